@@ -1,0 +1,171 @@
+#include "digest.hpp"
+
+#include <bit>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define DELTAWIRE_X86 1
+#include <immintrin.h>
+#endif
+
+// An 8-byte element is read as two 4-byte units, low half first, straight from memory.
+static_assert(std::endian::native == std::endian::little);
+
+namespace deltawire {
+namespace {
+
+constexpr std::uint64_t kStep = 0x9E3779B97F4A7C15;  // 2^64 / golden ratio
+constexpr int kFold = 29;
+
+inline void mix(Lanes& sum, std::uint64_t x, std::uint32_t bits) {
+  const auto low = static_cast<std::uint32_t>(x);
+  const std::uint64_t product = std::uint64_t{low ^ bits} * ((x >> 32) | 1);
+  const std::uint64_t folded = product ^ (product >> kFold);
+  sum.lane0 += folded;
+  sum.lane1 += std::uint64_t{static_cast<std::uint32_t>(folded)} *
+               static_cast<std::uint32_t>((folded >> 32) ^ low);
+}
+
+// `x` belongs to the first unit. Units are read by memcpy, because they may be halves of 8-byte
+// elements, which no pointer to a unit may alias.
+template <typename Unit>
+Lanes units_portable(const Unit* units, std::size_t count, std::uint64_t x) {
+  Lanes sum;
+  for (std::size_t i = 0; i < count; ++i, x += kStep) {
+    Unit unit;
+    std::memcpy(&unit, units + i, sizeof(unit));
+    mix(sum, x, unit);
+  }
+  return sum;
+}
+
+#ifdef DELTAWIRE_X86
+
+template <typename Unit>
+__attribute__((target("avx2"))) Lanes units_avx2(const Unit* units, std::size_t count,
+                                                 std::uint64_t x) {
+  constexpr std::size_t width = 4;
+  __m256i x4 = _mm256_set_epi64x(static_cast<long long>(x + 3 * kStep),
+                                 static_cast<long long>(x + 2 * kStep),
+                                 static_cast<long long>(x + kStep), static_cast<long long>(x));
+  const __m256i step = _mm256_set1_epi64x(static_cast<long long>(width * kStep));
+  const __m256i one = _mm256_set1_epi64x(1);
+  __m256i lane0 = _mm256_setzero_si256();
+  __m256i lane1 = _mm256_setzero_si256();
+  std::size_t i = 0;
+  for (; i + width <= count; i += width) {
+    __m256i bits;
+    if constexpr (sizeof(Unit) == 1) {
+      int four;
+      std::memcpy(&four, units + i, sizeof(four));
+      bits = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
+    } else if constexpr (sizeof(Unit) == 2) {
+      bits = _mm256_cvtepu16_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(units + i)));
+    } else {
+      bits = _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(units + i)));
+    }
+    const __m256i product = _mm256_mul_epu32(_mm256_xor_si256(x4, bits),
+                                             _mm256_or_si256(_mm256_srli_epi64(x4, 32), one));
+    const __m256i folded = _mm256_xor_si256(product, _mm256_srli_epi64(product, kFold));
+    lane0 = _mm256_add_epi64(lane0, folded);
+    lane1 = _mm256_add_epi64(
+        lane1,
+        _mm256_mul_epu32(folded, _mm256_xor_si256(_mm256_srli_epi64(folded, 32), x4)));
+    x4 = _mm256_add_epi64(x4, step);
+  }
+  Lanes sum = units_portable(units + i, count - i, x + i * kStep);
+  alignas(32) std::uint64_t parts[2][width];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(parts[0]), lane0);
+  _mm256_store_si256(reinterpret_cast<__m256i*>(parts[1]), lane1);
+  for (std::size_t lane = 0; lane < width; ++lane) {
+    sum.lane0 += parts[0][lane];
+    sum.lane1 += parts[1][lane];
+  }
+  return sum;
+}
+
+template <typename Unit>
+__attribute__((target("avx512f"))) Lanes units_avx512(const Unit* units, std::size_t count,
+                                                      std::uint64_t x) {
+  constexpr std::size_t width = 8;
+  const auto at = [x](std::uint64_t i) { return static_cast<long long>(x + i * kStep); };
+  __m512i x8 = _mm512_set_epi64(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0));
+  const __m512i step = _mm512_set1_epi64(static_cast<long long>(width * kStep));
+  const __m512i one = _mm512_set1_epi64(1);
+  __m512i lane0 = _mm512_setzero_si512();
+  __m512i lane1 = _mm512_setzero_si512();
+  std::size_t i = 0;
+  for (; i + width <= count; i += width) {
+    __m512i bits;
+    if constexpr (sizeof(Unit) == 1) {
+      bits = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(units + i)));
+    } else if constexpr (sizeof(Unit) == 2) {
+      bits = _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(units + i)));
+    } else {
+      bits = _mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(units + i)));
+    }
+    const __m512i product = _mm512_mul_epu32(_mm512_xor_si512(x8, bits),
+                                             _mm512_or_si512(_mm512_srli_epi64(x8, 32), one));
+    const __m512i folded = _mm512_xor_si512(product, _mm512_srli_epi64(product, kFold));
+    lane0 = _mm512_add_epi64(lane0, folded);
+    lane1 = _mm512_add_epi64(
+        lane1,
+        _mm512_mul_epu32(folded, _mm512_xor_si512(_mm512_srli_epi64(folded, 32), x8)));
+    x8 = _mm512_add_epi64(x8, step);
+  }
+  Lanes sum = units_portable(units + i, count - i, x + i * kStep);
+  sum.lane0 += static_cast<std::uint64_t>(_mm512_reduce_add_epi64(lane0));
+  sum.lane1 += static_cast<std::uint64_t>(_mm512_reduce_add_epi64(lane1));
+  return sum;
+}
+
+#endif  // DELTAWIRE_X86
+
+template <typename Unit>
+Lanes units_digest(const Unit* units, std::size_t count, std::uint64_t x) {
+#ifdef DELTAWIRE_X86
+  if (__builtin_cpu_supports("avx512f")) return units_avx512(units, count, x);
+  if (__builtin_cpu_supports("avx2")) return units_avx2(units, count, x);
+#endif
+  return units_portable(units, count, x);
+}
+
+}  // namespace
+
+template <typename Bits>
+Lanes digest(const Bits* bits, std::size_t count, std::uint64_t key, std::uint64_t start) {
+  if constexpr (sizeof(Bits) == 8) {
+    return units_digest(reinterpret_cast<const std::uint32_t*>(bits), 2 * count,
+                        key + (2 * start + 1) * kStep);
+  } else {
+    return units_digest(bits, count, key + (start + 1) * kStep);
+  }
+}
+
+template <typename Bits>
+Lanes digest_at(const std::int64_t* positions, const Bits* bits, std::size_t count,
+                std::uint64_t key) {
+  Lanes sum;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto position = static_cast<std::uint64_t>(positions[i]);
+    if constexpr (sizeof(Bits) == 8) {
+      const std::uint64_t x = key + (2 * position + 1) * kStep;
+      mix(sum, x, static_cast<std::uint32_t>(bits[i]));
+      mix(sum, x + kStep, static_cast<std::uint32_t>(bits[i] >> 32));
+    } else {
+      mix(sum, key + (position + 1) * kStep, bits[i]);
+    }
+  }
+  return sum;
+}
+
+#define DELTAWIRE_INSTANTIATE(Bits)                                                          \
+  template Lanes digest<Bits>(const Bits*, std::size_t, std::uint64_t, std::uint64_t);       \
+  template Lanes digest_at<Bits>(const std::int64_t*, const Bits*, std::size_t, std::uint64_t);
+DELTAWIRE_INSTANTIATE(std::uint8_t)
+DELTAWIRE_INSTANTIATE(std::uint16_t)
+DELTAWIRE_INSTANTIATE(std::uint32_t)
+DELTAWIRE_INSTANTIATE(std::uint64_t)
+#undef DELTAWIRE_INSTANTIATE
+
+}  // namespace deltawire

@@ -1,0 +1,24 @@
+// The additive digest of a model's bits; src/deltawire/codec/reference.py defines the mix.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace deltawire {
+
+struct Lanes {
+  std::uint64_t lane0 = 0;
+  std::uint64_t lane1 = 0;
+};
+
+// The sum over `count` neighbouring elements, the first of which has flat index `start`.
+// `Bits` is std::uint8_t, std::uint16_t, std::uint32_t or std::uint64_t.
+template <typename Bits>
+Lanes digest(const Bits* bits, std::size_t count, std::uint64_t key, std::uint64_t start);
+
+// The sum over `count` elements at the given flat indices.
+template <typename Bits>
+Lanes digest_at(const std::int64_t* positions, const Bits* bits, std::size_t count,
+                std::uint64_t key);
+
+}  // namespace deltawire

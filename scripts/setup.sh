@@ -1,0 +1,28 @@
+#!/bin/sh
+# Everything into .venv: PyTorch (its CPU build where there is no GPU), then deltawire itself.
+set -eu
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "deltawire needs Python 3.11 or newer; set PYTHON to one" >&2
+    exit 2
+}
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+pip=".venv/bin/python -m pip --disable-pip-version-check"
+
+if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+    if [ "$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1; then
+        $pip install --progress-bar off "torch>=2.9,<3"
+    else
+        # The CPU build carries a version label of its own. It comes from wherever pip is set up to
+        # look, else from PyTorch's own index, which uv knows by name.
+        echo "no GPU found: installing PyTorch's CPU build"
+        $pip install --quiet "torch==2.13.0+cpu" 2>/dev/null || {
+            $pip install --quiet "uv>=0.6,<1"
+            .venv/bin/uv pip install --python .venv/bin/python --torch-backend=cpu "torch>=2.9,<3"
+        }
+    fi
+fi
+$pip install --quiet --editable ".[rl,dev]"
+touch .venv/.ready

@@ -1,0 +1,107 @@
+"""The ``deltawire`` command: its parser, and how its errors end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from deltawire import __version__
+from deltawire.errors import DeltawireError
+
+INTERRUPTED = 130
+
+_BUCKET = "a folder, or a file://, s3://, gs:// or az:// URL"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their flags; a test holds them still."""
+    parser = argparse.ArgumentParser(
+        prog="deltawire",
+        description="Asynchronous reinforcement learning over an object-store bucket.",
+    )
+    parser.add_argument("--version", action="version", version=f"deltawire {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_processes(commands)
+    _add_tools(commands)
+    return parser
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser("run", help="start, or continue, a whole run on this machine")
+    run.set_defaults(module="deltawire.cli.run", function="run")
+    run.add_argument("config", metavar="CONFIG.toml", help="the run's configuration")
+    run.add_argument("--out", default="", help="where the run lies (default: runs/NAME)")
+    run.add_argument("--bucket", default="", help=f"{_BUCKET} (default: OUT/bucket)")
+    run.add_argument("--seed", type=int, help="instead of the configuration's seed")
+    run.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
+    run.add_argument("--plain", action="store_true", help="lines instead of the live view")
+    run.add_argument("--json", action="store_true", help="print report.json at the end")
+
+
+def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    worker = commands.add_parser("worker", help="join a run as a rollout worker")
+    worker.set_defaults(module="deltawire.cli.processes", function="worker")
+    worker.add_argument("run", metavar="RUN_URL", help=f"the run's bucket: {_BUCKET}")
+    worker.add_argument("--id", default="", help="the worker's name (default: made up)")
+    worker.add_argument(
+        "--patience", type=float, default=600.0, metavar="S", help="wait this long for a trainer"
+    )
+    trainer = commands.add_parser("trainer", help="the trainer process alone")
+    trainer.set_defaults(module="deltawire.cli.processes", function="trainer")
+    trainer.add_argument("run", metavar="RUN_URL", help=_BUCKET)
+    trainer.add_argument("--config", default="", help="start the run with this configuration")
+    trainer.add_argument("--model", default="", help="and this model directory")
+    trainer.add_argument("--seed", type=int, help="instead of the configuration's seed")
+    evaluator = commands.add_parser("evaluator", help="the evaluator process alone")
+    evaluator.set_defaults(module="deltawire.cli.processes", function="evaluator")
+    evaluator.add_argument("run", metavar="RUN_URL", help=_BUCKET)
+    for process in (worker, trainer, evaluator):
+        process.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+        process.add_argument("--cpus", default="", help="pin to these processors, such as 0,1")
+    warm = commands.add_parser("warm-start", help="supervised steps that make version 0")
+    warm.set_defaults(module="deltawire.cli.processes", function="warm_start")
+    warm.add_argument("config", metavar="CONFIG.toml")
+    warm.add_argument("--out", required=True, help="the model directory to write")
+    warm.add_argument("--bucket", default="", help="record progress here")
+    warm.add_argument("--seed", type=int, help="instead of the configuration's seed")
+    warm.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser("report", help="write a run's report again from its events")
+    report.set_defaults(module="deltawire.cli.run", function="report")
+    report.add_argument("run", metavar="RUN_URL", help=_BUCKET)
+    report.add_argument("--out", default=".", help="where to write report.html and report.json")
+    report.add_argument("--json", action="store_true", help="print report.json")
+    bench = commands.add_parser("bench", help="measure, against the limit, in one run")
+    benches = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    loop = benches.add_parser("loop", help="alternating against pipelined, on the same two cores")
+    loop.set_defaults(module="deltawire.cli.bench_loop", function="bench_loop")
+    loop.add_argument("--config", default="examples/bench_loop.toml")
+    loop.add_argument("--out", default="runs/bench-loop")
+    loop.add_argument("--seeds", type=int, default=3, help="how many seeds each way")
+    loop.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Errors end as one line on standard error."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        command = getattr(import_module(arguments.module), arguments.function)
+        return int(command(arguments))
+    except DeltawireError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "deltawire":
+            raise
+        print(  # noqa: T201
+            f"error: this command needs {error.name}; install deltawire[rl]", file=sys.stderr
+        )
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        return INTERRUPTED

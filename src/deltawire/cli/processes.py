@@ -1,0 +1,119 @@
+"""Commands that are one process of a run each."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from deltawire.config import RunConfig, load_config
+from deltawire.errors import InputError
+from deltawire.events import Role
+from deltawire.rl.process import Process
+from deltawire.store import Bucket, open_bucket
+from deltawire.wire.keys import valid_name
+
+
+def pin(cpus: str) -> None:
+    """Run on these processors only, where the system can."""
+    if not cpus:
+        return
+    try:
+        wanted = {int(cpu) for cpu in cpus.split(",")}
+    except ValueError as error:
+        raise InputError(f"--cpus {cpus} is not a list of processors") from error
+    if hasattr(os, "sched_setaffinity"):
+        try:
+            os.sched_setaffinity(0, wanted)
+        except OSError as error:
+            raise InputError(f"--cpus {cpus}: {error.strerror}") from error
+
+
+def seeded(config: RunConfig, seed: int | None) -> RunConfig:
+    """The configuration with another seed, if one is given."""
+    return config if seed is None else msgspec.structs.replace(config, seed=seed)
+
+
+def refuse_memory(bucket: Bucket) -> None:
+    """Raises `InputError` for a bucket that no other process can see."""
+    if bucket.url.startswith("memory:"):
+        raise InputError(
+            "a memory bucket lives in one process alone",
+            hint="use a folder, or a store that every process can reach",
+            run=bucket.url,
+        )
+
+
+def _process(arguments: argparse.Namespace, name: str, role: Role) -> Process:
+    pin(arguments.cpus)
+    bucket = open_bucket(arguments.run)
+    refuse_memory(bucket)
+    process = Process(bucket, name, role, supervised=arguments.supervised)
+    process.listen()
+    return process
+
+
+def worker(arguments: argparse.Namespace) -> int:
+    """``deltawire worker``: join a run."""
+    name = arguments.id or _invented_name()
+    if not valid_name(name) or len(name) > 40:
+        raise InputError(f"--id {name[:60]!r}: use at most 40 letters, digits, - and _")
+    process = _process(arguments, name, "worker")
+    from deltawire.rl.worker import run_worker
+
+    run_worker(process, patience_s=arguments.patience, say=_quiet if process.supervised else _say)
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _quiet(line: str) -> None:
+    del line
+
+
+def _invented_name() -> str:
+    host = "".join(c for c in socket.gethostname() if c.isalnum())[:20] or "worker"
+    return f"{host}-{secrets.token_hex(3)}"
+
+
+def trainer(arguments: argparse.Namespace) -> int:
+    """``deltawire trainer``: start or continue a run's trainer."""
+    if bool(arguments.config) != bool(arguments.model):
+        raise InputError("--config and --model go together")
+    source = None
+    if arguments.config:
+        config = seeded(load_config(Path(arguments.config)), arguments.seed)
+        source = (config, Path(arguments.model))
+    process = _process(arguments, "trainer", "trainer")
+    from deltawire.rl.trainer import run_trainer
+
+    run_trainer(process, source)
+    return 0
+
+
+def evaluator(arguments: argparse.Namespace) -> int:
+    """``deltawire evaluator``: measure held-out accuracy of a run's versions."""
+    process = _process(arguments, "evaluator", "evaluator")
+    from deltawire.rl.evaluator import run_evaluator
+
+    run_evaluator(process)
+    return 0
+
+
+def warm_start(arguments: argparse.Namespace) -> int:
+    """``deltawire warm-start``: make the model directory that a run starts from."""
+    config = seeded(load_config(Path(arguments.config)), arguments.seed)
+    bucket = open_bucket(arguments.bucket or "memory:///")
+    process = Process(bucket, "warm-start", "warm-start", supervised=arguments.supervised)
+    process.listen()
+    from deltawire.rl.warming import run_warm_start
+
+    run_warm_start(process, config, Path(arguments.out))
+    return 0

@@ -1,0 +1,213 @@
+"""A run's configuration: a TOML file, checked whole before anything starts.
+
+Every key has a default that suits a small run on one machine. Unknown and wrong keys are refused
+by name, with the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.errors import InputError
+
+Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
+Positive = Annotated[float, Meta(gt=0, le=1e9)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class _Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A table of the file."""
+
+
+class BuildConfig(_Section, frozen=True, kw_only=True):
+    """A model built from its architecture alone, with random weights and a byte tokenizer."""
+
+    family: Literal["qwen3"] = "qwen3"
+    hidden_size: Count = 160
+    layers: Count = 4
+    head_size: Count = 32
+    feed_forward_size: Count = 480
+    context: Count = 512
+
+
+class ModelConfig(_Section, frozen=True, kw_only=True):
+    """Where version 0 comes from: a Hugging Face directory, or an architecture to build."""
+
+    path: str = ""
+    build: BuildConfig | None = None
+
+
+class TaskConfig(_Section, frozen=True, kw_only=True):
+    """A reasoning-gym dataset by name; ``options`` are the dataset's own."""
+
+    dataset: str = "spell_backward"
+    options: dict[str, Any] = {}
+    prompt: str = "{question}\n"
+    heldout: Count = 200
+    """Problems that are evaluated on and never trained on."""
+
+
+class WarmStartConfig(_Section, frozen=True, kw_only=True):
+    """Supervised steps on the task's own pairs, before version 0."""
+
+    max_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    stop_at_accuracy: Fraction = 1.0
+    """Stop once greedy accuracy on validation problems of its own reaches this."""
+    check_every: Count = 25
+    learning_rate: Positive = 2e-3
+    batch: Count = 48
+
+
+class RolloutConfig(_Section, frozen=True, kw_only=True):
+    """Rollout workers: how many are supervised, and how each samples."""
+
+    workers: Annotated[int, Meta(ge=0, le=1024)] = 2
+    group_size: Annotated[int, Meta(ge=2, le=4096)] = 8
+    max_tokens: Count = 16
+    max_turns: Count = 1
+    temperature: Positive = 1.0
+    slots: Count = 64
+    """Sequences that one worker decodes at a time."""
+    context: Count = 256
+
+
+class TrainConfig(_Section, frozen=True, kw_only=True):
+    """The trainer: how many versions to make, from what, and how far off-policy."""
+
+    versions: Count = 100
+    groups_per_step: Count = 16
+    max_staleness: Annotated[int, Meta(ge=0, le=1024)] = 2
+    """No group older than this many versions is ever trained on; 0 alternates strictly."""
+    learning_rate: Positive = 1e-4
+    warmup_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 20
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.99
+    weight_decay: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    clip_low: Fraction = 0.2
+    clip_high: Positive = 0.28
+    max_grad_norm: Positive = 1.0
+    micro_batch_groups: Count = 16
+    anchor_every: Count = 50
+    checkpoint_every: Count = 20
+
+
+class EvaluateConfig(_Section, frozen=True, kw_only=True):
+    """Held-out accuracy at version 0, every so many versions, and at the last.
+
+    It is the share of correct answers among ``samples`` a problem, drawn at the rollout's own
+    temperature (pass@1 of the policy that is trained); greedy accuracy is measured beside it.
+    """
+
+    every: Count = 20
+    samples: Count = 4
+
+
+class RunConfig(_Section, frozen=True, kw_only=True):
+    """All of it. ``threads`` is what each process gives to its tensor library."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+    seed: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    threads: Annotated[int, Meta(ge=1, le=1024)] = 1
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_CONFIG_BYTES = 1 << 20
+
+RESUMABLE = frozenset({"train.versions", "rollout.workers", "evaluate.every", "threads"})
+"""Keys that may differ when a run is continued; any other would make it another run."""
+
+
+def load_config(path: Path) -> RunConfig:
+    """Read and check a TOML file, or the same as JSON if its name ends so.
+
+    Raises `InputError` naming the file, the key and the nearest valid key.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"cannot read the configuration {path}: {error.strerror or error}",
+            hint="give the path of a TOML file, such as examples/demo.toml",
+        ) from error
+    if len(data) > MAX_CONFIG_BYTES:
+        raise InputError(f"{path} has {len(data)} bytes; a configuration has at most a megabyte")
+    try:
+        text = data.decode()
+        raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise InputError(f"{path} is not {kind}: {error}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} is not a table of keys")
+    config = parse_config(raw, source=str(path))
+    if not config.model.path and config.model.build is None:
+        raise InputError(
+            f"{path} names no model",
+            hint="set model.path to a Hugging Face directory, or add a [model.build] section",
+        )
+    return config
+
+
+def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
+    """Turn plain values into a `RunConfig`; raises `InputError` as `load_config` does."""
+    _refuse_unknown(raw, RunConfig, "", source)
+    try:
+        config = msgspec.convert(raw, RunConfig)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{source}: {str(error).replace('`$.', '`')}") from error
+    if "{question}" not in config.task.prompt:
+        raise InputError(f"{source}: task.prompt must contain {{question}}")
+    return config
+
+
+def _refuse_unknown(raw: dict[str, Any], kind: type[Any], prefix: str, source: str) -> None:
+    hints = get_type_hints(kind)
+    for key, value in raw.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
+            hint = (
+                f"did you mean {prefix}{near[0]}?"
+                if near
+                else (f"valid keys here: {', '.join(sorted(hints))}")
+            )
+            raise InputError(f"{source}: unknown key {prefix}{key}", hint=hint)
+        for option in (hints[key], *getattr(hints[key], "__args__", ())):
+            if (
+                isinstance(option, type)
+                and issubclass(option, _Section)
+                and isinstance(value, dict)
+            ):
+                _refuse_unknown(value, option, f"{prefix}{key}.", source)
+
+
+def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys to plain values, as for a table or a comparison."""
+    flat: dict[str, Any] = {}
+    for name in config.__struct_fields__:
+        value = getattr(config, name)
+        if isinstance(value, msgspec.Struct):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
+    """The dotted keys, outside `RESUMABLE`, in which two configurations differ."""
+    left, right = flatten(ours), flatten(theirs)
+    keys = (left.keys() | right.keys()) - RESUMABLE
+    return sorted(key for key in keys if left.get(key) != right.get(key))

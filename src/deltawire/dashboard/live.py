@@ -1,0 +1,402 @@
+"""The run in a terminal: the live screen, its one-line twin, and the closing screen."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from deltawire.dashboard.state import ProcessState, RunState
+from deltawire.dashboard.summary import Summary, WorkerVerdict
+from deltawire.dashboard.wording import (
+    MISSING,
+    byte_size,
+    duration,
+    figure,
+    legible,
+    milliseconds,
+    percent,
+    smaller,
+    sparkline,
+)
+
+MAX_ROWS = 14
+SILENT_AFTER_S = 20.0
+
+_ROLES = ("trainer", "worker", "evaluator", "warm-start", "supervisor", None)
+_COLORS = {
+    "sample": "bright_blue",
+    "train": "magenta",
+    "publish": "yellow",
+    "swap": "bright_yellow",
+    "evaluate": "green",
+    "checkpoint": "cyan",
+    "start": "white",
+    "wait": "bright_black",
+    "stopped": "bright_black",
+    "died": "red",
+}
+
+
+class Sparkline:
+    """A series drawn in one line, as wide as there is room for."""
+
+    def __init__(self, values: Sequence[float], style: str) -> None:
+        self.values = values
+        self.style = style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(sparkline(self.values, options.max_width), self.style, no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(8, options.max_width), min(48, options.max_width))
+
+
+class LiveView:
+    """Draws a `RunState`, for `rich.live.Live` or line by line."""
+
+    def __init__(
+        self,
+        target_versions: int,
+        bound: int,
+        bytes_full: int | None = None,
+        *,
+        name: str = "",
+        warm_steps: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.target_versions = target_versions
+        self.bound = bound
+        self.bytes_full = bytes_full
+        self.name = name
+        self.warm_steps = warm_steps
+        self.clock = clock
+
+    def render(self, state: RunState) -> RenderableType:
+        """The whole screen."""
+        body = [self._progress(state), Text(), self._figures(state)]
+        title = Text.assemble(("deltawire ", "bold cyan"), (legible(self.name), "bold"))
+        return Group(
+            Panel(
+                Group(*body),
+                title=title,
+                title_align="left",
+                subtitle=Text(self._elapsed(state), "dim"),
+                subtitle_align="right",
+                border_style="bright_black",
+                padding=(1, 2),
+            ),
+            Padding(self._processes(state), (1, 1, 0, 1)),
+        )
+
+    def plain_line(self, state: RunState) -> str:
+        """The same in one line without escapes, for a log or a pipe."""
+        if not state.training:
+            return f"[{self._elapsed(state)}] {self._warm_words(state)}"
+        parts = [f"version {state.version or 0}/{self.target_versions}"]
+        if curve := state.accuracy_curve:
+            parts.append(f"held-out {percent(curve[-1][1])} (from {percent(curve[0][1])})")
+        if rewards := state.reward_curve:
+            parts.append(f"reward {rewards[-1][1]:.3f}")
+        mean, most = _last_staleness(state)
+        if most is not None:
+            parts.append(f"staleness {mean:.1f} max {most} of {self.bound}")
+        if deltas := state.deltas:
+            full, delta = self._full(state), deltas[-1].bytes_delta
+            parts.append(f"{byte_size(delta)} a version ({smaller(full, delta)})")
+        trainer = state.idle(state.with_role("trainer"))
+        workers = state.idle(state.with_role("worker"))
+        if trainer is not None or workers is not None:
+            parts.append(f"idle trainer {percent(trainer, 0)}, workers {percent(workers, 0)}")
+        return f"[{self._elapsed(state)}] " + "  ".join(parts)
+
+    def _elapsed(self, state: RunState) -> str:
+        return duration(self.clock() - state.extent[0] if state.extent else 0.0)
+
+    def _full(self, state: RunState) -> int | None:
+        return state.bytes_full or self.bytes_full
+
+    def _warm_words(self, state: RunState) -> str:
+        if (warm := state.last_warm) is None:
+            return "starting"
+        of = f"/{self.warm_steps}" if self.warm_steps else ""
+        measured = [step for step in sorted(state.warm) if state.warm[step].accuracy is not None]
+        words = f"warm start {warm.step}{of}  loss {warm.loss:.3f}"
+        if measured:
+            words += f"  accuracy {percent(state.warm[measured[-1]].accuracy)}"
+        return words
+
+    def _progress(self, state: RunState) -> RenderableType:
+        line = Table.grid(expand=True, padding=(0, 2))
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True, justify="right")
+        if not state.training:
+            done = state.last_warm.step if state.last_warm else 0
+            bar = ProgressBar(
+                total=self.warm_steps or 1,
+                completed=done if self.warm_steps else 0,
+                pulse=not self.warm_steps,
+                complete_style="magenta",
+                finished_style="magenta",
+            )
+            line.add_row(Text(self._warm_words(state), "bold"), bar, Text(""))
+            return line
+        done = min(state.version or 0, self.target_versions)
+        bar = ProgressBar(
+            total=max(1, self.target_versions),
+            completed=done,
+            complete_style="cyan",
+            finished_style="green",
+        )
+        pace = state.steps_per_minute
+        words = ""
+        if pace:
+            left_s = 60 * (self.target_versions - done) / pace
+            words = f"{figure(pace)} a minute" + (f" · {duration(left_s)} left" if left_s else "")
+        of = Text.assemble((f"version {done}", "bold"), (f" of {self.target_versions}", "dim"))
+        line.add_row(of, bar, Text(words, "dim"))
+        return line
+
+    def _figures(self, state: RunState) -> RenderableType:
+        grid = Table.grid(expand=True, padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True, min_width=9)
+        grid.add_column(no_wrap=True, ratio=5)
+        grid.add_column(no_wrap=True, ratio=4)
+        curve = state.accuracy_curve
+        rewards = [reward for _, reward in state.reward_curve]
+        grid.add_row(
+            "held-out accuracy",
+            Text(percent(curve[-1][1]) if curve else MISSING, "bold green"),
+            Text(f"from {percent(curve[0][1])} at {curve[0][0]}" if len(curve) > 1 else "", "dim"),
+            Sparkline([accuracy for _, accuracy in curve], "green"),
+        )
+        grid.add_row(
+            "training reward",
+            Text(f"{rewards[-1]:.3f}" if rewards else MISSING, "bold"),
+            Text(f"from {rewards[0]:.3f}" if len(rewards) > 1 else "", "dim"),
+            Sparkline(rewards, "magenta"),
+        )
+        deltas, full = state.deltas, self._full(state)
+        delta = deltas[-1].bytes_delta if deltas else None
+        grid.add_row(
+            "bytes a version",
+            Text(byte_size(delta), "bold cyan"),
+            Text.assemble((f"full model {byte_size(full)}", "dim")),
+            Text(smaller(full, delta) if delta else "", "bold cyan"),
+        )
+        mean, most = _last_staleness(state)
+        within = most is None or most <= self.bound
+        grid.add_row(
+            "staleness",
+            Text(f"{mean:.1f}" if mean is not None else MISSING, "bold"),
+            Text(
+                f"max {most} of {self.bound} allowed" if most is not None else "",
+                "dim" if within else "bold red",
+            ),
+            self._histogram(state),
+        )
+        return grid
+
+    def _histogram(self, state: RunState) -> Text:
+        """How often each staleness occurred, from 0 to the bound."""
+        counts = state.staleness
+        if not counts:
+            return Text()
+        most = min(max(*counts, self.bound), 1000)
+        heights = [counts[value] for value in range(most + 1)]
+        return Text.assemble(
+            ("0 ", "dim"), (sparkline(heights, 24, floor=0), "cyan"), (f" {most}", "dim")
+        )
+
+    def _lag_style(self, process: ProcessState, lag: int | None) -> str:
+        """Only a worker behind the bound is of note; an evaluator takes its time."""
+        if not lag:
+            return "dim"
+        return "yellow" if process.role == "worker" and lag > self.bound else ""
+
+    def _processes(self, state: RunState) -> RenderableType:
+        table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=True)
+        table.add_column("process", no_wrap=True, ratio=5)
+        table.add_column("role", no_wrap=True, min_width=15)
+        table.add_column("doing", no_wrap=True, ratio=4)
+        for heading in ("version", "lag", "groups", "idle"):
+            table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+        shown = sorted(
+            filter(lambda one: _worth_a_row(one, state), state.processes.values()), key=_rank
+        )
+        for process in shown[:MAX_ROWS]:
+            table.add_row(*self._row(process, state))
+        if len(shown) > MAX_ROWS:
+            table.add_row(Text(f"and {len(shown) - MAX_ROWS} more", "dim"))
+        return table
+
+    def _row(self, process: ProcessState, state: RunState) -> list[Text]:
+        trainer = process.role == "trainer"
+        version = state.version if trainer else process.version
+        lag = None if trainer or process.gone else state.lag(process)
+        style = "dim" if process.gone else ""
+        doing = process.doing
+        cell = Text.assemble(("● ", _COLORS.get(doing, "bright_black")), legible(doing) or MISSING)
+        silent_s = self.clock() - process.heard_at
+        if not process.gone and silent_s > SILENT_AFTER_S:
+            cell.append(f"  {duration(silent_s)} ago", "yellow")
+        role = Text(process.role or MISSING)
+        if not process.supervised:
+            role.append(", by hand", "dim")
+        return [
+            Text(legible(process.name, 24), style or "bold"),
+            role,
+            cell,
+            _number(version),
+            Text(MISSING if lag is None else str(lag), self._lag_style(process, lag)),
+            _number(process.groups or None),
+            Text(percent(state.idle([process]), 0), style),
+        ]
+
+
+def screen(summary: Summary, *, report: str) -> RenderableType:
+    """How the run went, on one screen; ``report`` says where report.html lies."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for label, value in _closing_rows(summary):
+        grid.add_row(Text(label), value)
+    title = Text.assemble(("deltawire ", "bold cyan"), (legible(summary.name), "bold"))
+    return Group(
+        Panel(grid, title=title, title_align="left", border_style="bright_black", padding=(1, 2)),
+        Text.assemble(("  report  ", "dim"), (legible(report, 400), "bold"), overflow="fold"),
+    )
+
+
+def _closing_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
+    heldout, size, stale = summary.heldout, summary.bytes, summary.staleness
+    within = stale.max is None or stale.max <= stale.bound
+    pace = f" · {figure(summary.steps_per_minute)} a minute" if summary.steps_per_minute else ""
+    swap = milliseconds(summary.swap_ms)
+    rows: list[tuple[str, RenderableType]] = [
+        (
+            "held-out accuracy",
+            Text.assemble(
+                percent(heldout.first),
+                (" → ", "dim"),
+                (percent(heldout.last), "bold green"),
+                (
+                    f"   pass@1 on {heldout.problems} problems; greedy "
+                    f"{percent(heldout.greedy_first, 0)} → {percent(heldout.greedy_last, 0)}"
+                    if heldout.problems
+                    else "",
+                    "dim",
+                ),
+            ),
+        ),
+        (
+            "versions",
+            Text.assemble(
+                (f"{summary.versions}", "bold"),
+                (f" of {summary.target_versions} in {duration(summary.wall_s)}{pace}", "dim"),
+            ),
+        ),
+        (
+            "bytes a version",
+            Text.assemble(
+                (byte_size(size.delta_mean), "bold cyan"),
+                (f" against {byte_size(size.full)} whole · ", "dim"),
+                (smaller(size.full, size.delta_mean), "bold cyan"),
+            ),
+        ),
+        (
+            "staleness",
+            Text.assemble(
+                (f"max {MISSING if stale.max is None else stale.max} of {stale.bound} ", "bold"),
+                _mark(within),
+                (f"   mean {figure(stale.mean)}", "dim"),
+            ),
+        ),
+        *_proof_rows(summary),
+        (
+            "idle",
+            Text.assemble(
+                (f"trainer {percent(summary.idle.trainer)}", "bold"),
+                ("  ", ""),
+                (f"workers {percent(summary.idle.workers)}", "bold"),
+            ),
+        ),
+        (
+            "standing still",
+            Text.assemble(
+                f"trainer {milliseconds(summary.trainer_blocked_ms)} a publish",
+                ("  ", ""),
+                f"worker {swap} a swap",
+            ),
+        ),
+    ]
+    return [*rows, *_verdict_rows(summary.workers)]
+
+
+def _proof_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
+    proof = summary.proof
+    if proof is None:
+        return []
+    sound = not proof.repeated and not proof.lost
+    found = (
+        f"{proof.groups} groups read back from the bucket: {proof.repeated} consumed twice, "
+        f"{proof.lost} lost "
+    )
+    return [("consumed", Text.assemble((found, "dim"), _mark(sound)))]
+
+
+def _verdict_rows(workers: Sequence[WorkerVerdict]) -> list[tuple[str, RenderableType]]:
+    rows: list[tuple[str, RenderableType]] = [("", Text())] if workers else []
+    for worker in workers[:MAX_ROWS]:
+        verdict = {True: "bit-identical", False: "differs", None: "not audited"}
+        by_hand = "" if worker.supervised else ", joined by hand"
+        held = MISSING if worker.version is None else worker.version
+        cell = Text.assemble(
+            _mark(worker.bit_identical),
+            f" {verdict[worker.bit_identical]}",
+            (f" at version {held} · {worker.groups} groups{by_hand}", "dim"),
+        )
+        rows.append((legible(worker.id, 24), cell))
+    if len(workers) > MAX_ROWS:
+        rows.append(("", Text(f"and {len(workers) - MAX_ROWS} more", "dim")))
+    return rows
+
+
+def _mark(good: bool | None) -> tuple[str, str]:
+    if good is None:
+        return (MISSING, "dim")
+    return ("✓", "bold green") if good else ("✗", "bold red")
+
+
+def _number(value: int | None) -> Text:
+    return Text(MISSING if value is None else str(value), "dim" if value is None else "")
+
+
+def _last_staleness(state: RunState) -> tuple[float | None, int | None]:
+    """The mean of the last step that tells, and the largest of the whole run."""
+    for step in reversed(state.steps_in_order):
+        if step.staleness:
+            return sum(step.staleness) / len(step.staleness), max(state.staleness)
+    return None, None
+
+
+def _worth_a_row(process: ProcessState, state: RunState) -> bool:
+    """The supervisor only watches, and the warm start is over once training runs."""
+    return process.role != "supervisor" and not (process.role == "warm-start" and state.training)
+
+
+def _rank(process: ProcessState) -> tuple[int, list[tuple[int, str]]]:
+    """By role, then by name, where ``worker-10`` comes after ``worker-9``."""
+    parts = re.split(r"(\d{1,18})", process.name[:100])
+    natural = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    return _ROLES.index(process.role), natural

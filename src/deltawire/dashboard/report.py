@@ -1,0 +1,302 @@
+"""``report.json`` and ``report.html``: a finished run, for a program and for a person.
+
+The page is one file without scripts that refers to nothing outside of itself. Names and settings
+come from the bucket and from users, so each is escaped where it enters the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+
+import msgspec
+
+from deltawire import __version__
+from deltawire.dashboard.plots import ACTIVITIES, Charts, charts
+from deltawire.dashboard.state import RunState
+from deltawire.dashboard.summary import Summary, WorkerVerdict
+from deltawire.dashboard.wording import (
+    MISSING,
+    byte_size,
+    duration,
+    figure,
+    legible,
+    milliseconds,
+    percent,
+    smaller,
+)
+
+_STYLE = Path(__file__).with_name("report.css")
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def write_report(summary: Summary, state: RunState, directory: Path) -> None:
+    """Write ``report.json`` and ``report.html`` into ``directory``, which is made if need be."""
+    directory.mkdir(parents=True, exist_ok=True)
+    figures = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    (directory / "report.json").write_bytes(figures + b"\n")
+    (directory / "report.html").write_text(page(summary, state), encoding="utf-8")
+
+
+def page(summary: Summary, state: RunState) -> str:
+    """The whole of ``report.html``."""
+    drawn = charts(state, summary.staleness.bound)
+    body = [
+        _header(summary, state),
+        _heads(summary),
+        *_chart_cards(drawn, summary, state),
+        _workers(summary, state),
+        f'<div class="pair">{_figures(summary)}{_configuration(summary)}</div>',
+        _footer(),
+    ]
+    return _PAGE.format(
+        title=f"{_safe(summary.name)} · deltawire",
+        style=_STYLE.read_text(encoding="utf-8"),
+        body="\n".join(body),
+    )
+
+
+def _safe(text: str, limit: int = 60) -> str:
+    return escape(legible(text, limit))
+
+
+def _footer() -> str:
+    return (
+        f"<footer>Written by deltawire {escape(__version__)}. "
+        "The same figures, for programs, are in report.json beside this file.</footer>"
+    )
+
+
+def _header(summary: Summary, state: RunState) -> str:
+    facts = [f"{duration(summary.wall_s)} of wall time", f"seed {summary.seed}"]
+    if state.published:
+        ended = datetime.fromtimestamp(max(event.at for event in state.published.values()), UTC)
+        facts.insert(0, f"trained until {ended.day} {ended:%B %Y, %H:%M} UTC")
+    line = " · ".join(facts)
+    return (
+        '<header><p class="eyebrow">deltawire run report</p>'
+        f'<h1>{_safe(summary.name)}</h1><p class="facts">{line[0].upper()}{line[1:]}</p></header>'
+    )
+
+
+def _heads(summary: Summary) -> str:
+    """The six figures that one wants first."""
+    heldout, size, stale = summary.heldout, summary.bytes, summary.staleness
+    arrow = '<span class="arrow"> → </span>'
+    within = stale.max is None or stale.max <= stale.bound
+    most = MISSING if stale.max is None else stale.max
+    identical = sum(worker.bit_identical is True for worker in summary.workers)
+    audited = sum(worker.bit_identical is not None for worker in summary.workers)
+    left = len(summary.workers) - audited
+    audit = f"; {left} left before" if left else ", against the trainer's"
+    pace = f"{figure(summary.steps_per_minute)} a minute"
+    problems = f"{heldout.problems} problems" if heldout.problems else "not evaluated"
+    heads = [
+        (
+            "Held-out accuracy",
+            f"{percent(heldout.first)}{arrow}{percent(heldout.last)}",
+            f"first to last evaluated version, {problems}",
+        ),
+        ("Versions", f"{summary.versions}", f"of {summary.target_versions} planned, {pace}"),
+        (
+            "Bytes a version",
+            byte_size(size.delta_mean),
+            f"{smaller(size.full, size.delta_mean)} than the full {byte_size(size.full)}",
+        ),
+        (
+            "Staleness, at most",
+            f"{most}{_mark(within)}",
+            f"bound {stale.bound}, mean {figure(stale.mean)}",
+        ),
+        (
+            "Trainer idle",
+            percent(summary.idle.trainer),
+            f"workers {percent(summary.idle.workers)}, between first and last step",
+        ),
+        (
+            "Workers bit-identical",
+            f"{identical} of {audited}{_mark(identical == audited if audited else None)}",
+            f"serving weights at the end{audit}",
+        ),
+    ]
+    cells = "".join(
+        f'<div class="head"><dt>{label}</dt><dd><span class="value">{value}</span>'
+        f'<span class="note">{note}</span></dd></div>'
+        for label, value, note in heads
+    )
+    return f'<dl class="heads">{cells}</dl>'
+
+
+def _mark(good: bool | None) -> str:
+    if good is None:
+        return ""
+    return ' <span class="good">✓</span>' if good else ' <span class="bad">✗</span>'
+
+
+def _chart_cards(drawn: Charts, summary: Summary, state: RunState) -> list[str]:
+    accuracy = _card(
+        "Held-out accuracy",
+        "On problems the training never sees, answers drawn as in training (pass@1), and the mean "
+        "reward of the groups "
+        "each version was trained on.",
+        drawn.accuracy,
+        _legend(("accent", "held-out accuracy"), ("second", "training reward"), stroke=True),
+        wide=True,
+    )
+    staleness = _card(
+        "Staleness",
+        "By how many versions the consumed groups were behind the trainer: smallest to largest "
+        "of each step, and the mean.",
+        drawn.staleness,
+        _legend(("accent", "mean"), ("band", "smallest to largest"), ("alarm", "bound")),
+    )
+    anchored = any(event.bytes_anchor > 0 for event in state.deltas)
+    anchors = [("second", "anchor")] if anchored else []
+    size = _card(
+        "Bytes a version",
+        "What went through the bucket for each version, on a log scale. From one to the next, "
+        f"{percent(summary.bytes.changed_mean, 2)} of the weights changed on average.",
+        drawn.bytes,
+        _legend(("accent", "delta"), *anchors, ("ink", "full model")),
+    )
+    seen = {span.activity for process in state.processes.values() for span in process.spans}
+    timeline = _card(
+        "Who did what, when",
+        "Each row is a process. Where a row is split in height, several activities shared "
+        "that moment in these proportions.",
+        drawn.timeline,
+        _legend(*((activity, activity) for activity in ACTIVITIES if activity in seen)),
+        wide=True,
+    )
+    pair = f'<div class="pair">{staleness}{size}</div>' if staleness or size else ""
+    return [accuracy, pair, timeline]
+
+
+def _card(title: str, caption: str, chart: str, legend: str, *, wide: bool = False) -> str:
+    if not chart:
+        return ""
+    chart = chart.replace("<svg ", f'<svg aria-label="{title}" ', 1)
+    return (
+        f'<section class="card{" wide" if wide else ""}"><h2>{title}</h2><p>{caption}</p>{legend}'
+        f'<div class="scroll">{chart}</div></section>'
+    )
+
+
+def _legend(*entries: tuple[str, str], stroke: bool = False) -> str:
+    kind = ' class="stroke"' if stroke else ""
+    items = "".join(
+        f'<li><i{kind} style="background:var(--{color})"></i>{label}</li>'
+        for color, label in entries
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _workers(summary: Summary, state: RunState) -> str:
+    if not summary.workers:
+        return ""
+    rows = "".join(_worker_row(worker, state) for worker in summary.workers)
+    heads = (
+        "<th>Worker</th><th>Joined</th><th>Weights at the end</th>"
+        '<th class="number">Version</th><th class="number">Groups</th>'
+        '<th class="number">Idle</th><th class="number">Restarts</th>'
+    )
+    return (
+        '<section class="card"><h2>Workers</h2><div class="scroll"><table>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _worker_row(worker: WorkerVerdict, state: RunState) -> str:
+    process = state.processes.get(worker.id)
+    verdict = {
+        True: '<span class="good">✓</span> bit-identical',
+        False: '<span class="bad">✗ differ</span>',
+        None: '<span class="quiet">left before the audit</span>',
+    }
+    idle = state.idle([process]) if process else None
+    figures = (
+        MISSING if worker.version is None else str(worker.version),
+        str(worker.groups),
+        percent(idle),
+        str(process.restarts) if process else MISSING,
+    )
+    return (
+        f"<tr><td><code>{_safe(worker.id)}</code></td>"
+        f"<td>{'supervised' if worker.supervised else 'by hand'}</td>"
+        f"<td>{verdict[worker.bit_identical]}</td>"
+        + "".join(f'<td class="number">{text}</td>' for text in figures)
+        + "</tr>"
+    )
+
+
+def _figures(summary: Summary) -> str:
+    reward, size, heldout = summary.reward, summary.bytes, summary.heldout
+    greedy = f"{percent(heldout.greedy_first)} → {percent(heldout.greedy_last)}"
+    rows = [
+        ("Steps a minute", figure(summary.steps_per_minute)),
+        ("Trainer blocked by a publish, median", milliseconds(summary.trainer_blocked_ms)),
+        ("Worker standing still for a swap, median", milliseconds(summary.swap_ms)),
+        ("Worker preparing a swap, median", milliseconds(summary.prepare_ms)),
+        ("Sampler against trainer, k3, median", figure(summary.k3.median)),
+        ("Sampler against trainer, k3, largest", figure(summary.k3.max)),
+        ("Training reward, first to last tenth", f"{figure(reward.first)} → {figure(reward.last)}"),
+        ("Held-out accuracy, greedy", greedy),
+        ("Groups consumed", f"{summary.groups_consumed:,}"),
+        *_proof(summary),
+        ("Groups dropped", f"{summary.groups_dropped:,}"),
+        ("Tokens trained on", f"{summary.tokens:,}"),
+        ("All deltas together", byte_size(size.delta_total)),
+        ("Restarts", f"{summary.restarts}"),
+    ]
+    return f'<section class="card"><h2>Figures</h2>{_pairs(rows)}</section>'
+
+
+def _proof(summary: Summary) -> list[tuple[str, str]]:
+    """What reading every manifest, and every group that one names, back from the bucket showed."""
+    proof = summary.proof
+    if proof is None:
+        return []
+    within = proof.staleness_max <= summary.staleness.bound
+    return [
+        ("Read back from the bucket", f"{proof.groups:,} groups of {proof.versions} versions"),
+        ("· largest staleness of any token", f"{proof.staleness_max}{_mark(within)}"),
+        ("· consumed twice", f"{proof.repeated}{_mark(not proof.repeated)}"),
+        ("· lost", f"{proof.lost}{_mark(not proof.lost)}"),
+    ]
+
+
+def _configuration(summary: Summary) -> str:
+    if not summary.configuration:
+        return ""
+    digest = f"<code>{escape(summary.configuration_sha256[:16])}</code>"
+    rows = [
+        (_safe(key), f"<code>{_safe(value, 200)}</code>")
+        for key, value in summary.configuration.items()
+    ]
+    rows.append(("digest", digest))
+    return f'<section class="card"><h2>Configuration</h2>{_pairs(rows)}</section>'
+
+
+def _pairs(rows: Sequence[tuple[str, str]]) -> str:
+    """A table of labels and values, both HTML already."""
+    cells = "".join(f"<tr><td>{label}</td><td>{value}</td></tr>" for label, value in rows)
+    return f'<table class="pairs"><tbody>{cells}</tbody></table>'

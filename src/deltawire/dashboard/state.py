@@ -1,0 +1,292 @@
+"""The state of a run, folded from the events of all its processes.
+
+Events arrive interleaved and late, so nothing here depends on the order in which they are
+folded: what is keyed (a version, a sequence) keeps its latest event, and what is a series is
+sorted when it is read.
+
+Idle time is counted in the window from the first to the last training step; the start and the
+warm start are not part of it. There, a process's idle share is ``wait / (wait + busy)``, where
+busy is every span that is neither ``wait`` nor ``start``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from deltawire.events import (
+    Activity,
+    Evaluated,
+    Event,
+    Generated,
+    Life,
+    Published,
+    Role,
+    Span,
+    Step,
+    Swapped,
+    WarmStep,
+)
+
+Window = tuple[float, float]
+
+_LATELY_S = 3.0
+
+# A trainer may do the warm start too, and an evaluator may swap: the most telling event first.
+_TELLING: tuple[Role, ...] = ("trainer", "evaluator", "worker", "warm-start")
+
+_Timed = TypeVar("_Timed", Evaluated, Generated, Published, Step, Swapped, WarmStep)
+
+
+@dataclass(slots=True)
+class ProcessState:
+    """One process of the run, by the events it and its supervisor wrote."""
+
+    name: str
+    lives: list[Life] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    last_span: Span | None = None
+    swaps: dict[int, Swapped] = field(default_factory=dict)
+    """By version."""
+    generated: dict[int, Generated] = field(default_factory=dict)
+    """By sequence."""
+    first_at: float = math.inf
+    heard_at: float = -math.inf
+    """When its first and its latest event were, in seconds since the epoch."""
+    version: int | None = None
+    """The newest version it was seen to hold."""
+    implied_role: Role | None = None
+    """The role its events speak of, for as long as none of its Life events has arrived."""
+
+    @property
+    def last_life(self) -> Life | None:
+        """The latest of its Life events."""
+        return max(self.lives, key=lambda life: (life.at, life.what), default=None)
+
+    @property
+    def role(self) -> Role | None:
+        """What it is in the run; None for as long as nothing tells."""
+        life = self.last_life
+        return life.role if life else self.implied_role
+
+    @property
+    def supervised(self) -> bool:
+        """False for a worker that someone started by hand."""
+        life = self.last_life
+        return life.supervised if life else True
+
+    @property
+    def restarts(self) -> int:
+        """How often its supervisor started it again."""
+        return sum(life.what == "restarted" for life in self.lives)
+
+    @property
+    def gone(self) -> bool:
+        """Its latest Life event says that it stopped or died."""
+        life = self.last_life
+        return life is not None and life.what in {"stopped", "died"}
+
+    @property
+    def doing(self) -> str:
+        """What took most of its last seconds, or what befell it since.
+
+        Spans are recorded when they end, so the very last one alone would name whatever short
+        thing comes at the end of each round.
+        """
+        life, span = self.last_life, self.last_span
+        if life and (self.gone or span is None or life.at > span.end):
+            return "start" if life.what in {"started", "restarted"} else life.what
+        if span is None:
+            return ""
+        spent = self.seconds((span.end - _LATELY_S, span.end))
+        return max(spent, key=lambda activity: (spent[activity], activity), default=span.activity)
+
+    @property
+    def groups(self) -> int:
+        """Groups it has stored."""
+        return len(self.generated)
+
+    def add_span(self, span: Span) -> None:
+        """Take in what it was doing for a while."""
+        self.spans.append(span)
+        last = self.last_span
+        if last is None or (span.end, span.start) > (last.end, last.start):
+            self.last_span = span
+
+    def holds(self, *versions: int) -> None:
+        """It was seen to hold ``versions``."""
+        known = () if self.version is None else (self.version,)
+        self.version = max((*known, *versions), default=None)
+
+    def imply(self, role: Role) -> None:
+        """One of its events is of a kind that ``role`` writes."""
+        if self.implied_role is None or _TELLING.index(role) < _TELLING.index(self.implied_role):
+            self.implied_role = role
+
+    def seconds(self, window: Window) -> dict[Activity, float]:
+        """Seconds spent on each activity, its spans clipped to ``window``."""
+        opens, closes = window
+        spent: dict[Activity, float] = {}
+        for span in self.spans:
+            inside = min(span.end, closes) - max(span.start, opens)
+            if inside > 0:
+                spent[span.activity] = spent.get(span.activity, 0.0) + inside
+        return spent
+
+
+def wait_and_busy(spent: dict[Activity, float]) -> tuple[float, float]:
+    """Seconds of ``wait``, and seconds of all other activities but ``start``."""
+    busy = sum(seconds for what, seconds in spent.items() if what not in {"wait", "start"})
+    return spent.get("wait", 0.0), busy
+
+
+class RunState:
+    """All that the views of a run need; `fold` more events into it at any time."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, ProcessState] = {}
+        self.steps: dict[int, Step] = {}
+        """By the version that the step made."""
+        self.published: dict[int, Published] = {}
+        self.evaluated: dict[int, Evaluated] = {}
+        self.warm: dict[int, WarmStep] = {}
+
+    def fold(self, events: Iterable[Event]) -> None:
+        """Take in ``events``, in whatever order they come."""
+        for event in events:
+            self._fold(event)
+
+    def _fold(self, event: Event) -> None:
+        process = self.processes.setdefault(event.process, ProcessState(event.process))
+        match event:
+            case Life():
+                process.lives.append(event)
+            case Span():
+                process.add_span(event)
+            case Step():
+                process.imply("trainer")
+                _keep_latest(self.steps, event.version, event)
+            case Published():
+                _keep_latest(self.published, event.version, event)
+            case Swapped():
+                process.holds(event.version)
+                _keep_latest(process.swaps, event.version, event)
+            case Generated():
+                process.imply("worker")
+                process.holds(*event.versions)
+                _keep_latest(process.generated, event.sequence, event)
+            case Evaluated():
+                process.imply("evaluator")
+                process.holds(event.version)
+                _keep_latest(self.evaluated, event.version, event)
+            case WarmStep():
+                process.imply("warm-start")
+                _keep_latest(self.warm, event.step, event)
+        begins, ends = (event.start, event.end) if isinstance(event, Span) else (event.at, event.at)
+        process.first_at = min(process.first_at, begins)
+        process.heard_at = max(process.heard_at, ends)
+
+    @property
+    def version(self) -> int | None:
+        """The newest version published."""
+        return max(self.published, default=None)
+
+    @property
+    def versions(self) -> int:
+        """How many versions after version 0 were published: they are numbered without gaps, and
+        a publisher that is killed may take an event or two with it."""
+        return max(self.version or 0, 0)
+
+    @property
+    def steps_in_order(self) -> list[Step]:
+        """The steps by the version they made."""
+        return [self.steps[version] for version in sorted(self.steps)]
+
+    @property
+    def deltas(self) -> list[Published]:
+        """The published versions after version 0, in order."""
+        return [self.published[version] for version in sorted(self.published) if version > 0]
+
+    @property
+    def bytes_full(self) -> int | None:
+        """The size of the whole model, by the newest version that states it."""
+        stated = [version for version, event in self.published.items() if event.bytes_full > 0]
+        return self.published[max(stated)].bytes_full if stated else None
+
+    @property
+    def accuracy_curve(self) -> list[tuple[int, float]]:
+        """(version, held-out accuracy), in order of version."""
+        return [(version, self.evaluated[version].accuracy) for version in sorted(self.evaluated)]
+
+    @property
+    def reward_curve(self) -> list[tuple[int, float]]:
+        """(version, mean training reward of the groups that made it), in order of version."""
+        return [(step.version, step.reward_mean) for step in self.steps_in_order]
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """How many consumed groups had each staleness."""
+        return Counter(value for step in self.steps.values() for value in step.staleness)
+
+    @property
+    def last_warm(self) -> WarmStep | None:
+        """How far the warm start has come."""
+        return self.warm[max(self.warm)] if self.warm else None
+
+    @property
+    def training(self) -> bool:
+        """The reinforcement-learning phase has begun."""
+        return bool(self.steps) or self.versions > 0
+
+    @property
+    def window(self) -> Window | None:
+        """From the first to the last training step; None before there are two."""
+        times = [step.at for step in self.steps.values()]
+        return (min(times), max(times)) if times and max(times) > min(times) else None
+
+    @property
+    def extent(self) -> Window | None:
+        """From the first event to the last.
+
+        A worker that joined by hand does not count where others tell: its clock may be wrong.
+        """
+        heard = [process for process in self.processes.values() if process.supervised]
+        heard = heard or list(self.processes.values())
+        if not heard:
+            return None
+        return min(one.first_at for one in heard), max(one.heard_at for one in heard)
+
+    @property
+    def steps_per_minute(self) -> float | None:
+        """The pace between the first and the last step."""
+        if (window := self.window) is None:
+            return None
+        return 60 * (len(self.steps) - 1) / (window[1] - window[0])
+
+    def with_role(self, role: Role) -> list[ProcessState]:
+        """The processes of one role."""
+        return [process for process in self.processes.values() if process.role == role]
+
+    def lag(self, process: ProcessState) -> int | None:
+        """How many versions ``process`` is behind the newest."""
+        if process.version is None or self.version is None:
+            return None
+        return max(0, self.version - process.version)
+
+    def idle(self, processes: Iterable[ProcessState]) -> float | None:
+        """The share of their time that ``processes`` together waited; None if none was seen."""
+        if (window := self.window) is None:
+            return None
+        parts = [wait_and_busy(process.seconds(window)) for process in processes]
+        wait, busy = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        return wait / (wait + busy) if wait + busy > 0 else None
+
+
+def _keep_latest(events: dict[int, _Timed], key: int, event: _Timed) -> None:
+    """After a crash a step may be made anew; the later record is the one that counts."""
+    kept = events.get(key)
+    if kept is None or event.at >= kept.at:
+        events[key] = event

@@ -1,0 +1,81 @@
+"""How figures and names are written, alike in the terminal and in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+MISSING = "—"
+
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def legible(text: str, limit: int = 40) -> str:
+    """``text`` made safe to show: one line, no control characters, at most ``limit`` long.
+
+    Names come from a bucket, so they may hold terminal escapes or megabytes.
+    """
+    shown = "".join(letter if letter.isprintable() else "·" for letter in text[: limit + 1])
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def byte_size(count: float | None) -> str:
+    """Decimal units, three significant digits: ``1.42 MB``."""
+    if count is None:
+        return MISSING
+    unit = 0
+    while count >= 999.5 and unit < len(_BYTE_UNITS) - 1:
+        count /= 1000
+        unit += 1
+    digits = 0 if unit == 0 or count >= 99.95 else 1 if count >= 9.995 else 2
+    return f"{count:.{digits}f} {_BYTE_UNITS[unit]}"
+
+
+def smaller(full: float | None, delta: float | None) -> str:
+    """How many times smaller a delta is than the full model: ``38x smaller``."""
+    if not full or not delta:
+        return MISSING
+    ratio = full / delta
+    return f"{ratio:.{0 if ratio >= 9.95 else 1}f}x smaller"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """``0.713`` as ``71.3 %``."""
+    return MISSING if share is None else f"{100 * share:.{digits}f} %"
+
+
+def duration(seconds: float) -> str:
+    """``0:42``, ``12:34`` or ``3:12:34``."""
+    whole = max(0, round(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def milliseconds(value: float | None) -> str:
+    """``0.42 ms``, ``14 ms`` or ``2.31 s``."""
+    if value is None:
+        return MISSING
+    if value >= 1000:
+        return f"{value / 1000:.2f} s"
+    return f"{value:.{0 if value >= 9.95 else 1 if value >= 0.95 else 2}f} ms"
+
+
+def figure(value: float | None) -> str:
+    """A number of any size at three significant digits."""
+    return MISSING if value is None else f"{value:.3g}"
+
+
+def sparkline(values: Sequence[float], width: int, floor: float | None = None) -> str:
+    """At most ``width`` bars: the whole series, averaged into as many buckets.
+
+    The lowest bar stands for ``floor``, or for the least of the values.
+    """
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
+    low, high = min(means) if floor is None else floor, max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)

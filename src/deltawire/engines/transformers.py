@@ -1,0 +1,333 @@
+"""The embedded engine: batched sampling on any transformers causal LM, swappable between steps.
+
+Shapes: N running sequences, S slots, H key/value heads, T cached positions, D head size,
+P prompt length, V vocabulary.
+
+Running sequences always occupy rows ``0 … N-1`` of one preallocated cache, so a decode step reads
+views and copies nothing; a finished row is filled by the last one. Prompts shared by several
+requests (the completions of one group) are prefilled once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from deltawire.errors import InputError
+
+FinishReason = Literal["stop", "length"]
+
+_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_ATTENTION_CODE = {"eager", "sdpa"}
+"""Attention implementations whose masks are built here: eager ones add theirs to the scores."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw tokens. ``temperature`` 0 is greedy; log-probabilities are those of the
+    tempered distribution that was sampled (of the untempered one when greedy)."""
+
+    max_tokens: int
+    temperature: float = 1.0
+
+
+@dataclass
+class Completion:
+    """What one request produced: equally long lists, one entry a generated token."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason = "length"
+
+
+@dataclass
+class _Request:
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    on_done: Callable[[Completion], None]
+    completion: Completion = field(default_factory=Completion)
+
+
+class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer's keys and values, float[S, H, T, D], written where `SlotCache` says."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        shape = (self.cache.slots, key_states.shape[1], self.cache.capacity)
+        self.keys = key_states.new_zeros(*shape, key_states.shape[3])
+        self.values = value_states.new_zeros(*shape, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        cache = self.cache
+        if cache.prefill_sources is not None:
+            length = key_states.shape[2]
+            first, last = cache.running, cache.running + len(cache.prefill_sources)
+            self.keys[first:last, :, :length] = key_states[cache.prefill_sources]
+            self.values[first:last, :, :length] = value_states[cache.prefill_sources]
+            return key_states, value_states
+        rows, count, span = cache.rows[: cache.running], cache.running, cache.span
+        self.keys[rows, :, cache.positions] = key_states[:, :, 0]
+        self.values[rows, :, cache.positions] = value_states[:, :, 0]
+        return self.keys[:count, :, :span], self.values[:count, :, :span]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys[target, :, :length] = self.keys[source, :, :length]
+            self.values[target, :, :length] = self.values[source, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        del query_length
+        return self.cache.span, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.span
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+
+class SlotCache(Cache):
+    """A key/value cache of fixed slots for sequences of different lengths."""
+
+    def __init__(self, layers: int, slots: int, capacity: int, device: torch.device) -> None:
+        self.slots = slots
+        self.capacity = capacity
+        self.running = 0
+        self.span = 0
+        self.rows = torch.arange(slots, device=device)
+        self.positions = torch.zeros(0, dtype=torch.long, device=device)
+        self.prefill_sources: torch.Tensor | None = None
+        self.slot_layers = [_SlotLayer(self) for _ in range(layers)]
+        super().__init__(layers=list(self.slot_layers))
+
+
+class TransformersEngine:
+    """Continuous batching over one ``transformers`` causal LM on one device.
+
+    `step` admits waiting requests or decodes one token for every running sequence. Between two
+    steps the caller may change the parameters and `version`; sequences in flight go on over
+    their cached keys and values, and every token keeps the version that drew it.
+
+    Raises `InputError` for a model whose layers keep state other than keys and values, or whose
+    attention takes other masks than torch's own.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        stop_tokens: Sequence[int],
+        slots: int = 64,
+        capacity: int = 256,
+        seed: int = 0,
+        version: int = 0,
+    ) -> None:
+        self.model = model.eval()
+        self.version = version
+        self.capacity = capacity
+        self.slots = slots
+        self._stop = frozenset(stop_tokens)
+        self._device = next(model.parameters()).device
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._waiting: deque[_Request] = deque()
+        self._running: list[_Request] = []
+        self._lengths = torch.zeros(slots, dtype=torch.long, device=self._device)
+        self._last = torch.zeros(slots, dtype=torch.long, device=self._device)
+        self._temperatures = torch.ones(slots, device=self._device)
+        config: Any = model.config
+        self._kinds, self._window = _attention_kinds(model, config)
+        eager = config._attn_implementation == "eager"
+        self._added = next(model.parameters()).dtype if eager else None
+        self._cache = SlotCache(int(config.num_hidden_layers), slots, capacity, self._device)
+
+    @property
+    def active(self) -> int:
+        """Requests not yet finished, waiting ones included."""
+        return len(self._running) + len(self._waiting)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        on_done: Callable[[Completion], None],
+    ) -> None:
+        """Queue a request; ``on_done`` is called from inside a later `step`.
+
+        Raises `InputError` if the prompt and ``max_tokens`` exceed the engine's capacity.
+        """
+        if not prompt or len(prompt) + sampling.max_tokens > self.capacity:
+            raise InputError(
+                f"a prompt of {len(prompt)} tokens with {sampling.max_tokens} new ones does not "
+                f"fit the engine's {self.capacity}",
+                hint="raise rollout.context or lower rollout.max_tokens",
+            )
+        self._waiting.append(_Request(tuple(prompt), sampling, on_done))
+
+    def cancel_all(self) -> None:
+        """Forget every request without calling back."""
+        self._waiting.clear()
+        self._running.clear()
+        self._cache.running = 0
+
+    @torch.inference_mode()
+    def step(self) -> int:
+        """Do one unit of work; returns how many tokens it generated."""
+        free = self.slots - len(self._running)
+        if self._waiting and free:
+            return self._prefill(
+                [self._waiting.popleft() for _ in range(min(free, self.active)) if self._waiting]
+            )
+        return self._decode() if self._running else 0
+
+    def _prefill(self, requests: list[_Request]) -> int:
+        first, count = len(self._running), len(requests)
+        unique = list(dict.fromkeys(request.prompt for request in requests))
+        place = {prompt: i for i, prompt in enumerate(unique)}
+        sources = torch.tensor([place[request.prompt] for request in requests])
+        lengths = torch.tensor([len(prompt) for prompt in unique])
+        width = int(lengths.max())
+        ids = torch.zeros(len(unique), width, dtype=torch.long)
+        for row, prompt in enumerate(unique):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        ids, sources, lengths = (x.to(self._device) for x in (ids, sources, lengths))
+        positions = torch.arange(width, device=self._device).expand(len(unique), width)
+        self._cache.prefill_sources = sources
+        try:
+            hidden_logits = self._forward(ids, positions, positions, lengths - 1)
+        finally:
+            self._cache.prefill_sources = None
+        new = slice(first, first + count)
+        self._running.extend(requests)
+        self._cache.running = len(self._running)
+        self._lengths[new] = lengths[sources]
+        self._temperatures[new] = torch.tensor([r.sampling.temperature for r in requests])
+        self._draw(hidden_logits[sources], new)
+        return count
+
+    def _decode(self) -> int:
+        count = len(self._running)
+        positions = self._lengths[:count] - 1
+        self._cache.positions = positions
+        self._cache.span = int(positions.max()) + 1
+        keys = torch.arange(self._cache.span, device=self._device).expand(count, -1)
+        logits = self._forward(self._last[:count, None], positions[:, None], keys, None)
+        self._draw(logits, slice(0, count))
+        return count
+
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        key_positions: torch.Tensor,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Logits float32[rows, V] at the ``last`` position of each row (the only one if None)."""
+        distance = positions[:, :, None] - key_positions[:, None, :]
+        full = (distance >= 0)[:, None]
+        masks = {
+            "full_attention": full,
+            "sliding_attention": full & (distance < self._window)[:, None],
+        }
+        if self._added is not None:
+            masks = {kind: _additive(mask, self._added) for kind, mask in masks.items()}
+        mask: Any = (
+            masks[self._kinds[0]] if len(self._kinds) == 1 else {k: masks[k] for k in self._kinds}
+        )
+        keep: Any = 1 if last is None else 0
+        logits: torch.Tensor = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits
+        if last is None:
+            return logits[:, -1].float()
+        return logits[torch.arange(len(ids), device=self._device), last].float()
+
+    def _draw(self, logits_NV: torch.Tensor, rows: slice) -> None:
+        temperatures = self._temperatures[rows, None]
+        greedy = temperatures == 0
+        scaled = logits_NV / torch.where(greedy, 1.0, temperatures)
+        logprobs_NV = torch.log_softmax(scaled, dim=-1)
+        noise = torch.empty_like(logprobs_NV).exponential_(generator=self._generator).log_()
+        tokens = torch.where(greedy, logprobs_NV, logprobs_NV - noise).argmax(dim=-1)
+        logprobs = logprobs_NV.gather(1, tokens[:, None])[:, 0]
+        self._last[rows] = tokens
+        self._lengths[rows] += 1
+        finished = []
+        for row, token, logprob in zip(
+            range(rows.start, rows.stop), tokens.tolist(), logprobs.tolist(), strict=True
+        ):
+            request = self._running[row]
+            completion = request.completion
+            completion.tokens.append(token)
+            completion.logprobs.append(logprob)
+            completion.versions.append(self.version)
+            if token in self._stop:
+                completion.finish = "stop"
+                finished.append(row)
+            elif len(completion.tokens) >= request.sampling.max_tokens:
+                finished.append(row)
+        self._retire(finished)
+
+    def _retire(self, rows: list[int]) -> None:
+        done = [self._running[row] for row in rows]
+        for row in reversed(rows):
+            last = len(self._running) - 1
+            if row != last:
+                length = int(self._lengths[last])
+                for layer in self._cache.slot_layers:
+                    layer.move(last, row, length)
+                self._lengths[row] = self._lengths[last]
+                self._last[row] = self._last[last]
+                self._temperatures[row] = self._temperatures[last]
+                self._running[row] = self._running[last]
+            self._running.pop()
+        self._cache.running = len(self._running)
+        for request in done:
+            request.on_done(request.completion)
+
+
+def _attention_kinds(model: Any, config: Any) -> tuple[list[str], int]:
+    """The kinds of attention in a model's layers, and how many tokens a sliding one sees."""
+    window = int(getattr(config, "sliding_window", None) or 0)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    # Without a table of layers, a window is every layer's: Mistral and those made after it.
+    kinds = kinds or {"sliding_attention" if window else "full_attention"}
+    unknown = kinds - _ATTENTION_KINDS
+    if unknown or getattr(model, "_is_stateful", False):
+        raise InputError(
+            f"the embedded engine cannot sample from {type(model).__name__}: its layers are "
+            f"{', '.join(sorted(unknown)) or 'recurrent'}",
+            hint="use a model with full or sliding attention",
+        )
+    if config._attn_implementation not in _ATTENTION_CODE:
+        raise InputError(
+            f"the embedded engine cannot use {config._attn_implementation} attention",
+            hint='load the model with attn_implementation="sdpa"',
+        )
+    return sorted(kinds), window
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where ``mask`` is true, the lowest finite number elsewhere."""
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill(~mask, torch.finfo(dtype).min)

@@ -1,0 +1,213 @@
+"""The run record: small typed events, appended as JSON lines, from which every view is made.
+
+Each process appends to its own series of objects, so that no two writers ever meet. Times are
+seconds since the epoch; views that compare processes trust the machines' clocks to that extent.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import msgspec
+
+from deltawire.errors import RetryError
+
+Role = Literal["supervisor", "trainer", "worker", "evaluator", "warm-start"]
+Activity = Literal["start", "wait", "sample", "train", "publish", "swap", "evaluate", "checkpoint"]
+
+MAX_LINE = 64 * 1024
+
+
+class _Event(msgspec.Struct, tag_field="event", frozen=True, kw_only=True):
+    process: str
+    """The process's name in the run: ``trainer``, ``evaluator`` or a worker's id."""
+
+
+class Life(_Event, tag="life", frozen=True, kw_only=True):
+    """A process started, stopped, died, or was restarted."""
+
+    at: float
+    role: Role
+    what: Literal["started", "stopped", "died", "restarted"]
+    supervised: bool = True
+    pid: int = 0
+    host: str = ""
+    detail: str = ""
+
+
+class Span(_Event, tag="span", frozen=True, kw_only=True):
+    """What a process was doing from ``start`` to ``end``, in seconds since the epoch."""
+
+    activity: Activity
+    start: float
+    end: float
+
+
+class Step(_Event, tag="step", frozen=True, kw_only=True):
+    """One optimizer step: it consumed groups and made ``version``.
+
+    ``staleness`` is one integer a consumed group: the version trained from, minus the oldest
+    version that generated one of its tokens. ``k3`` is the mean k3 estimate of the divergence
+    between sampler and trainer, before the step, in nats a token.
+    """
+
+    at: float
+    version: int
+    groups: int
+    dropped: int
+    reward_mean: float
+    loss: float
+    grad_norm: float
+    k3: float
+    ratio_max: float
+    clipped: float
+    staleness: list[int]
+    tokens: int
+    seconds: float
+    workers: dict[str, int] = {}
+
+
+class Published(_Event, tag="published", frozen=True, kw_only=True):
+    """A version was committed. ``blocked_ms`` is how long the trainer stood still for it."""
+
+    at: float
+    version: int
+    bytes_delta: int
+    bytes_full: int
+    bytes_anchor: int
+    changed: int
+    elements: int
+    blocked_ms: float
+    encode_ms: float
+    upload_ms: float
+
+
+class Swapped(_Event, tag="swapped", frozen=True, kw_only=True):
+    """A worker swapped a version into its serving weights, ``running`` sequences in flight."""
+
+    at: float
+    version: int
+    running: int
+    swap_ms: float
+    prepare_ms: float
+
+
+class Generated(_Event, tag="generated", frozen=True, kw_only=True):
+    """A worker stored a finished group."""
+
+    at: float
+    sequence: int
+    versions: list[int]
+    reward_mean: float
+    tokens: int
+
+
+class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
+    """Held-out accuracy of one version over ``problems`` problems: the share correct of
+    ``samples`` answers each at the rollout's temperature, and of one greedy answer each."""
+
+    at: float
+    version: int
+    accuracy: float
+    greedy: float = 0.0
+    samples: int = 1
+    problems: int
+    seconds: float
+
+
+class WarmStep(_Event, tag="warm_step", frozen=True, kw_only=True):
+    """Progress of the supervised warm start; ``accuracy`` is on its own validation problems."""
+
+    at: float
+    step: int
+    loss: float
+    accuracy: float | None = None
+
+
+Event = Life | Span | Step | Published | Swapped | Generated | Evaluated | WarmStep
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Event)
+
+
+def encode_lines(events: Iterable[Event]) -> bytes:
+    """JSON lines, newline-terminated."""
+    return b"".join(_encoder.encode(event) + b"\n" for event in events)
+
+
+def decode_lines(data: bytes) -> list[Event]:
+    """The events in ``data``; a line that is not one (a newer writer's, say) is passed over."""
+    events: list[Event] = []
+    for line in data.splitlines():
+        if len(line) > MAX_LINE:
+            continue
+        try:
+            events.append(_decoder.decode(line))
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            continue
+    return events
+
+
+class EventLog:
+    """Collects a process's events and hands them on in segments.
+
+    ``put(number, data)`` stores one segment of JSON lines; it is called from whichever thread
+    records the event that fills a segment, or calls `flush`. If it raises `RetryError` the events
+    stay for the next flush, which stores the same segment; other errors pass through.
+    """
+
+    def __init__(
+        self,
+        process: str,
+        put: Callable[[int, bytes], None],
+        *,
+        every_s: float = 1.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.process = process
+        self.now = clock
+        self._put = put
+        self._every_s = every_s
+        self._pending: list[Event] = []
+        self._segment = 0
+        self._flushed_at = clock()
+        self._lock = threading.RLock()
+
+    def record(self, event: Event) -> None:
+        """Take an event; from time to time, store what has been taken."""
+        with self._lock:
+            self._pending.append(event)
+            if self.now() - self._flushed_at >= self._every_s:
+                self.flush()
+
+    def span(self, activity: Activity, start: float, end: float | None = None) -> float:
+        """Record that ``activity`` ran from ``start`` until ``end`` (now); returns the end.
+
+        A span that continues the last pending one of the same activity is merged into it.
+        """
+        end = self.now() if end is None else end
+        with self._lock:
+            last = self._pending[-1] if self._pending else None
+            if isinstance(last, Span) and last.activity == activity and start - last.end < 0.005:
+                self._pending[-1] = msgspec.structs.replace(last, end=end)
+                if end - self._flushed_at >= self._every_s:
+                    self.flush()
+            elif end > start:
+                self.record(Span(process=self.process, activity=activity, start=start, end=end))
+        return end
+
+    def flush(self) -> None:
+        """Store what is pending as one segment."""
+        with self._lock:
+            self._flushed_at = self.now()
+            if not self._pending:
+                return
+            try:
+                self._put(self._segment, encode_lines(self._pending))
+            except RetryError:
+                return
+            self._segment += 1
+            self._pending.clear()

@@ -1,0 +1,1 @@
+"""The loop: asynchronous reinforcement learning over a bucket."""

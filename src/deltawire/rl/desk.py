@@ -1,0 +1,161 @@
+"""The trainer's desk: who is alive, what is settled, and the credits that follow from it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+
+from deltawire.config import RunConfig
+from deltawire.errors import CorruptError
+from deltawire.rl.admission import Admission, WorkerLoad
+from deltawire.rl.pool import Pool
+from deltawire.store import Bucket
+from deltawire.sync.chain import with_retries
+from deltawire.wire import keys
+from deltawire.wire.ledger import Annex, Ledger
+from deltawire.wire.objects import decode_json, encode_json
+from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat, Phase, TrainerStatus
+
+HEARTBEAT_TIMEOUT_S = 15.0
+FLEET_POLL_S = 0.5
+
+
+class Desk:
+    """What trainer and publisher threads both write: the ledger, the credits, ``trainer.json``."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        config: RunConfig,
+        ledger: Ledger,
+        *,
+        epoch: int,
+        granted: dict[str, int],
+    ) -> None:
+        self.ledger = ledger
+        self.version = 0
+        self.digest = ""
+        self.alive: set[str] = set()
+        self._bucket = bucket
+        self._epoch = epoch
+        self._credits = granted
+        self._admission = Admission(
+            groups_per_step=config.train.groups_per_step, max_staleness=config.train.max_staleness
+        )
+        self._annexes: dict[int, Annex] = {}
+        self._stored: dict[str, int] = {}
+        self._dropping: dict[str, int] = {}
+        self._phase: Phase = "starting"
+        self._written: TrainerStatus | None = None
+        self._lock = threading.Lock()
+
+    def expect(self, version: int, annex: Annex) -> None:
+        """What the coming version will have settled."""
+        with self._lock:
+            self._annexes[version] = annex
+
+    def committed(self, version: int, digest: str) -> None:
+        """A version is committed: settle its groups and say so at once."""
+        with self._lock:
+            annex = self._annexes.pop(version, Annex())
+            settle(self.ledger, annex)
+            self.version, self.digest = version, digest
+        self.write()
+
+    def observe(self, pool: Pool, alive: set[str]) -> None:
+        """Take over what the main thread saw of workers and groups."""
+        with self._lock:
+            self.alive = alive
+            names = self._credits.keys() | alive
+            self._stored = {name: pool.stored(name) for name in names}
+            self._dropping = {name: pool.dropping(name) for name in names}
+
+    def write(self, phase: Phase | None = None) -> None:
+        """Grant what may be granted, and replace ``trainer.json`` if anything changed."""
+        with self._lock:
+            self._phase = phase or self._phase
+            if self._phase == "training":
+                self._credits = self._admission.grant(self._loads())
+            status = TrainerStatus(
+                phase=self._phase,
+                version=self.version,
+                digest=self.digest,
+                epoch=self._epoch,
+                credits=dict(self._credits),
+                at=0.0,
+            )
+            if status != self._written:
+                stamped = msgspec.structs.replace(status, at=time.time())
+                with_retries(lambda: self._bucket.put(keys.TRAINER, encode_json(stamped)))
+                self._written = status
+
+    def _loads(self) -> dict[str, WorkerLoad]:
+        return {
+            name: WorkerLoad(
+                granted=max(self._credits.get(name, 0), self._stored.get(name, 0)),
+                stored=self._stored.get(name, 0),
+                settled=self.ledger.count(name) + self._dropping.get(name, 0),
+                alive=name in self.alive,
+            )
+            for name in self._credits.keys() | self.alive
+        }
+
+
+def settle(ledger: Ledger, annex: Annex) -> None:
+    """Count an annex's groups as settled."""
+    for worker, sequence in (*annex.consumed, *annex.dropped):
+        ledger.settle(worker, sequence)
+
+
+class Fleet:
+    """The workers' heartbeats, looked at now and then.
+
+    A worker is alive while its heartbeat changes; the trainer's own clock measures how long ago
+    that was, so that no two machines' clocks are compared.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._seen: dict[str, tuple[float, float]] = {}
+        self._looked_at = float("-inf")
+        self.alive: set[str] = set()
+
+    def look(self) -> set[str]:
+        """Names of the living workers, at most `FLEET_POLL_S` old."""
+        now = time.monotonic()
+        if now - self._looked_at < FLEET_POLL_S:
+            return self.alive
+        self._looked_at = now
+        alive = set()
+        for key in self._bucket.list(keys.FLEET):
+            worker = keys.worker_of(key)
+            beat = None if worker is None else read_heartbeat(self._bucket, key)
+            if worker is None or beat is None or beat.phase in ("stopped", "finished"):
+                continue
+            stamp, since = self._seen.get(worker, (0.0, now))
+            if beat.at != stamp:
+                since = now
+            self._seen[worker] = (beat.at, since)
+            if now - since < HEARTBEAT_TIMEOUT_S:
+                alive.add(worker)
+        self.alive = alive
+        return alive
+
+
+def read_heartbeat(bucket: Bucket, key: str) -> Heartbeat | None:
+    """A heartbeat, None if it is missing or not readable."""
+    try:
+        data = bucket.get(key, limit=MAX_STATUS_BYTES)
+        return None if data is None else decode_json(data, Heartbeat, run=bucket.url, key=key)
+    except CorruptError:
+        return None
+
+
+def read_trainer(bucket: Bucket) -> TrainerStatus | None:
+    """``trainer.json``, None if there is none yet; raises `CorruptError`."""
+    data = bucket.get(keys.TRAINER, limit=MAX_STATUS_BYTES)
+    if data is None:
+        return None
+    return decode_json(data, TrainerStatus, run=bucket.url, key=keys.TRAINER)

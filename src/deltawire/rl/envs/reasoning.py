@@ -1,0 +1,184 @@
+"""reasoning-gym: every one of its datasets by name, with its own problems and its own scores."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import reasoning_gym
+from reasoning_gym.composite import DatasetSpec
+from reasoning_gym.factory import DATASETS
+
+from deltawire.config import TaskConfig
+from deltawire.errors import InputError
+from deltawire.rl.envs.base import Task, Turn
+
+BLOCK = 500
+"""Problems asked of one dataset object before the next seed's takes over; some datasets do work
+in proportion to their size when they are made."""
+_CACHED = 8
+_SEARCH_PER_HELDOUT = 50
+_HELDOUT_SEED = 977_003
+"""Where held-out problems are drawn from, whatever the run's seed: runs compare on the same."""
+
+_HASH_ORDERED = {"isomorphic_strings", "polynomial_multiplication", "ransom_note"}
+"""Datasets that iterate over sets of strings: their problems follow the interpreter's hash seed."""
+
+
+def _hash_seed_varies() -> bool:
+    return bool(sys.flags.hash_randomization)
+
+
+@contextmanager
+def _own_randomness(seed: int) -> Iterator[None]:
+    """Some datasets draw from the interpreter's own generators besides the one they are given; a
+    problem must be the same in every process all the same."""
+    plain, arrays = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(arrays)
+
+
+def _seed(*parts: object) -> int:
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass
+class _Episode:
+    """One problem, one answer; the reward is the dataset's own score of it, in 0 … 1."""
+
+    dataset: Any
+    entry: dict[str, Any]
+    prompt: str
+
+    async def reset(self) -> Turn:
+        return Turn(self.prompt)
+
+    async def step(self, action: str) -> Turn:
+        try:
+            score = float(self.dataset.score_answer(action.strip(), self.entry))
+        except Exception:  # some datasets parse what the model wrote without a net
+            score = 0.0
+        return Turn("", reward=score, done=True)
+
+    def solved(self, total_reward: float) -> bool:
+        return total_reward >= 1.0
+
+
+class ReasoningTasks:
+    """A `TaskSource` over one dataset.
+
+    Held-out problems are the first distinct ones of a seed of their own; drawing skips every
+    problem whose question is among them. Raises `InputError` for an unknown dataset (naming the
+    nearest), for options that the dataset refuses, for one too small to hold problems out, and for
+    one whose problems would differ between processes.
+    """
+
+    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._datasets: dict[int, Any] = {}
+        if config.dataset not in DATASETS:
+            near = difflib.get_close_matches(config.dataset, DATASETS, n=1, cutoff=0.4)
+            raise InputError(
+                f"reasoning-gym has no dataset {config.dataset!r}",
+                hint=f"did you mean {near[0]}?" if near else "see the reasoning-gym gallery",
+            )
+        if config.dataset in _HASH_ORDERED and _hash_seed_varies():
+            raise InputError(
+                f"the problems of dataset {config.dataset} differ from process to process",
+                hint="set PYTHONHASHSEED=0 in the environment of every deltawire process",
+            )
+        if "seed" in config.options:
+            raise InputError(
+                "task.options.seed would give every worker the same problems",
+                hint="set the run's own seed",
+            )
+        self._heldout = self._hold_out()
+        self._reserved = {task.data["question"] for task in self._heldout}
+
+    def heldout(self) -> list[Task]:
+        """The problems that are never drawn; the same for every seed of the run."""
+        return self._heldout
+
+    def draw(self, stream: str, index: int) -> Task:
+        """Problem ``index`` of a stream; raises `InputError` if all seem to be held out."""
+        block, position = divmod(index, BLOCK)
+        for attempt in range(_SEARCH_PER_HELDOUT):
+            seed = _seed(self._seed, stream, block, attempt // BLOCK)
+            task = self._task(seed, (position + attempt) % BLOCK)
+            if task.data["question"] not in self._reserved:
+                return task
+        raise InputError(
+            f"dataset {self._config.dataset} has too few problems besides the held-out ones",
+            hint="lower task.heldout, or widen task.options",
+        )
+
+    def open(self, task: Task) -> _Episode:
+        """A fresh episode of ``task``."""
+        prompt = self._config.prompt.replace("{question}", task.data["question"])
+        return _Episode(self._dataset(_seed(_HELDOUT_SEED, 0)), task.data, prompt)
+
+    def answer(self, task: Task) -> str:
+        """The dataset's own answer, for supervised steps; raises `InputError` if it has none."""
+        if task.data["answer"] is None:
+            raise InputError(
+                f"dataset {self._config.dataset} scores answers but knows none",
+                hint="set warm_start.max_steps to 0",
+            )
+        return str(task.data["answer"])
+
+    def prompt(self, task: Task) -> str:
+        """The text before the answer."""
+        return self._config.prompt.replace("{question}", task.data["question"])
+
+    def _dataset(self, seed: int) -> Any:
+        if seed not in self._datasets:
+            while len(self._datasets) >= _CACHED:
+                self._datasets.pop(next(iter(self._datasets)))
+            settings = {"size": BLOCK, "seed": seed, **self._config.options}
+            try:
+                if self._config.dataset == "composite":
+                    specs = settings.get("datasets", ())
+                    settings["datasets"] = [DatasetSpec(**{"config": {}, **spec}) for spec in specs]
+                with _own_randomness(seed):
+                    self._datasets[seed] = reasoning_gym.create_dataset(
+                        self._config.dataset, **settings
+                    )
+            except Exception as error:  # datasets check their options by assert and otherwise
+                raise InputError(
+                    f"dataset {self._config.dataset} refuses task.options: {error}"
+                ) from error
+        return self._datasets[seed]
+
+    def _task(self, seed: int, position: int) -> Task:
+        dataset = self._dataset(seed)
+        with _own_randomness(_seed(seed, position)):
+            entry = dataset[position % len(dataset)]
+        return Task(f"{self._config.dataset}/{seed}/{position}", entry)
+
+    def _hold_out(self) -> list[Task]:
+        found: dict[str, Task] = {}
+        for number in range(self._config.heldout * _SEARCH_PER_HELDOUT):
+            block, position = divmod(number, BLOCK)
+            task = self._task(_seed(_HELDOUT_SEED, block), position)
+            found.setdefault(task.data["question"], task)
+            if len(found) == self._config.heldout:
+                return list(found.values())
+        raise InputError(
+            f"dataset {self._config.dataset} has only {len(found)} distinct problems",
+            hint="lower task.heldout, or widen task.options",
+        )

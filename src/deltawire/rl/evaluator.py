@@ -1,0 +1,125 @@
+"""The evaluator: one more reader of the run, which measures held-out accuracy of some versions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from deltawire.config import RunConfig
+from deltawire.events import Evaluated, decode_lines
+from deltawire.rl.desk import read_trainer
+from deltawire.rl.episode import Limits, run_episode
+from deltawire.rl.process import RUN_PATIENCE_S, Process, open_run
+from deltawire.rl.worker import Served, serve_model, swap
+from deltawire.sync import Follower
+from deltawire.wire import keys
+
+MAX_SEGMENT_BYTES = 64 << 20
+SLOTS = 256
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of correct answers over the held-out problems."""
+
+    sampled: float
+    greedy: float
+    problems: int
+
+
+async def measure(served: Served, config: RunConfig) -> Accuracy:
+    """Every held-out problem, ``samples`` times at the rollout's temperature and once greedy."""
+    rollout, samples = config.rollout, config.evaluate.samples
+    limits = Limits(rollout.max_tokens, rollout.max_turns, rollout.context)
+    tasks = served.tasks.heldout()
+
+    async def solve(temperature: float, times: int) -> float:
+        episodes = asyncio.gather(
+            *(
+                run_episode(
+                    served.engine,
+                    served.tasks.open(task),
+                    served.text,
+                    temperature=temperature,
+                    limits=limits,
+                )
+                for task in tasks
+                for _ in range(times)
+            )
+        )
+        while not episodes.done():
+            await asyncio.sleep(0)
+            served.engine.step()
+        return sum(episode.solved for episode in await episodes) / (len(tasks) * times)
+
+    return Accuracy(await solve(rollout.temperature, samples), await solve(0.0, 1), len(tasks))
+
+
+def evaluated_versions(process: Process) -> set[int]:
+    """Versions that an evaluator of this run has measured before."""
+    found = set()
+    prefix = f"{keys.EVENTS}{process.name}-"
+    for key in process.bucket.list(keys.EVENTS):
+        if key.startswith(prefix):
+            data = process.bucket.get(key, limit=MAX_SEGMENT_BYTES) or b""
+            found |= {e.version for e in decode_lines(data) if isinstance(e, Evaluated)}
+    return found
+
+
+def run_evaluator(process: Process) -> None:
+    """The evaluator process: follows every version, measures the due ones and the last."""
+    started = time.time()
+    process.tell("started")
+    run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    done = evaluated_versions(process)
+    served, subscriber = serve_model(
+        process, run, config, seed=config.seed, slots=SLOTS, at=max(done, default=0)
+    )
+    follower = Follower(subscriber)
+    follower.start()
+    process.events.span("start", started)
+    try:
+        _follow(process, config, served, follower, done)
+    finally:
+        follower.close()
+    process.tell("stopped")
+
+
+def _follow(
+    process: Process, config: RunConfig, served: Served, follower: Follower, done: set[int]
+) -> None:
+    while not process.stopping:
+        version = served.live.version
+        last = _is_last(process, version)
+        due = last or version % config.evaluate.every == 0
+        if due and version not in done:
+            began = process.events.now()
+            accuracy = asyncio.run(measure(served, config))
+            ended = process.events.span("evaluate", began)
+            process.events.record(
+                Evaluated(
+                    process=process.name,
+                    at=ended,
+                    version=version,
+                    accuracy=accuracy.sampled,
+                    greedy=accuracy.greedy,
+                    samples=config.evaluate.samples,
+                    problems=accuracy.problems,
+                    seconds=ended - began,
+                )
+            )
+            process.events.flush()
+            done.add(version)
+        if last:
+            return
+        began = process.events.now()
+        swap(served, follower, process)
+        if served.live.version == version:
+            process.wait(process.bucket.poll_s)
+            process.events.span("wait", began)
+
+
+def _is_last(process: Process, version: int) -> bool:
+    status = read_trainer(process.bucket)
+    return status is not None and status.phase == "finished" and status.version == version

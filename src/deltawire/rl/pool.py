@@ -1,0 +1,126 @@
+"""The trainer's side of ``rollouts/``: finished groups, oldest first, each settled exactly once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deltawire.errors import CorruptError
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.ledger import Ledger
+from deltawire.wire.rollouts import MAX_GROUP_BYTES, Group, decode_group
+
+
+@dataclass
+class Pooled:
+    """A group that waits to be trained on."""
+
+    sequence: int
+    group: Group
+
+
+@dataclass
+class Batch:
+    """What one step trains on, and what was found too old on the way."""
+
+    taken: list[Pooled]
+    staleness: list[int]
+    dropped: list[tuple[str, int]] = field(default_factory=list)
+
+
+class Pool:
+    """Fetches groups by polling each worker's next sequence, and hands out batches.
+
+    A group that is damaged is dropped and its key kept in `damaged`.
+    """
+
+    def __init__(
+        self, bucket: Bucket, ledger: Ledger, *, limit: int, vocabulary: int | None = None
+    ) -> None:
+        self._bucket = bucket
+        self._vocabulary = vocabulary
+        self._ledger = ledger
+        self._limit = limit
+        self._next: dict[str, int] = {}
+        self._waiting: list[Pooled] = []
+        self._dropped: list[tuple[str, int]] = []
+        self.damaged: list[str] = []
+
+    @property
+    def waiting(self) -> int:
+        """How many groups wait."""
+        return len(self._waiting)
+
+    def stored(self, worker: str) -> int:
+        """How many groups the worker has stored, as far as was seen."""
+        return self._next.get(worker, 0)
+
+    def dropping(self, worker: str) -> int:
+        """How many of a worker's groups were dropped and not yet reported with a batch."""
+        return sum(name == worker for name, _ in self._dropped)
+
+    def poll(self, workers: list[str]) -> int:
+        """Fetch what these workers, and all that were ever named, have stored since the last look;
+        returns how many groups. A worker's last groups may be seen after it is gone."""
+        found = 0
+        for worker in sorted({*workers, *self._next}):
+            self._next.setdefault(worker, self._ledger.below.get(worker, 0))
+            while len(self._waiting) < 2 * self._limit:
+                sequence = self._next[worker]
+                if not self._ledger.settled(worker, sequence) and not self._fetch(worker, sequence):
+                    break
+                self._next[worker] = sequence + 1
+                found += 1
+        return found
+
+    def _fetch(self, worker: str, sequence: int) -> bool:
+        key = keys.rollout(worker, sequence)
+        try:
+            data = self._bucket.get(key, limit=MAX_GROUP_BYTES)
+            if data is None:
+                return False
+            group = decode_group(data, run=self._bucket.url, key=key)
+            if group.worker != worker:
+                raise CorruptError("a group of another worker", run=self._bucket.url, key=key)
+            if self._vocabulary is not None and group.largest_token >= self._vocabulary:
+                raise CorruptError("a token no model has", run=self._bucket.url, key=key)
+        except CorruptError:
+            self.damaged.append(key)
+            self._dropped.append((worker, sequence))
+            return True
+        self._waiting.append(Pooled(sequence, group))
+        return True
+
+    def take(self, count: int, *, version: int, max_staleness: int) -> Batch | None:
+        """The ``count`` oldest groups for a step from ``version``, None if there are not enough.
+
+        Groups older than ``max_staleness`` versions are dropped, and so are any that claim a
+        version which does not exist yet; they are reported with the next batch that is returned.
+        """
+        fresh = []
+        for pooled in self._waiting:
+            group = pooled.group
+            too_old = version - group.oldest_version > max_staleness
+            if too_old or group.newest_version > version:
+                self._dropped.append((pooled.group.worker, pooled.sequence))
+            else:
+                fresh.append(pooled)
+        self._waiting = fresh
+        if len(fresh) < count:
+            return None
+        fresh.sort(key=lambda pooled: pooled.group.oldest_version)
+        taken, self._waiting = fresh[:count], fresh[count:]
+        staleness = [version - pooled.group.oldest_version for pooled in taken]
+        dropped, self._dropped = self._dropped, []
+        return Batch(taken, staleness, dropped)
+
+    def fetch(self, consumed: list[tuple[str, int]]) -> list[Pooled]:
+        """Named groups again, in order, for a step that is done over; raises `CorruptError`."""
+        again = []
+        for worker, sequence in consumed:
+            key = keys.rollout(worker, sequence)
+            data = self._bucket.get(key, limit=MAX_GROUP_BYTES)
+            if data is None:
+                raise CorruptError("a consumed group is missing", run=self._bucket.url, key=key)
+            again.append(Pooled(sequence, decode_group(data, run=self._bucket.url, key=key)))
+        return again

@@ -1,0 +1,285 @@
+"""The supervisor: starts a run's processes, restarts those that die, and audits them at the end.
+
+It holds no pipe, socket or memory in common with them. It knows their process ids, it sends them
+signals, and everything else it learns from the bucket like anybody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltawire.errors import DeltawireError, InputError
+from deltawire.events import Event, EventLog, Life, Role, decode_lines
+from deltawire.rl.desk import HEARTBEAT_TIMEOUT_S, read_heartbeat, read_trainer
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.status import Heartbeat, TrainerStatus
+
+MAX_SEGMENT_BYTES = 64 << 20
+LIST_EVERY_S = 3.0
+RESTARTS = 20
+RESTART_PAUSE_S = 1.0
+STOP_PATIENCE_S = 60.0
+AUDIT_PATIENCE_S = 120.0
+FINAL_CODES = frozenset({2, 4})
+"""Exit codes of errors that a restart would meet again: wrong input, fenced."""
+
+
+class ChildError(DeltawireError):
+    """A process of the run ended with an error that restarting does not mend."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code if code > 0 else 1
+
+
+@dataclass
+class Child:
+    """One supervised process."""
+
+    name: str
+    role: Role
+    arguments: Sequence[str]
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    retry_at: float = 0.0
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the audit found of one worker: does it serve the final version, to the bit?"""
+
+    worker: str
+    version: int
+    identical: bool
+    supervised: bool
+    groups: int
+
+
+class EventTail:
+    """Reads each segment of the run's events once.
+
+    Known series are polled at their next segment's key; listing, which costs more the longer a
+    run goes on, only finds new series, every `LIST_EVERY_S`.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._next: dict[str, int] = {}
+        self._listed_at = float("-inf")
+
+    def read(self) -> list[Event]:
+        """Events that have come since the last call."""
+        if time.monotonic() - self._listed_at >= LIST_EVERY_S:
+            self._listed_at = time.monotonic()
+            for key in self._bucket.list(keys.EVENTS):
+                if (series := keys.series_of(key)) is not None:
+                    self._next.setdefault(series, 0)
+        fresh: list[Event] = []
+        for series, number in self._next.items():
+            fresh += self._read_series(series, number)
+        return fresh
+
+    def _read_series(self, series: str, number: int) -> list[Event]:
+        fresh: list[Event] = []
+        while True:
+            data = self._bucket.get(keys.events(series, number), limit=MAX_SEGMENT_BYTES)
+            if data is None:
+                return fresh
+            fresh += decode_lines(data)
+            number += 1
+            self._next[series] = number
+
+
+class Supervisor:
+    """Runs children until the trainer has finished; `stop` ends them early and cleanly."""
+
+    def __init__(self, bucket: Bucket, logs: Path) -> None:
+        self.bucket = bucket
+        self._logs = logs
+        self._children: list[Child] = []
+        nonce = f"supervisor-{os.getpid()}-{int(time.time())}"
+        self._events = EventLog(
+            "supervisor", lambda n, data: bucket.put(keys.events(nonce, n), data)
+        )
+
+    def begin(self) -> None:
+        """Record that a session of the run begins; proves that the bucket can be written."""
+        now = self._events.now()
+        life = Life(
+            process="supervisor", at=now, role="supervisor", what="started", pid=os.getpid()
+        )
+        self._events.record(life)
+        self._events.flush()
+
+    def add(self, name: str, role: Role, arguments: Sequence[str]) -> None:
+        """Start ``python -m deltawire`` with these arguments, and keep it running."""
+        child = Child(name, role, arguments)
+        self._children.append(child)
+        self._start(child)
+
+    def run(
+        self, name: str, role: Role, arguments: Sequence[str], tick: Callable[[], None]
+    ) -> None:
+        """Run one process to its end, calling ``tick`` while it runs; raises `ChildError`."""
+        child = Child(name, role, arguments)
+        self._children.append(child)
+        self._start(child)
+        while child.process is not None and child.process.poll() is None:
+            tick()
+        self._children.remove(child)
+        code = child.process.returncode if child.process else 1
+        if code:
+            raise self._error(child, code)
+
+    def check(self) -> bool:
+        """Look after the children; True once the trainer has ended by itself.
+
+        Raises `ChildError` if one cannot be kept running.
+        """
+        for child in self._children:
+            if child.done:
+                continue
+            if child.process is None:
+                if time.monotonic() >= child.retry_at:
+                    self._start(child)
+                continue
+            code = child.process.poll()
+            if code is None:
+                continue
+            if code == 0:
+                child.done = True
+            else:
+                self._died(child, code)
+        return all(child.done for child in self._children if child.role == "trainer")
+
+    def running(self) -> bool:
+        """Whether any child still runs or will be restarted."""
+        return any(not child.done for child in self._children)
+
+    def stop(self) -> None:
+        """Ask every child to stop, and wait; kill what does not listen."""
+        for child in self._children:
+            if child.process is not None and child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_PATIENCE_S
+        for child in self._children:
+            if child.process is None:
+                continue
+            try:
+                child.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+            child.done = True
+        with contextlib.suppress(DeltawireError):
+            self._events.flush()
+
+    def _start(self, child: Child) -> None:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        with (self._logs / f"{child.name}.log").open("ab") as log:
+            child.process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
+                [sys.executable, "-m", "deltawire", *child.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                # Some datasets draw from sets of strings; every process must draw the same.
+                env={**os.environ, "PYTHONHASHSEED": "0"},
+            )
+        child.starts += 1
+        if child.starts > 1:
+            self._tell(child, "restarted", f"start number {child.starts}")
+
+    def _died(self, child: Child, code: int) -> None:
+        reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._tell(child, "died", reason)
+        child.process = None
+        if code in FINAL_CODES or child.starts > RESTARTS:
+            raise self._error(child, code)
+        child.retry_at = time.monotonic() + RESTART_PAUSE_S * min(child.starts, 10)
+
+    def _tell(self, child: Child, what: str, detail: str) -> None:
+        life = Life(
+            process=child.name,
+            at=self._events.now(),
+            role=child.role,
+            what="died" if what == "died" else "restarted",
+            detail=detail,
+        )
+        self._events.record(life)
+        self._events.flush()
+
+    def _error(self, child: Child, code: int) -> ChildError:
+        log = self._logs / f"{child.name}.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        if said:
+            return ChildError(said[-1], code)
+        reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return ChildError(f"{child.name} ended with {reason}; its log is {log}", code)
+
+
+def heartbeats(bucket: Bucket) -> list[Heartbeat]:
+    """Every worker's heartbeat that can be read."""
+    found = []
+    for key in bucket.list(keys.FLEET):
+        worker = keys.worker_of(key)
+        beat = read_heartbeat(bucket, key) if worker else None
+        if beat is not None and beat.worker == worker:
+            found.append(beat)
+    return found
+
+
+def wait_for_workers(
+    bucket: Bucket, status: TrainerStatus, tick: Callable[[], None]
+) -> list[Verdict]:
+    """Once the trainer has finished, wait for every live worker to attest the last version.
+
+    A worker that never does so, while its heartbeat goes on, is judged as it is after
+    `AUDIT_PATIENCE_S`; one whose heartbeat stops is no longer live.
+    """
+    deadline = time.monotonic() + AUDIT_PATIENCE_S
+    seen: dict[str, tuple[float, float]] = {}
+    while True:
+        now = time.monotonic()
+        beats = [beat for beat in heartbeats(bucket) if _may_be_live(beat, status)]
+        pending = []
+        for beat in beats:
+            stamp, since = seen.get(beat.worker, (0.0, now))
+            seen[beat.worker] = (beat.at, now if beat.at != stamp else since)
+            quiet = now - seen[beat.worker][1] > HEARTBEAT_TIMEOUT_S
+            if beat.phase != "finished" and not quiet:
+                pending.append(beat)
+        if not pending or now > deadline:
+            live = [beat for beat in beats if beat.phase == "finished" or beat in pending]
+            return [judge(beat, status) for beat in sorted(live, key=lambda b: b.worker)]
+        tick()
+
+
+def _may_be_live(beat: Heartbeat, status: TrainerStatus) -> bool:
+    """Not stopped, and not finished with an earlier end of this run."""
+    return beat.phase != "stopped" and (beat.phase != "finished" or beat.version == status.version)
+
+
+def judge(beat: Heartbeat, status: TrainerStatus) -> Verdict:
+    """Compare what a worker attested with what the trainer holds."""
+    identical = beat.attested and beat.version == status.version and beat.digest == status.digest
+    return Verdict(beat.worker, beat.version, identical, beat.supervised, beat.stored)
+
+
+def last_status(bucket: Bucket) -> TrainerStatus:
+    """``trainer.json``; raises `InputError` if there is none."""
+    status = read_trainer(bucket)
+    if status is None:
+        raise InputError("the run has no trainer.json", run=bucket.url)
+    return status

@@ -1,0 +1,311 @@
+"""The trainer process: takes groups from the bucket, makes versions, grants credits.
+
+Who waits for whom::
+
+    main thread                                    publisher's thread
+      poll groups ─▶ batch of the oldest               encode, upload, commit manifest
+      forward, backward, optimizer                     └─▶ desk.committed(receipt):
+      publish (copy only) ───────────────────────────▶     settle groups, grant credits,
+      │ waits only if the version before                   write trainer.json
+      ▼ is not committed yet
+      next batch
+
+One create commits a step: the manifest of the new version names, in its annex, the groups that
+made it. A trainer that dies loses at most the steps since its last checkpoint, and those it does
+over from the manifests' annexes, on the same groups in the same order, to the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from deltawire import codec
+from deltawire.config import RunConfig
+from deltawire.engines.live import LiveWeights
+from deltawire.engines.models import empty_model
+from deltawire.errors import BugError, DeltawireError, InputError, RetryError
+from deltawire.events import Published, Step
+from deltawire.parity import Divergence, divergence
+from deltawire.rl.desk import Desk, Fleet, read_trainer, settle
+from deltawire.rl.losses import group_advantages, ppo_surrogate, token_mean
+from deltawire.rl.pool import Batch, Pool
+from deltawire.rl.process import Process, fetch_model_files, open_run
+from deltawire.rl.start import start_run
+from deltawire.sync import Mirror, Publisher, Receipt, load_mirror, read_manifest
+from deltawire.train.batch import collate
+from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
+from deltawire.train.masters import MasterWeights
+from deltawire.train.policy import token_logprobs
+from deltawire.wire.ledger import Annex, Ledger
+from deltawire.wire.rollouts import Group
+from deltawire.wire.run import Run
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step measured."""
+
+    loss: float
+    grad_norm: float
+    reward_mean: float
+    tokens: int
+    clipped: float
+    divergence: Divergence
+
+
+def train_step(masters: MasterWeights, groups: list[Group], config: RunConfig) -> StepResult:
+    """One optimizer step on these groups, in this order; the same inputs give the same bits."""
+    batches = [
+        collate(groups[start : start + config.train.micro_batch_groups])
+        for start in range(0, len(groups), config.train.micro_batch_groups)
+    ]
+    total = sum(float(batch.loss_mask_NC.sum()) for batch in batches)
+    losses, clipped = 0.0, 0.0
+    ours, theirs, masks = [], [], []
+    for batch in batches:
+        logprobs = token_logprobs(masters.model, batch)
+        surrogate = ppo_surrogate(
+            logprobs,
+            batch.sampler_logprobs_NC,
+            group_advantages(batch.rewards_N, batch.groups_N),
+            clip_low=config.train.clip_low,
+            clip_high=config.train.clip_high,
+        )
+        loss = token_mean(surrogate.losses_NC, batch.loss_mask_NC, total=total)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses += float(loss.detach())
+        clipped += float((surrogate.clipped_NC * batch.loss_mask_NC).sum()) / total
+        ours.append(logprobs.detach().flatten())
+        theirs.append(batch.sampler_logprobs_NC.flatten())
+        masks.append(batch.loss_mask_NC.flatten())
+    rewards = torch.cat([batch.rewards_N for batch in batches])
+    return StepResult(
+        losses,
+        masters.step(),
+        float(rewards.mean()),
+        int(total),
+        clipped,
+        divergence(torch.cat(ours), torch.cat(theirs), torch.cat(masks)),
+    )
+
+
+class Trainer:
+    """The trainer's state between two steps."""
+
+    def __init__(self, process: Process, run: Run, config: RunConfig, model: Any) -> None:
+        self.process = process
+        self.bucket = process.bucket
+        self.run = run
+        self.config = config
+        head = load_mirror(self.bucket, run)
+        if head is None:
+            raise InputError(
+                "the run has no version 0",
+                hint="start it with deltawire run",
+                run=self.bucket.url,
+            )
+        manifest = read_manifest(self.bucket, run, head.version)
+        before = read_trainer(self.bucket)
+        epoch = 1 + max(manifest.epoch if manifest else 0, before.epoch if before else 0)
+        self.version = head.version
+        self.ledger = Ledger()
+        self.masters = self._restore(model, head)
+        self.desk = Desk(
+            self.bucket,
+            config,
+            self.ledger.copy(),
+            epoch=epoch,
+            granted=dict(before.credits) if before else {},
+        )
+        self.desk.version, self.desk.digest = head.version, head.digest.hex()
+        vocabulary = model.get_input_embeddings().num_embeddings
+        self.pool = Pool(self.bucket, self.ledger, limit=self._limit(), vocabulary=vocabulary)
+        self.fleet = Fleet(self.bucket)
+        self.publisher = Publisher(
+            self.bucket,
+            run,
+            head,
+            epoch=epoch,
+            anchor_every=config.train.anchor_every,
+            on_commit=self._on_commit,
+        )
+        self._saved = -1
+
+    def _limit(self) -> int:
+        return (self.config.train.max_staleness + 1) * self.config.train.groups_per_step
+
+    def _restore(self, model: Any, head: Mirror) -> MasterWeights:
+        """Masters at the head's version: from the newest checkpoint, then step by step again."""
+        found = load_checkpoint(self.bucket, newest=head.version)
+        start = found[0].version if found else 0
+        origin = load_mirror(self.bucket, self.run, at=start)
+        assert origin is not None
+        load_into(model, self.run, origin)
+        masters = MasterWeights(model, self.config.train, dtype=self.run.tensors[0].dtype)
+        if found:
+            masters.restore(found[1])
+            self.ledger = found[0].ledger
+        pool = Pool(self.bucket, self.ledger, limit=self._limit())
+        for version in range(start + 1, head.version + 1):
+            manifest = read_manifest(self.bucket, self.run, version)
+            assert manifest is not None
+            annex = msgspec.convert(manifest.annex, Annex)
+            groups = [pooled.group for pooled in pool.fetch(annex.consumed)]
+            train_step(masters, groups, self.config)
+            settle(self.ledger, annex)
+        if start < head.version:
+            same = codec.digest_model(published_bits_of(masters)) == head.digest
+            self.process.tell(
+                "started",
+                f"did steps {start + 1} to {head.version} over, "
+                + ("to the same bits" if same else "to other bits; the next delta carries them"),
+            )
+        return masters
+
+    def _on_commit(self, receipt: Receipt) -> None:
+        self.desk.committed(receipt.version, receipt.digest)
+        self.process.events.record(
+            Published(
+                process=self.process.name,
+                at=time.time(),
+                version=receipt.version,
+                bytes_delta=receipt.bytes_delta,
+                bytes_full=receipt.bytes_full,
+                bytes_anchor=receipt.bytes_anchor,
+                changed=receipt.changed,
+                elements=receipt.elements,
+                blocked_ms=receipt.blocked_ms,
+                encode_ms=receipt.encode_ms,
+                upload_ms=receipt.upload_ms,
+            )
+        )
+
+    def loop(self) -> None:
+        """Train until the last version or until told to stop."""
+        events, train = self.process.events, self.config.train
+        self.desk.write("training")
+        mark = events.now()
+        while self.version < train.versions and not self.process.stopping:
+            alive = self.fleet.look()
+            self.pool.poll(sorted(alive | self.ledger.below.keys()))
+            batch = self.pool.take(
+                train.groups_per_step, version=self.version, max_staleness=train.max_staleness
+            )
+            self.desk.observe(self.pool, alive)
+            self.desk.write()
+            if batch is None:
+                self.process.wait(self.bucket.poll_s / 4)
+                mark = events.span("wait", mark)
+                continue
+            mark = self._step(batch, events.now())
+        self._finish()
+
+    def _step(self, batch: Batch, started: float) -> float:
+        events = self.process.events
+        groups = [pooled.group for pooled in batch.taken]
+        result = train_step(self.masters, groups, self.config)
+        trained = events.span("train", started)
+        consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
+        annex = Annex(step=self.version + 1, consumed=consumed, dropped=batch.dropped)
+        self.desk.expect(self.version + 1, annex)
+        self.version = self.publisher.publish(self.masters.published(), annex=annex.plain())
+        settle(self.ledger, annex)
+        done = events.span("publish", trained)
+        shares: dict[str, int] = {}
+        for worker, _ in consumed:
+            shares[worker] = shares.get(worker, 0) + 1
+        events.record(
+            Step(
+                process=self.process.name,
+                at=done,
+                version=self.version,
+                groups=len(groups),
+                dropped=len(batch.dropped),
+                reward_mean=result.reward_mean,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                k3=result.divergence.k3,
+                ratio_max=result.divergence.ratio_max,
+                clipped=result.clipped,
+                staleness=batch.staleness,
+                tokens=result.tokens,
+                seconds=trained - started,
+                workers=shares,
+            )
+        )
+        if self.version % self.config.train.checkpoint_every == 0:
+            self._checkpoint()
+            done = events.span("checkpoint", done)
+        return done
+
+    def _checkpoint(self) -> None:
+        self.publisher.flush()
+        if self._saved != self.version:
+            save_checkpoint(
+                self.bucket,
+                self.masters.state(),
+                self.ledger,
+                version=self.version,
+                digest=self.publisher.digest.hex(),
+            )
+            self._saved = self.version
+
+    def _finish(self) -> None:
+        self.publisher.close()
+        self._checkpoint()
+        held = codec.digest_model(published_bits_of(self.masters))
+        if held != self.publisher.digest:
+            raise BugError("the trainer's weights are not what it published", run=self.bucket.url)
+        last = self.version >= self.config.train.versions
+        self.desk.write("finished" if last else "stopped")
+
+
+def published_bits_of(masters: MasterWeights) -> dict[str, Any]:
+    """The published bits by name, read from the model itself."""
+    return {name: codec.bits_of(t, masters.dtype) for name, t in masters.published().items()}
+
+
+def load_into(model: Any, run: Run, mirror: Mirror) -> None:
+    """Set a model's parameters from a mirror."""
+    live = LiveWeights(model, run.tensors, version=mirror.version, digest=mirror.digest)
+    live.load(mirror.tensors)
+
+
+def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None:
+    """The trainer process, from its start to the last version or a signal.
+
+    ``source`` is the configuration and the model directory that the run starts from; None
+    continues the run that is there. Raises `InputError` if the bucket holds another run.
+    """
+    started = time.time()
+    process.tell("started")
+    if source is not None:
+        start_run(process.bucket, *source)
+    run, config = open_run(process.bucket)
+    config = config if source is None else source[0]
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    with fetch_model_files(process.bucket, run) as folder:
+        model = empty_model(Path(folder)).train()
+    trainer = Trainer(process, run, config, model)
+    process.events.span("start", started)
+    try:
+        trainer.loop()
+    except DeltawireError as error:
+        _last_word(process, error)
+        raise
+    process.tell("stopped", f"version {trainer.version}")
+
+
+def _last_word(process: Process, error: DeltawireError) -> None:
+    """Tell of an error if the bucket still takes it."""
+    try:
+        process.tell("stopped", str(error))
+    except (RetryError, InputError):
+        return

@@ -1,0 +1,123 @@
+"""The warm-start process: the task's own pairs, its own scores, a model directory at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltawire.config import RunConfig
+from deltawire.engines.models import load_model, load_tokenizer, save_model, stop_tokens
+from deltawire.engines.transformers import TransformersEngine
+from deltawire.events import WarmStep
+from deltawire.rl.envs import ReasoningTasks, Task
+from deltawire.rl.episode import Limits, run_episode
+from deltawire.rl.process import Process
+from deltawire.rl.text import Text
+from deltawire.train.build import build_model, byte_tokenizer
+from deltawire.train.warm_start import Pair, Progress, warm_start
+
+VALIDATION = 100
+"""Problems, neither trained on nor held out, on which the warm start decides when to stop."""
+
+
+def run_warm_start(process: Process, config: RunConfig, out: Path) -> None:
+    """Build or load the model, warm it, and write it to ``out``, all of it or nothing."""
+    started = time.time()
+    process.tell("started")
+    torch.set_num_threads(max(config.threads, os.cpu_count() or 1))
+    tasks = ReasoningTasks(config.task, seed=config.seed)
+    model, tokenizer = origin(config)
+    mark = process.events.span("start", started)
+    if config.warm_start.max_steps:
+        _warm(process, config, tasks, model, tokenizer)
+        process.events.span("train", mark)
+    if process.stopping:
+        process.tell("stopped", "interrupted")
+        return
+    unfinished = out.with_name(f"{out.name}.{process.nonce}")
+    save_model(model, tokenizer, unfinished)
+    if out.exists():
+        shutil.rmtree(out)
+    unfinished.rename(out)
+    process.tell("stopped", str(out))
+
+
+def origin(config: RunConfig) -> tuple[Any, Any]:
+    """The model and tokenizer that the configuration starts from, before any warm start."""
+    if config.model.path:
+        return load_model(Path(config.model.path)), load_tokenizer(Path(config.model.path))
+    assert config.model.build is not None
+    return build_model(config.model.build, seed=config.seed), byte_tokenizer()
+
+
+def _warm(
+    process: Process, config: RunConfig, tasks: ReasoningTasks, model: Any, tokenizer: Any
+) -> None:
+    text = Text(tokenizer)
+    stops = stop_tokens(model, tokenizer)
+    validation = [tasks.draw("validation", index) for index in range(VALIDATION)]
+    reserved = {task.data["question"] for task in validation}
+    batch = config.warm_start.batch
+
+    def pair(task: Task) -> Pair:
+        return text.prompt(tasks.prompt(task)), [*text.plain(tasks.answer(task)), stops[0]]
+
+    def draw(step: int) -> list[Pair]:
+        drawn = (tasks.draw("warm-start", step * batch + i) for i in range(batch))
+        return [pair(task) for task in drawn if task.data["question"] not in reserved]
+
+    def tell(progress: Progress) -> None:
+        process.events.record(
+            WarmStep(
+                process=process.name,
+                at=time.time(),
+                step=progress.step,
+                loss=progress.loss,
+                accuracy=progress.accuracy,
+            )
+        )
+
+    def check() -> float:
+        return asyncio.run(_greedy_accuracy(config, tasks, validation, model, text, stops))
+
+    model.train()
+    warm_start(
+        model,
+        config.warm_start,
+        draw=draw,
+        check=check,
+        tell=tell,
+        stopping=lambda: process.stopping,
+    )
+
+
+async def _greedy_accuracy(
+    config: RunConfig,
+    tasks: ReasoningTasks,
+    problems: list[Task],
+    model: Any,
+    text: Text,
+    stops: list[int],
+) -> float:
+    rollout = config.rollout
+    engine = TransformersEngine(
+        model, stop_tokens=stops, slots=len(problems), capacity=rollout.context
+    )
+    limits = Limits(rollout.max_tokens, rollout.max_turns, rollout.context)
+    episodes = asyncio.gather(
+        *(
+            run_episode(engine, tasks.open(task), text, temperature=0.0, limits=limits)
+            for task in problems
+        )
+    )
+    while not episodes.done():
+        await asyncio.sleep(0)
+        engine.step()
+    model.train()
+    return sum(episode.solved for episode in await episodes) / len(problems)

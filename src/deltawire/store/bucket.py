@@ -1,0 +1,197 @@
+"""One bucket prefix behind six verbs, on any store that obstore speaks.
+
+Of a store, deltawire needs whole-object puts that are atomic, create-if-absent, and reads that
+see a finished put. A folder, memory, S3, GCS and Azure all give these; nothing else is assumed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import obstore
+from obstore import exceptions
+from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
+
+from deltawire.errors import CorruptError, InputError, RetryError
+
+REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+
+
+class Bucket:
+    """A prefix in an object store.
+
+    Methods raise `RetryError` when the store does not answer, `InputError` when it refuses
+    (permissions, credentials, a full disk, a key that is none), and never any error of the
+    store's own library.
+    """
+
+    def __init__(self, store: ObjectStore, url: str, *, local: bool) -> None:
+        self.store = store
+        self.url = url
+        self.local = local
+
+    @property
+    def poll_s(self) -> float:
+        """How long to sleep between two looks for a new object: a folder answers at once."""
+        return 0.02 if self.local else 0.5
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        """The object's bytes, or None if there is no such object.
+
+        Raises `CorruptError` if the object is larger than ``limit`` bytes, before reading it.
+        """
+        with self._errors("read", key):
+            try:
+                result = obstore.get(self.store, key)
+            except (exceptions.NotFoundError, FileNotFoundError):
+                return None
+            size = int(result.meta["size"])
+            if size > limit:
+                raise CorruptError(
+                    f"an object of {size} bytes exceeds the limit of {limit}",
+                    run=self.url,
+                    key=key,
+                )
+            return bytes(result.bytes())
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store or replace an object, all of it or nothing."""
+        with self._errors("write", key):
+            obstore.put(self.store, key, data, use_multipart=False)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Store an object if there is none of that name; False if there is."""
+        with self._errors("write", key):
+            try:
+                obstore.put(self.store, key, data, mode="create", use_multipart=False)
+            except (exceptions.AlreadyExistsError, FileExistsError):
+                return False
+            return True
+
+    def exists(self, key: str) -> bool:
+        """Whether there is such an object."""
+        with self._errors("read", key):
+            try:
+                obstore.head(self.store, key)
+            except (exceptions.NotFoundError, FileNotFoundError):
+                return False
+            return True
+
+    def list(self, prefix: str, *, after: str | None = None) -> list[str]:
+        """All keys under ``prefix``, sorted; with ``after``, only those that sort behind it."""
+        with self._errors("list", prefix):
+            keys = [
+                str(meta["path"])
+                for chunk in obstore.list(self.store, prefix, offset=after)
+                for meta in chunk
+            ]
+        return sorted(keys)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; one that is not there is no error."""
+        with self._errors("delete", key):
+            try:
+                obstore.delete(self.store, key)
+            except (exceptions.NotFoundError, FileNotFoundError):
+                return
+            except TypeError as error:  # Where the other verbs raise ValueError for such a key.
+                raise ValueError(key) from error
+
+    @contextmanager
+    def _errors(self, verb: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except (exceptions.BaseError, OSError) as error:
+            raise _translate(error, verb, self.url, key) from error
+        except ValueError as error:  # obstore's answer to "..", "a//b" and control characters.
+            raise InputError(f"cannot {verb}: not a key", run=self.url, key=key) from error
+
+
+_REFUSALS = {
+    "No space left on device": "free some space; nothing already stored was harmed",
+    "Disk quota exceeded": "free some space; nothing already stored was harmed",
+    "Permission denied": "check who may write there",
+    "Read-only file system": "choose a bucket that can be written",
+    "Not a directory": "choose a folder, not a file",
+}
+
+
+def _translate(error: Exception, verb: str, url: str, key: str) -> Exception:
+    text = str(error)
+    for sign, hint in _REFUSALS.items():
+        if sign.lower() in text.lower():
+            return InputError(f"cannot {verb}: {sign.lower()}", hint=hint, run=url, key=key)
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        return InputError(
+            f"the store refused to {verb}",
+            hint="check the credentials and the bucket's name",
+            run=url,
+            key=key,
+        )
+    cause = text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__
+    return RetryError(f"cannot {verb}: {cause}", hint="is the bucket reachable?", run=url, key=key)
+
+
+def open_bucket(location: str, *, create: bool = False, **options: Any) -> Bucket:
+    """Open ``location``: a folder, or a ``file://``, ``memory://``, ``s3://``, ``gs://`` or
+    ``az://`` URL.
+
+    ``create`` makes a missing folder. Remote stores take their credentials and endpoint from
+    the environment, as obstore documents; ``options`` go to the store as they are. A memory
+    bucket lives in this process alone.
+
+    Raises `InputError` for a scheme that is not known or a folder that is not there.
+    """
+    scheme = urlsplit(location).scheme
+    if scheme in ("", "file") or len(scheme) == 1:
+        return _open_folder(location, create=create)
+    if scheme == "memory":
+        return Bucket(MemoryStore(), location, local=True)
+    if scheme not in REMOTE_SCHEMES:
+        raise InputError(
+            f"cannot open the bucket {location}: unknown scheme {scheme}://",
+            hint="use a folder, file://, memory://, s3://, gs:// or az://",
+        )
+    retry: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
+    client: Any = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
+    if os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http:"):
+        client["allow_http"] = True
+    try:
+        store = from_url(location, retry_config=retry, client_options=client, **options)
+    except (exceptions.BaseError, ValueError, TypeError) as error:
+        cause = str(error).strip().splitlines()[0][:300]
+        raise InputError(f"cannot open the bucket {location}: {cause}") from error
+    return Bucket(store, location, local=False)
+
+
+def _open_folder(location: str, *, create: bool) -> Bucket:
+    if location.startswith("file:"):
+        parts = urlsplit(location)
+        if parts.netloc not in ("", "localhost"):
+            raise InputError(f"{location} names a host", hint="write file:///absolute/path")
+        from urllib.request import url2pathname
+
+        folder = Path(url2pathname(parts.path))
+    else:
+        folder = Path(location)
+    folder = folder.absolute()
+    url = "file://" + quote(str(folder))
+    try:
+        if create:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not folder.is_dir():
+            raise InputError(f"there is no bucket at {location}", hint="is the path right?")
+        store = LocalStore(folder)
+    except (OSError, exceptions.BaseError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(
+            f"cannot use {folder} as a bucket: {reason}",
+            hint="choose a folder that can be written",
+        ) from error
+    return Bucket(store, url, local=True)

@@ -1,0 +1,165 @@
+"""What deltawire needs of a store, as tests: pass them, and a store of yours can be the wire.
+
+    class TestMyStore(StoreSuite):
+        @pytest.fixture
+        def bucket(self):
+            return Bucket(MyStore(...), "mine://somewhere", local=False)
+
+The bucket must be empty for each test, and one that several threads may use.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from deltawire.errors import CorruptError, InputError
+from deltawire.store import Bucket
+
+MANIFEST = "weights/manifests/{:010d}.json"
+
+
+class StoreSuite:
+    """Subclass it as ``Test…`` with a fixture ``bucket``: an empty `Bucket`."""
+
+    def test_put_then_get(self, bucket: Bucket) -> None:
+        """A read sees a finished put, to the byte, also of nothing and of every byte."""
+        for number, data in enumerate((b"", b"\0", bytes(range(256)), b"x" * 300_000)):
+            bucket.put(f"a/{number}", data)
+            assert bucket.get(f"a/{number}", limit=len(data)) == data
+
+    def test_get_of_nothing(self, bucket: Bucket) -> None:
+        """What is not there is None, also where it would be beside or above what is there."""
+        bucket.put("a/b/c", b"1")
+        for key in ("z", "a/z", "a/b", "a", "a/b/cc", "a/b/"):
+            assert bucket.get(key, limit=10) is None, key
+
+    def test_put_replaces(self, bucket: Bucket) -> None:
+        """A put replaces the whole of an object, a longer one too."""
+        bucket.put("a", b"the first and longer one")
+        bucket.put("a", b"second")
+        assert bucket.get("a", limit=100) == b"second"
+
+    def test_get_limit(self, bucket: Bucket) -> None:
+        """An object of exactly the limit is read; one byte more is refused by name."""
+        bucket.put("a/b", b"12345")
+        assert bucket.get("a/b", limit=5) == b"12345"
+        with pytest.raises(CorruptError, match="5 bytes exceeds the limit of 4") as caught:
+            bucket.get("a/b", limit=4)
+        assert caught.value.key == "a/b"
+
+    def test_create_once(self, bucket: Bucket) -> None:
+        """The first create wins; a later one says so and harms nothing."""
+        assert bucket.create("a", b"first") is True
+        assert bucket.create("a", b"second") is False
+        assert bucket.get("a", limit=100) == b"first"
+
+    def test_create_after_put_and_after_delete(self, bucket: Bucket) -> None:
+        """A put holds a name against create, a delete frees it."""
+        bucket.put("a", b"put")
+        assert bucket.create("a", b"created") is False
+        bucket.delete("a")
+        assert bucket.create("a", b"created") is True
+        assert bucket.get("a", limit=100) == b"created"
+
+    def test_create_race_has_one_winner(self, bucket: Bucket) -> None:
+        """Of writers that start together exactly one is told that it won, and its bytes stay."""
+        writers = 6
+        with ThreadPoolExecutor(writers) as pool:
+            for round_ in range(8):
+                key, barrier = MANIFEST.format(round_), threading.Barrier(writers)
+
+                def attempt(
+                    number: int, key: str = key, barrier: threading.Barrier = barrier
+                ) -> bool:
+                    barrier.wait()
+                    return bucket.create(key, bytes([number]) * 5000)
+
+                won = list(pool.map(attempt, range(writers)))
+                assert won.count(True) == 1, won
+                assert bucket.get(key, limit=5000) == bytes([won.index(True)]) * 5000
+
+    def test_put_is_atomic(self, bucket: Bucket) -> None:
+        """A reader beside a writer sees one whole object or another, never a mixture."""
+        sizes, rounds = (10, 200_000), 30
+        bucket.put("a", bytes([0]) * sizes[0])
+        done = threading.Event()
+
+        def write() -> None:
+            for number in range(rounds):
+                bucket.put("a", bytes([number]) * sizes[number % 2])
+            done.set()
+
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(write)
+            while not (done.is_set() or writing.done()):
+                data = bucket.get("a", limit=max(sizes))
+                assert data is not None
+                assert data == bytes([data[0]]) * sizes[data[0] % 2]
+            writing.result()
+
+    def test_exists(self, bucket: Bucket) -> None:
+        """True for an object, false for nothing and for a mere prefix."""
+        bucket.put("a/b", b"")
+        assert bucket.exists("a/b") is True
+        assert bucket.exists("a/c") is False
+        assert bucket.exists("a") is False
+
+    def test_list_is_sorted_and_complete(self, bucket: Bucket) -> None:
+        """All keys under a prefix, by bytes, however they were written."""
+        wanted = [MANIFEST.format(number) for number in (0, 9, 10, 99, 100, 1000)]
+        for key in reversed(wanted):
+            bucket.put(key, b"")
+        bucket.put("weights/blobs/0", b"")
+        assert bucket.list("weights/manifests/") == wanted
+        assert bucket.list("weights/") == ["weights/blobs/0", *wanted]
+        assert bucket.list("") == ["weights/blobs/0", *wanted]
+
+    def test_list_prefix_is_a_folder(self, bucket: Bucket) -> None:
+        """``w1/`` is not ``w10/``; a prefix of nothing lists nothing."""
+        for key in ("r/w1/1", "r/w10/1", "r/w1/2"):
+            bucket.put(key, b"")
+        assert bucket.list("r/w1/") == ["r/w1/1", "r/w1/2"]
+        assert bucket.list("r/w/") == []
+        assert bucket.list("nothing/") == []
+
+    def test_list_after(self, bucket: Bucket) -> None:
+        """With ``after``, only what sorts behind it, be it there or not."""
+        for number in range(0, 10, 2):
+            bucket.put(MANIFEST.format(number), b"")
+        for after, wanted in ((3, [4, 6, 8]), (4, [6, 8]), (8, []), (100, [])):
+            found = bucket.list("weights/manifests/", after=MANIFEST.format(after))
+            assert found == [MANIFEST.format(number) for number in wanted], after
+
+    def test_list_of_many(self, bucket: Bucket) -> None:
+        """More than one page of a store."""
+        wanted = [MANIFEST.format(number) for number in range(1100)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda key: bucket.put(key, b"x"), wanted))
+        assert bucket.list("weights/manifests/") == wanted
+
+    def test_delete(self, bucket: Bucket) -> None:
+        """Removes what is there and nothing else, and does not mind that it is not there."""
+        bucket.put("a/b", b"1")
+        bucket.put("a/bb", b"2")
+        bucket.delete("a/b")
+        bucket.delete("a/b")
+        assert bucket.get("a/b", limit=10) is None
+        assert bucket.list("a/") == ["a/bb"]
+
+    def test_hostile_keys(self, bucket: Bucket) -> None:
+        """A key that climbs out, or is none, is refused and writes nothing."""
+        for key in ("../out", "a/../../out", "a//b", "a/./b", "a\0b", "a\nb"):
+            with pytest.raises(InputError, match="not a key") as caught:
+                bucket.put(key, b"1")
+            assert "\n" not in str(caught.value)
+            for verb in (bucket.delete, bucket.exists, bucket.list):
+                with pytest.raises(InputError, match="not a key"):
+                    verb(key)
+            with pytest.raises(InputError, match="not a key"):
+                bucket.get(key, limit=1)
+            with pytest.raises(InputError, match="not a key"):
+                bucket.create(key, b"1")
+        assert bucket.list("") == []

@@ -1,0 +1,104 @@
+"""A run small enough to be published a thousand times in a test, and the audit of its bucket.
+
+The weights of a version are a function of (seed, version) alone, so that any process can tell
+what a version must hold.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltawire import codec
+from deltawire.store import Bucket
+from deltawire.sync import (
+    Mirror,
+    Publisher,
+    create_run,
+    load_mirror,
+    newest_version,
+    read_manifest,
+    read_run,
+)
+from deltawire.wire.run import Run, TensorSpec
+
+TENSORS = [
+    TensorSpec("embed.weight", (24, 8), "BF16"),
+    TensorSpec("nothing", (0, 4), "BF16"),
+    TensorSpec("layers.0.weight", (5, 7, 3), "BF16"),
+    TensorSpec("norm", (16,), "F32"),
+    TensorSpec("scale", (), "F32"),
+    TensorSpec("steps", (2,), "I64"),
+    TensorSpec("mask", (9,), "BOOL"),
+]
+
+Weights = Mapping[str, NDArray[Any]]
+
+
+def weights(version: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """The tensors of a version, as unsigned bits in their shapes; about a tenth of the elements
+    changes from each version to the next, to any bits at all."""
+    tensors: dict[str, NDArray[Any]] = {}
+    for number, spec in enumerate(TENSORS):
+        rng = np.random.default_rng((seed, number))
+        dtype = codec.unsigned_of(spec.dtype)
+        flat = np.frombuffer(rng.bytes(spec.count * dtype.itemsize), dtype).copy()
+        for _ in range(version):
+            changed = rng.random(spec.count) < 0.1
+            fresh = np.frombuffer(rng.bytes(spec.count * dtype.itemsize), dtype)
+            flat[changed] = fresh[changed]
+        tensors[spec.name] = flat.reshape(spec.shape)
+    return tensors
+
+
+def start_run(bucket: Bucket, *, seed: int = 0) -> Run:
+    """Create the run, or take it up again; no version is published."""
+    flat = {name: array.reshape(-1) for name, array in weights(0, seed=seed).items()}
+    digest = codec.digest_model(flat).hex()
+    run = Run(name="tiny", created_at=time.time(), tensors=TENSORS, digest=digest)
+    return create_run(bucket, run)
+
+
+def start_publisher(bucket: Bucket, *, seed: int = 0, anchor_every: int = 3) -> Publisher:
+    """A publisher that continues from whatever is committed, with the next epoch."""
+    run = start_run(bucket, seed=seed)
+    mirror = load_mirror(bucket, run)
+    if mirror is None:
+        blank = {spec.name: np.zeros(spec.count, codec.unsigned_of(spec.dtype)) for spec in TENSORS}
+        mirror = Mirror(blank, -1, codec.ZERO)
+    head = read_manifest(bucket, run, mirror.version) if mirror.version >= 0 else None
+    epoch = 0 if head is None else head.epoch + 1
+    return Publisher(bucket, run, mirror, epoch=epoch, anchor_every=anchor_every)
+
+
+def same_bits(left: Weights, right: Weights) -> bool:
+    """Whether two models hold the same bits under the same names; shapes do not count."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype
+        and left[name].reshape(-1).tobytes() == right[name].reshape(-1).tobytes()
+        for name in left
+    )
+
+
+def audit(bucket: Bucket, expected: Callable[[int], Weights]) -> int:
+    """Load every committed version afresh and compare it, bit for bit, with ``expected(version)``.
+
+    Returns the newest version, -1 if there is none. Raises `AssertionError` for a gap or for
+    other bits, and whatever loading raises.
+    """
+    newest = newest_version(bucket)
+    if newest is None:
+        return -1
+    run = read_run(bucket)
+    assert run is not None, "versions without run.json"
+    for version in range(newest + 1):
+        mirror = load_mirror(bucket, run, at=version)
+        assert mirror is not None, f"version {version} is not there"
+        assert mirror.version == version, f"asked for {version}, loaded {mirror.version}"
+        assert same_bits(mirror.tensors, expected(version)), f"version {version} has other bits"
+        assert mirror.digest == codec.digest_model(mirror.tensors), f"digest of {version}"
+    return newest

@@ -1,0 +1,1 @@
+"""The trainer's machinery: forward passes, master weights, checkpoints, the warm start."""

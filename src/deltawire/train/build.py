@@ -1,0 +1,75 @@
+"""Models from their architecture alone, with a byte-level tokenizer of the project's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from deltawire.config import BuildConfig
+from deltawire.errors import InputError
+
+END, PAD = "<|end|>", "<|pad|>"
+BYTES = 256
+VOCABULARY = 264
+"""256 bytes, the end, the padding, and a few spare rows."""
+
+
+def byte_tokenizer() -> Any:
+    """One token a byte, its id the byte's value; behind them the end and the padding.
+
+    An ordinary ``tokenizer.json``: any Hugging Face program reads the directory.
+    """
+    alphabet = _byte_characters()
+    vocabulary = {character: byte for byte, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END, PAD])
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
+
+
+def _byte_characters() -> list[str]:
+    """The printable stand-in for each byte that byte-level tokenizers use: printable Latin-1
+    characters stand for themselves, the others for code points from 256 on."""
+    own = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(BYTES, 2 * BYTES))
+    return [chr(byte) if byte in own else chr(next(spare)) for byte in range(BYTES)]
+
+
+def build_model(config: BuildConfig, *, seed: int) -> Any:
+    """A causal LM with random weights that follow from ``seed``, float32.
+
+    Raises `InputError` if the sizes do not fit each other.
+    """
+    if config.hidden_size % config.head_size:
+        raise InputError(
+            f"model.build.hidden_size {config.hidden_size} is no multiple of "
+            f"head_size {config.head_size}"
+        )
+    heads = config.hidden_size // config.head_size
+    torch.manual_seed(seed)
+    settings = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.feed_forward_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=config.head_size,
+        max_position_embeddings=config.context,
+        tie_word_embeddings=True,
+        eos_token_id=BYTES,
+        pad_token_id=BYTES + 1,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(settings)
+
+
+def is_built(path: Path) -> bool:
+    """Whether a model directory is there already."""
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))

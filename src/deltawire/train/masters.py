@@ -1,0 +1,101 @@
+"""fp32 master weights behind a model that computes with the published, rounded ones.
+
+The model's parameters always hold exactly the bits that are published, so trainer and sampler
+compute with the same weights; small steps add up in the masters until they move a published bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltawire.config import TrainConfig
+from deltawire.engines.live import published_bits
+from deltawire.errors import CorruptError
+
+
+class MasterWeights:
+    """AdamW on float32 copies of a model's parameters.
+
+    ``dtype`` is the published one, as safetensors names it. The masters start as the model's
+    parameters are, and those are rounded at once.
+    """
+
+    def __init__(self, model: Any, config: TrainConfig, *, dtype: str = "BF16") -> None:
+        self.model = model
+        self.dtype = dtype
+        self.steps = 0
+        self._config = config
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self._masters = {
+            name: parameter.detach().float().clone() for name, parameter in self._parameters.items()
+        }
+        self._optimizer = torch.optim.AdamW(
+            self._masters.values(),
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            weight_decay=config.weight_decay,
+        )
+        self._round()
+
+    @torch.no_grad()
+    def step(self) -> float:
+        """One step on the model's gradients, which are cleared; returns their norm before
+        clipping. A norm that is not finite changes nothing but the count of steps."""
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm)
+        )
+        self.steps += 1
+        if torch.isfinite(torch.tensor(norm)):
+            for name, master in self._masters.items():
+                master.grad = self._parameters[name].grad
+            warm = min(1.0, self.steps / max(self._config.warmup_steps, 1))
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._config.learning_rate * warm
+            self._optimizer.step()
+            self._round()
+        for name, parameter in self._parameters.items():
+            parameter.grad = None
+            self._masters[name].grad = None
+        return norm
+
+    def published(self) -> dict[str, Tensor]:
+        """The rounded weights by name, as contiguous CPU tensors."""
+        return {name: published_bits(p, self.dtype) for name, p in self._parameters.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything a later process needs to go on from here, to the bit."""
+        state = {"steps": torch.tensor(self.steps)}
+        for name, master in self._masters.items():
+            state[f"master/{name}"] = master
+            for key, value in self._optimizer.state.get(master, {}).items():
+                state[f"adam/{key}/{name}"] = torch.as_tensor(value)
+        return state
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take up a `state`; raises `CorruptError` if it is not one of this model."""
+        for name, master in self._masters.items():
+            saved = state.get(f"master/{name}")
+            if saved is None or saved.shape != master.shape:
+                raise CorruptError(f"the checkpoint does not fit the model at {name}")
+            master.copy_(saved)
+            kept = {
+                key: state[f"adam/{key}/{name}"].clone()
+                for key in ("step", "exp_avg", "exp_avg_sq")
+                if f"adam/{key}/{name}" in state
+            }
+            if kept:
+                self._optimizer.state[master] = kept
+        if "steps" not in state:
+            raise CorruptError("the checkpoint does not count its steps")
+        self.steps = int(state["steps"])
+        self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[self.dtype]
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._masters[name].to(dtype))

@@ -1,0 +1,52 @@
+"""The trainer's forward pass: log-probabilities of tokens that were drawn.
+
+The completions of a group share their prompt, so it is computed once a group and its keys and
+values are repeated, gradients included. With short answers behind long prompts this is most of
+the work saved; it is the same arithmetic as the sampler's own prefill.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from deltawire.train.batch import TokenBatch
+
+
+def token_logprobs(model: Any, batch: TokenBatch) -> Tensor:
+    """log π(token | everything before it) at the batch's temperature: float32[N, C].
+
+    Entries where ``token_mask_NC`` is 0 are meaningless.
+    """
+    prompts, groups = batch.prompts_GP, batch.groups_N
+    cache = DynamicCache()
+    first = model(
+        input_ids=prompts,
+        attention_mask=batch.prompt_mask_GP,
+        position_ids=(batch.prompt_mask_GP.cumsum(1) - 1).clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits[groups]
+    logits = first
+    length = batch.tokens_NC.shape[1]
+    if length > 1:
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            layer.keys, layer.values = layer.keys[groups], layer.values[groups]
+        starts = batch.prompt_mask_GP.sum(1)[groups]
+        rest = model(
+            input_ids=batch.tokens_NC[:, :-1],
+            attention_mask=torch.cat(
+                [batch.prompt_mask_GP[groups], batch.token_mask_NC[:, :-1]], dim=1
+            ),
+            position_ids=starts[:, None] + torch.arange(length - 1),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+        logits = torch.cat([first, rest], dim=1)
+    logprobs_NCV = torch.log_softmax(logits.float() / batch.temperature, dim=-1)
+    return logprobs_NCV.gather(2, batch.tokens_NC[:, :, None])[:, :, 0]

@@ -1,0 +1,79 @@
+"""The warm start: supervised steps on pairs of prompt and answer, before version 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deltawire.config import WarmStartConfig
+
+Pair = tuple[list[int], list[int]]
+"""Tokens of a prompt, and of its answer with the end behind it."""
+
+_RAMP = 30
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the warm start stands after ``step`` steps; ``accuracy`` is None between checks."""
+
+    step: int
+    loss: float
+    accuracy: float | None
+
+
+def warm_start(
+    model: Any,
+    config: WarmStartConfig,
+    *,
+    draw: Callable[[int], Sequence[Pair]],
+    check: Callable[[], float],
+    tell: Callable[[Progress], None],
+    stopping: Callable[[], bool],
+) -> Progress:
+    """Minimise the answers' cross-entropy with AdamW until ``check`` reaches the configured
+    accuracy, or for ``max_steps``, or until ``stopping``; returns where it ended.
+
+    ``draw(step)`` gives a step's pairs.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+    )
+    progress = Progress(0, float("nan"), None)
+    for step in range(config.max_steps):
+        if stopping():
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * min(1.0, (step + 1) / _RAMP)
+        loss = answer_loss(model, draw(step))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        due = (step + 1) % config.check_every == 0 or step + 1 == config.max_steps
+        accuracy = check() if due else None
+        progress = Progress(step + 1, float(loss.detach()), accuracy)
+        tell(progress)
+        if accuracy is not None and accuracy >= config.stop_at_accuracy:
+            break
+    return progress
+
+
+def answer_loss(model: Any, pairs: Sequence[Pair]) -> torch.Tensor:
+    """Mean cross-entropy of the answers' tokens, in nats."""
+    length = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    tokens = torch.zeros(len(pairs), length, dtype=torch.long)
+    labels = torch.full((len(pairs), length), -100)
+    mask = torch.zeros(len(pairs), length, dtype=torch.long)
+    for row, (prompt, answer) in enumerate(pairs):
+        end = len(prompt) + len(answer)
+        tokens[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+        mask[row, :end] = 1
+    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100
+    )

@@ -1,0 +1,96 @@
+"""The only place that builds or reads object keys."""
+
+from __future__ import annotations
+
+import re
+
+from deltawire.errors import InputError
+
+RUN = "run.json"
+TRAINER = "trainer.json"
+MANIFESTS = "weights/manifests/"
+BLOBS = "weights/blobs/"
+ROLLOUTS = "rollouts/"
+FLEET = "fleet/"
+CHECKPOINTS = "checkpoints/"
+EVENTS = "events/"
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
+_HASH = re.compile(r"^[0-9a-f]{64}\Z")
+_MAX_NUMBER = 10**10 - 1
+
+
+def valid_name(name: str) -> bool:
+    """Whether ``name`` may name a worker or a process: letters, digits, ``-`` and ``_``."""
+    return bool(_NAME.match(name))
+
+
+def _number(value: int) -> str:
+    if not 0 <= value <= _MAX_NUMBER:
+        raise InputError(f"{value} is not a number that an object key can carry")
+    return f"{value:010d}"
+
+
+def _checked(name: str) -> str:
+    if not valid_name(name):
+        raise InputError(
+            f"{name[:80]!r} cannot name a process", hint="use letters, digits, - and _"
+        )
+    return name
+
+
+def manifest(version: int) -> str:
+    """The key whose creation commits ``version``."""
+    return f"{MANIFESTS}{_number(version)}.json"
+
+
+def blob(digest: str) -> str:
+    """The key of the blob whose BLAKE3 is ``digest`` (64 hex digits)."""
+    if not _HASH.match(digest):
+        raise InputError(f"{digest[:80]!r} is not a BLAKE3 hash")
+    return f"{BLOBS}{digest}"
+
+
+def rollout(worker: str, sequence: int) -> str:
+    """The key of a worker's ``sequence``-th finished group, counted from 0."""
+    return f"{ROLLOUTS}{_checked(worker)}/{_number(sequence)}"
+
+
+def rollouts_of(worker: str) -> str:
+    """The prefix of all of a worker's groups."""
+    return f"{ROLLOUTS}{_checked(worker)}/"
+
+
+def heartbeat(worker: str) -> str:
+    """The key of a worker's heartbeat."""
+    return f"{FLEET}{_checked(worker)}.json"
+
+
+def checkpoint(version: int, part: str) -> str:
+    """The key of one part of the trainer's state at ``version``: ``state`` or ``commit``."""
+    suffix = {"state": "state.safetensors", "commit": "commit.json"}[part]
+    return f"{CHECKPOINTS}{_number(version)}/{suffix}"
+
+
+def events(series: str, segment: int) -> str:
+    """The key of one segment of a process's events."""
+    return f"{EVENTS}{_checked(series)}/{_number(segment)}.jsonl"
+
+
+def series_of(key: str) -> str | None:
+    """The series that a segment of events belongs to, None if it is no such key."""
+    series, _, _ = key.removeprefix(EVENTS).partition("/")
+    return series if key.startswith(f"{EVENTS}{series}/") and valid_name(series) else None
+
+
+def trailing_number(key: str) -> int | None:
+    """The version or sequence in a manifest's, rollout's or segment's key, None if it has none."""
+    stem = key.rsplit("/", 1)[-1].split(".", 1)[0]
+    return int(stem) if len(stem) == 10 and stem.isascii() and stem.isdigit() else None
+
+
+def worker_of(key: str) -> str | None:
+    """The worker that a heartbeat's key names, None if it is no such key."""
+    name = key.removeprefix(FLEET).removesuffix(".json")
+    well_formed = key == f"{FLEET}{name}.json" and valid_name(name)
+    return name if well_formed else None

@@ -1,0 +1,60 @@
+"""Which groups are settled, and the annex by which a manifest settles them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.wire.manifest import Index
+
+Sequence = Annotated[int, Meta(ge=0, le=10**10 - 1)]
+
+
+class Ledger(msgspec.Struct):
+    """Which groups are settled: every one below ``below[worker]``, and those in ``above``."""
+
+    below: dict[str, Sequence] = {}
+    above: dict[str, list[Sequence]] = {}
+
+    def settle(self, worker: str, sequence: int) -> None:
+        """Count a group as consumed or dropped; a second time changes nothing."""
+        if self.settled(worker, sequence):
+            return
+        above = {*self.above.get(worker, []), sequence}
+        low = self.below.get(worker, 0)
+        while low in above:
+            above.remove(low)
+            low += 1
+        self.below[worker] = low
+        self.above[worker] = sorted(above)
+
+    def settled(self, worker: str, sequence: int) -> bool:
+        """Whether a group is settled."""
+        return sequence < self.below.get(worker, 0) or sequence in self.above.get(worker, [])
+
+    def count(self, worker: str) -> int:
+        """How many of a worker's groups are settled."""
+        return self.below.get(worker, 0) + len(self.above.get(worker, []))
+
+    def copy(self) -> Ledger:
+        """A ledger of its own."""
+        return Ledger(
+            dict(self.below), {worker: list(above) for worker, above in self.above.items()}
+        )
+
+
+class Annex(msgspec.Struct, frozen=True, kw_only=True):
+    """What a version's manifest says of the loop: the groups it consumed and dropped, each as
+    (worker, sequence), in the order of training. Committed by the manifest itself, so that a
+    group is consumed exactly if the version exists."""
+
+    step: Index = 0
+    consumed: list[tuple[str, Sequence]] = []
+    dropped: list[tuple[str, Sequence]] = []
+
+    def plain(self) -> dict[str, Any]:
+        """As the manifest carries it."""
+        value: dict[str, Any] = msgspec.to_builtins(self)
+        return value

@@ -1,0 +1,218 @@
+"""Whole runs as a user has them: real processes, a real folder, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deltawire.rl.desk import read_heartbeat, read_trainer
+from deltawire.rl.pool import Pool
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import load_mirror, newest_version, read_manifest, read_run
+from deltawire.wire import keys
+from deltawire.wire.ledger import Annex, Ledger
+
+pytestmark = pytest.mark.timeout(300)
+
+CONFIG = """
+name = "tiny"
+[model.build]
+hidden_size = 32
+layers = 1
+head_size = 16
+feed_forward_size = 64
+context = 128
+[task]
+heldout = 10
+options = { min_word_len = 3, max_word_len = 4 }
+[warm_start]
+max_steps = 4
+check_every = 4
+[rollout]
+workers = 2
+group_size = 4
+max_tokens = 6
+slots = 16
+context = 96
+[train]
+versions = VERSIONS
+groups_per_step = 4
+max_staleness = 2
+checkpoint_every = CHECKPOINT
+anchor_every = 5
+[evaluate]
+every = 1000
+samples = 1
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start ``deltawire`` with arguments; whatever still runs at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deltawire", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def write_config(folder: Path, versions: int, *, checkpoint_every: int = 4) -> str:
+    path = folder / "tiny.toml"
+    text = CONFIG.replace("VERSIONS", str(versions))
+    path.write_text(text.replace("CHECKPOINT", str(checkpoint_every)))
+    return str(path)
+
+
+def wait_until(
+    condition: Callable[[], bool], process: subprocess.Popen[str], limit_s: float
+) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def committed(bucket: Bucket) -> int:
+    return -1 if (version := newest_version(bucket)) is None else version
+
+
+def annexes(bucket: Bucket) -> list[Annex]:
+    run = read_run(bucket)
+    assert run is not None
+    found = []
+    for version in range(1, committed(bucket) + 1):
+        manifest = read_manifest(bucket, run, version)
+        assert manifest is not None
+        found.append(msgspec.convert(manifest.annex, Annex))
+    return found
+
+
+def assert_each_group_once(bucket: Bucket, *, groups_per_step: int) -> None:
+    """Every step consumed its groups, no group twice, and every one of them is still there."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for annex in annexes(bucket):
+        assert len(annex.consumed) == groups_per_step
+        counts.update(annex.consumed)
+        counts.update(annex.dropped)
+    assert set(counts.values()) == {1}
+    consumed = [group for annex in annexes(bucket) for group in annex.consumed]
+    assert len(Pool(bucket, Ledger(), limit=1).fetch(consumed)) == len(consumed)
+
+
+def test_a_run_with_a_killed_and_a_joined_worker(tmp_path: Path, start: Start) -> None:
+    out = tmp_path / "out"
+    bucket = open_bucket(str(out / "bucket"), create=True)
+    run = start("run", write_config(tmp_path, 60), "--out", str(out), "--plain")
+    joined = start("worker", bucket.url, "--id", "by-hand")  # waits for the run to appear
+    wait_until(lambda: committed(bucket) >= 3, run, 120)
+    wait_until(lambda: read_heartbeat(bucket, keys.heartbeat("by-hand")) is not None, run, 60)
+    victim = read_heartbeat(bucket, keys.heartbeat("w0"))
+    assert victim is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert joined.wait(60) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert {w["id"]: w["bit_identical"] for w in report["workers"]} == {
+        "w0": True,
+        "w1": True,
+        "by-hand": True,
+    }
+    assert {w["version"] for w in report["workers"]} == {60}
+    assert report["versions"] == 60
+    assert report["restarts"] >= 1
+    assert report["staleness"]["max"] <= report["staleness"]["bound"] == 2
+    assert report["bytes"]["delta_mean"] < report["bytes"]["full"]
+    assert report["heldout"]["first"] is not None
+    assert report["heldout"]["last"] is not None
+    assert "<svg" in (out / "report.html").read_text()
+    assert_each_group_once(bucket, groups_per_step=4)
+    again = start("run", write_config(tmp_path, 60), "--out", str(out), "--plain")
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 0, output
+    assert committed(bucket) == 60
+
+
+def test_interrupted_twice_and_a_trainer_killed(tmp_path: Path, start: Start) -> None:
+    out = tmp_path / "out"
+    bucket = open_bucket(str(out / "bucket"), create=True)
+    # Only stopping makes checkpoints, so a trainer killed later always has steps to do over.
+    config = write_config(tmp_path, 120, checkpoint_every=1000)
+    command = ("run", config, "--out", str(out), "--plain")
+    first = start(*command)
+    wait_until(lambda: committed(bucket) >= 3, first, 120)
+    first.send_signal(signal.SIGINT)
+    output, _ = first.communicate(timeout=90)
+    assert first.returncode == 130, output
+    assert "the same command continues it" in output
+    stopped_at = committed(bucket)
+    assert stopped_at < 100
+    status = read_trainer(bucket)
+    assert status is not None
+    assert (status.phase, status.version) == ("stopped", stopped_at)
+    second = start(*command)
+    wait_until(lambda: committed(bucket) >= stopped_at + 6, second, 120)
+    log = (out / "logs" / "trainer.log").read_text()
+    assert "error" not in log
+    os.kill(_trainer_pid(bucket), signal.SIGKILL)
+    output, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, output
+    assert_each_group_once(bucket, groups_per_step=4)
+    report = json.loads((out / "report.json").read_text())
+    assert report["versions"] == 120
+    assert all(w["bit_identical"] for w in report["workers"])
+    details = [event.get("detail", "") for event in _events(bucket)]
+    redone = [detail for detail in details if "over" in detail]
+    assert redone, "the trainer was killed behind its checkpoint and must have done steps over"
+    assert all("to the same bits" in detail for detail in redone)
+    run = read_run(bucket)
+    assert run is not None
+    final = load_mirror(bucket, run)
+    assert final is not None
+    assert final.version == 120
+
+
+def _events(bucket: Bucket) -> list[dict[str, object]]:
+    found = []
+    for key in bucket.list(keys.EVENTS):
+        data = bucket.get(key, limit=1 << 26) or b""
+        found += [json.loads(line) for line in data.splitlines()]
+    return found
+
+
+def _trainer_pid(bucket: Bucket) -> int:
+    lives = [e for e in _events(bucket) if e["event"] == "life" and e["process"] == "trainer"]
+    started = [e for e in lives if e["what"] == "started" and not e.get("detail")]
+    return int(str(max(started, key=lambda e: float(str(e["at"])))["pid"]))

@@ -1,0 +1,163 @@
+"""Wrong input ends in one line that says what, where and what to do, and harms nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deltawire.cli.main import main
+from deltawire.config import load_config
+from deltawire.store import open_bucket
+
+TINY = """
+name = "tiny"
+[model.build]
+hidden_size = 32
+layers = 1
+head_size = 16
+feed_forward_size = 64
+"""
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must fail; returns its one line on standard error."""
+    code = main(arguments)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert code not in (0, 1), lines
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0] == lines[-1]
+    return errors[0]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def test_missing_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = fail(capsys, "run", str(tmp_path / "none.toml"))
+    assert "none.toml" in line
+    assert "No such file" in line
+
+
+def test_misspelt_key(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    config.write_text(TINY + "[train]\nlearning_rat = 1.0\n")
+    line = fail(capsys, "run", str(config))
+    assert "unknown key train.learning_rat" in line
+    assert "did you mean train.learning_rate?" in line
+
+
+def test_wrong_value(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    config.write_text(TINY + "[train]\nversions = -3\n")
+    line = fail(capsys, "run", str(config))
+    assert "train.versions" in line
+
+
+def test_unknown_scheme(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    line = fail(capsys, "run", str(config), "--out", out, "--bucket", "ftp://host/run")
+    assert "ftp://" in line
+
+
+def test_bucket_that_is_a_file(
+    capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("here")
+    line = fail(
+        capsys, "run", str(config), "--out", str(tmp_path / "o"), "--bucket", str(tmp_path / "file")
+    )
+    assert "file" in line
+    assert (tmp_path / "file").read_text() == "here"
+
+
+def test_bucket_that_cannot_be_reached(
+    capsys: pytest.CaptureFixture[str],
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    line = fail(capsys, "run", str(config), "--out", str(tmp_path / "o"), "--bucket", "s3://b/run")
+    assert "s3://b/run" in line
+    assert "is the bucket reachable?" in line
+
+
+def test_worker_without_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = fail(capsys, "worker", str(tmp_path / "nowhere"))
+    assert "there is no bucket" in line
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", "x" * 80])
+def test_worker_with_a_hostile_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    arguments = ("worker", str(tmp_path), "--id", name or "-")
+    assert "--id" in fail(capsys, *arguments)
+
+
+def test_unknown_dataset_leaves_an_empty_bucket(
+    capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
+) -> None:
+    config.write_text(TINY + '[task]\ndataset = "spell_backwards"\n')
+    out = tmp_path / "out"
+    line = fail(capsys, "run", str(config), "--out", str(out), "--plain")
+    assert "no dataset 'spell_backwards'" in line
+    assert "did you mean spell_backward?" in line
+    assert open_bucket(str(out / "bucket")).list("weights/") == []
+
+
+def test_model_directory_without_weights(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    config = tmp_path / "c.toml"
+    config.write_text(f'name = "x"\n[model]\npath = "{model}"\n')
+    line = fail(capsys, "run", str(config), "--out", str(tmp_path / "out"), "--plain")
+    assert "has no weights" in line
+    assert str(model) in line
+
+
+def test_a_run_with_another_configuration(
+    capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
+) -> None:
+    bucket = open_bucket(str(tmp_path / "out" / "bucket"), create=True)
+    theirs = msgspec.structs.replace(load_config(config), seed=5)
+    bucket.put("run.json", _run_json(msgspec.to_builtins(theirs)))
+    before = {key: bucket.get(key, limit=1 << 20) for key in bucket.list("")}
+    line = fail(capsys, "run", str(config), "--out", str(tmp_path / "out"), "--plain")
+    assert "started with another seed" in line
+    assert {key: bucket.get(key, limit=1 << 20) for key in before} == before
+
+
+def test_a_damaged_run_json(
+    capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
+) -> None:
+    bucket = open_bucket(str(tmp_path / "out" / "bucket"), create=True)
+    bucket.put("run.json", b'{"format": 1, "name"')
+    line = fail(capsys, "run", str(config), "--out", str(tmp_path / "out"), "--plain")
+    assert "not a valid run" in line
+    assert "run.json" in line
+    assert bucket.get("run.json", limit=100) == b'{"format": 1, "name"'
+
+
+def _run_json(config: dict[str, object]) -> bytes:
+    run = {
+        "format": 1,
+        "name": "tiny",
+        "created_at": 0.0,
+        "tensors": [],
+        "digest": "0" * 32,
+        "config": config,
+    }
+    return json.dumps(run).encode()

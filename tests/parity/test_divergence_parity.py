@@ -1,0 +1,93 @@
+"""Sampler and trainer agree: the engine's log-probabilities against the trainer's forward."""
+
+import numpy as np
+import pytest
+import torch
+
+from deltawire.engines.transformers import Sampling, TransformersEngine
+from deltawire.parity import divergence
+from deltawire.train.batch import collate
+from deltawire.train.policy import token_logprobs
+from deltawire.wire.rollouts import Group, Trajectory
+
+
+def sampled_groups(model, temperature):
+    engine = TransformersEngine(
+        model, stop_tokens=range(0, 256, 16), slots=5, capacity=64, seed=2, version=4
+    )
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 256, n).astype(np.int32) for n in (3, 17, 8)]
+    done = {number: [] for number in range(len(prompts))}
+    for number, prompt in enumerate(prompts):
+        for _ in range(4):
+            engine.submit(prompt.tolist(), Sampling(20, temperature), done[number].append)
+    while engine.active:
+        engine.step()
+    return [
+        Group(
+            "w",
+            "n",
+            "t",
+            temperature,
+            prompt,
+            [
+                Trajectory(
+                    np.array(c.tokens, np.int32),
+                    np.array(c.logprobs, np.float32),
+                    np.array(c.versions, np.int32),
+                    np.ones(len(c.tokens), np.uint8),
+                    0.0,
+                    c.finish,
+                )
+                for c in done[number]
+            ],
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+def test_one_policy_has_no_divergence_from_itself(tiny, temperature):
+    batch = collate(sampled_groups(tiny, temperature))
+    with torch.no_grad():
+        ours = token_logprobs(tiny, batch)
+    found = divergence(ours, batch.sampler_logprobs_NC, batch.loss_mask_NC)
+    assert found.largest_gap < 1e-4
+    assert 0 <= found.k3 < 1e-9
+    assert abs(found.k1) < 1e-4
+    assert found.ratio_max == pytest.approx(1, abs=1e-4)
+
+
+def test_another_policy_shows(tiny):
+    batch = collate(sampled_groups(tiny, 1.0))
+    with torch.no_grad():
+        tiny.model.layers[0].mlp.up_proj.weight.mul_(1.05)
+        ours = token_logprobs(tiny, batch)
+    found = divergence(ours, batch.sampler_logprobs_NC, batch.loss_mask_NC)
+    assert found.k3 > 1e-6
+    assert found.largest_gap > 1e-3
+
+
+def test_k3_survives_cancellation():
+    """At a gap of 1e-5, r − 1 − log r in float32 would be noise; it is half the gap's square."""
+    gap = torch.full((2, 50), 1e-5, dtype=torch.float64)
+    found = divergence(gap, torch.zeros_like(gap), torch.ones(2, 50))
+    assert found.k3 == pytest.approx(0.5e-10, rel=1e-4)
+    assert found.k1 == pytest.approx(-1e-5)
+
+
+def test_k1_and_k3_estimate_the_divergence():
+    """Over draws from the sampler, both means come near KL(sampler ‖ trainer) by its definition."""
+    generator = torch.Generator().manual_seed(0)
+    sampler, trainer = torch.log_softmax(torch.randn(2, 6, generator=generator) * 0.5, dim=-1)
+    exact = float((sampler.exp() * (sampler - trainer)).sum())
+    drawn = torch.multinomial(sampler.exp(), 200_000, replacement=True, generator=generator)
+    found = divergence(trainer[drawn], sampler[drawn], torch.ones(200_000))
+    assert found.k1 == pytest.approx(exact, rel=0.02)
+    assert found.k3 == pytest.approx(exact, rel=0.02)
+
+
+def test_what_the_environment_wrote_does_not_count():
+    ours, theirs = torch.tensor([[-1.0, -50.0]]), torch.tensor([[-1.0, 0.0]])
+    assert divergence(ours, theirs, torch.tensor([[1.0, 0.0]])).largest_gap == 0
+    assert divergence(ours, theirs, torch.tensor([[1.0, 1.0]])).largest_gap == 50

@@ -1,0 +1,205 @@
+"""Every wrong key and value is refused by its name, and what is right survives a round trip."""
+
+import json
+import math
+
+import msgspec
+import pytest
+
+from deltawire.config import (
+    MAX_CONFIG_BYTES,
+    RESUMABLE,
+    RunConfig,
+    differences,
+    flatten,
+    load_config,
+    parse_config,
+)
+from deltawire.errors import InputError
+
+SMALLEST = {"name": "run", "model": {"build": {}}}
+DEFAULTS = flatten(parse_config(SMALLEST, source="s"))
+NUMBERS = sorted(key for key, value in DEFAULTS.items() if isinstance(value, int | float))
+FLOATS = sorted(key for key, value in DEFAULTS.items() if isinstance(value, float))
+WORDS = sorted(key for key, value in DEFAULTS.items() if isinstance(value, str))
+
+
+def with_key(dotted, value):
+    raw = json.loads(json.dumps(SMALLEST))
+    *tables, key = dotted.split(".")
+    at = raw
+    for table in tables:
+        at = at.setdefault(table, {})
+    at[key] = value
+    return raw
+
+
+def refusal(raw):
+    with pytest.raises(InputError) as caught:
+        parse_config(raw, source="file.toml")
+    text = str(caught.value)
+    assert text.startswith("file.toml: ")
+    assert len(text.splitlines()) == 1
+    return text
+
+
+def test_the_tables_were_found():
+    # The tests below are only as good as these lists.
+    assert len(DEFAULTS) == len(NUMBERS) + len(WORDS) + 1  # task.options
+    assert len(NUMBERS) > 30
+    assert {"train.learning_rate", "rollout.temperature"} <= set(FLOATS)
+    assert {"name", "model.path", "model.build.family", "task.prompt"} <= set(WORDS)
+
+
+@pytest.mark.parametrize("dotted", sorted(DEFAULTS))
+def test_a_misspelt_key_is_named_with_the_nearest(dotted):
+    text = refusal(with_key(f"{dotted}x", 1))
+    assert f"unknown key {dotted}x" in text
+    assert f"did you mean {dotted}?" in text
+
+
+@pytest.mark.parametrize("table", ["model", "model.build", "task", "warm_start", "train"])
+def test_a_key_like_no_other_lists_the_valid_ones(table):
+    text = refusal(with_key(f"{table}.zzzzzzzz", 1))
+    assert f"unknown key {table}.zzzzzzzz" in text
+    assert "valid keys here: " in text
+    here = {key for key in DEFAULTS if key.startswith(f"{table}.")}
+    assert all(key.removeprefix(f"{table}.").split(".")[0] in text for key in here)
+
+
+@pytest.mark.parametrize("dotted", NUMBERS)
+def test_a_wrong_number_is_named(dotted):
+    for value in ("1", True, [1], {"x": 1}, None, -1, 10**18, math.nan, math.inf, -math.inf):
+        assert f"`{dotted}`" in refusal(with_key(dotted, value)), value
+
+
+@pytest.mark.parametrize("dotted", sorted(set(NUMBERS) - set(FLOATS)))
+def test_half_a_count_is_refused(dotted):
+    assert f"`{dotted}`" in refusal(with_key(dotted, 2.5))
+
+
+@pytest.mark.parametrize("dotted", WORDS)
+def test_a_wrong_word_is_named(dotted):
+    for value in (1, True, ["a"], {"x": 1}, None):
+        assert f"`{dotted}`" in refusal(with_key(dotted, value)), value
+
+
+@pytest.mark.parametrize("table", ["model", "task", "warm_start", "rollout", "train", "evaluate"])
+@pytest.mark.parametrize("value", [1, "x", [], None])
+def test_a_table_must_be_a_table(table, value):
+    assert f"`{table}`" in refusal({"name": "run", table: value})
+
+
+@pytest.mark.parametrize(
+    "name", ["", "-a", ".", "..", "a/b", "a b", "a\n", "a\0", "ü", "a" * 65, "../a"]
+)
+def test_hostile_names(name):
+    assert "`name`" in refusal({**SMALLEST, "name": name})
+
+
+@pytest.mark.parametrize("name", ["a", "0", "a.b-c_d", "a" * 64])
+def test_good_names(name):
+    assert parse_config({**SMALLEST, "name": name}, source="s").name == name
+
+
+def test_a_name_is_required():
+    assert "`name`" in refusal({"model": {"build": {}}})
+
+
+def test_the_prompt_must_hold_the_question():
+    text = refusal(with_key("task.prompt", "{query}"))
+    assert "task.prompt must contain {question}" in text
+
+
+def test_the_smallest_run_has_a_default_for_everything():
+    config = parse_config({"name": "run"}, source="s")
+    assert config == RunConfig(name="run")
+    assert config.model.build is None
+    assert (config.train.max_staleness, config.rollout.group_size) == (2, 8)
+
+
+def test_options_are_the_datasets_own():
+    options = {"min_len": 3, "deep": {"list": [1, 2.5, "x", True]}}
+    assert parse_config(with_key("task.options", options), source="s").task.options == options
+
+
+@pytest.mark.parametrize("dotted", sorted(DEFAULTS.keys() - {"model.build.family"}))
+def test_round_trip_with_every_key_changed(dotted):
+    default = DEFAULTS[dotted]
+    if isinstance(default, dict):
+        value = {"size": 3}
+    elif isinstance(default, str):
+        value = f"{default}1"
+    else:
+        value = default / 2 or 0.5 if isinstance(default, float) else default + 1
+    config = parse_config(with_key(dotted, value), source="s")
+    assert flatten(config) == {**DEFAULTS, dotted: value}
+    plain = msgspec.to_builtins(config)
+    assert parse_config(plain, source="s") == config
+    assert parse_config(json.loads(msgspec.json.encode(plain)), source="s") == config
+    smallest = parse_config(SMALLEST, source="s")
+    wanted = [] if dotted in RESUMABLE else [dotted]
+    assert differences(config, smallest) == differences(smallest, config) == wanted
+
+
+def test_resumable_keys_exist():
+    assert not RESUMABLE - DEFAULTS.keys()
+
+
+def test_a_model_from_elsewhere_is_a_difference():
+    built = parse_config(SMALLEST, source="s")
+    path = parse_config({"name": "run", "model": {"path": "x"}}, source="s")
+    found = differences(built, path)
+    assert "model.path" in found
+    assert "model.build.hidden_size" in found
+    assert differences(built, built) == []
+
+
+def test_load_toml_and_json(tmp_path):
+    toml, other = tmp_path / "a.toml", tmp_path / "a.json"
+    toml.write_text('name = "run"\n[model.build]\nlayers = 2\n[train]\nversions = 7\n')
+    config = load_config(toml)
+    assert (config.name, config.model.build.layers, config.train.versions) == ("run", 2, 7)
+    other.write_bytes(msgspec.json.encode(config))
+    assert load_config(other) == config
+
+
+BROKEN = {
+    "no TOML": b"name = ",
+    "bytes that are no text": b'name = "\xff"',
+    "deep nesting": b"x = " + b"[" * 20_000 + b"]" * 20_000,
+    "a huge integer": b"seed = " + b"1" * 5000,
+    "a key twice": b'name = "a"\nname = "b"',
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named(tmp_path, name):
+    path = tmp_path / "broken.toml"
+    path.write_bytes(BROKEN[name])
+    with pytest.raises(InputError, match=r"broken\.toml is not TOML") as caught:
+        load_config(path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(InputError, match="cannot read the configuration"):
+            load_config(path)
+
+
+def test_a_file_beyond_the_limit(tmp_path):
+    path = tmp_path / "big.toml"
+    start = b'name = "run"\n[model.build]\n#'
+    path.write_bytes(start + b" " * (MAX_CONFIG_BYTES - len(start)))
+    assert load_config(path).name == "run"
+    path.write_bytes(start + b" " * (MAX_CONFIG_BYTES - len(start) + 1))
+    with pytest.raises(InputError, match="at most a megabyte"):
+        load_config(path)
+
+
+def test_a_file_without_a_model(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text('name = "run"')
+    with pytest.raises(InputError, match="names no model"):
+        load_config(path)

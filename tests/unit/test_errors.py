@@ -1,0 +1,48 @@
+"""Every error is one line, with its place and its hint."""
+
+import pickle
+
+import pytest
+
+from deltawire import errors
+from deltawire.errors import CorruptError, DeltawireError, FencedError, ResyncError
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, DeltawireError)
+]
+LINE_BREAKS = "a\nb\r\nc\x0bd\x0ce\x1cf\x85g\u2028h\u2029i\tj"
+
+
+def test_the_kinds_are_known():
+    assert {kind.__name__ for kind in KINDS} == {
+        "DeltawireError", "RetryError", "ResyncError", "CorruptError", "InputError",
+        "FencedError", "BugError",
+    }  # fmt: skip
+    codes = [kind.exit_code for kind in KINDS if kind is not CorruptError]
+    assert len(set(codes)) == len(codes)
+    assert CorruptError.exit_code == ResyncError.exit_code
+    assert 0 not in codes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_line_whatever_it_is_made_of(kind):
+    error = kind(LINE_BREAKS, hint=LINE_BREAKS, run=LINE_BREAKS, version=0, key=LINE_BREAKS)
+    assert len(str(error).splitlines()) == 1
+    assert "a b c d e f g h i j" in str(error)
+
+
+def test_place_and_hint():
+    error = FencedError("taken", hint="stop", run="s3://b", version=0, key="k")
+    assert str(error) == "taken (run s3://b, version 0, key k); stop"
+    assert str(FencedError("taken")) == "taken"
+    assert str(FencedError("taken", key="k")) == "taken (key k)"
+    assert str(FencedError("taken", hint="stop")) == "taken; stop"
+
+
+def test_survives_a_process_boundary():
+    error = CorruptError("bad", hint="h", run="r", version=3, key="k")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is CorruptError
+    assert str(copy) == str(error) == "bad (run r, version 3, key k); h"

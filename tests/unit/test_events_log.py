@@ -1,0 +1,187 @@
+"""The event log loses nothing and stores nothing twice; whatever cannot be read is passed over."""
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltawire.errors import InputError, RetryError
+from deltawire.events import MAX_LINE, EventLog, Span, WarmStep, decode_lines, encode_lines
+
+
+def warm(step: int) -> WarmStep:
+    return WarmStep(process="p", at=1.0, step=step, loss=0.5)
+
+
+class Desk:
+    """A clock and a store of segments, both in the test's hand."""
+
+    def __init__(self, **kwargs):
+        self.now = 1000.0
+        self.segments: dict[int, bytes] = {}
+        self.error: Exception | None = None
+        self.done = False
+        self.puts = 0
+        self.log = EventLog("p", self.put, clock=lambda: self.now, **kwargs)
+
+    def put(self, number, data):
+        self.puts += 1
+        if self.error is None or self.done:
+            self.segments[number] = data
+        if self.error is not None:
+            raise self.error
+
+    def stored(self):
+        return [e for number in sorted(self.segments) for e in decode_lines(self.segments[number])]
+
+
+def test_nothing_is_stored_before_its_time():
+    desk = Desk(every_s=1.0)
+    desk.log.record(warm(0))
+    desk.now += 0.9
+    desk.log.record(warm(1))
+    assert desk.segments == {}
+    desk.now += 0.1
+    desk.log.record(warm(2))
+    assert list(desk.segments) == [0]
+    assert desk.stored() == [warm(0), warm(1), warm(2)]
+    desk.log.record(warm(3))
+    assert list(desk.segments) == [0]
+
+
+def test_flush_numbers_segments_and_skips_empty_ones():
+    desk = Desk(every_s=100.0)
+    for step in range(3):
+        desk.log.flush()
+        desk.log.record(warm(step))
+        desk.log.flush()
+    desk.log.flush()
+    assert sorted(desk.segments) == [0, 1, 2]
+    assert desk.stored() == [warm(0), warm(1), warm(2)]
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_failed_put_keeps_the_events_for_the_same_segment(done):
+    desk = Desk(every_s=100.0)
+    desk.error, desk.done = RetryError("no"), done
+    desk.log.record(warm(0))
+    desk.log.flush()
+    assert desk.puts == 1
+    desk.error = None
+    desk.log.record(warm(1))
+    desk.log.flush()
+    assert sorted(desk.segments) == [0]
+    assert desk.stored() == [warm(0), warm(1)]
+
+
+def test_an_outage_is_asked_after_once_a_period():
+    desk = Desk(every_s=1.0)
+    desk.error = RetryError("no")
+    for step in range(100):
+        desk.now += 0.1
+        desk.log.record(warm(step))
+    assert 8 <= desk.puts <= 10
+    desk.error = None
+    desk.log.flush()
+    assert desk.stored() == [warm(step) for step in range(100)]
+
+
+def test_other_errors_pass_through_and_keep_the_events():
+    desk = Desk(every_s=100.0)
+    desk.error = InputError("full")
+    desk.log.record(warm(0))
+    with pytest.raises(InputError):
+        desk.log.flush()
+    desk.error = None
+    desk.log.flush()
+    assert desk.stored() == [warm(0)]
+
+
+def test_spans_that_touch_are_merged():
+    desk = Desk(every_s=1000.0)
+    desk.log.span("wait", 1.0, 2.0)
+    desk.log.span("wait", 2.004, 3.0)
+    desk.log.span("wait", 3.01, 4.0)
+    desk.log.span("sample", 4.0, 5.0)
+    desk.log.span("wait", 5.0, 6.0)
+    assert desk.log.span("wait", 7.0, 7.0) == 7.0
+    desk.log.flush()
+    assert [(s.activity, s.start, s.end) for s in desk.stored()] == [
+        ("wait", 1.0, 3.0), ("wait", 3.01, 4.0), ("sample", 4.0, 5.0), ("wait", 5.0, 6.0),
+    ]  # fmt: skip
+
+
+def test_a_span_is_not_merged_into_what_is_stored():
+    desk = Desk(every_s=1000.0)
+    desk.log.span("wait", 1.0, 2.0)
+    desk.log.flush()
+    desk.log.span("wait", 2.0, 3.0)
+    desk.log.flush()
+    assert [(s.start, s.end) for s in desk.stored()] == [(1.0, 2.0), (2.0, 3.0)]
+
+
+def test_a_long_merged_span_is_stored_from_time_to_time():
+    desk = Desk(every_s=1.0)
+    start = desk.now
+    for _ in range(30):
+        desk.now += 0.1
+        start = desk.log.span("wait", start)
+    desk.log.flush()
+    spans = desk.stored()
+    assert 2 <= len(spans) <= 4
+    assert (spans[0].start, spans[-1].end) == (1000.0, desk.now)
+    assert all(a.end == b.start for a, b in pairwise(spans))
+
+
+def test_a_span_ends_now_by_default():
+    desk = Desk(every_s=1000.0)
+    assert desk.log.span("train", 999.0) == 1000.0
+    desk.log.flush()
+    assert desk.stored() == [Span(process="p", activity="train", start=999.0, end=1000.0)]
+
+
+GARBAGE = {
+    "nothing": b"",
+    "no JSON": b"hello",
+    "half a line": encode_lines([warm(1)])[:-5],
+    "an unknown event": b'{"event":"party","process":"p"}',
+    "a missing field": b'{"event":"warm_step","process":"p"}',
+    "a wrong type": b'{"event":"warm_step","process":"p","at":"now","step":1,"loss":1}',
+    "a huge integer": encode_lines([warm(1)]).replace(b'"step":1', b'"step":1' + b"0" * 5000),
+    "bytes that are no text": b'{"event":"warm_step","process":"\xff","at":1,"step":1,"loss":1}',
+    "a lone surrogate": b'{"event":"warm_step","process":"\\ud800","at":1,"step":1,"loss":1}',
+    "deep nesting": b'{"x":' + b"[" * 20_000 + b"]" * 20_000 + b',"event":"life"}',
+    "a list": b"[1,2]",
+    "zeros": b"\0" * 50,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_lines_are_passed_over(name):
+    data = encode_lines([warm(0)]) + GARBAGE[name] + b"\n" + encode_lines([warm(2)])
+    assert decode_lines(data) == [warm(0), warm(2)]
+
+
+def test_a_line_beyond_the_limit_is_passed_over():
+    long = msgspec.structs.replace(warm(1), process="p" * MAX_LINE)
+    assert decode_lines(encode_lines([warm(0), long, warm(2)])) == [warm(0), warm(2)]
+    just = msgspec.structs.replace(warm(1), process="p" * (MAX_LINE - 200))
+    assert decode_lines(encode_lines([just])) == [just]
+
+
+def test_newer_fields_are_ignored():
+    line = encode_lines([warm(3)]).replace(b"{", b'{"colour":["red"],', 1)
+    assert decode_lines(line) == [warm(3)]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.binary(max_size=200), st.integers(0, 500))
+def test_any_bytes_are_survived(noise, place):
+    data = encode_lines([warm(step) for step in range(4)])
+    place = min(place, len(data))
+    found = decode_lines(data[:place] + noise + data[place:])
+    whole = data[:place].count(b"\n")
+    assert found[:whole] == [warm(step) for step in range(whole)]
+    assert found[-1:] == [warm(3)] or place > data.rindex(b"\n", 0, -1)

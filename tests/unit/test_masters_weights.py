@@ -1,0 +1,240 @@
+"""Masters and rounded weights, and the step that moves them: to the bit."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from deltawire.config import RolloutConfig, RunConfig, TrainConfig
+from deltawire.errors import CorruptError
+from deltawire.rl.trainer import train_step
+from deltawire.train.masters import MasterWeights
+from deltawire.wire.rollouts import Group, Trajectory
+
+CONFIG = TrainConfig(learning_rate=1e-3, warmup_steps=3, weight_decay=0.01, max_grad_norm=0.5)
+
+
+def gradients(model, seed, scale=1.0):
+    """Give every parameter a gradient that follows from the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
+
+
+def representable(model):
+    return all(torch.equal(p, p.to(torch.bfloat16).float()) for p in model.parameters())
+
+
+def bits(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def test_parameters_are_always_what_is_published(tiny):
+    origin = bits(tiny)
+    masters = MasterWeights(tiny, CONFIG)
+    assert not equal(bits(tiny), origin)
+    for seed in range(5):
+        assert representable(tiny)
+        published = masters.published()
+        assert all(tensor.dtype == torch.bfloat16 for tensor in published.values())
+        assert equal({name: t.float() for name, t in published.items()}, bits(tiny))
+        gradients(tiny, seed)
+        masters.step()
+
+
+def test_a_step_is_adamw_on_the_masters(tiny):
+    """The twin keeps its own float32 copies and asks torch's functions by hand."""
+    masters = MasterWeights(tiny, CONFIG)
+    twin = copy.deepcopy(tiny)
+    weights = [p.detach().clone().requires_grad_() for p in masters._masters.values()]
+    optimizer = torch.optim.AdamW(
+        weights, lr=1.0, betas=(CONFIG.adam_beta1, CONFIG.adam_beta2), weight_decay=0.01
+    )
+    for step in range(6):
+        gradients(tiny, step, scale=10.0 if step == 2 else 0.001)
+        norm = float(torch.cat([p.grad.flatten() for p in tiny.parameters()]).double().norm())
+        factor = min(1.0, 0.5 / norm)
+        for weight, parameter in zip(weights, tiny.parameters(), strict=True):
+            weight.grad = parameter.grad * factor
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, (step + 1) / 3)
+        optimizer.step()
+        assert masters.step() == pytest.approx(norm, rel=1e-4)
+        assert all(p.grad is None for p in tiny.parameters())
+    for weight, master, parameter in zip(
+        weights, masters._masters.values(), twin.parameters(), strict=True
+    ):
+        torch.testing.assert_close(master, weight.detach(), rtol=1e-5, atol=1e-7)
+        assert not torch.equal(master, parameter)
+
+
+def test_small_steps_add_up_until_they_move_a_bit():
+    """One step is far below half a unit in the last place of bf16; a hundred are not."""
+    model = torch.nn.Linear(4, 4, bias=False)
+    torch.nn.init.constant_(model.weight, 1.0)
+    config = TrainConfig(learning_rate=1e-4, warmup_steps=0)
+    masters = MasterWeights(model, config)
+    moved = []
+    for _ in range(100):
+        model.weight.grad = torch.ones(4, 4)
+        masters.step()
+        moved.append(bool((model.weight != 1).any()))
+    assert not any(moved[:15])
+    assert all(moved[45:])
+    assert float(model.weight.detach()[0, 0]) == pytest.approx(1 - 100e-4, abs=2**-8)
+
+
+def test_tied_weights_have_one_master(tiny):
+    masters = MasterWeights(tiny, CONFIG)
+    gradients(tiny, 0)
+    masters.step()
+    assert tiny.lm_head.weight is tiny.model.embed_tokens.weight
+    assert "lm_head.weight" not in masters.published()
+
+
+def test_masters_may_be_published_whole(tiny):
+    origin = bits(tiny)
+    masters = MasterWeights(tiny, CONFIG, dtype="F32")
+    assert equal(bits(tiny), origin)
+    assert equal(masters.published(), origin)
+
+
+def saved(masters):
+    return {name: tensor.clone() for name, tensor in masters.state().items()}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_restored_twin_goes_on_to_the_bit(tiny, steps):
+    masters = MasterWeights(tiny, CONFIG)
+    for step in range(steps):
+        gradients(tiny, step)
+        masters.step()
+    state = saved(masters)
+    other = copy.deepcopy(tiny)
+    twin = MasterWeights(other, CONFIG)
+    twin.restore(state)
+    assert equal(saved(twin), state)
+    for step in range(steps, steps + 4):
+        for model, of in ((tiny, masters), (other, twin)):
+            gradients(model, step)
+            of.step()
+        assert equal(bits(tiny), bits(other))
+    assert equal(saved(twin), saved(masters))
+
+
+def test_a_restored_state_is_its_own(tiny):
+    """Steps after `restore` do not write into the tensors it was given."""
+    masters = MasterWeights(tiny, CONFIG)
+    gradients(tiny, 0)
+    masters.step()
+    state = saved(masters)
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    twin = MasterWeights(copy.deepcopy(tiny), CONFIG)
+    twin.restore(state)
+    gradients(twin.model, 1)
+    twin.step()
+    assert equal(state, kept)
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "steps"])
+def test_another_models_state_is_refused(tiny, fault):
+    masters = MasterWeights(tiny, CONFIG)
+    state = saved(masters)
+    if fault == "missing":
+        del state["master/model.norm.weight"]
+    elif fault == "shape":
+        state["master/model.norm.weight"] = torch.zeros(7)
+    else:
+        del state["steps"]
+    with pytest.raises(CorruptError):
+        masters.restore(state)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_gradients_that_are_not_finite_change_nothing(tiny, value):
+    masters = MasterWeights(tiny, CONFIG)
+    gradients(tiny, 0)
+    masters.step()
+    before, weights = saved(masters), bits(tiny)
+    gradients(tiny, 1)
+    next(iter(tiny.parameters())).grad[0, 0] = value
+    assert not np.isfinite(masters.step())
+    after = saved(masters)
+    assert (int(before.pop("steps")), int(after.pop("steps"))) == (1, 2)
+    assert equal(before, after)
+    assert equal(bits(tiny), weights)
+    assert all(p.grad is None for p in tiny.parameters())
+
+
+def sampled(seed, prompts=(3, 9, 5, 6)):
+    rng = np.random.default_rng(seed)
+
+    def trajectory():
+        length = int(rng.integers(1, 9))
+        return Trajectory(
+            rng.integers(0, 256, length).astype(np.int32),
+            (-5 - rng.random(length)).astype(np.float32),
+            np.zeros(length, np.int32),
+            np.ones(length, np.uint8),
+            float(rng.integers(0, 2)),
+            "stop",
+        )
+
+    return [
+        Group("w", "n", "t", 1.0, rng.integers(0, 256, n).astype(np.int32), members)
+        for n in prompts
+        for members in [[trajectory() for _ in range(4)]]
+    ]
+
+
+def stepped(model, micro, steps=3):
+    config = RunConfig(
+        name="test",
+        rollout=RolloutConfig(group_size=4),
+        train=TrainConfig(learning_rate=1e-3, warmup_steps=0, micro_batch_groups=micro),
+    )
+    model = copy.deepcopy(model).train()
+    masters = MasterWeights(model, config.train)
+    results = [train_step(masters, sampled(seed), config) for seed in range(steps)]
+    return masters, results
+
+
+def test_the_same_groups_give_the_same_bits(tiny):
+    (first, ours), (second, theirs) = stepped(tiny, 16), stepped(tiny, 16)
+    assert ours == theirs
+    assert equal(saved(first), saved(second))
+    assert equal(bits(first.model), bits(second.model))
+    assert len({result.loss for result in ours}) == 3
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_micro_batches_are_one_batch(tiny, micro):
+    """Their losses and gradients add up to the whole batch's; the odd last one included."""
+    (whole, ours), (parts, theirs) = stepped(tiny, 16, steps=1), stepped(tiny, micro, steps=1)
+    (one,), (many,) = ours, theirs
+    assert many.tokens == one.tokens
+    assert many.loss == pytest.approx(one.loss, rel=1e-4, abs=1e-6)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+    assert many.reward_mean == one.reward_mean
+    assert many.clipped == pytest.approx(one.clipped, abs=1e-6)
+    assert many.divergence.k3 == pytest.approx(one.divergence.k3, rel=1e-4)
+    for name, moment in saved(whole).items():
+        if name.startswith("adam/exp_avg/"):
+            scale = float(moment.abs().max())
+            torch.testing.assert_close(saved(parts)[name], moment, atol=1e-4 * scale, rtol=1e-3)
+
+
+def test_a_step_raises_what_was_rewarded(tiny):
+    groups = sampled(7)
+    config = RunConfig(name="test", train=TrainConfig(learning_rate=1e-2, warmup_steps=0))
+    masters = MasterWeights(tiny, config.train)
+    results = [train_step(masters, groups, config) for _ in range(4)]
+    assert results[-1].loss < results[0].loss
+    assert results[0].reward_mean == pytest.approx(
+        np.mean([t.reward for group in groups for t in group.trajectories])
+    )
+    assert results[0].tokens == sum(group.tokens for group in groups)

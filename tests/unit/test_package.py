@@ -1,0 +1,116 @@
+"""What the whole package promises: light imports, its layers, its size, its flags, no pickle."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deltawire.cli.main import build_parser
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+HEAVY = ("torch", "transformers", "reasoning_gym", "matplotlib", "vllm")
+
+LONG_MODULES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+"""Exceptions to the limits below, each with its reason."""
+
+FLAGS = {
+    "run": {"--out", "--bucket", "--seed", "--dry-run", "--plain", "--json"},
+    "worker": {"--id", "--patience", "--supervised", "--cpus"},
+    "trainer": {"--config", "--model", "--seed", "--supervised", "--cpus"},
+    "evaluator": {"--supervised", "--cpus"},
+    "warm-start": {"--out", "--bucket", "--seed", "--supervised"},
+    "report": {"--out", "--json"},
+    "bench": set(),
+}
+
+
+def loaded_by(code: str) -> set[str]:
+    listing = "import sys; print(*sorted(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{listing}"], capture_output=True, text=True, check=True
+    )
+    return {name.split(".")[0] for name in result.stdout.splitlines()[-1].split()}
+
+
+@pytest.mark.parametrize(
+    "module", ["deltawire", "deltawire.sync", "deltawire.codec", "deltawire.cli.run"]
+)
+def test_importing_loads_nothing_heavy(module: str) -> None:
+    assert not loaded_by(f"import {module}") & set(HEAVY)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import contextlib, io\nfrom deltawire.cli.main import main\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "    main(['--help'])"
+    )
+    assert not loaded_by(code) & {*HEAVY, "numpy", "obstore", "rich", "msgspec"}
+
+
+def test_help_answers_in_half_a_second() -> None:
+    """The promise of the README; the best of five, so that a busy machine does not fail it."""
+    spent = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "deltawire", "--help"], capture_output=True, check=True
+        )
+        spent.append(time.perf_counter() - started)
+    assert min(spent) < 0.5
+
+
+def test_flags_are_those_that_were_agreed() -> None:
+    commands = next(
+        action.choices for action in build_parser()._actions if isinstance(action.choices, dict)
+    )
+    flags = {
+        name: {
+            option
+            for action in parser._actions
+            for option in action.option_strings
+            if option.startswith("--") and option != "--help"
+        }
+        for name, parser in commands.items()
+    }
+    assert flags == FLAGS
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_modules_and_functions_stay_short(path: Path) -> None:
+    name = path.relative_to(ROOT / "src").as_posix()
+    text = path.read_text()
+    assert len(text.splitlines()) <= 600 or name in LONG_MODULES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= 70 or f"{name}:{node.name}" in LONG_FUNCTIONS, node.name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_no_pickle_and_no_socket(path: Path) -> None:
+    forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "socketserver"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert not {alias.name.split(".")[0] for alias in node.names} & forbidden
+        if isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] not in forbidden
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in {"listen_on", "bind", "create_server", "start_server"}
+            is_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+            assert not (is_torch and node.attr in {"load", "save"}), "torch.load and save pickle"
+
+
+def test_every_path_in_the_architecture_exists() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = set(re.findall(r"`((?:src|native|docs|tests|examples|scripts)/[\w./-]*)`", text))
+    assert len(named) > 20
+    assert not [path for path in sorted(named) if not (ROOT / path).exists()]

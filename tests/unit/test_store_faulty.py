@@ -1,0 +1,94 @@
+"""The faulty bucket does what it is told: a crash test is worth no more than this."""
+
+import pytest
+
+from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.store import open_bucket
+from deltawire.testing.faulty import FaultyBucket, disk_full, flip_bit
+
+
+@pytest.fixture
+def bucket():
+    return FaultyBucket(open_bucket("memory://"))
+
+
+def test_nth_operation_before_it_is_done(bucket):
+    bucket.fail(at=2)
+    bucket.put("a", b"1")
+    with pytest.raises(RetryError):
+        bucket.put("b", b"2")
+    bucket.put("c", b"3")
+    assert bucket.list("") == ["a", "c"]
+    assert bucket.operations == [("put", "a"), ("put", "b"), ("put", "c"), ("list", "")]
+
+
+def test_nth_operation_after_it_is_done(bucket):
+    bucket.fail(done=True)
+    with pytest.raises(RetryError):
+        bucket.create("a", b"1")
+    assert bucket.create("a", b"2") is False
+    assert bucket.get("a", limit=1) == b"1"
+
+
+def test_for_ever_until_healed(bucket):
+    bucket.put("a", b"1")
+    bucket.fail(at=2, times=None)
+    assert bucket.exists("a")
+    for _ in range(5):
+        with pytest.raises(RetryError):
+            bucket.exists("a")
+    bucket.heal()
+    assert bucket.exists("a")
+
+
+def test_by_verb_and_key(bucket):
+    bucket.fail("create", "weights/blobs/*", times=2, error=disk_full)
+    bucket.put("weights/blobs/x", b"1")
+    assert bucket.create("weights/manifests/x", b"1")
+    for _ in range(2):
+        with pytest.raises(InputError, match="lack of space"):
+            bucket.create("weights/blobs/y", b"1")
+    assert bucket.create("weights/blobs/y", b"1")
+
+
+def test_every_verb_can_fail(bucket):
+    bucket.put("a", b"1")
+    bucket.fail(times=None)
+    for call in (
+        lambda: bucket.get("a", limit=1),
+        lambda: bucket.put("a", b"2"),
+        lambda: bucket.create("b", b""),
+        lambda: bucket.exists("a"),
+        lambda: bucket.list(""),
+        lambda: bucket.delete("a"),
+    ):
+        with pytest.raises(RetryError):
+            call()
+    bucket.heal()
+    assert bucket.list("") == ["a"]
+    assert bucket.get("a", limit=1) == b"1"
+
+
+def test_damage_and_hide_are_of_the_answer_alone(bucket):
+    bucket.put("a/1", b"data")
+    bucket.damage("a/*", lambda data: data[:2])
+    assert bucket.get("a/1", limit=4) == b"da"
+    with pytest.raises(CorruptError):
+        bucket.get("a/1", limit=3)
+    bucket.hide("a/1")
+    assert bucket.get("a/1", limit=4) is None
+    assert not bucket.exists("a/1")
+    assert bucket.list("a/") == []
+    assert bucket.create("a/1", b"other") is False
+    bucket.heal()
+    assert bucket.get("a/1", limit=4) == b"data"
+
+
+def test_flip_bit_changes_exactly_one():
+    data = bytes(range(7))
+    flipped = {flip_bit(data, number) for number in range(8 * len(data))}
+    assert len(flipped) == 8 * len(data)
+    for other in flipped:
+        assert sum((a ^ b).bit_count() for a, b in zip(data, other, strict=True)) == 1
+    assert flip_bit(data, 3) == flip_bit(data, 3 + 8 * len(data))
+    assert flip_bit(b"", 3) == b""
