@@ -1,5 +1,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -7,13 +8,15 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "delta.hpp"
 #include "digest.hpp"
+#include "simd.hpp"
+#include "whole.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -22,6 +25,8 @@ namespace {
 
 template <typename Scalar>
 using Vector = nb::ndarray<const Scalar, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename Scalar>
+using Writable = nb::ndarray<Scalar, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using LanePair = std::pair<std::uint64_t, std::uint64_t>;
 
 template <typename Bits>
@@ -43,21 +48,33 @@ LanePair digest_at(const Vector<std::int64_t>& positions, const Vector<Bits>& bi
   return {sum.lane0, sum.lane1};
 }
 
-template <typename Bits>
-std::pair<nb::bytes, std::uint64_t> encode_block(const Vector<Bits>& base,
-                                                 const Vector<Bits>& target, unsigned mantissa,
-                                                 unsigned exponent) {
-  if (base.size() != target.size() || base.size() > deltawire::kBlock || exponent > 11) {
-    throw nb::value_error("base and target must be one block of the same length");
+nb::list as_bytes(std::vector<std::vector<std::uint8_t>>& blocks) {
+  nb::list list;
+  for (std::vector<std::uint8_t>& block : blocks) {
+    list.append(nb::bytes(block.data(), block.size()));
+    std::vector<std::uint8_t>().swap(block);  // never the whole payload twice
   }
-  std::vector<std::uint8_t> payload;
-  std::uint64_t changed = 0;
+  return list;
+}
+
+// A delta's blocks, how many elements change, and what the digest gains for a tensor of `key` (if
+// any) whose element `start` is the first.
+template <typename Bits>
+nb::tuple encode(const Vector<Bits>& base, const Vector<Bits>& target, std::size_t columns,
+                 unsigned mantissa, unsigned exponent, std::optional<std::uint64_t> key,
+                 std::uint64_t start, unsigned threads) {
+  if (base.size() != target.size() || columns > deltawire::kBlock || exponent > 11) {
+    throw nb::value_error("base and target must be alike, and their rows no longer than a block");
+  }
+  deltawire::Encoded encoded;
   {
     const nb::gil_scoped_release unlocked;
-    payload = deltawire::encode_block(base.data(), target.data(), base.size(),
-                                      {mantissa, exponent}, changed, deltawire::simd_path());
+    const deltawire::DigestOf digest_of{key.value_or(0), start};
+    encoded = deltawire::encode(base.data(), target.data(), {base.size(), columns},
+                                {mantissa, exponent}, key ? &digest_of : nullptr, threads);
   }
-  return {nb::bytes(payload.data(), payload.size()), changed};
+  return nb::make_tuple(as_bytes(encoded.blocks), encoded.changed, encoded.moved.lane0,
+                        encoded.moved.lane1);
 }
 
 template <typename Scalar>
@@ -68,26 +85,114 @@ nb::ndarray<nb::numpy, Scalar, nb::ndim<1>> owned(std::unique_ptr<Scalar[]> data
   return nb::ndarray<nb::numpy, Scalar, nb::ndim<1>>(raw, {size}, owner);
 }
 
-template <typename Bits>
-nb::tuple decode_block(const Vector<std::uint8_t>& payload, const Vector<Bits>& base,
-                       unsigned mantissa, unsigned exponent, std::int64_t start,
-                       std::size_t room) {
-  if (base.size() > deltawire::kBlock || exponent > 11) {
-    throw nb::value_error("not a block");
+struct Sections {
+  std::vector<deltawire::Section> all;
+  std::size_t changed = 0;
+};
+
+// Blocks `first` to `last` of a body that follows the lengths of all blocks.
+Sections sections_of(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
+                     deltawire::Shape shape, std::size_t first, std::size_t last) {
+  if (shape.columns > deltawire::kBlock || lengths.size() != shape.blocks() || first > last ||
+      last > lengths.size()) {
+    throw nb::value_error("the lengths are not those of this base's blocks");
   }
-  room = std::min(room, base.size());
-  auto positions = std::make_unique_for_overwrite<std::int64_t[]>(room);
-  auto bits = std::make_unique_for_overwrite<Bits[]>(room);
-  std::int64_t found = 0;
+  Sections sections;
+  std::size_t at = 0;
+  for (std::size_t b = 0; b < lengths.size(); ++b) {
+    const std::size_t size = lengths.data()[b];
+    if (size > body.size() - at) throw nb::value_error("the payload ends within a block");
+    if (b >= first && b < last) {
+      deltawire::Section section{body.data() + at, size, b * shape.block(),
+                                 std::min(shape.block(), shape.count - b * shape.block()),
+                                 sections.changed, 0};
+      if (!deltawire::read_changed(section.bytes, size, section.changed) ||
+          section.changed > section.count) {
+        throw nb::value_error("a block that is shorter, or changes more, than a block can");
+      }
+      sections.changed += section.changed;
+      sections.all.push_back(section);
+    }
+    at += size;
+  }
+  if (at != body.size()) throw nb::value_error("the payload goes on behind its last block");
+  return sections;
+}
+
+constexpr const char* kNotOfThisBase = "the payload is not a delta for this base";
+
+template <typename Bits>
+nb::tuple decode(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
+                 const Vector<Bits>& base, std::size_t columns, unsigned mantissa,
+                 unsigned exponent, std::size_t first, std::size_t last, unsigned threads) {
+  if (exponent > 11) throw nb::value_error(kNotOfThisBase);
+  const Sections sections = sections_of(body, lengths, {base.size(), columns}, first, last);
+  auto positions = std::make_unique_for_overwrite<std::int64_t[]>(sections.changed);
+  auto bits = std::make_unique_for_overwrite<Bits[]>(sections.changed);
+  bool sound;
   {
     const nb::gil_scoped_release unlocked;
-    found = deltawire::decode_block(payload.data(), payload.size(), base.data(), base.size(),
-                                    {mantissa, exponent}, start, positions.get(), bits.get(), room,
-                                    deltawire::simd_path());
+    sound = deltawire::decode(sections.all, base.data(), columns, {mantissa, exponent}, threads,
+                              positions.get(), bits.get());
   }
-  if (found < 0) throw nb::value_error("the payload is not a delta for this base");
-  const auto size = static_cast<std::size_t>(found);
-  return nb::make_tuple(owned(std::move(positions), size), owned(std::move(bits), size));
+  if (!sound) throw nb::value_error(kNotOfThisBase);
+  return nb::make_tuple(owned(std::move(positions), sections.changed),
+                        owned(std::move(bits), sections.changed));
+}
+
+template <typename Bits>
+std::uint64_t advance(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
+                      const Writable<Bits>& base, std::size_t columns, unsigned mantissa,
+                      unsigned exponent, unsigned threads) {
+  if (exponent > 11) throw nb::value_error(kNotOfThisBase);
+  const Sections sections =
+      sections_of(body, lengths, {base.size(), columns}, 0, lengths.size());
+  bool sound;
+  {
+    const nb::gil_scoped_release unlocked;
+    sound = deltawire::advance(sections.all, base.data(), columns, {mantissa, exponent}, threads);
+  }
+  if (!sound) throw nb::value_error(kNotOfThisBase);
+  return sections.changed;
+}
+
+template <typename Bits>
+nb::list encode_whole(const Vector<Bits>& bits, unsigned low, unsigned width, unsigned threads) {
+  if (width == 0 || width > 8 || low + width > 8 * sizeof(Bits)) {
+    throw nb::value_error("no such field in an element");
+  }
+  std::vector<std::vector<std::uint8_t>> blocks;
+  {
+    const nb::gil_scoped_release unlocked;
+    blocks = deltawire::encode_whole(bits.data(), bits.size(), {low, width}, threads);
+  }
+  return as_bytes(blocks);
+}
+
+// Into `bits`, all of it.
+template <typename Bits>
+void decode_whole(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
+                  const Writable<Bits>& bits, unsigned low, unsigned width, unsigned threads) {
+  if (width == 0 || width > 8 || low + width > 8 * sizeof(Bits) ||
+      lengths.size() != (bits.size() + deltawire::kWholeBlock - 1) / deltawire::kWholeBlock) {
+    throw nb::value_error("the lengths are not those of these elements' blocks");
+  }
+  std::vector<const std::uint8_t*> blocks;
+  std::vector<std::size_t> sizes;
+  std::size_t at = 0;
+  for (std::size_t b = 0; b < lengths.size(); ++b) {
+    const std::size_t size = lengths.data()[b];
+    if (size > body.size() - at) throw nb::value_error("the payload ends within a block");
+    blocks.push_back(body.data() + at);
+    sizes.push_back(size);
+    at += size;
+  }
+  bool sound = at == body.size();
+  if (sound) {
+    const nb::gil_scoped_release unlocked;
+    sound = deltawire::decode_whole(blocks, sizes, bits.size(), {low, width}, threads, bits.data());
+  }
+  if (!sound) throw nb::value_error("the payload is not one of so many elements");
 }
 
 std::string simd() {
@@ -105,10 +210,16 @@ template <typename Bits>
 void bind(nb::module_& module) {
   // noconvert, because a silent copy of a model is worse than a TypeError.
   module.def("digest", &digest<Bits>, "bits"_a.noconvert(), "key"_a, "start"_a);
-  module.def("encode_block", &encode_block<Bits>, "base"_a.noconvert(), "target"_a.noconvert(),
-             "mantissa"_a, "exponent"_a);
-  module.def("decode_block", &decode_block<Bits>, "payload"_a.noconvert(), "base"_a.noconvert(),
-             "mantissa"_a, "exponent"_a, "start"_a, "room"_a);
+  module.def("encode", &encode<Bits>, "base"_a.noconvert(), "target"_a.noconvert(), "columns"_a,
+             "mantissa"_a, "exponent"_a, "key"_a.none(), "start"_a, "threads"_a);
+  module.def("decode", &decode<Bits>, "body"_a, "lengths"_a, "base"_a.noconvert(), "columns"_a,
+             "mantissa"_a, "exponent"_a, "first"_a, "last"_a, "threads"_a);
+  module.def("advance", &advance<Bits>, "body"_a, "lengths"_a, "base"_a.noconvert(), "columns"_a,
+             "mantissa"_a, "exponent"_a, "threads"_a);
+  module.def("encode_whole", &encode_whole<Bits>, "bits"_a.noconvert(), "low"_a, "width"_a,
+             "threads"_a);
+  module.def("decode_whole", &decode_whole<Bits>, "body"_a, "lengths"_a, "bits"_a.noconvert(),
+             "low"_a, "width"_a, "threads"_a);
   module.def("digest_at", &digest_at<Bits>, "positions"_a.noconvert(), "bits"_a.noconvert(),
              "key"_a);
 }
@@ -117,6 +228,7 @@ void bind(nb::module_& module) {
 
 NB_MODULE(_native, module) {
   module.attr("BLOCK") = deltawire::kBlock;
+  module.attr("WHOLE_BLOCK") = deltawire::kWholeBlock;
   module.def("simd", &simd);
   bind<std::uint8_t>(module);
   bind<std::uint16_t>(module);

@@ -1,19 +1,21 @@
 // Lossless deltas, coded per class of the old weight; src/deltawire/codec/reference.py is the twin.
 //
 // Both sides hold the old weight. How often an optimizer step moves a float's published bits
-// depends on the size of its unit in the last place, so on its exponent: elements are ranked within
-// their exponent's class, and each class's gaps, signs and magnitudes have adaptive codes of their
-// own. Blocks are independent.
+// depends on the size of its unit in the last place, so on its exponent, and each class of
+// exponents has odds of its own. src/deltawire/codec/delta.py has the format. Blocks are
+// independent of each other.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "digest.hpp"
+#include "simd.hpp"
+
 namespace deltawire {
 
-constexpr std::size_t kBlock = std::size_t{1} << 20;  // elements
-constexpr unsigned kClasses = 12;
+constexpr std::size_t kBlock = std::size_t{1} << 22;  // elements, at most
 
 // How an element's bits divide: `exponent` bits above `mantissa` bits below a sign bit. Both are 0
 // for integers, which are one class.
@@ -22,21 +24,57 @@ struct Layout {
   unsigned exponent = 0;
 };
 
-enum class Simd { portable, avx2, avx512 };
+// A tensor's form as the codec sees it: `columns` is the length of its rows, 0 if it has none.
+struct Shape {
+  std::size_t count = 0;
+  std::size_t columns = 0;
 
-// The best path that this machine has, or the one that DELTAWIRE_SIMD names if it has that.
-Simd simd_path();
+  // Elements of each block but the last: whole rows, if any fit.
+  std::size_t block() const {
+    return columns == 0 ? kBlock : kBlock / columns * columns;
+  }
+  std::size_t blocks() const { return (count + block() - 1) / block(); }
+};
 
-// A block of at most kBlock elements. The number of changed elements is added to `changed`.
+struct Encoded {
+  std::vector<std::vector<std::uint8_t>> blocks;
+  std::uint64_t changed = 0;
+  Lanes moved;  // what the digest gains
+};
+
+// Of which tensor the digest's gain is wanted: its key, and the position of the first element.
+struct DigestOf {
+  std::uint64_t key;
+  std::uint64_t start;
+};
+
+// `digest_of` may be null; then `moved` is zero.
 template <typename Bits>
-std::vector<std::uint8_t> encode_block(const Bits* base, const Bits* target, std::size_t count,
-                                       Layout layout, std::uint64_t& changed, Simd simd);
+Encoded encode(const Bits* base, const Bits* target, Shape shape, Layout layout,
+               const DigestOf* digest_of, unsigned threads);
 
-// The changes of a block, ascending. Writes at most `room` of them, positions from `start`, and
-// returns how many, or -1 if the payload is not one for such a base or holds more than `room`.
+// One block of a payload: where its bytes lie, which elements it is of, and where its changes go.
+struct Section {
+  const std::uint8_t* bytes;
+  std::size_t size;
+  std::size_t first;    // of its elements, in the base
+  std::size_t count;    // of elements
+  std::size_t room;     // changes of the blocks before it
+  std::size_t changed;  // as its first four bytes say
+};
+
+// Reads how many elements a block changes; false if it has not even that.
+bool read_changed(const std::uint8_t* bytes, std::size_t size, std::size_t& changed);
+
+// The changes of some blocks, ascending, into `positions` and `bits`. False if one
+// of them is not a block for such a base; what was written by then means nothing.
 template <typename Bits>
-std::int64_t decode_block(const std::uint8_t* payload, std::size_t size, const Bits* base,
-                          std::size_t count, Layout layout, std::int64_t start,
-                          std::int64_t* positions, Bits* bits, std::size_t room, Simd simd);
+bool decode(const std::vector<Section>& sections, const Bits* base, std::size_t columns,
+            Layout layout, unsigned threads, std::int64_t* positions, Bits* bits);
+
+// The same straight into the base. False may leave some blocks advanced.
+template <typename Bits>
+bool advance(const std::vector<Section>& sections, Bits* base, std::size_t columns, Layout layout,
+             unsigned threads);
 
 }  // namespace deltawire

@@ -3,10 +3,7 @@
 #include <bit>
 #include <cstring>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define DELTAWIRE_X86 1
-#include <immintrin.h>
-#endif
+#include "simd.hpp"
 
 // An 8-byte element is read as two 4-byte units, low half first, straight from memory.
 static_assert(std::endian::native == std::endian::little);
@@ -42,7 +39,7 @@ Lanes units_portable(const Unit* units, std::size_t count, std::uint64_t x) {
 #ifdef DELTAWIRE_X86
 
 template <typename Unit>
-__attribute__((target("avx2"))) Lanes units_avx2(const Unit* units, std::size_t count,
+DELTAWIRE_AVX2 Lanes units_avx2(const Unit* units, std::size_t count,
                                                  std::uint64_t x) {
   constexpr std::size_t width = 4;
   __m256i x4 = _mm256_set_epi64x(static_cast<long long>(x + 3 * kStep),
@@ -85,7 +82,7 @@ __attribute__((target("avx2"))) Lanes units_avx2(const Unit* units, std::size_t 
 }
 
 template <typename Unit>
-__attribute__((target("avx512f"))) Lanes units_avx512(const Unit* units, std::size_t count,
+DELTAWIRE_AVX512 Lanes units_avx512(const Unit* units, std::size_t count,
                                                       std::uint64_t x) {
   constexpr std::size_t width = 8;
   const auto at = [x](std::uint64_t i) { return static_cast<long long>(x + i * kStep); };
@@ -124,8 +121,9 @@ __attribute__((target("avx512f"))) Lanes units_avx512(const Unit* units, std::si
 template <typename Unit>
 Lanes units_digest(const Unit* units, std::size_t count, std::uint64_t x) {
 #ifdef DELTAWIRE_X86
-  if (__builtin_cpu_supports("avx512f")) return units_avx512(units, count, x);
-  if (__builtin_cpu_supports("avx2")) return units_avx2(units, count, x);
+  const Simd simd = simd_path();
+  if (simd == Simd::avx512) return units_avx512(units, count, x);
+  if (simd == Simd::avx2) return units_avx2(units, count, x);
 #endif
   return units_portable(units, count, x);
 }
@@ -142,26 +140,47 @@ Lanes digest(const Bits* bits, std::size_t count, std::uint64_t key, std::uint64
   }
 }
 
+namespace {
+
+template <typename Bits>
+inline void mix_element(Lanes& sum, std::uint64_t key, std::uint64_t position, Bits bits) {
+  if constexpr (sizeof(Bits) == 8) {
+    const std::uint64_t x = key + (2 * position + 1) * kStep;
+    mix(sum, x, static_cast<std::uint32_t>(bits));
+    mix(sum, x + kStep, static_cast<std::uint32_t>(bits >> 32));
+  } else {
+    mix(sum, key + (position + 1) * kStep, bits);
+  }
+}
+
+}  // namespace
+
+template <typename Bits>
+Lanes digest_moves(const std::uint32_t* positions, const Bits* before, const Bits* after,
+                   std::size_t count, std::uint64_t key, std::uint64_t start) {
+  Lanes old, fresh;
+  for (std::size_t k = 0; k < count; ++k) {
+    mix_element(fresh, key, start + positions[k], after[k]);
+    mix_element(old, key, start + positions[k], before[k]);
+  }
+  return {fresh.lane0 - old.lane0, fresh.lane1 - old.lane1};
+}
+
 template <typename Bits>
 Lanes digest_at(const std::int64_t* positions, const Bits* bits, std::size_t count,
                 std::uint64_t key) {
   Lanes sum;
   for (std::size_t i = 0; i < count; ++i) {
-    const auto position = static_cast<std::uint64_t>(positions[i]);
-    if constexpr (sizeof(Bits) == 8) {
-      const std::uint64_t x = key + (2 * position + 1) * kStep;
-      mix(sum, x, static_cast<std::uint32_t>(bits[i]));
-      mix(sum, x + kStep, static_cast<std::uint32_t>(bits[i] >> 32));
-    } else {
-      mix(sum, key + (position + 1) * kStep, bits[i]);
-    }
+    mix_element(sum, key, static_cast<std::uint64_t>(positions[i]), bits[i]);
   }
   return sum;
 }
 
 #define DELTAWIRE_INSTANTIATE(Bits)                                                          \
   template Lanes digest<Bits>(const Bits*, std::size_t, std::uint64_t, std::uint64_t);       \
-  template Lanes digest_at<Bits>(const std::int64_t*, const Bits*, std::size_t, std::uint64_t);
+  template Lanes digest_at<Bits>(const std::int64_t*, const Bits*, std::size_t, std::uint64_t); \
+  template Lanes digest_moves<Bits>(const std::uint32_t*, const Bits*, const Bits*, std::size_t, \
+                                    std::uint64_t, std::uint64_t);
 DELTAWIRE_INSTANTIATE(std::uint8_t)
 DELTAWIRE_INSTANTIATE(std::uint16_t)
 DELTAWIRE_INSTANTIATE(std::uint32_t)

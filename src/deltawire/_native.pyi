@@ -14,26 +14,61 @@ def digest_at(
     """Both lanes of the digest of ``bits``, uint[N], at flat ``positions``, int64[N]."""
 
 BLOCK: int
-"""Elements of a block: the largest that ``encode_block`` and ``decode_block`` take."""
+"""Elements of a delta's block, at most."""
+
+WHOLE_BLOCK: int
+"""Elements of an anchor's block."""
 
 def simd() -> str:
     """The instructions in use: ``avx512``, ``avx2`` or ``portable``, as ``DELTAWIRE_SIMD`` asks."""
 
-def encode_block(
+def encode(
     base: NDArray[np.unsignedinteger[Any]],
     target: NDArray[np.unsignedinteger[Any]],
+    columns: int,
     mantissa: int,
     exponent: int,
-) -> tuple[bytes, int]:
-    """A block's delta, and how many elements change."""
-
-def decode_block(
-    payload: NDArray[np.uint8],
-    base: NDArray[np.unsignedinteger[Any]],
-    mantissa: int,
-    exponent: int,
+    key: int | None,
     start: int,
-    room: int,
+    threads: int,
+) -> tuple[list[bytes], int, int, int]:
+    """A delta's blocks, how many elements change, and both lanes of what the digest gains."""
+
+def decode(
+    body: NDArray[np.uint8],
+    lengths: NDArray[np.uint32],
+    base: NDArray[np.unsignedinteger[Any]],
+    columns: int,
+    mantissa: int,
+    exponent: int,
+    first: int,
+    last: int,
+    threads: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.unsignedinteger[Any]]]:
-    """Positions, counted from ``start``, and new bits; raises `ValueError` for a bad payload or
-    one of more than ``room`` changes."""
+    """Positions and new bits of blocks ``first`` to ``last``; `ValueError` for a bad payload."""
+
+def advance(
+    body: NDArray[np.uint8],
+    lengths: NDArray[np.uint32],
+    base: NDArray[np.unsignedinteger[Any]],
+    columns: int,
+    mantissa: int,
+    exponent: int,
+    threads: int,
+) -> int:
+    """Changes ``base`` in place; how many elements. `ValueError` for a bad payload."""
+
+def encode_whole(
+    bits: NDArray[np.unsignedinteger[Any]], low: int, width: int, threads: int
+) -> list[bytes]:
+    """An anchor's blocks: ``width`` bits above the ``low`` lowest are ranked."""
+
+def decode_whole(
+    body: NDArray[np.uint8],
+    lengths: NDArray[np.uint32],
+    bits: NDArray[np.unsignedinteger[Any]],
+    low: int,
+    width: int,
+    threads: int,
+) -> None:
+    """Fills ``bits``; `ValueError` for a bad payload."""

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from deltawire import _native, codec
 from deltawire.codec.delta import layout_of
-from deltawire.codec.reference import decode_patch_reference, encode_reference
-from deltawire.errors import CorruptError
+from deltawire.codec.reference import (
+    decode_full_reference,
+    decode_patch_reference,
+    encode_full_reference,
+    encode_reference,
+)
+from deltawire.errors import CorruptError, InputError
 
 ODD = {
     1: [0x80, 0x7F, 0xFF],
@@ -22,6 +27,7 @@ ODD = {
 """Negative zero, a NaN with a payload, all ones, infinity: what a float comparison would lose."""
 
 
+COLUMNS = st.sampled_from([0, 2, 7, 64, 500])
 DTYPES = {
     1: ["U8", "F8_E4M3", "F8_E5M2"],
     2: ["U16", "F16", "BF16"],
@@ -58,29 +64,41 @@ def pairs(draw):
     return base, np.where(rng.random(count) < density, fresh, base), name
 
 
+def large(count, density, seed, name="BF16"):
+    """A base and a target of many elements, as an optimizer step would leave them."""
+    rng = np.random.default_rng(seed)
+    wide = rng.normal(0, 0.02, count).astype(np.float32)
+    step = np.where(rng.random(count) < density, rng.normal(0, 1e-3, count), 0).astype(np.float32)
+    if name == "F32":
+        return wide.view(np.uint32), (wide + step).view(np.uint32)
+    return tuple((x.view(np.uint32) >> 16).astype(np.uint16) for x in (wide, wide + step))
+
+
 @settings(deadline=None, max_examples=150)
-@given(st.one_of(pairs(), weights()))
-def test_delta_round_trip(both):
+@given(st.one_of(pairs(), weights()), COLUMNS, st.sampled_from([1, 2]))
+def test_delta_round_trip(both, columns, threads):
     base, target, name = both
     before = base.copy()
-    payload = codec.encode(base, target, dtype=name)
-    assert len(payload) <= target.nbytes + 64
-    assert np.array_equal(codec.decode(payload, base), target)
-    patch = codec.decode_patch(payload, base)
+    payload = codec.encode(base, target, dtype=name, columns=columns, threads=threads)
+    assert len(payload) <= target.nbytes + 28
+    assert np.array_equal(codec.decode(payload, base, threads=threads), target)
+    patch = codec.decode_patch(payload, base, threads=threads)
     assert np.array_equal(patch.positions, np.flatnonzero(base != target))
     back = codec.undo(patch, base)
     codec.apply(patch, base)
     assert np.array_equal(base, target)
     codec.apply(back, base)
     assert np.array_equal(base, before)
+    assert codec.advance(payload, base) == len(patch)
+    assert np.array_equal(base, target)
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.one_of(pairs(), weights()))
-def test_delta_equals_reference(both):
+@given(st.one_of(pairs(), weights()), COLUMNS)
+def test_delta_equals_reference(both, columns):
     base, target, name = both
-    payload = codec.encode(base, target, dtype=name)
-    assert payload == encode_reference(base, target, layout_of(name))
+    payload = codec.encode(base, target, dtype=name, columns=columns)
+    assert payload == encode_reference(base, target, layout_of(name), columns)
     fast, slow = codec.decode_patch(payload, base), decode_patch_reference(payload, base)
     assert np.array_equal(fast.positions, slow.positions)
     assert np.array_equal(fast.bits, slow.bits)
@@ -88,15 +106,95 @@ def test_delta_equals_reference(both):
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.one_of(pairs(), weights()))
-def test_every_instruction_set_makes_the_same_bytes(both):
-    base, target, name = both
-    payloads = []
+@given(st.one_of(pairs(), weights()), COLUMNS)
+def test_every_instruction_set_makes_the_same_bytes(both, columns):
+    check_instruction_sets(*both, columns)
+
+
+def check_instruction_sets(base, target, name, columns):
+    """Every path's delta and anchor, decoded by every path; returns them."""
+    payloads, anchors = set(), set()
     for simd in ("portable", "avx2", "avx512"):
         with mock.patch.dict(os.environ, DELTAWIRE_SIMD=simd):
-            payloads.append(codec.encode(base, target, dtype=name))
-            assert np.array_equal(codec.decode(payloads[0], base), target)
-    assert len(set(payloads)) == 1
+            payloads.add(codec.encode(base, target, dtype=name, columns=columns))
+            anchors.add(codec.encode_full(target, name))
+            assert np.array_equal(codec.decode(next(iter(payloads)), base), target)
+            whole = codec.decode_full(next(iter(anchors)), target.size, target.itemsize)
+            assert np.array_equal(whole, target)
+    assert len(payloads) == len(anchors) == 1
+    return payloads.pop(), anchors.pop()
+
+
+@pytest.mark.parametrize("count", [(1 << 15) - 1, 1 << 15, (1 << 15) + 77, (1 << 20) + 65])
+@pytest.mark.parametrize("density", [0.01, 0.6])
+@pytest.mark.parametrize("name", ["BF16", "F32"])
+def test_every_number_of_lanes_equals_the_reference(count, density, name):
+    base, target = large(count, density, count, name)
+    payload, anchor = check_instruction_sets(base, target, name, 250)
+    if density > 0.5 and count > 1 << 20:
+        return  # The reference would take minutes.
+    assert payload == encode_reference(base, target, layout_of(name), 250)
+    slow = decode_patch_reference(payload, base)
+    assert np.array_equal(slow.positions, np.flatnonzero(base != target))
+    assert np.array_equal(slow.bits, target[slow.positions])
+    if count < 1 << 20:
+        assert anchor == encode_full_reference(target, name)
+        assert np.array_equal(decode_full_reference(anchor, count, target.itemsize), target)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.one_of(pairs(), weights()))
+def test_anchor_equals_reference(both):
+    base, target, name = both
+    for bits in (base, target):
+        payload = codec.encode_full(bits, name)
+        assert payload == encode_full_reference(bits, name)
+        slow = decode_full_reference(payload, bits.size, bits.itemsize)
+        assert np.array_equal(slow, bits)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.one_of(pairs(), weights()), st.integers(0, 10**6))
+def test_the_digest_gained_is_that_of_the_patch(both, start):
+    base, target, name = both
+    coded = codec.encode_named("w", base, target, start=start, dtype=name)
+    assert coded.payload == codec.encode(base, target, dtype=name)
+    assert coded.changed == np.count_nonzero(base != target)
+    gained = codec.digest_bits("w", target, start) - codec.digest_bits("w", base, start)
+    assert coded.moved == gained
+
+
+def test_rows_of_a_tensor_of_several_blocks():
+    columns, rows = 1000, 4500
+    base, target = large(columns * rows, 0.02, 1)
+    payload = codec.encode(base.reshape(rows, columns), target.reshape(rows, columns), dtype="BF16")
+    whole = codec.decode_patch(payload, base)
+    for span in ((0, rows), (0, 1), (4193, 4195), (4400, 4500), (7, 7), (0, 0), (rows, rows)):
+        part = codec.decode_patch(payload, base, rows=span)
+        inside = slice(*np.searchsorted(whole.positions, np.array(span) * columns))
+        assert np.array_equal(part.positions, whole.positions[inside])
+        assert np.array_equal(part.bits, whole.bits[inside])
+    damaged = bytearray(payload)
+    damaged[-1] ^= 0x40
+    assert len(codec.decode_patch(damaged, base, rows=(0, 4000)))
+    with pytest.raises(CorruptError):
+        codec.decode_patch(damaged, base)
+    for span in ((0, rows + 1), (-1, 3), (3, 2)):
+        with pytest.raises(InputError):
+            codec.decode_patch(payload, base, rows=span)
+
+
+def test_signs_that_follow_their_columns_cost_little():
+    base = large(1 << 20, 0.0, 3)[0] & 0x7FFF  # Bits rise as values do.
+    rng = np.random.default_rng(4)
+    moved, falls = rng.random(base.size) < 0.03, rng.random(base.size) < 0.5
+    by_column = np.where(np.arange(base.size) % 512 % 2, base + 1, base - 1)
+    at_random = np.where(falls, base + 1, base - 1)
+    sizes = [
+        len(codec.encode(base, np.where(moved, to, base).astype("u2"), dtype="BF16", columns=512))
+        for to in (by_column, at_random)
+    ]
+    assert 8 * (sizes[1] - sizes[0]) > 0.7 * np.count_nonzero(moved)
 
 
 def test_several_blocks():

@@ -16,6 +16,7 @@ from __future__ import annotations
 from deltawire.codec import delta
 from deltawire.codec import patch as patches
 from deltawire.codec.anchors import decode_full, encode_full
+from deltawire.codec.delta import Delta
 from deltawire.codec.digest import (
     ZERO,
     Digest,
@@ -31,8 +32,10 @@ __all__ = [
     "ITEMSIZE",
     "ZERO",
     "Bits",
+    "Delta",
     "Digest",
     "Patch",
+    "advance",
     "apply",
     "bits_of",
     "decode",
@@ -45,39 +48,114 @@ __all__ = [
     "dtype_of",
     "encode",
     "encode_full",
+    "encode_named",
     "tensor_key",
     "undo",
     "unsigned_of",
 ]
 
 
-def encode(base: object, target: object, *, dtype: str | None = None) -> bytes:
-    """The delta from ``base`` to ``target``, never more than target's raw bytes and 64.
+def encode(
+    base: object,
+    target: object,
+    *,
+    dtype: str | None = None,
+    threads: int | None = None,
+    columns: int | None = None,
+) -> bytes:
+    """The delta from ``base`` to ``target``, never more than target's raw bytes and 28.
 
     Both are contiguous arrays or CPU tensors of COUNT elements and one dtype: of ``dtype``, a wire
     dtype, if it is given. Naming it matters for bits that are carried as integers: floats are
-    coded in half the space when they are known to be floats. Raises InputError if they are not.
+    coded in half the space when they are known to be floats. So does ``columns``, the length of
+    the tensor's rows, where the arrays have lost their shape. ``threads`` is all cores unless
+    said. Raises InputError if the arrays are not what they should be.
     """
+    return _encode(None, base, target, dtype=dtype, threads=threads, columns=columns).payload
+
+
+def encode_named(
+    name: str,
+    base: object,
+    target: object,
+    *,
+    start: int = 0,
+    dtype: str | None = None,
+    threads: int | None = None,
+    columns: int | None = None,
+) -> Delta:
+    """`encode` for elements ``start`` and on of the tensor ``name``, in one pass with what its
+    model's digest gains: ``(payload, changed, moved)``."""
+    return _encode(name, base, target, start=start, dtype=dtype, threads=threads, columns=columns)
+
+
+def _encode(
+    name: str | None,
+    base: object,
+    target: object,
+    *,
+    start: int = 0,
+    dtype: str | None,
+    threads: int | None,
+    columns: int | None,
+) -> Delta:
     layout = delta.layout_of(dtype or dtype_of(target))
-    return delta.encode(bits_of(base, dtype), bits_of(target, dtype), layout)
+    if columns is None:
+        shape: tuple[int, ...] = target.shape  # type: ignore[attr-defined]
+        columns = shape[-1] if len(shape) > 1 else 0
+    base_bits, target_bits = bits_of(base, dtype), bits_of(target, dtype)
+    return delta.encode(
+        base_bits, target_bits, layout, columns=columns, threads=threads, name=name, start=start
+    )
 
 
-def decode(payload: bytes | memoryview, base: object, *, dtype: str | None = None) -> Bits:
+def decode(
+    payload: bytes | memoryview,
+    base: object,
+    *,
+    dtype: str | None = None,
+    threads: int | None = None,
+) -> Bits:
     """The bits of the target that ``payload`` was encoded for, uint[COUNT], in new memory.
 
     ``base`` is as it was for ``encode``. Raises CorruptError if the payload is not a delta for
     such a base, InputError if ``base`` is not a contiguous array or CPU tensor of ``dtype``.
     """
-    base_bits = bits_of(base, dtype)
-    patch = delta.decode_patch(payload, base_bits)
-    target_bits = base_bits.copy()
-    patches.apply(patch, target_bits)
+    target_bits = bits_of(base, dtype).copy()
+    delta.advance(payload, target_bits, threads=threads)
     return target_bits
 
 
-def decode_patch(payload: bytes | memoryview, base: object, *, dtype: str | None = None) -> Patch:
-    """The positions and new bits that ``payload`` holds; ``base`` and errors as for ``decode``."""
-    return delta.decode_patch(payload, bits_of(base, dtype))
+def decode_patch(
+    payload: bytes | memoryview,
+    base: object,
+    *,
+    dtype: str | None = None,
+    rows: tuple[int, int] | None = None,
+    threads: int | None = None,
+) -> Patch:
+    """The positions and new bits that ``payload`` holds; ``base`` and errors as for ``decode``.
+
+    With ``rows``, ``(first, last)``, only those of such rows, and only blocks with them are read;
+    ``base`` is the whole tensor all the same.
+    """
+    return delta.decode_patch(payload, bits_of(base, dtype), rows=rows, threads=threads)
+
+
+def advance(
+    payload: bytes | memoryview,
+    base: object,
+    *,
+    dtype: str | None = None,
+    threads: int | None = None,
+) -> int:
+    """Turn ``base`` into the target, in place and in the memory of a few blocks; returns how many
+    elements changed.
+
+    For payloads that are known to be whole: of one that is not, some blocks may have been applied
+    when CorruptError is raised.
+    """
+    return delta.advance(payload, bits_of(base, dtype), threads=threads)
 
 
 def apply(patch: Patch, target: object) -> None:

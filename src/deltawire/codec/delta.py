@@ -2,54 +2,35 @@
 
 Both sides hold the old weight, and with it the size of its unit in the last place: an optimizer
 step that moves every weight about equally far changes the published bits of a small weight often
-and those of a large one almost never. So elements are ranked within the class of their old
-exponent, and each class has adaptive codes of its own for gaps between changes, signs, and
-magnitudes in units of the last place. `deltawire.codec.reference` says the same slowly.
+and those of a large one almost never. So each class of old exponents has odds of its own. All is
+planes of yes-or-no decisions with a context each, coded by interleaved asymmetric numeral systems
+(``native/planes.hpp``): who changes; who changes by more than one unit, two, four …; and which way,
+predicted from the way in which the other changes of the column went. `docs/FORMAT.md` has the bytes
+in tables, and `deltawire.codec.reference` says the same slowly.
 
-| bytes | what |
-|---|---|
-| 4 | magic ``DWD1`` |
-| 1 | itemsize |
-| 1 | mode: 0 classed, 1 raw |
-| 1, 1 | bits below the exponent, bits of the exponent; 0 and 0 for integers |
-| 8 | count of elements |
-| 8 | changed: how many of them change |
-| 4 each | classed: the length of each block of 2^20 elements, then the blocks |
-| … | raw: the target's bits |
-
-A block is a byte that counts its classes; the largest exponent ``top`` of a changed element as
-uint16; for each class, ascending, one line; then their bit streams, in the same order. Class 0 has
-exponents of ``top`` and more, class c those of top − c, class 11 all below. A line is the class's
-number (with bit 4 set if any change exceeds one unit), a byte for the starting mean of gaps, and,
-with bit 4, of runs and of excesses; then as LEB128 the changes and the stream's bytes.
-
-A stream holds for each change, in order: the gap (unchanged members of the class before it), as
-Rice code; a bit that is 1 if the ordered value falls; and, with bit 4, runs: at the start, and
-behind every change that exceeds one unit but the last, how many changes of one unit come next; and
-for a change that exceeds one unit, its magnitude − 2. ``native/bitstream.hpp`` has the Rice code
-and its adaptation.
-
-A payload is raw when the classed one would not be smaller, and so never exceeds the raw target by
-more than 24 bytes.
+A payload is raw when the coded one would not be smaller, and so never exceeds the raw target by
+more than 28 bytes.
 """
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltawire import _native
+from deltawire.codec.digest import Digest, tensor_key
 from deltawire.codec.dtypes import Bits, require_alike
 from deltawire.codec.patch import Patch, diff
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, InputError
 
 MAGIC: Final = b"DWD1"
-CLASSED, RAW = 0, 1
-HEADER: Final = struct.Struct("<4sBBBBQQ")
-LENGTH: Final = struct.Struct("<I")
+CODED, RAW = 0, 1
+HEADER: Final = struct.Struct("<4sBBBBIQQ")
+LENGTH: Final = np.dtype("<u4")
 
 
 class Layout(NamedTuple):
@@ -71,62 +52,141 @@ LAYOUTS: Final = {
 """The layout of each float dtype; integers have none."""
 
 
+class Delta(NamedTuple):
+    """An encoded delta: its bytes, how many elements change, what the model's digest gains."""
+
+    payload: bytes
+    changed: int
+    moved: Digest
+
+
+class _Header(NamedTuple):
+    mode: int
+    layout: Layout
+    columns: int
+    changed: int
+
+
 def layout_of(dtype: str) -> Layout:
     """The layout of a wire dtype."""
     return LAYOUTS.get(dtype, INTEGER)
 
 
-def encode(base_bits: Bits, target_bits: Bits, layout: Layout) -> bytes:
+def cores() -> int:
+    """How many threads may run at once."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+def block_elements(columns: int) -> int:
+    """The elements of a block: whole rows of ``columns``, if there are rows that fit."""
+    return _native.BLOCK // columns * columns if columns else _native.BLOCK
+
+
+def encode(
+    base_bits: Bits,
+    target_bits: Bits,
+    layout: Layout,
+    *,
+    columns: int,
+    threads: int | None = None,
+    name: str | None = None,
+    start: int = 0,
+) -> Delta:
     """Code what turns ``base_bits``, uint[COUNT], into ``target_bits``, uint[COUNT].
 
-    Raises InputError if the two are not bits of one length and width.
+    ``columns`` is the length of the tensor's rows, 0 if it has none. With ``name``, the digest's
+    gain is that of elements ``start`` and on of the tensor of that name; else it is zero. Raises
+    InputError if the two are not bits of one length and width.
     """
     require_alike(base_bits, target_bits)
-    blocks, changed = [], 0
-    for start in range(0, base_bits.size, _native.BLOCK):
-        place = slice(start, start + _native.BLOCK)
-        block, count = _native.encode_block(base_bits[place], target_bits[place], *layout)
-        blocks.append(block)
-        changed += count
-    lengths = [LENGTH.pack(len(block)) for block in blocks]
-    header = (target_bits.itemsize, *layout, base_bits.size, changed)
-    if sum(map(len, blocks)) + LENGTH.size * len(blocks) < target_bits.nbytes:
-        return b"".join([_header(CLASSED, *header), *lengths, *blocks])
-    return b"".join([_header(RAW, *header), target_bits.tobytes()])
+    if columns < 2 or columns > _native.BLOCK:
+        columns = 0
+    key = None if name is None else tensor_key(name)
+    blocks, changed, *lanes = _native.encode(
+        base_bits, target_bits, columns, *layout, key, start, threads or cores()
+    )
+    lengths = np.fromiter(map(len, blocks), LENGTH, len(blocks))
+    coded = int(lengths.sum(dtype=np.int64)) + lengths.nbytes < target_bits.nbytes
+    header = HEADER.pack(
+        MAGIC,
+        target_bits.itemsize,
+        CODED if coded else RAW,
+        *layout,
+        columns,
+        base_bits.size,
+        changed,
+    )
+    parts = [lengths.tobytes(), *blocks] if coded else [target_bits.tobytes()]
+    return Delta(b"".join([header, *parts]), changed, Digest(*lanes))
 
 
-def _header(
-    mode: int, itemsize: int, mantissa: int, exponent: int, count: int, changed: int
-) -> bytes:
-    return HEADER.pack(MAGIC, itemsize, mode, mantissa, exponent, count, changed)
-
-
-def decode_patch(payload: bytes | memoryview, base_bits: Bits) -> Patch:
+def decode_patch(
+    payload: bytes | memoryview,
+    base_bits: Bits,
+    *,
+    rows: tuple[int, int] | None = None,
+    threads: int | None = None,
+) -> Patch:
     """The changes that ``payload`` holds for ``base_bits``, uint[COUNT].
 
-    Takes memory in proportion to the base alone. Raises CorruptError for anything that is not a
-    payload for a base of this length and width.
+    With ``rows``, those of the rows ``rows[0]`` to ``rows[1]`` alone, and only blocks with such
+    rows are read; the payload must know the tensor's rows. Takes memory in proportion to the base
+    alone. Raises CorruptError for anything that is not a payload for a base of this length and
+    width, InputError for rows that the tensor does not have.
     """
-    view = memoryview(payload)
-    mode, layout, changed = _read_header(view, base_bits)
+    view = memoryview(payload).cast("B")
+    header = _read_header(view, base_bits)
     body = view[HEADER.size :]
-    if mode == RAW:
-        if len(body) != base_bits.nbytes:
-            raise CorruptError("a raw delta of another length than its base")
-        patch = diff(base_bits, np.frombuffer(body, base_bits.dtype))
+    first, last = _elements(rows, header.columns, base_bits.size)
+    if header.mode == RAW:
+        patch = _decode_raw(body, base_bits)
     else:
-        patch = _decode_blocks(body, base_bits, layout, changed)
-    if len(patch) != changed:
-        raise CorruptError(f"a delta of {len(patch)} changes that says {changed}")
-    return patch
+        block = block_elements(header.columns)
+        patch = _decode_blocks(
+            body, base_bits, header, (first // block, -(-last // block)), threads or cores()
+        )
+    whole = (first, last) == (0, base_bits.size)
+    if whole and len(patch) != header.changed:
+        raise CorruptError(f"a delta of {len(patch)} changes that says {header.changed}")
+    return patch if whole else _within(patch, first, last)
 
 
-def _read_header(view: memoryview, base_bits: Bits) -> tuple[int, Layout, int]:
+def advance(payload: bytes | memoryview, bits: Bits, *, threads: int | None = None) -> int:
+    """Apply ``payload`` to ``bits``, uint[COUNT], in place; returns how many elements changed.
+
+    Its extra memory is that of a few blocks. Raises CorruptError as `decode_patch` does, and then
+    some blocks may have been applied: use it for payloads that are known to be whole.
+    """
+    view = memoryview(payload).cast("B")
+    header = _read_header(view, bits)
+    if not bits.flags.writeable:
+        raise InputError("the array to be advanced is read-only")
+    body = view[HEADER.size :]
+    if header.mode == RAW:
+        patch = _decode_raw(body, bits)
+        bits[patch.positions] = patch.bits
+        changed = len(patch)
+    else:
+        lengths, rest = _split(body, bits.size, header.columns)
+        try:
+            changed = _native.advance(
+                rest, lengths, bits, header.columns, *header.layout, threads or cores()
+            )
+        except ValueError as error:
+            raise CorruptError(str(error)) from error
+    if changed != header.changed:
+        raise CorruptError(f"a delta of {changed} changes that says {header.changed}")
+    return changed
+
+
+def _read_header(view: memoryview, base_bits: Bits) -> _Header:
     if len(view) < HEADER.size:
         raise CorruptError("a delta shorter than its header")
-    magic, itemsize, mode, mantissa, exponent, count, changed = HEADER.unpack_from(view)
+    magic, itemsize, mode, mantissa, exponent, columns, count, changed = HEADER.unpack_from(view)
     layout = Layout(mantissa, exponent)
-    if magic != MAGIC or mode not in (CLASSED, RAW):
+    if magic != MAGIC or mode not in (CODED, RAW):
         raise CorruptError("not a delta")
     if itemsize != base_bits.itemsize or count != base_bits.size:
         raise CorruptError(
@@ -137,38 +197,49 @@ def _read_header(view: memoryview, base_bits: Bits) -> tuple[int, Layout, int]:
         raise CorruptError(f"a delta of an unknown layout {tuple(layout)}")
     if layout != INTEGER and mantissa + exponent + 1 != 8 * itemsize:
         raise CorruptError("a delta whose layout does not fit its width")
+    if columns == 1 or columns > _native.BLOCK:
+        raise CorruptError(f"a delta of rows of {columns} elements")
     if changed > count:
         raise CorruptError(f"a delta of {changed} changes in {count} elements")
-    return mode, layout, changed
+    return _Header(mode, layout, columns, changed)
 
 
-def _decode_blocks(body: memoryview, base_bits: Bits, layout: Layout, changed: int) -> Patch:
-    positions, bits, room = [np.empty(0, np.int64)], [np.empty(0, base_bits.dtype)], changed
-    for start, block in _blocks(body, base_bits.size):
-        base = base_bits[start : start + _native.BLOCK]
-        try:
-            where, what = _native.decode_block(
-                np.frombuffer(block, np.uint8), base, *layout, start, room
-            )
-        except ValueError as error:
-            raise CorruptError(str(error)) from error
-        positions.append(where)
-        bits.append(what)
-        room -= len(where)
-    return Patch(np.concatenate(positions), np.concatenate(bits))
+def _elements(rows: tuple[int, int] | None, columns: int, count: int) -> tuple[int, int]:
+    if rows is None:
+        return 0, count
+    if columns == 0 or not 0 <= rows[0] <= rows[1] or rows[1] * columns > count:
+        raise InputError(f"a tensor of {count} elements in rows of {columns} has no rows {rows}")
+    return rows[0] * columns, rows[1] * columns
 
 
-def _blocks(body: memoryview, count: int) -> Iterator[tuple[int, memoryview]]:
-    """Each block's first element and bytes."""
-    starts = range(0, count, _native.BLOCK)
-    at = len(starts) * LENGTH.size
+def _decode_raw(body: memoryview, base_bits: Bits) -> Patch:
+    if len(body) != base_bits.nbytes:
+        raise CorruptError("a raw delta of another length than its base")
+    return diff(base_bits, np.frombuffer(body, base_bits.dtype))
+
+
+def _split(body: memoryview, count: int, columns: int) -> tuple[NDArray[np.uint32], Bits]:
+    blocks = -(-count // block_elements(columns))
+    at = blocks * LENGTH.itemsize
     if len(body) < at:
         raise CorruptError("a delta ends within its lengths")
-    for number, start in enumerate(starts):
-        (length,) = LENGTH.unpack_from(body, number * LENGTH.size)
-        if length > len(body) - at:
-            raise CorruptError("a delta ends within a block")
-        yield start, body[at : at + length]
-        at += length
-    if at != len(body):
-        raise CorruptError("a delta with bytes behind its last block")
+    lengths = np.frombuffer(body[:at], LENGTH).astype(np.uint32)
+    return lengths, np.frombuffer(body[at:], np.uint8)
+
+
+def _decode_blocks(
+    body: memoryview, base_bits: Bits, header: _Header, span: tuple[int, int], threads: int
+) -> Patch:
+    lengths, rest = _split(body, base_bits.size, header.columns)
+    try:
+        positions, bits = _native.decode(
+            rest, lengths, base_bits, header.columns, *header.layout, *span, threads
+        )
+    except ValueError as error:
+        raise CorruptError(str(error)) from error
+    return Patch(positions, bits)
+
+
+def _within(patch: Patch, first: int, last: int) -> Patch:
+    cut = slice(*np.searchsorted(patch.positions, (first, last)))
+    return Patch(patch.positions[cut], patch.bits[cut])

@@ -5,16 +5,27 @@ The tests hold the fast ones equal to these, bit for bit and byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+from numpy.typing import NDArray
 
-from deltawire._native import BLOCK
-from deltawire.codec.delta import CLASSED, HEADER, LENGTH, MAGIC, RAW, Layout
+from deltawire._native import WHOLE_BLOCK
+from deltawire.codec import anchors
+from deltawire.codec.anchors import Field, field_of
+from deltawire.codec.delta import (
+    CODED,
+    HEADER,
+    LENGTH,
+    MAGIC,
+    RAW,
+    Layout,
+    block_elements,
+)
 from deltawire.codec.digest import STEP, Digest, tensor_key
-from deltawire.codec.dtypes import Bits
+from deltawire.codec.dtypes import Bits, unsigned
 from deltawire.codec.patch import Patch
 from deltawire.errors import CorruptError
+
+Ints = NDArray[np.int64]
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -32,77 +43,169 @@ def digest_bits_reference(name: str, bits: Bits, start: int = 0) -> Digest:
     return Digest(int(folded.sum(dtype=np.uint64)), int(second.sum(dtype=np.uint64)))
 
 
-CLASSES = 12
-ESCAPE = 24
-LARGEST_K = 30
-HAS_LARGE = 0x10
+CONTEXTS = 16
+CERTAIN = 1 << 15
+LOWEST = 1 << 15
+GROUP = 64
+SAMPLED = 2048
+MEMORY_LIMIT = 15
+LAST_SIGN_CONTEXT = 7
+RANKS = 15
+PLANES = 4
 
 
-class Rice:
-    """A value v is q = v >> k zeros, a one, and the k low bits of v; at q = 24 and more, 24 zeros,
-    a one, and all 64 bits. k follows a running mean, kept in 1/64."""
-
-    def __init__(self, start: int) -> None:
-        """``start`` is the byte that a block's line gives."""
-        self.byte = start
-        self.mean64 = mean_of_byte(start)
-
-    def k(self) -> int:
-        """The parameter for the next value."""
-        return min(((self.mean64 + 32) * 1971 >> 18).bit_length(), LARGEST_K)
-
-    def update(self, value: int) -> None:
-        """Take a coded value into the mean."""
-        self.mean64 += min(value, 1 << 40) - (self.mean64 >> 6)
-
-    def write(self, bits: list[int], value: int) -> None:
-        """Append a value's code."""
-        k = self.k()
-        if value >> k < ESCAPE:
-            bits += [0] * (value >> k) + [1] + [value >> i & 1 for i in range(k)]
-        else:
-            bits += [0] * ESCAPE + [1] + [value >> i & 1 for i in range(64)]
-        self.update(value)
-
-    def read(self, bits: BitList) -> int:
-        """Take a value's code."""
-        k, zeros = self.k(), 0
-        while zeros < ESCAPE and not bits.take(1):
-            zeros += 1
-        if zeros < ESCAPE:
-            value = zeros << k | bits.take(k)
-        else:
-            bits.take(1)
-            value = bits.take(64)
-        self.update(value)
-        return value
+def lanes_for(count: int) -> int:
+    """How many lanes code a block of so many elements."""
+    return 64 if count >= 1 << 20 else 16 if count >= 1 << 15 else 1
 
 
-class BitList:
-    """The bits of a stream, lowest of each byte first."""
+def odds_of(level: int) -> int:
+    """The odds, in parts of 2^15, that a level stands for."""
+    size = level & 0x7F
+    odds = size if size < 8 else (8 + (size & 7)) << (size >> 3) - 1
+    return CERTAIN - odds if level & 0x80 else odds
+
+
+def level_of(ones: int, total: int) -> int:
+    """The level for ``ones`` of ``total``: 0 for none."""
+    if ones == 0:
+        return 0
+    scaled = (ones * CERTAIN + total // 2) // total
+    flip = 0x80 if scaled > CERTAIN // 2 else 0
+    odds = max(CERTAIN - scaled if flip else scaled, 1)
+    if odds < 8:
+        return odds | flip
+    exponent = odds.bit_length() - 4
+    rounded = odds + (1 << exponent >> 1) >> exponent
+    return (exponent + 1 << 3) + rounded - 8 | flip
+
+
+class Odds:
+    """A level for each context, and the odds of a one that they stand for."""
+
+    def __init__(self, levels: list[int]) -> None:
+        self.levels = levels
+        self.ones = np.array([odds_of(level) for level in levels], np.int64)
+
+    @classmethod
+    def of(cls, contexts: Ints, bits: Ints) -> Odds:
+        """Those of a plane's own counts."""
+        total = np.bincount(contexts, minlength=CONTEXTS)
+        ones = np.bincount(contexts, bits, CONTEXTS).astype(np.int64)
+        return cls([level_of(int(a), int(b)) for a, b in zip(ones, total, strict=True)])
+
+    def write(self) -> bytes:
+        """The contexts in use, as a mask of two bytes, and their levels."""
+        used = [c for c, level in enumerate(self.levels) if level]
+        mask = sum(1 << c for c in used)
+        return mask.to_bytes(2, "little") + bytes(self.levels[c] for c in used)
+
+
+class PlaneWriter:
+    """Planes of bits into words of 16 bits, upwards."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        self.states = np.full(lanes, LOWEST, np.int64)
+        self.words: list[int] = []
+
+    def put(self, contexts: Ints, bits: Ints, odds: Odds) -> None:
+        """A whole plane."""
+        for start in range(0, len(bits), self.lanes):
+            bit = bits[start : start + self.lanes] == 1
+            x = self.states[: len(bit)]
+            ones = odds.ones[contexts[start : start + self.lanes]]
+            odds_here = np.where(bit, ones, CERTAIN - ones)
+            over = x >= odds_here << 16
+            self.words += (x[over] & 0xFFFF).tolist()
+            x[over] >>= 16
+            quotient, rest = np.divmod(x, odds_here)
+            x[:] = (quotient << 15) + rest + np.where(bit, CERTAIN - ones, 0)
+
+    def finish(self) -> bytes:
+        """The words, then the states."""
+        words = np.array(self.words, "<u2").tobytes()
+        return words + self.states.astype("<u4").tobytes()
+
+
+class PlaneReader:
+    """What `PlaneWriter` wrote, backwards."""
+
+    def __init__(self, data: bytes, lanes: int) -> None:
+        split = len(data) - 4 * lanes
+        if split < 0 or split % 2:
+            raise CorruptError("a block without the states of its lanes")
+        self.lanes = lanes
+        self.states = np.frombuffer(data[split:], "<u4").astype(np.int64)
+        self.words = np.frombuffer(data[:split], "<u2").astype(np.int64).tolist()
+        if (self.states < LOWEST).any() or (self.states >= 1 << 31).any():
+            raise CorruptError("a state out of bounds")
+
+    def take(self, contexts: Ints, odds: Odds) -> Ints:
+        """A whole plane, as long as its contexts."""
+        bits = np.zeros(len(contexts), np.int64)
+        for start in reversed(range(0, len(contexts), self.lanes)):
+            bits[start : start + self.lanes] = self.step(contexts[start : start + self.lanes], odds)
+        return bits
+
+    def step(self, contexts: Ints, odds: Odds) -> Ints:
+        """One decision of each of the first lanes."""
+        x = self.states[: len(contexts)]
+        zeros = CERTAIN - odds.ones[contexts]
+        slot = x & CERTAIN - 1
+        bit = slot >= zeros
+        x[:] = np.where(bit, CERTAIN - zeros, zeros) * (x >> 15) + slot - np.where(bit, zeros, 0)
+        for lane in reversed(np.flatnonzero(x < LOWEST)):
+            if not self.words:
+                raise CorruptError("a block ends too soon")
+            x[lane] = x[lane] << 16 | self.words.pop()
+        return bit.astype(np.int64)
+
+    def finish(self) -> None:
+        """Raise CorruptError unless everything has been read."""
+        if self.words or (self.states != LOWEST).any():
+            raise CorruptError("a block with more in it than its planes")
+
+
+class Bytes:
+    """The bytes of a block, taken from the front."""
 
     def __init__(self, data: bytes) -> None:
-        self._bits = [byte >> i & 1 for byte in data for i in range(8)]
-        self._at = 0
+        self.rest = data
 
-    def take(self, count: int) -> int:
-        """The next ``count`` bits as an integer; raises CorruptError at the end."""
-        if self._at + count > len(self._bits):
-            raise CorruptError("a stream ends too soon")
-        taken = self._bits[self._at : self._at + count]
-        self._at += count
-        return sum(bit << i for i, bit in enumerate(taken))
+    def take(self, size: int) -> bytes:
+        """The next so many."""
+        if size > len(self.rest):
+            raise CorruptError("a block ends within its header")
+        taken, self.rest = self.rest[:size], self.rest[size:]
+        return taken
+
+    def number(self, size: int) -> int:
+        """A little-endian number of so many bytes."""
+        return int.from_bytes(self.take(size), "little")
+
+    def odds(self) -> Odds:
+        """What `Odds.write` wrote."""
+        mask = self.number(2)
+        return Odds([self.take(1)[0] if mask >> c & 1 else 0 for c in range(CONTEXTS)])
 
 
-def mean_of_byte(byte: int) -> int:
-    """A starting mean in 1/64: three bits behind the leading one, five of exponent."""
-    return (8 + (byte & 7) << (byte >> 3)) >> 3
+def pack(numbers: list[tuple[int, int]]) -> bytes:
+    """Numbers of so many bits each, one behind the other, lowest bit first."""
+    whole = fill = 0
+    for number, width in numbers:
+        whole |= number << fill
+        fill += width
+    return whole.to_bytes(-(-fill // 8), "little")
 
 
-def byte_of_mean(total: int, count: int) -> int:
-    """The smallest byte whose mean is not below total / count."""
-    mean64 = min(total, 1 << 50) * 64 // count if count else 0
-    return next((b for b in range(255) if mean_of_byte(b) >= mean64), 255) if count else 0
+def unpack(data: bytes, widths: list[int]) -> list[int]:
+    """What `pack` packed."""
+    whole, numbers = int.from_bytes(data, "little"), []
+    for width in widths:
+        numbers.append(whole & (1 << width) - 1)
+        whole >>= width
+    return numbers
 
 
 def ordered(value: int, width: int, layout: Layout) -> int:
@@ -113,164 +216,256 @@ def ordered(value: int, width: int, layout: Layout) -> int:
     return value ^ (2 * sign - 1) if value & sign else value | sign
 
 
-def class_of(value: int, top: int, layout: Layout) -> int:
-    """The class of an element by its old exponent."""
-    exponent = value >> layout.mantissa & (1 << layout.exponent) - 1
-    return min(max(top - exponent, 0), CLASSES - 1)
-
-
-def encode_reference(base: Bits, target: Bits, layout: Layout) -> bytes:
-    """Equal to ``delta.encode``."""
-    blocks, changed = [], 0
-    for start in range(0, base.size, BLOCK):
-        old, new = base[start : start + BLOCK].tolist(), target[start : start + BLOCK].tolist()
-        changed += sum(a != b for a, b in zip(old, new, strict=True))
-        blocks.append(_encode_block(old, new, 8 * base.itemsize, layout))
-    lengths = b"".join(LENGTH.pack(len(block)) for block in blocks)
-    small = sum(map(len, blocks)) + len(lengths) < target.nbytes
-    mode = CLASSED if small else RAW
-    header = HEADER.pack(MAGIC, base.itemsize, mode, *layout, base.size, changed)
-    return header + (lengths + b"".join(blocks) if small else target.tobytes())
-
-
-def _encode_block(old: list[int], new: list[int], width: int, layout: Layout) -> bytes:
-    moved = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
-    exponents = [old[i] >> layout.mantissa & (1 << layout.exponent) - 1 for i in moved]
-    top = max(exponents, default=0)
-    classes: dict[int, list[tuple[int, int, int]]] = {}
-    seen, behind = [0] * CLASSES, [0] * CLASSES
-    for before, after in zip(old, new, strict=True):
-        number = class_of(before, top, layout)
-        if before != after:
-            step = (ordered(after, width, layout) - ordered(before, width, layout)) % (1 << width)
-            falls = step >> width - 1
-            size = (1 << width) - step if falls else step
-            gap = seen[number] - behind[number]
-            classes.setdefault(number, []).append((gap, falls, size - 1))
-            behind[number] = seen[number] + 1
-        seen[number] += 1
-    lines, streams = b"", b""
-    for number in sorted(classes):
-        line, stream = _encode_class(number, classes[number])
-        lines += line
-        streams += stream
-    return bytes([len(classes), top & 255, top >> 8]) + lines + streams
-
-
-def _encode_class(number: int, changes: list[tuple[int, int, int]]) -> tuple[bytes, bytes]:
-    large = [i for i, (_, _, excess) in enumerate(changes) if excess]
-    extra = sum(min(changes[i][2] - 1, 1 << 40) for i in large)
-    gap = Rice(byte_of_mean(sum(change[0] for change in changes), len(changes)))
-    run = Rice(byte_of_mean(len(changes) - len(large), len(large) + 1))
-    size = Rice(byte_of_mean(extra, len(large)))
-    bits: list[int] = []
-    ends = [*large, len(changes)]
-    if large:
-        run.write(bits, ends[0])
-    for i, (distance, falls, excess) in enumerate(changes):
-        gap.write(bits, distance)
-        bits.append(falls)
-        if excess:
-            size.write(bits, excess - 1)
-            if i + 1 < len(changes):
-                run.write(bits, ends[ends.index(i) + 1] - i - 1)
-    bits += [0] * (-len(bits) % 8)
-    stream = bytes(
-        sum(bit << i for i, bit in enumerate(bits[at : at + 8])) for at in range(0, len(bits), 8)
-    )
-    starts = [gap.byte, run.byte, size.byte] if large else [gap.byte]
-    line = bytes([number | (HAS_LARGE if large else 0), *starts])
-    return line + _varint(len(changes)) + _varint(len(stream)), stream
-
-
-def _varint(value: int) -> bytes:
-    out = b""
-    while value >= 0x80:
-        out += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return out + bytes([value])
-
-
-def decode_patch_reference(payload: bytes, base: Bits) -> Patch:
-    """Equal to ``delta.decode_patch`` for payloads that `encode_reference` makes."""
-    _, _, mode, mantissa, exponent, _, _ = HEADER.unpack_from(payload)
-    body = payload[HEADER.size :]
-    if mode == RAW:
-        target = np.frombuffer(body, base.dtype)
-        where = np.flatnonzero(target != base)
-        return Patch(where.astype(np.int64), target[where])
-    at = LENGTH.size * -(-base.size // BLOCK)
-    found: list[tuple[int, int]] = []
-    for number, start in enumerate(range(0, base.size, BLOCK)):
-        (length,) = LENGTH.unpack_from(body, LENGTH.size * number)
-        old = base[start : start + BLOCK].tolist()
-        changes = _decode_block(
-            body[at : at + length], old, 8 * base.itemsize, Layout(mantissa, exponent)
-        )
-        found += [(start + i, value) for i, value in changes]
-        at += length
-    positions = np.array([i for i, _ in found], np.int64)
-    return Patch(positions, np.array([value for _, value in found], base.dtype))
-
-
-def _decode_block(
-    block: bytes, old: Sequence[int], width: int, layout: Layout
-) -> list[tuple[int, int]]:
-    actives, top, at = block[0], block[1] | block[2] << 8, 3
-    lines = []
-    for _ in range(actives):
-        number, large = block[at] & 15, bool(block[at] & HAS_LARGE)
-        starts = list(block[at + 1 : at + (4 if large else 2)])
-        at += 1 + len(starts)
-        count, at = _read_varint(block, at)
-        length, at = _read_varint(block, at)
-        lines.append((number, large, starts, count, length))
-    changes = []
-    for number, large, starts, count, length in lines:
-        members = [i for i, value in enumerate(old) if class_of(value, top, layout) == number]
-        bits = BitList(block[at : at + length])
-        at += length
-        moves = _decode_class(bits, large, starts, count)
-        for rank, falls, excess in moves:
-            value = old[members[rank]]
-            step = -(excess + 1) if falls else excess + 1
-            new = (ordered(value, width, layout) + step) % (1 << width)
-            changes.append((members[rank], _unordered(new, width, layout)))
-    return sorted(changes)
-
-
-def _decode_class(
-    bits: BitList, large: bool, starts: list[int], count: int
-) -> list[tuple[int, int, int]]:
-    gap = Rice(starts[0])
-    run, size = (Rice(starts[1]), Rice(starts[2])) if large else (None, None)
-    units = run.read(bits) if run else count
-    moves, rank = [], -1
-    for i in range(count):
-        rank += 1 + gap.read(bits)
-        falls, excess = bits.take(1), 0
-        if size and run and units == 0:
-            excess = 1 + size.read(bits)
-            if i + 1 < count:
-                units = run.read(bits)
-        else:
-            units -= 1
-        moves.append((rank, falls, excess))
-    return moves
-
-
-def _unordered(value: int, width: int, layout: Layout) -> int:
+def unordered(value: int, width: int, layout: Layout) -> int:
+    """The float at a place of the order."""
     sign = 1 << width - 1
     if not layout.exponent:
         return value
     return value & ~sign if value & sign else value ^ (2 * sign - 1)
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
+def classes_of(base: Bits, top: int, layout: Layout) -> Ints:
+    """The class of each element: 0 above ``top``, then one more for each exponent down."""
+    mask = base.dtype.type((1 << layout.exponent) - 1)
+    exponent = (base >> base.dtype.type(layout.mantissa) & mask).astype(np.int64)
+    return np.clip(top + 1 - exponent, 0, CONTEXTS - 1)
+
+
+class SignMemory:
+    """Which way each column has moved, and from that the context of each sign."""
+
+    def __init__(self, positions: Ints, columns: int) -> None:
+        self.places = positions % columns if columns else None
+        self.held = [0] * columns
+
+    def expect(self, step: range) -> tuple[Ints, Ints]:
+        """The contexts of a step of changes, and whether each should fall."""
+        if self.places is None:
+            return np.zeros(len(step), np.int64), np.zeros(len(step), np.int64)
+        held = np.array([self.held[self.places[k]] for k in step], np.int64)
+        return np.minimum(np.abs(held), LAST_SIGN_CONTEXT), (held < 0).astype(np.int64)
+
+    def learn(self, step: range, falls: Ints) -> None:
+        """Take the step's signs in."""
+        if self.places is None:
+            return
+        for k, fall in zip(step, falls.tolist(), strict=True):
+            moved = self.held[self.places[k]] + 1 - 2 * fall
+            self.held[self.places[k]] = min(max(moved, -MEMORY_LIMIT), MEMORY_LIMIT)
+
+
+def encode_reference(base: Bits, target: Bits, layout: Layout, columns: int = 0) -> bytes:
+    """Equal to ``delta.encode``'s payload."""
+    size = block_elements(columns)
+    blocks = [
+        _encode_block(base[i : i + size], target[i : i + size], layout, columns)
+        for i in range(0, base.size, size)
+    ]
+    lengths = np.array([len(block) for block in blocks], LENGTH).tobytes()
+    body = lengths + b"".join(blocks)
+    mode = CODED if len(body) < target.nbytes else RAW
+    changed = int(np.count_nonzero(base != target))
+    header = HEADER.pack(MAGIC, base.itemsize, mode, *layout, columns, base.size, changed)
+    return header + (body if mode == CODED else target.tobytes())
+
+
+def _encode_block(base: Bits, target: Bits, layout: Layout, columns: int) -> bytes:
+    changed = (base != target).astype(np.int64)
+    positions = np.flatnonzero(changed)
+    head = len(positions).to_bytes(4, "little")
+    if not len(positions):
+        return head
+    width, lanes = 8 * base.itemsize, lanes_for(base.size)
+    exponents = base[positions] >> base.dtype.type(layout.mantissa)
+    top = int(np.max(exponents & base.dtype.type((1 << layout.exponent) - 1)))
+    every = classes_of(base, top, layout)
+    classes = every[positions]
+    steps = [
+        (ordered(int(b), width, layout) - ordered(int(a), width, layout)) % (1 << width)
+        for a, b in zip(base[positions], target[positions], strict=True)
+    ]
+    falls = np.array([step >> width - 1 for step in steps], np.int64)
+    magnitudes = [(1 << width) - step if step >> width - 1 else step for step in steps]
+    lengths = np.array([magnitude.bit_length() for magnitude in magnitudes], np.int64)
+    writer = PlaneWriter(lanes)
+    signs = _put_signs(writer, falls, positions, columns)
+    longer = [(m, m.bit_length()) for m in magnitudes if m > 1]
+    details = _put(
+        writer,
+        [min(length, CONTEXTS - 1) for _, length in longer],
+        [m >> length - 2 & 1 for m, length in longer],
+    )
+    raw = pack([(m & (1 << length - 2) - 1, length - 2) for m, length in longer])
+    planes = []
+    for bound in range(int(lengths.max()), 0, -1):
+        among = lengths >= bound
+        planes.append(_put(writer, classes[among], lengths[among] > bound))
+    flags = _flag_odds(every, changed)
+    writer.put(every, changed, flags)
+    head += top.to_bytes(2, "little") + bytes([len(planes)]) + flags.write()
+    head += b"".join(odds.write() for odds in reversed(planes)) + details.write() + signs.write()
+    return head + len(raw).to_bytes(4, "little") + raw + writer.finish()
+
+
+def _put(writer: PlaneWriter, contexts: object, bits: object) -> Odds:
+    its_contexts, its_bits = np.array(contexts, np.int64), np.array(bits, np.int64)
+    odds = Odds.of(its_contexts, its_bits)
+    writer.put(its_contexts, its_bits, odds)
+    return odds
+
+
+def _put_signs(writer: PlaneWriter, falls: Ints, positions: Ints, columns: int) -> Odds:
+    memory, contexts, bits = SignMemory(positions, columns), falls.copy(), falls.copy()
+    for begin in reversed(range(0, len(falls), writer.lanes)):
+        step = range(begin, min(begin + writer.lanes, len(falls)))
+        place = slice(step.start, step.stop)
+        contexts[place], expected = memory.expect(step)
+        bits[place] = falls[place] ^ expected
+        memory.learn(step, falls[place])
+    return _put(writer, contexts, bits)
+
+
+def _flag_odds(classes: Ints, changed: Ints) -> Odds:
+    """Members of each class are counted in some groups of 64 alone."""
+    groups = -(-len(classes) // GROUP)
+    stride = 1 + groups // SAMPLED
+    sampled = np.arange(len(classes)) // GROUP % stride == 0
+    members = np.bincount(classes[sampled], minlength=CONTEXTS) * stride
+    ones = np.bincount(classes[changed == 1], minlength=CONTEXTS)
+    pairs = zip(ones.tolist(), np.maximum(members, ones).tolist(), strict=True)
+    return Odds([level_of(one, total) for one, total in pairs])
+
+
+def decode_patch_reference(payload: bytes, base: Bits) -> Patch:
+    """Equal to ``delta.decode_patch``."""
+    _, _, mode, mantissa, exponent, columns, _, _ = HEADER.unpack_from(payload)
+    body = payload[HEADER.size :]
+    if mode == RAW:
+        target = np.frombuffer(body, base.dtype)
+        where = np.flatnonzero(target != base)
+        return Patch(where.astype(np.int64), target[where])
+    size = block_elements(columns)
+    count = -(-base.size // size)
+    lengths = np.frombuffer(body, LENGTH, count)
+    at, positions, bits = LENGTH.itemsize * count, [np.empty(0, np.int64)], [base[:0]]
+    for number, length in enumerate(lengths.tolist()):
+        first = number * size
+        where, what = _decode_block(
+            body[at : at + length], base[first : first + size], Layout(mantissa, exponent), columns
+        )
+        positions.append(first + where)
+        bits.append(what)
+        at += length
+    return Patch(np.concatenate(positions), np.concatenate(bits))
+
+
+def _decode_block(block: bytes, base: Bits, layout: Layout, columns: int) -> tuple[Ints, Bits]:
+    data = Bytes(block)
+    total = data.number(4)
+    if not total:
+        return np.empty(0, np.int64), base[:0]
+    width, lanes = 8 * base.itemsize, lanes_for(base.size)
+    top, planes, flags = data.number(2), data.number(1), data.odds()
+    of_lengths = [data.odds() for _ in range(planes)]
+    details, signs = data.odds(), data.odds()
+    raw = data.take(data.number(4))
+    reader = PlaneReader(data.rest, lanes)
+    every = classes_of(base, top, layout)
+    positions = np.flatnonzero(reader.take(every, flags))
+    classes, lengths = every[positions], np.ones(len(positions), np.int64)
+    for bound, odds in enumerate(of_lengths, start=1):
+        among = np.flatnonzero(lengths >= bound)
+        lengths[among] += reader.take(classes[among], odds)
+    magnitudes = [1] * len(positions)
+    longer = np.flatnonzero(lengths > 1)
+    high = reader.take(np.minimum(lengths[longer], CONTEXTS - 1), details)
+    low = unpack(raw, (lengths[longer] - 2).tolist())
+    for k, second, rest in zip(longer.tolist(), high.tolist(), low, strict=True):
+        magnitudes[k] = (2 | second) << int(lengths[k]) - 2 | rest
+    falls = _take_signs(reader, signs, positions, columns)
+    reader.finish()
+    fresh = [
+        unordered(
+            (ordered(int(old), width, layout) + (-m if fall else m)) % (1 << width), width, layout
+        )
+        for old, m, fall in zip(base[positions], magnitudes, falls.tolist(), strict=True)
+    ]
+    return positions, np.array(fresh, base.dtype)
+
+
+def _take_signs(reader: PlaneReader, odds: Odds, positions: Ints, columns: int) -> Ints:
+    memory, falls = SignMemory(positions, columns), np.zeros(len(positions), np.int64)
+    for begin in reversed(range(0, len(positions), reader.lanes)):
+        step = range(begin, min(begin + reader.lanes, len(positions)))
+        contexts, expected = memory.expect(step)
+        falls[step.start : step.stop] = reader.step(contexts, odds) ^ expected
+        memory.learn(step, falls[step.start : step.stop])
+    return falls
+
+
+def encode_full_reference(bits: Bits, dtype: str = "") -> bytes:
+    """Equal to ``anchors.encode_full``."""
+    field = field_of(dtype, bits.itemsize)
+    blocks = [
+        _encode_whole(bits[i : i + WHOLE_BLOCK], field) for i in range(0, bits.size, WHOLE_BLOCK)
+    ]
+    body = np.array([len(block) for block in blocks], LENGTH).tobytes() + b"".join(blocks)
+    mode = anchors.CODED if len(body) < bits.nbytes else anchors.RAW
+    header = anchors.HEADER.pack(anchors.MAGIC, bits.itemsize, mode, *field, bits.size)
+    return header + (body if mode == anchors.CODED else bits.tobytes())
+
+
+def _encode_whole(bits: Bits, field: Field) -> bytes:
+    width, mask = 8 * bits.itemsize, (1 << field.width) - 1
+    values = bits.tolist()
+    symbols = [value >> field.low & mask for value in values]
+    frequency = np.bincount(symbols, minlength=1 << field.width)
+    order = np.argsort(-frequency, kind="stable")[:RANKS]
+    ranked = [int(symbol) for symbol in order if frequency[symbol]]
+    rank_of = {symbol: rank for rank, symbol in enumerate(ranked)}
+    ranks = np.array([rank_of.get(symbol, RANKS) for symbol in symbols], np.int64)
+    writer = PlaneWriter(lanes_for(bits.size))
+    planes = [_put(writer, ranks >> p + 1, ranks >> p & 1) for p in range(PLANES)]
+    escapes = pack([(s, field.width) for s in symbols if s not in rank_of])
+    low = (1 << field.low) - 1
+    above = field.low + field.width
+    rest = pack([(v & low | v >> above << field.low, width - field.width) for v in values])
+    head = bytes([len(ranked), *ranked]) + b"".join(odds.write() for odds in planes)
+    return head + len(escapes).to_bytes(4, "little") + escapes + rest + writer.finish()
+
+
+def decode_full_reference(payload: bytes, count: int, itemsize: int) -> Bits:
+    """Equal to ``anchors.decode_full``."""
+    _, _, mode, low, width, _ = anchors.HEADER.unpack_from(payload)
+    body, dtype = payload[anchors.HEADER.size :], unsigned(itemsize)
+    if mode == anchors.RAW:
+        return np.frombuffer(body, dtype)
+    lengths = np.frombuffer(body, LENGTH, -(-count // WHOLE_BLOCK)).tolist()
+    at, values = LENGTH.itemsize * len(lengths), list[int]()
+    for number, length in enumerate(lengths):
+        here = min(WHOLE_BLOCK, count - number * WHOLE_BLOCK)
+        values += _decode_whole(body[at : at + length], here, itemsize, Field(low, width))
+        at += length
+    return np.array(values, dtype)
+
+
+def _decode_whole(block: bytes, count: int, itemsize: int, field: Field) -> list[int]:
+    data = Bytes(block)
+    symbols = list(data.take(data.number(1)))
+    planes = [data.odds() for _ in range(PLANES)]
+    escapes = data.take(data.number(4))
+    rest_width = 8 * itemsize - field.width
+    rest = unpack(data.take(-(-count * rest_width // 8)), [rest_width] * count)
+    reader = PlaneReader(data.rest, lanes_for(count))
+    ranks = np.zeros(count, np.int64)
+    for plane in reversed(range(PLANES)):
+        ranks |= reader.take(ranks >> plane + 1, planes[plane]) << plane
+    reader.finish()
+    strange = iter(unpack(escapes, [field.width] * int(np.count_nonzero(ranks == RANKS))))
+    values = []
+    for rank, others in zip(ranks.tolist(), rest, strict=True):
+        symbol = next(strange) if rank == RANKS else symbols[rank]
+        below = others & (1 << field.low) - 1
+        above = others >> field.low << field.low + field.width
+        values.append(above | symbol << field.low | below)
+    return values

@@ -1,0 +1,105 @@
+// The entropy coder: planes of yes-or-no decisions, by interleaved asymmetric numeral systems.
+//
+// A plane is a list of bits, each with a context of 0 to 15, and a context has fixed odds for as
+// long as a plane lasts. Decision i is coded by lane i mod `lanes`; each lane is a 32-bit rANS
+// state over two symbols, and all share one stream of 16-bit words. Source: Duda, "Asymmetric
+// numeral systems", arXiv 1311.2540; interleaving after Giesen, arXiv 1402.3392.
+//
+// What is put in last comes out first. The writer goes through a plane upwards and the reader
+// downwards, so that neither ever branches on a bit. src/deltawire/codec/reference.py is the twin.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "room.hpp"
+#include "simd.hpp"
+
+namespace deltawire {
+
+constexpr unsigned kContexts = 16;
+constexpr unsigned kOddsBits = 15;
+constexpr std::uint32_t kCertain = 1U << kOddsBits;  // the odds of what always happens
+constexpr std::uint32_t kLowest = 1U << 15;          // states lie in kLowest <= x < 2^31
+constexpr unsigned kMostLanes = 64;
+constexpr std::uint8_t kFlipped = 0x80;
+constexpr std::uint8_t kTopLevel = 96;
+
+// How many lanes code a block of so many elements: each costs two bytes, and speed needs many.
+constexpr unsigned lanes_for(std::size_t elements) {
+  return elements >= std::size_t{1} << 20 ? 64 : elements >= std::size_t{1} << 15 ? 16 : 1;
+}
+
+// The odds of a one in each context, in parts of kCertain: 0 (never), or 1 to kCertain - 1.
+struct Odds {
+  alignas(64) std::uint32_t ones[kContexts] = {};
+
+  // One byte each: a level, flipped for odds above one half. A level is the number itself below 8,
+  // above it three bits behind a leading one and an exponent.
+  static std::uint8_t level_of(std::uint64_t ones, std::uint64_t total);
+  static std::uint32_t odds_of(std::uint8_t level);
+
+  // Sets the odds of a context from counts, as a reader of the level will know them.
+  void set(unsigned context, std::uint64_t ones_seen, std::uint64_t total);
+  // A mask of the contexts in use, two bytes, then a level for each.
+  void write(std::vector<std::uint8_t>& out) const;
+  // False if what lies at `at` is not that.
+  bool read(const std::uint8_t*& at, const std::uint8_t* end);
+
+  std::uint8_t levels[kContexts] = {};
+};
+
+// Bits are kept 64 to a word: bit i of a plane is bit i % 64 of word i / 64.
+class PlaneWriter {
+ public:
+  // The words gather in `room`, which must outlive the writer.
+  PlaneWriter(unsigned lanes, Simd simd, Room<std::uint16_t>& room);
+
+  // Decisions `begin` to `end` of a plane; `begin` a multiple of the lanes. `contexts` is of the
+  // decisions from `begin`, `bits` of the whole plane.
+  void put(const std::uint8_t* contexts, const std::uint64_t* bits, std::size_t begin,
+           std::size_t end, const Odds& odds);
+
+  // Appends the words, then the lanes' states.
+  void finish(std::vector<std::uint8_t>& out) const;
+  std::size_t bytes() const { return 2 * fill_ + 4 * lanes_; }
+
+ private:
+  void put_each(const std::uint8_t* contexts, const std::uint64_t* bits, std::size_t begin,
+                std::size_t end, const Odds& odds);
+
+  unsigned lanes_;
+  Simd simd_;
+  std::size_t fill_ = 0;
+  Room<std::uint16_t>& room_;
+  alignas(64) std::uint32_t states_[kMostLanes];
+};
+
+class PlaneReader {
+ public:
+  // What PlaneWriter::finish appended. Check ok() before anything else.
+  PlaneReader(const std::uint8_t* bytes, std::size_t size, unsigned lanes, Simd simd);
+
+  // The decisions `begin` to `end` of a plane, highest first, into `bits`, whose words from
+  // `begin` on must be zero. A plane is read from its end to its beginning.
+  void take(const std::uint8_t* contexts, std::uint64_t* bits, std::size_t begin, std::size_t end,
+            const Odds& odds);
+
+  bool ok() const { return ok_; }
+  // Whether everything was there and nothing is left: then every state is back at its start.
+  bool finished() const;
+
+ private:
+  void take_each(const std::uint8_t* contexts, std::uint64_t* bits, std::size_t begin,
+                 std::size_t end, const Odds& odds);
+
+  unsigned lanes_;
+  Simd simd_;
+  bool ok_;
+  const std::uint8_t* words_;
+  std::size_t left_;  // words not yet taken
+  alignas(64) std::uint32_t states_[kMostLanes];
+};
+
+}  // namespace deltawire
