@@ -29,11 +29,17 @@ class _Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 class BuildConfig(_Section, frozen=True, kw_only=True):
     """A model built from its architecture alone, with random weights and a byte tokenizer."""
 
-    family: Literal["qwen3"] = "qwen3"
+    family: Literal["qwen3", "qwen3_moe"] = "qwen3"
     hidden_size: Count = 160
     layers: Count = 4
     head_size: Count = 32
     feed_forward_size: Count = 480
+    """Of each expert, where there are experts."""
+    experts: Count = 16
+    """Experts a layer; ``qwen3_moe`` only, as is the next."""
+    experts_per_token: Count = 2
+    vocabulary: Annotated[int, Meta(ge=264, le=1_000_000)] = 264
+    """Rows of the embedding; those behind the 256 bytes and the two marks stay unused."""
     context: Count = 512
 
 

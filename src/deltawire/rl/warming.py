@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,25 @@ VALIDATION = 100
 """Problems, neither trained on nor held out, on which the warm start decides when to stop."""
 
 
-def run_warm_start(process: Process, config: RunConfig, out: Path) -> None:
-    """Build or load the model, warm it, and write it to ``out``, all of it or nothing."""
+def run_warm_start(
+    process: Process,
+    config: RunConfig,
+    out: Path,
+    *,
+    watch: Callable[[Progress], None] = lambda _: None,
+) -> None:
+    """Build or load the model, warm it, and write it to ``out``, all of it or nothing.
+
+    ``watch`` is told of every step.
+    """
     started = time.time()
     process.tell("started")
-    torch.set_num_threads(max(config.threads, os.cpu_count() or 1))
+    torch.set_num_threads(max(config.threads, _processors()))
     tasks = ReasoningTasks(config.task, seed=config.seed)
     model, tokenizer = origin(config)
     mark = process.events.span("start", started)
     if config.warm_start.max_steps:
-        _warm(process, config, tasks, model, tokenizer)
+        _warm(process, config, tasks, model, tokenizer, watch)
         process.events.span("train", mark)
     if process.stopping:
         process.tell("stopped", "interrupted")
@@ -48,6 +58,13 @@ def run_warm_start(process: Process, config: RunConfig, out: Path) -> None:
     process.tell("stopped", str(out))
 
 
+def _processors() -> int:
+    """How many this process may use: a warm start that was pinned must not start more threads."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def origin(config: RunConfig) -> tuple[Any, Any]:
     """The model and tokenizer that the configuration starts from, before any warm start."""
     if config.model.path:
@@ -57,7 +74,12 @@ def origin(config: RunConfig) -> tuple[Any, Any]:
 
 
 def _warm(
-    process: Process, config: RunConfig, tasks: ReasoningTasks, model: Any, tokenizer: Any
+    process: Process,
+    config: RunConfig,
+    tasks: ReasoningTasks,
+    model: Any,
+    tokenizer: Any,
+    watch: Callable[[Progress], None],
 ) -> None:
     text = Text(tokenizer)
     stops = stop_tokens(model, tokenizer)
@@ -73,6 +95,7 @@ def _warm(
         return [pair(task) for task in drawn if task.data["question"] not in reserved]
 
     def tell(progress: Progress) -> None:
+        watch(progress)
         process.events.record(
             WarmStep(
                 process=process.name,

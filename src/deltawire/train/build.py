@@ -7,15 +7,19 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from deltawire.config import BuildConfig
 from deltawire.errors import InputError
 
 END, PAD = "<|end|>", "<|pad|>"
 BYTES = 256
-VOCABULARY = 264
-"""256 bytes, the end, the padding, and a few spare rows."""
 
 
 def byte_tokenizer() -> Any:
@@ -51,23 +55,38 @@ def build_model(config: BuildConfig, *, seed: int) -> Any:
             f"model.build.hidden_size {config.hidden_size} is no multiple of "
             f"head_size {config.head_size}"
         )
+    if config.family == "qwen3_moe" and config.experts_per_token > config.experts:
+        raise InputError(
+            f"model.build.experts_per_token {config.experts_per_token} exceeds "
+            f"experts {config.experts}"
+        )
     heads = config.hidden_size // config.head_size
+    settings: dict[str, Any] = {
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.feed_forward_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": config.head_size,
+        "max_position_embeddings": config.context,
+        "tie_word_embeddings": True,
+        "eos_token_id": BYTES,
+        "pad_token_id": BYTES + 1,
+        "bos_token_id": None,
+    }
     torch.manual_seed(seed)
-    settings = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.feed_forward_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=config.head_size,
-        max_position_embeddings=config.context,
-        tie_word_embeddings=True,
-        eos_token_id=BYTES,
-        pad_token_id=BYTES + 1,
-        bos_token_id=None,
+    if config.family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**settings))
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **settings,
+            moe_intermediate_size=config.feed_forward_size,
+            num_experts=config.experts,
+            num_experts_per_tok=config.experts_per_token,
+            norm_topk_prob=True,
+        )
     )
-    return Qwen3ForCausalLM(settings)
 
 
 def is_built(path: Path) -> bool:
