@@ -84,6 +84,15 @@ def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     loop.add_argument("--out", default="runs/bench-loop")
     loop.add_argument("--seeds", type=int, default=3, help="how many seeds each way")
     loop.add_argument("--json", action="store_true", help="print figures as JSON")
+    deltas = benches.add_parser("deltas", help="train, and keep pairs of weights to measure on")
+    deltas.set_defaults(module="deltawire.cli.bench_deltas", function="bench_deltas")
+    deltas.add_argument("config", metavar="CONFIG.toml", help="such as examples/deltas_dense.toml")
+    deltas.add_argument("--out", required=True, help="the folder for the .npz files")
+    deltas.add_argument("--kind", choices=("rl", "sft"), default="rl")
+    deltas.add_argument("--rates", type=float, nargs="+", default=[1e-6, 3e-6], metavar="RATE")
+    deltas.add_argument("--strides", type=int, nargs="+", default=[1, 8, 32], metavar="STEPS")
+    deltas.add_argument("--settle", type=int, default=32, metavar="STEPS", help="Adam's warm-up")
+    deltas.add_argument("--seed", type=int, help="instead of the configuration's seed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
