@@ -84,6 +84,33 @@ def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     loop.add_argument("--out", default="runs/bench-loop")
     loop.add_argument("--seeds", type=int, default=3, help="how many seeds each way")
     loop.add_argument("--json", action="store_true", help="print figures as JSON")
+    _add_codec_benches(benches)
+
+
+def _add_codec_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    codec = benches.add_parser("codec", help="the codec against others, on the same weights")
+    codec.set_defaults(module="deltawire.cli.bench_codec", function="bench_codec")
+    codec.add_argument(
+        "--corpus",
+        nargs="+",
+        default=[],
+        metavar="PLACE",
+        help="folders of .npz pairs, or such files (default: synthetic weights)",
+    )
+    codec.add_argument(
+        "--synthetic", type=int, metavar="WEIGHTS", help="how many, made up (default: 2^28)"
+    )
+    codec.add_argument(
+        "--density", default="0.01,0.03", help="the shares of synthetic weights that change"
+    )
+    codec.add_argument("--peers", default="all", help="all, none, or names: arc-v3,xor-zstd1")
+    codec.add_argument("--threads", default="1,2", help="of deltawire's own codings")
+    codec.add_argument("--repeats", type=int, default=9, help="medians are over this many")
+    codec.add_argument(
+        "--seconds", type=float, default=10.0, help="or over as many as fit into this, each way"
+    )
+    codec.add_argument("--json", action="store_true", help="print figures as JSON")
+    codec.add_argument("--plot", default="", metavar="FILE", help="ratio against speed: .svg, .png")
     deltas = benches.add_parser("deltas", help="train, and keep pairs of weights to measure on")
     deltas.set_defaults(module="deltawire.cli.bench_deltas", function="bench_deltas")
     deltas.add_argument("config", metavar="CONFIG.toml", help="such as examples/deltas_dense.toml")

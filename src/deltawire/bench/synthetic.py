@@ -1,0 +1,78 @@
+"""Synthetic pairs of any size: normal weights, and a step as an optimizer would take it.
+
+Behind every old bf16 value stands a float32 master somewhere within its rounding interval. The
+step adds a normal number of one spread to every master, so that a small weight changes its bits
+often and a large one almost never, as in training; the spread is chosen to change the share of
+weights asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltawire.bench.pairs import Bf16Bits, Pair, PairTensor
+from deltawire.errors import InputError
+
+WEIGHT_SPREAD: Final = 0.02
+"""Standard deviation of the weights, as of a transformer's initialisation."""
+
+COLUMNS: Final = 4096
+MAX_ELEMENTS: Final = (1 << 31) - COLUMNS
+"""Some of the formats compared hold positions as int32."""
+
+_CHUNK: Final = 1 << 22
+_SAMPLE: Final = 1 << 20
+
+
+def synthetic_pair(elements: int, density: float, *, seed: int = 0) -> Pair:
+    """A pair of one tensor of ``elements``, rounded up to rows of 4096; ``density`` of it changes.
+
+    The same arguments give the same bits. Raises InputError for a size or share out of range.
+    """
+    if not 0 < elements <= MAX_ELEMENTS:
+        raise InputError(f"--synthetic takes 1 to {MAX_ELEMENTS} weights, not {elements}")
+    if not 0 < density <= 0.5:
+        raise InputError(f"--density takes shares above 0 and up to 0.5, not {density}")
+    rows = -(-elements // COLUMNS)
+    spread = _spread_for(density, seed)
+    old = np.empty(rows * COLUMNS, np.uint16)
+    new = np.empty_like(old)
+    for number, start in enumerate(range(0, old.size, _CHUNK)):
+        part = slice(start, min(start + _CHUNK, old.size))
+        generator = np.random.Generator(np.random.SFC64((seed, 1, number)))
+        bits, masters = _weights(generator, part.stop - part.start)
+        old[part] = bits
+        masters += generator.standard_normal(masters.size, np.float32) * np.float32(spread)
+        new[part] = _round(masters)
+    tensor = PairTensor(old.reshape(rows, COLUMNS), new.reshape(rows, COLUMNS))
+    return Pair(f"synthetic-{100 * density:g}pct", {"weight": tensor})
+
+
+def _spread_for(density: float, seed: int) -> float:
+    """The step's standard deviation, by bisection on a sample."""
+    generator = np.random.Generator(np.random.SFC64((seed, 0)))
+    bits, masters = _weights(generator, _SAMPLE)
+    step = generator.standard_normal(_SAMPLE, np.float32)
+    low, high = -12.0, 0.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        changed = np.mean(_round(masters + step * np.float32(10.0**middle)) != bits)
+        low, high = (low, middle) if changed > density else (middle, high)
+    return float(10.0**low)
+
+
+def _weights(generator: np.random.Generator, count: int) -> tuple[Bf16Bits, NDArray[np.float32]]:
+    """Published bits, and masters that round to them: uint16[count], float32[count]."""
+    masters = generator.standard_normal(count, np.float32) * np.float32(WEIGHT_SPREAD)
+    return _round(masters), masters
+
+
+def _round(values: NDArray[np.float32]) -> Bf16Bits:
+    """To the nearest bf16, ties to even; for finite numbers."""
+    bits = values.view(np.uint32)
+    odd = (bits >> 16) & np.uint32(1)
+    rounded: Bf16Bits = ((bits + odd + np.uint32(0x7FFF)) >> 16).astype(np.uint16)
+    return rounded
