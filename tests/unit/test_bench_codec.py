@@ -115,6 +115,15 @@ def test_a_job_is_a_process_with_its_own_vector_path(pair_file):
     assert (row.codec, row.simd, row.threads, row.pair) == ("deltawire", "portable", 1, "small")
 
 
+def test_a_vector_path_that_is_not_taken_is_an_error(pair_file):
+    """Else a table would show one path's figures under another's name."""
+    (row,) = run_job(
+        Job("deltawire", "abacus", 1), [pair_file], repeats=1, seconds=1.0, tell=lambda row: None
+    )
+    assert "abacus" in row.error
+    assert row.payload_bytes is None
+
+
 def test_a_process_that_dies_leaves_an_error_for_each_pair(pair_file, monkeypatch):
     monkeypatch.setattr(runner.sys, "executable", shutil.which("false"))
     rows = run_job(

@@ -20,14 +20,17 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from deltawire import _native
 from deltawire.bench.limits import Limits, timed
 from deltawire.bench.memory import measure_peak
 from deltawire.bench.ours import Anchor, Delta, digest_all
 from deltawire.bench.pairs import Bf16Bits, Pair, load_pair
-from deltawire.bench.peers import Format, Weights, open_peer
+from deltawire.bench.peers import PEERS, Format, Weights, open_peer
 from deltawire.bench.peers.container import size_of
+from deltawire.errors import InputError
 
 DIGEST: Final = "digest"
+SIMD_VARIABLE: Final = "DELTAWIRE_SIMD"
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -123,12 +126,12 @@ def measure(name: str, pair: Pair, *, threads: int, repeats: int, seconds: float
         elements=pair.elements,
         changed=pair.changed,
         model_bytes=pair.bytes,
-        simd=os.environ.get("DELTAWIRE_SIMD", ""),
+        simd=_vector_path(name),
     )
     limits = Limits(old, new)
     limits.measure(repeats, seconds)
     if name == DIGEST:
-        row.used_by = "deltawire"
+        row.used_by = Delta.used_by
         _, peak = measure_peak(lambda: digest_all(new, threads))
         row.encode_extra_bytes, row.memory_method = peak.extra_bytes, peak.method
         taken = timed(lambda: digest_all(new, threads), repeats=repeats, seconds=seconds)
@@ -144,6 +147,17 @@ def measure(name: str, pair: Pair, *, threads: int, repeats: int, seconds: float
     limits.measure(repeats, seconds)
     row.read_both_s, row.copy_one_s = limits.medians()
     return row
+
+
+def _vector_path(name: str) -> str:
+    """The vector path that deltawire's own codings take; raises InputError if that is not the one
+    asked for. Peers have none."""
+    if name in PEERS:
+        return ""
+    asked = os.environ.get(SIMD_VARIABLE)
+    if asked and asked != _native.simd():
+        raise InputError(f"the codec does not take its {asked} path here, but {_native.simd()}")
+    return _native.simd()
 
 
 def open_coding(name: str, threads: int) -> Format:
@@ -232,7 +246,7 @@ def main() -> int:
                 codec=arguments.codec,
                 pair=Path(path).stem,
                 threads=arguments.threads,
-                simd=os.environ.get("DELTAWIRE_SIMD", ""),
+                simd=os.environ.get(SIMD_VARIABLE, ""),
                 error=f"{type(error).__name__}: {error}"[:300],
             )
         sys.stdout.write(msgspec.json.encode(row).decode() + "\n")

@@ -24,7 +24,7 @@ class Delta:
     """A delta a tensor; decoding is decode and apply, in place."""
 
     name = "deltawire"
-    used_by = "deltawire"
+    used_by = "this project"
 
     def __init__(self, threads: int) -> None:
         self._encode = _with_threads(codec.encode, threads)
@@ -50,7 +50,7 @@ class Anchor:
     """Whole models through the entropy coder."""
 
     name = "anchor"
-    used_by = "deltawire"
+    used_by = "this project"
 
     def __init__(self, threads: int) -> None:
         self._encode = _with_threads(codec.encode_full, threads)

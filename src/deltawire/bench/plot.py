@@ -84,7 +84,7 @@ def _points(panel: Any, rows: Sequence[Measured], name: str, way: str) -> None:
         return
     row = rows[0]
     colour = _COLOURS.get(row.codec, _OURS)
-    marker = _MARKERS.get(row.simd) or _MARKERS.get(row.codec, "o")
+    marker = _MARKERS.get(row.codec) or _MARKERS.get(row.simd, "o")
     speeds, ratios = zip(*points, strict=True)
     if len(points) > 1:
         panel.scatter(speeds, ratios, s=14, alpha=0.4, linewidths=0, color=colour, marker=marker)

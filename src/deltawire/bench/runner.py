@@ -14,11 +14,10 @@ import msgspec
 import numpy as np
 
 from deltawire import __version__
-from deltawire.bench.measure import DIGEST, Measured, plain
+from deltawire.bench.measure import DIGEST, SIMD_VARIABLE, Measured, plain
 from deltawire.bench.peers import PEERS, missing
 from deltawire.errors import InputError
 
-SIMD_VARIABLE: Final = "DELTAWIRE_SIMD"
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 
 

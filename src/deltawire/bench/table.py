@@ -12,8 +12,8 @@ from deltawire.bench.measure import Measured
 _HEADINGS = (
     "coding",
     "used by",
-    "bits a change",
-    "of the model",
+    "bits/change",
+    "of model",
     "× smaller",
     "encode GB/s",
     "of limit",
@@ -42,7 +42,7 @@ def _table(pair: str, rows: list[Measured]) -> Table:
     good = [row for row in rows if row.elements]
     table = Table(title=_title(pair, good), caption=_caption(good), title_justify="left")
     for number, heading in enumerate(_HEADINGS):
-        table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=number == 0)
+        table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=number != 1)
     for row in rows:
         table.add_row(*_cells(row), style="red" if row.error else None)
     return table

@@ -121,7 +121,7 @@ def _print_tables(report: Report) -> None:
     machine = report.machine
     console = Console()
     if not console.is_terminal:
-        console = Console(width=170)
+        console = Console(width=180)
     for table in tables(report.rows):
         console.print(table)
     console.print(

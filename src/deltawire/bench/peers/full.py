@@ -16,7 +16,7 @@ class FullZstd:
     """Level 1 of each tensor's bytes."""
 
     name = "full-zstd1"
-    used_by = "compressed checkpoints"
+    used_by = "checkpoints"
 
     def encode(self, old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bits]) -> list[Buffer]:
         """One frame a tensor."""

@@ -15,7 +15,7 @@ class Raw:
     """The new bits as they are: what it costs to send everything."""
 
     name = "raw"
-    used_by = "full checkpoints"
+    used_by = "checkpoints"
 
     def encode(self, old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bits]) -> list[Buffer]:
         """Copies, as writing a file does."""
