@@ -1,5 +1,5 @@
-"""The bucket: any object store, behind six verbs."""
+"""The bucket: any object store, behind a few verbs."""
 
-from deltawire.store.bucket import Bucket, open_bucket
+from deltawire.store.bucket import Bucket, Entry, open_bucket
 
-__all__ = ["Bucket", "open_bucket"]
+__all__ = ["Bucket", "Entry", "open_bucket"]

@@ -1,4 +1,4 @@
-"""One bucket prefix behind six verbs, on any store that obstore speaks.
+"""One bucket prefix behind a few verbs, on any store that obstore speaks.
 
 Of a store, deltawire needs whole-object puts that are atomic, create-if-absent, and reads that
 see a finished put. A folder, memory, S3, GCS and Azure all give these; nothing else is assumed.
@@ -7,9 +7,10 @@ see a finished put. A folder, memory, S3, GCS and Azure all give these; nothing 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -21,6 +22,15 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
 from deltawire.errors import CorruptError, InputError, RetryError
 
 REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a store says of an object without reading it. ``modified`` is by the store's clock."""
+
+    key: str
+    bytes: int
+    modified: datetime
 
 
 class Bucket:
@@ -60,6 +70,31 @@ class Bucket:
                 )
             return bytes(result.bytes())
 
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
+        """The bytes of each ``(start, length)`` of an object, None if there is no such object.
+
+        Ranges are read in parallel, and neighbouring ones together; none may be empty. Raises
+        `CorruptError` if the object ends before one of them does.
+        """
+        starts = [start for start, _ in ranges]
+        lengths = [length for _, length in ranges]
+        with self._errors("read", key):
+            try:
+                found = obstore.get_ranges(self.store, key, starts=starts, lengths=lengths)
+            except (exceptions.NotFoundError, FileNotFoundError):
+                return None
+            except exceptions.BaseError:
+                size = self.size(key)
+                if size is None or size >= max(s + n for s, n in ranges):
+                    raise
+                found = []
+        views = [memoryview(part) for part in found]
+        if [len(view) for view in views] != lengths:
+            raise CorruptError(
+                "an object ends within the range that was asked for", run=self.url, key=key
+            )
+        return views
+
     def put(self, key: str, data: bytes) -> None:
         """Store or replace an object, all of it or nothing."""
         with self._errors("write", key):
@@ -76,22 +111,34 @@ class Bucket:
 
     def exists(self, key: str) -> bool:
         """Whether there is such an object."""
+        return self.look(key) is not None
+
+    def size(self, key: str) -> int | None:
+        """How many bytes an object has, None if there is no such object."""
+        entry = self.look(key)
+        return None if entry is None else entry.bytes
+
+    def look(self, key: str) -> Entry | None:
+        """Size and age of an object, None if there is no such object."""
         with self._errors("read", key):
             try:
-                obstore.head(self.store, key)
+                return _entry(obstore.head(self.store, key))
             except (exceptions.NotFoundError, FileNotFoundError):
-                return False
-            return True
+                return None
 
     def list(self, prefix: str, *, after: str | None = None) -> list[str]:
         """All keys under ``prefix``, sorted; with ``after``, only those that sort behind it."""
+        return [entry.key for entry in self.entries(prefix, after=after)]
+
+    def entries(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
+        """As `list`, with size and age of each."""
         with self._errors("list", prefix):
-            keys = [
-                str(meta["path"])
+            found = [
+                _entry(meta)
                 for chunk in obstore.list(self.store, prefix, offset=after)
                 for meta in chunk
             ]
-        return sorted(keys)
+        return sorted(found, key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error."""
@@ -111,6 +158,10 @@ class Bucket:
             raise _translate(error, verb, self.url, key) from error
         except ValueError as error:  # obstore's answer to "..", "a//b" and control characters.
             raise InputError(f"cannot {verb}: not a key", run=self.url, key=key) from error
+
+
+def _entry(meta: Any) -> Entry:
+    return Entry(str(meta["path"]), int(meta["size"]), meta["last_modified"])
 
 
 _REFUSALS = {
