@@ -11,6 +11,7 @@ import pytest
 from deltawire.cli.main import main
 from deltawire.config import load_config
 from deltawire.store import open_bucket
+from deltawire.wire.run import Run, encode_run
 
 TINY = """
 name = "tiny"
@@ -152,12 +153,5 @@ def test_a_damaged_run_json(
 
 
 def _run_json(config: dict[str, object]) -> bytes:
-    run = {
-        "format": 1,
-        "name": "tiny",
-        "created_at": 0.0,
-        "tensors": [],
-        "digest": "0" * 32,
-        "config": config,
-    }
-    return json.dumps(run).encode()
+    run = Run(name="tiny", created_at=0.0, tensors=[], digest="0" * 32, config=config)
+    return encode_run(run)

@@ -64,7 +64,7 @@ def test_publish_and_follow(history, anchor_every, data):
         publisher.close()
 
     start = data.draw(st.integers(0, len(versions) - 1), label="joins at")
-    subscriber = Subscriber(bucket, run, load_mirror(bucket, run, at=start))
+    subscriber = Subscriber(bucket, run, load_mirror(bucket, run, at=start), stepwise=True)
     for number in range(start, len(versions)):
         mirror = subscriber.mirror
         assert mirror.version == number

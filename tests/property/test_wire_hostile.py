@@ -7,16 +7,29 @@ from hypothesis import strategies as st
 
 from deltawire.errors import CorruptError
 from deltawire.testing.faulty import flip_bit
-from deltawire.wire.manifest import BlobRef, Manifest, Payload, Piece, decode_manifest
-from deltawire.wire.objects import decode_json, decode_packed, encode_json
-from deltawire.wire.run import Run, TensorSpec, decode_run
+from deltawire.wire.manifest import (
+    BlobRef,
+    Manifest,
+    Payload,
+    Piece,
+    decode_manifest,
+    encode_manifest,
+)
+from deltawire.wire.objects import decode_json, decode_packed
+from deltawire.wire.run import Run, TensorSpec, decode_run, encode_run
+from deltawire.wire.seal import seal_json
 from deltawire.wire.status import Heartbeat, TrainerStatus
 
 SPECS = [TensorSpec("a", (3, 4), "BF16"), TensorSpec("b", (2,), "F32")]
-RUN = encode_json(Run(name="r", created_at=1.0, tensors=SPECS, digest="0" * 32))
-PAYLOAD = Payload([BlobRef("ab" * 32, 9)], [Piece(0, 0, 12, 0, 0, 4), Piece(1, 0, 2, 0, 4, 5)], 2)
-MANIFEST = encode_json(
+TABLE = Run(name="r", created_at=1.0, tensors=SPECS, digest="0" * 32)
+RUN = encode_run(TABLE)
+SUMS = ("0" * 32, "0" * 32)
+PAYLOAD = Payload(
+    [BlobRef("ab" * 32, 9)], [Piece(0, 0, 12, 0, 0, 4, *SUMS), Piece(1, 0, 2, 0, 4, 5, *SUMS)], 2
+)
+MANIFEST = encode_manifest(
     Manifest(
+        run=TABLE.id,
         version=2,
         base=1,
         delta=PAYLOAD,
@@ -31,7 +44,7 @@ MANIFEST = encode_json(
 
 
 def read_manifest(data):
-    manifest = decode_manifest(data, version=2, tensors=SPECS, run="r", key="k")
+    manifest = decode_manifest(data, version=2, table=TABLE, run="r", key="k")
     # What was let through is safe to use: every piece indexes what is there.
     for payload in (manifest.delta, manifest.anchor):
         for piece in payload.pieces if payload else ():
@@ -75,6 +88,11 @@ def test_small_damage(which, flips, place, noise, removed):
     for bit in flips:
         data = flip_bit(data, bit)
     data = data[:place] + noise + data[place + removed :]
+    # Once as it is, once with a seal of its own, so that what is behind the seal is tried too.
+    with suppress(CorruptError):
+        read(data)
+    if b"}" in data:
+        data = seal_json(data[: data.rindex(b"}") + 1], key="k")
     with suppress(CorruptError):
         read(data)
 

@@ -10,8 +10,7 @@ from deltawire.sync.chain import RETRIES, get_blob, put_blob, with_retries
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import audit, start_publisher, start_run, weights
 from deltawire.wire import keys
-from deltawire.wire.objects import encode_json
-from deltawire.wire.run import TensorSpec
+from deltawire.wire.run import TensorSpec, encode_run
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def test_another_creates_the_run_in_between(bucket):
     theirs = msgspec.structs.replace(ours, created_at=9.0)
 
     def race(verb, key):
-        bucket.inner.put(keys.RUN, encode_json(theirs))
+        bucket.inner.put(keys.RUN, encode_run(theirs))
         return RetryError("lost")
 
     bucket.fail("create", error=race)
@@ -73,14 +72,14 @@ def test_another_creates_the_run_in_between(bucket):
 def test_a_lost_race_takes_up_the_winner(bucket):
     ours = start_run(bucket)
     theirs = msgspec.structs.replace(ours, created_at=9.0)
-    bucket.inner.put(keys.RUN, encode_json(theirs))
+    bucket.inner.put(keys.RUN, encode_run(theirs))
     first = iter([True])
     real = bucket.get
     # The first look comes before the other's create, the second behind it.
     bucket.get = lambda key, *, limit: None if next(first, False) else real(key, limit=limit)
     assert create_run(bucket, ours) == theirs
     other = msgspec.structs.replace(theirs, digest="f" * 32)
-    bucket.inner.put(keys.RUN, encode_json(other))
+    bucket.inner.put(keys.RUN, encode_run(other))
     first = iter([True])
     with pytest.raises(InputError, match="another model"):
         create_run(bucket, ours)
@@ -96,7 +95,7 @@ def test_a_run_that_comes_and_goes_is_asked_for_again(bucket):
 def test_an_unknown_dtype_is_refused(bucket):
     run = start_run(bucket)
     specs = [TensorSpec("a", (2,), "BF17")]
-    bucket.inner.put(keys.RUN, encode_json(msgspec.structs.replace(run, tensors=specs)))
+    bucket.inner.put(keys.RUN, encode_run(msgspec.structs.replace(run, tensors=specs)))
     with pytest.raises(CorruptError, match="BF17"):
         read_run(bucket)
 

@@ -1,16 +1,27 @@
 """The publisher: what it refuses, what it copies, what it says."""
 
+import itertools
 import threading
+from contextlib import nullcontext
 
+import msgspec
 import numpy as np
 import pytest
 
 from deltawire import codec
-from deltawire.errors import InputError, RetryError
+from deltawire.errors import FencedError, InputError, RetryError
 from deltawire.store import open_bucket
-from deltawire.sync import chain, load_mirror, read_manifest
+from deltawire.sync import Publisher, chain, create_run, load_mirror, read_manifest
+from deltawire.sync.mirror import empty_mirror
 from deltawire.testing.faulty import FaultyBucket, disk_full
-from deltawire.testing.tiny import TENSORS, audit, same_bits, start_publisher, weights
+from deltawire.testing.tiny import (
+    TENSORS,
+    audit,
+    same_bits,
+    start_publisher,
+    start_run,
+    weights,
+)
 from deltawire.wire import keys
 
 
@@ -80,6 +91,7 @@ def test_what_the_caller_does_behind_publish_does_not_matter(bucket, publisher):
 
 def test_real_dtypes_are_taken_as_they_are(bucket, publisher):
     good = weights(0)
+    publisher.publish(good)
     floats = {
         **good,
         "norm": good["norm"].view(np.float32),
@@ -90,7 +102,7 @@ def test_real_dtypes_are_taken_as_they_are(bucket, publisher):
     publisher.publish(floats)
     publisher.flush()
     expected = {**good, "mask": good["mask"] % 2}
-    assert audit(bucket, lambda version: expected) == 0
+    assert audit(bucket, lambda version: expected if version else good) == 1
 
 
 def test_anchors_come_when_they_are_due(bucket):
@@ -197,7 +209,7 @@ def test_blobs_come_before_their_manifest(bucket, publisher):
     publisher.flush()
     seen = set()
     for verb, key in bucket.operations:
-        if verb != "create":
+        if verb not in ("create", "put"):
             continue
         seen.add(key)
         number = keys.trailing_number(key) if key.startswith(keys.MANIFESTS) else None
@@ -217,12 +229,233 @@ def test_nan_payloads_and_negative_zeros_survive(bucket, publisher):
     for name, bits in odd.items():
         first[name].reshape(-1)[: len(bits)] = 0
         second[name].reshape(-1)[: len(bits)] = bits
-    both = [first, second]
+    both = [weights(0), first, second]
     for tensors in both:
         publisher.publish(tensors)
     publisher.flush()
-    assert audit(bucket, lambda version: both[version]) == 1
+    assert audit(bucket, lambda version: both[version]) == 2
     mirror = load_mirror(bucket, publisher.run)
     for name, bits in odd.items():
         assert mirror.tensors[name][: len(bits)].tolist() == bits
     assert not same_bits(first, second)
+
+
+def test_the_first_version_must_be_the_runs(bucket, publisher):
+    """Readers hold version 0 against run.json: one that differs would lock them all out."""
+    publisher.publish(weights(1))
+    with pytest.raises(InputError, match=r"run\.json"):
+        publisher.flush()
+    assert publisher.version == -1
+    publisher.publish(weights(0))
+    publisher.flush()
+    assert audit(bucket, weights) == 0
+
+
+def test_an_interrupt_while_waiting_forgets_nothing(bucket, publisher, monkeypatch):
+    publisher.publish(weights(0))
+    publisher.flush()
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    publisher.publish(weights(1))
+    real = publisher._pending.result
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(publisher._pending, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        publisher.flush()
+    monkeypatch.setattr(publisher._pending, "result", real)
+    gate.set()
+    assert publisher.publish(weights(2)) == 2
+    publisher.flush()
+    assert audit(bucket, weights) == 2
+
+
+def test_an_attempt_given_up_for_lost_that_lands_late(bucket, publisher):
+    """Its create was on the way all the time: the weights behind it get the next number."""
+    publisher.publish(weights(0))
+    publisher.flush()
+    held = []
+    real = bucket.inner.create
+    bucket.inner.create = lambda key, data: held.append((key, data)) or real("stray/0", b"")
+    bucket.fail("create", "*/manifests/*", times=None, done=True)
+    publisher.publish(weights(1))
+    with pytest.raises(RetryError):
+        publisher.flush()
+    bucket.inner.create = real
+    bucket.heal()
+    assert publisher.publish(weights(1, seed=4)) == 1
+    # Only now does the first attempt reach the store, ahead of the second or behind it.
+    first = real(*held[0])
+    with pytest.raises(InputError, match="committed late") if first else nullcontext():
+        publisher.flush()
+    assert publisher.publish(weights(2)) == 2
+    publisher.flush()
+    landed = weights(1) if first else weights(1, seed=4)
+    assert audit(bucket, lambda v: landed if v == 1 else weights(v)) == 2
+
+
+def test_a_late_attempt_found_at_the_commit_is_adopted(bucket, publisher):
+    publisher.publish(weights(0))
+    publisher.flush()
+    held = []
+    real = bucket.inner.create
+
+    def swallow(key, data):
+        held.append((key, data))
+        return True
+
+    bucket.inner.create = swallow
+    bucket.fail("create", "*/manifests/*", times=None, done=True)
+    publisher.publish(weights(1))
+    with pytest.raises(RetryError):
+        publisher.flush()
+    bucket.heal()
+
+    def landing(key, data):
+        bucket.inner.create = real
+        assert real(*held[0])
+        return real(key, data)
+
+    bucket.inner.create = landing
+    assert publisher.publish(weights(1, seed=4)) == 1
+    with pytest.raises(InputError, match="committed late"):
+        publisher.flush()
+    assert publisher.version == 1
+    assert publisher.publish(weights(2)) == 2
+    publisher.flush()
+    assert audit(bucket, weights) == 2
+
+
+def test_a_fenced_publisher_says_so_at_once_ever_after(bucket, publisher):
+    publisher.publish(weights(0))
+    publisher.flush()
+    rival = start_publisher(bucket)
+    rival.publish(weights(1))
+    rival.close()
+    publisher.publish(weights(1, seed=3))
+    with pytest.raises(FencedError):
+        publisher.flush()
+    before = len(bucket.operations)
+    for _ in range(3):
+        with pytest.raises(FencedError):
+            publisher.publish(weights(1, seed=3))
+    assert len(bucket.operations) == before
+
+
+def test_a_publisher_refuses_a_mirror_that_is_not_the_runs_head(bucket):
+    publisher = start_publisher(bucket)
+    publisher.publish(weights(0))
+    publisher.close()
+    mirror = load_mirror(bucket, publisher.run)
+    mirror.tensors["norm"][0] ^= 1
+    with pytest.raises(InputError, match="digest"):
+        Publisher(bucket, publisher.run, mirror, epoch=1, fold_strides=())
+    mirror.digest = mirror.compute_held()
+    other = Publisher(bucket, publisher.run, mirror, epoch=1, fold_strides=())
+    other.publish(weights(1))
+    with pytest.raises(FencedError, match="builds on"):
+        other.close()
+
+
+def test_a_large_delta_is_many_blobs_of_bounded_size(bucket):
+    publisher = start_publisher(bucket, blob_bytes=40, threads=2)
+    for version in range(4):
+        publisher.publish(weights(version))
+    publisher.close()
+    cell = 50 * 4 + 64
+    for version in range(4):
+        manifest = read_manifest(bucket, publisher.run, version)
+        for payload in filter(None, (manifest.delta, manifest.anchor)):
+            assert len(payload.blobs) > 2
+            assert all(ref.bytes < 40 + cell for ref in payload.blobs)
+    assert audit(bucket, weights) == 3
+
+
+def test_the_policy_fold_overtakes_and_loses_no_annex(bucket):
+    def merge(earlier, later):
+        return {"steps": earlier["steps"] + later["steps"]}
+
+    publisher = start_publisher(bucket, policy="fold", merge=merge)
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    numbers = [publisher.publish(weights(0), annex={"steps": [0]})]
+    gate.set()
+    publisher.flush()
+    gate.clear()
+    publisher._pool.submit(gate.wait)
+    numbers += [publisher.publish(weights(n), annex={"steps": [n]}) for n in range(1, 5)]
+    gate.set()
+    numbers.append(publisher.publish(weights(5), annex={"steps": [5]}))
+    publisher.close()
+    assert numbers[:5] == [0, 1, 1, 1, 1]
+    assert numbers[5] in (1, 2)
+    assert audit(bucket, lambda v: weights(0) if not v else weights(4 if v < numbers[5] else 5))
+    annexes = [read_manifest(bucket, publisher.run, v).annex for v in range(numbers[5] + 1)]
+    assert [step for annex in annexes for step in annex["steps"]] == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_policy_fold_refuses_an_annex_it_would_lose(bucket):
+    publisher = start_publisher(bucket, policy="fold")
+    publisher.publish(weights(0))
+    publisher.flush()
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    publisher.publish(weights(1), annex={"a": 1})
+    with pytest.raises(InputError, match="annex"):
+        publisher.publish(weights(2))
+    gate.set()
+    publisher.close()
+    assert audit(bucket, weights) == 1
+
+
+def test_a_failure_under_the_policy_fold_fails_what_is_behind_it(bucket):
+    publisher = start_publisher(bucket, policy="fold")
+    publisher.publish(weights(0))
+    publisher.flush()
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    bucket.fail("create", error=disk_full)
+    assert publisher.publish(weights(1)) == 1
+    gate.set()
+    with pytest.raises(InputError, match="lack of space"):
+        publisher.flush()
+    assert publisher.publish(weights(1, seed=2)) == 1
+    publisher.close()
+    assert audit(bucket, lambda v: weights(1, seed=2) if v else weights(0)) == 1
+
+
+def test_anchors_by_share_and_by_time(bucket):
+    publisher = start_publisher(bucket, anchor_every=0, anchor_share=1.0)
+    for version in range(9):
+        publisher.publish(weights(version))
+    publisher.close()
+    manifests = [read_manifest(bucket, publisher.run, version) for version in range(9)]
+    anchors = [m.version for m in manifests if m.anchor is not None]
+    assert 1 < len(anchors) < 9
+    for first, second in itertools.pairwise(anchors):
+        between = sum(m.delta.bytes for m in manifests[first + 1 : second])
+        assert between > manifests[first].anchor.bytes
+    assert [m.last_anchor for m in manifests] == [
+        max(a for a in anchors if a <= m.version) for m in manifests
+    ]
+    timed = start_publisher(bucket, anchor_every=0, anchor_seconds=1e-9)
+    timed.publish(weights(9))
+    timed.close()
+    assert read_manifest(bucket, publisher.run, 9).anchor is not None
+    assert audit(bucket, weights) == 9
+
+
+def test_tied_names_are_stored_once(bucket):
+    run = start_run(bucket)
+    tied = msgspec.structs.replace(run, id="f" * 32, aliases={"lm_head": "embed.weight"})
+    other = create_run(open_bucket("memory://"), tied)
+    blank = empty_mirror(other)
+    publisher = Publisher(bucket, other, blank, epoch=0, fold_strides=())
+    tensors = weights(0)
+    publisher.publish({**tensors, "lm_head": tensors["embed.weight"]})
+    renamed = {("lm_head" if n == "embed.weight" else n): t for n, t in weights(1).items()}
+    publisher.publish(renamed)
+    publisher.close()
+    assert same_bits(load_mirror(bucket, other).tensors, weights(1))

@@ -4,8 +4,18 @@ import msgspec
 import pytest
 
 from deltawire.errors import CorruptError
-from deltawire.wire.objects import encode_json
-from deltawire.wire.run import MAX_ELEMENTS, ModelFile, Run, TensorSpec, decode_run
+from deltawire.wire.run import (
+    MAX_CELLS,
+    MAX_CONFIG_BYTES,
+    MAX_ELEMENTS,
+    MAX_TENSORS,
+    ModelFile,
+    Run,
+    TensorSpec,
+    decode_run,
+    encode_run,
+)
+from deltawire.wire.seal import seal_json
 
 HASH = "0123456789abcdef" * 4
 SPECS = [TensorSpec("a.weight", (4, 5), "BF16"), TensorSpec("scale", (), "F32")]
@@ -13,6 +23,8 @@ SPECS = [TensorSpec("a.weight", (4, 5), "BF16"), TensorSpec("scale", (), "F32")]
 
 def run(**changes):
     fields = {
+        "id": "ab" * 16,
+        "cell": 1 << 30,
         "name": "tiny",
         "created_at": 1.0,
         "tensors": SPECS,
@@ -28,7 +40,7 @@ def decode(data):
 
 
 def refused(value):
-    data = value if isinstance(value, bytes) else encode_json(value)
+    data = seal_json(value, key="k") if isinstance(value, bytes) else encode_run(value)
     with pytest.raises(CorruptError) as caught:
         decode(data)
     assert (caught.value.run, caught.value.key) == ("s3://b", "run.json")
@@ -37,13 +49,13 @@ def refused(value):
 
 
 def test_round_trip():
-    assert decode(encode_json(run())) == run()
+    assert decode(encode_run(run())) == run()
     assert [spec.count for spec in SPECS] == [20, 1]
 
 
 def test_no_tensors_and_empty_tensors():
     for specs in ([], [TensorSpec("none", (0, MAX_ELEMENTS), "BF16")]):
-        assert decode(encode_json(run(tensors=specs))).tensors == specs
+        assert decode(encode_run(run(tensors=specs))).tensors == specs
 
 
 def test_another_format():
@@ -70,8 +82,8 @@ def test_sizes_that_overflow(shapes):
 
 
 def test_the_largest_model_is_still_one():
-    specs = [TensorSpec("a", (MAX_ELEMENTS - 1,), "F32"), TensorSpec("b", (), "F32")]
-    assert decode(encode_json(run(tensors=specs))).tensors == specs
+    specs = [TensorSpec("a", ((1 << 47) - 1,), "F32"), TensorSpec("b", (), "F32")]
+    assert decode(encode_run(run(tensors=specs))).tensors == specs
 
 
 @pytest.mark.parametrize(
@@ -112,11 +124,31 @@ def test_values_outside_their_limits(changes):
 
 def test_deep_nesting():
     deep = b"[" * 10_000 + b"]" * 10_000
-    data = encode_json(run(config={})).replace(b'"config":{}', b'"config":{"x":%s}' % deep)
+    plain = msgspec.json.encode(run(config={}))
+    data = plain.replace(b'"config":{}', b'"config":{"x":%s}' % deep)
     assert "nested too deeply" in refused(data)
 
 
 def test_a_cut_at_any_place_is_noticed():
-    data = encode_json(run()).rstrip()
+    data = encode_run(run())
     for length in range(len(data)):
-        refused(data[:length])
+        with pytest.raises(CorruptError):
+            decode(data[:length])
+
+
+def test_limits_hold_before_memory_is_taken():
+    """A table that fits into the limit of bytes must not become gigabytes of objects."""
+    many = [TensorSpec(str(number), (), "F32") for number in range(MAX_TENSORS + 1)]
+    assert "not a valid run" in refused(run(tensors=many))
+    big = [TensorSpec("a", (MAX_CELLS + 1,), "F32")]
+    assert "cells of 1 elements" in refused(run(tensors=big, cell=1))
+    assert "config has" in refused(run(config={"a": [[]] * MAX_CONFIG_BYTES}))
+
+
+@pytest.mark.parametrize("aliases", [{"scale": "a.weight"}, {"b": "c"}, {"a.weight": "a.weight"}])
+def test_aliases_point_at_tensors(aliases):
+    assert "alias" in refused(run(aliases=aliases))
+
+
+def test_tied_names_are_kept():
+    assert decode(encode_run(run(aliases={"lm_head": "a.weight"}))).aliases["lm_head"] == "a.weight"

@@ -76,6 +76,7 @@ def run_evaluator(process: Process) -> None:
     served, subscriber = serve_model(
         process, run, config, seed=config.seed, slots=SLOTS, at=max(done, default=0)
     )
+    subscriber.stepwise = True  # Every due version is measured, also when several have come.
     follower = Follower(subscriber)
     follower.start()
     process.events.span("start", started)

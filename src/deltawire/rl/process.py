@@ -118,7 +118,7 @@ def fetch_model_files(bucket: Bucket, run: Run) -> tempfile.TemporaryDirectory[s
     for file in run.model_files:
         if file.bytes > MAX_MODEL_FILE_BYTES:
             raise InputError(f"model file {file.name[:80]!r} has {file.bytes} bytes")
-        files[file.name] = get_blob(bucket, BlobRef(hash=file.blob, bytes=file.bytes))
+        files[file.name] = bytes(get_blob(bucket, BlobRef(hash=file.blob, bytes=file.bytes)))
     folder = tempfile.TemporaryDirectory(prefix="deltawire-")
     write_files(files, Path(folder.name))
     return folder

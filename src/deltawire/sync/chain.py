@@ -12,9 +12,17 @@ from deltawire.codec import ITEMSIZE
 from deltawire.errors import BugError, CorruptError, InputError, RetryError
 from deltawire.store import Bucket
 from deltawire.wire import keys
-from deltawire.wire.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest, decode_manifest
-from deltawire.wire.objects import encode_json
-from deltawire.wire.run import MAX_RUN_BYTES, Run, decode_run
+from deltawire.wire.manifest import (
+    MAX_MANIFEST_BYTES,
+    BlobRef,
+    Fold,
+    Manifest,
+    decode_fold,
+    decode_manifest,
+)
+from deltawire.wire.run import MAX_RUN_BYTES, Run, decode_run, encode_run
+from deltawire.wire.seal import Signer, check_signature
+from deltawire.wire.signing import verify
 
 T = TypeVar("T")
 
@@ -34,12 +42,24 @@ def with_retries(action: Callable[[], T], *, pause: Callable[[float], None] = ti
     raise BugError("the retry loop ended without a result")
 
 
-def read_run(bucket: Bucket) -> Run | None:
-    """The run in this bucket, None if there is none; raises `CorruptError`."""
+def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
+    """The run in this bucket, None if there is none; raises `CorruptError`.
+
+    With ``public_key`` (64 hexadecimal digits), a run that is not signed by its owner is refused.
+    Whatever is read of the run afterwards must then be signed by the same key.
+    """
     data = bucket.get(keys.RUN, limit=MAX_RUN_BYTES)
     if data is None:
         return None
     run = decode_run(data, run=bucket.url, key=keys.RUN)
+    if public_key and run.public_key != public_key:
+        raise CorruptError(
+            "the run is signed by another key" if run.public_key else "the run is not signed",
+            hint="is it the run that the public key belongs to?",
+            run=bucket.url,
+            key=keys.RUN,
+        )
+    check_signed(bucket, run, data, keys.RUN)
     for tensor in run.tensors:
         if tensor.dtype not in ITEMSIZE:
             raise CorruptError(
@@ -50,13 +70,32 @@ def read_run(bucket: Bucket) -> Run | None:
     return run
 
 
-def create_run(bucket: Bucket, run: Run) -> Run:
+def check_signed(bucket: Bucket, run: Run, data: bytes, key: str) -> None:
+    """Raise `CorruptError` if the run is signed and the object's bytes are not."""
+    if run.public_key:
+        check_signature(data, public_key=run.public_key, verify=verify, run=bucket.url, key=key)
+
+
+def check_signer(bucket: Bucket, run: Run, signer: Signer | None) -> None:
+    """Raise `InputError` unless ``signer`` holds the run's key, or neither has one."""
+    if run.public_key != (signer.public_key if signer else ""):
+        raise InputError(
+            "the run is signed and this is not its key"
+            if run.public_key
+            else "a key for a run that is not signed",
+            hint="pass the private key that belongs to the public_key in run.json",
+            run=bucket.url,
+        )
+
+
+def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run:
     """Write ``run.json``, or take up the run that is already there.
 
     Raises `InputError` if that one is of another model: other tensors, or another version 0.
     """
+    check_signer(bucket, run, signer)
     existing = read_run(bucket)
-    if existing is None and bucket.create(keys.RUN, encode_json(run)):
+    if existing is None and bucket.create(keys.RUN, encode_run(run, signer=signer)):
         return run
     existing = existing or read_run(bucket)
     if existing is None:
@@ -76,12 +115,27 @@ def read_manifest(bucket: Bucket, run: Run, version: int) -> Manifest | None:
     data = bucket.get(key, limit=MAX_MANIFEST_BYTES)
     if data is None:
         return None
-    return decode_manifest(data, version=version, tensors=run.tensors, run=bucket.url, key=key)
+    check_signed(bucket, run, data, key)
+    return decode_manifest(data, version=version, table=run, run=bucket.url, key=key)
 
 
-def newest_version(bucket: Bucket) -> int | None:
-    """The newest committed version by listing, None if there is none."""
-    numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.MANIFESTS)]
+def read_fold(bucket: Bucket, run: Run, base: int | None, version: int) -> Fold | None:
+    """The fold from ``base`` to ``version``, None if there is none; raises `CorruptError`."""
+    key = keys.fold(base, version)
+    data = bucket.get(key, limit=MAX_MANIFEST_BYTES)
+    if data is None:
+        return None
+    check_signed(bucket, run, data, key)
+    return decode_fold(data, base=base, version=version, table=run, run=bucket.url, key=key)
+
+
+def newest_version(bucket: Bucket, *, behind: int | None = None) -> int | None:
+    """The newest committed version by listing, None if there is none.
+
+    With ``behind``, only versions newer than that are looked for.
+    """
+    after = None if behind is None else keys.manifest(behind)
+    numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.MANIFESTS, after=after)]
     # Only what `read_manifest` would find again counts: not a stray copy beside the manifests.
     return max(
         (number for number, key in numbers if number is not None and key == keys.manifest(number)),
@@ -89,19 +143,38 @@ def newest_version(bucket: Bucket) -> int | None:
     )
 
 
+def newest_boundary(bucket: Bucket) -> int:
+    """Versions below this one are closed; 0 if none is."""
+    found = [keys.trailing_number(key) for key in bucket.list(keys.BOUNDARIES)]
+    return max((number for number in found if number is not None), default=0)
+
+
 def put_blob(bucket: Bucket, data: bytes) -> BlobRef:
-    """Store an immutable blob under the BLAKE3 of its content."""
+    """Store an immutable blob under the BLAKE3 of its content.
+
+    What already lies under that name is overwritten with the same bytes: were it damaged, it now
+    is not, and retention counts its age from now.
+    """
     digest = blake3.blake3(data).hexdigest()
     key = keys.blob(digest)
-    with_retries(lambda: bucket.create(key, data))
+    with_retries(lambda: bucket.put(key, data))
     return BlobRef(hash=digest, bytes=len(data))
 
 
-def get_blob(bucket: Bucket, ref: BlobRef, *, version: int | None = None) -> bytes:
+RANGE_BYTES = 8 << 20
+"""Larger blobs are fetched in ranges of this size, `RANGES` of them at once."""
+
+RANGES = 4
+
+
+def get_blob(bucket: Bucket, ref: BlobRef, *, version: int | None = None) -> bytes | bytearray:
     """Fetch a blob and verify it against its name; raises `CorruptError` if it is not there,
     or not what its name says."""
     key = keys.blob(ref.hash)
-    data = bucket.get(key, limit=ref.bytes)
+    if ref.bytes <= RANGE_BYTES:
+        data: bytes | bytearray | None = bucket.get(key, limit=ref.bytes)
+    else:
+        data = _get_in_ranges(bucket, key, ref.bytes)
     if data is None:
         raise CorruptError("a blob is missing", run=bucket.url, version=version, key=key)
     if len(data) != ref.bytes or blake3.blake3(data).hexdigest() != ref.hash:
@@ -109,3 +182,19 @@ def get_blob(bucket: Bucket, ref: BlobRef, *, version: int | None = None) -> byt
             "a blob's content does not match its name", run=bucket.url, version=version, key=key
         )
     return data
+
+
+def _get_in_ranges(bucket: Bucket, key: str, size: int) -> bytearray | None:
+    found = bytearray()
+    wave = RANGE_BYTES * RANGES
+    for at in range(0, size, wave):
+        ends = range(at, min(at + wave, size), RANGE_BYTES)
+        ranges = [(start, min(RANGE_BYTES, size - start)) for start in ends]
+        parts = bucket.read_ranges(key, ranges)
+        if parts is None:
+            return None
+        # Taken only now: a manifest that overstates a blob must not choose how much memory.
+        found = found or bytearray(size)
+        for (start, length), part in zip(ranges, parts, strict=True):
+            found[start : start + length] = part
+    return found

@@ -1,142 +1,207 @@
-"""The mirror: a host copy of the weights at one version."""
+"""The mirror: a host copy of the weights at one version, whole or in part."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltawire import codec
 from deltawire.codec import Digest, Patch
-from deltawire.errors import CorruptError, ResyncError
-from deltawire.store import Bucket
-from deltawire.sync.chain import get_blob, newest_version, read_manifest
-from deltawire.wire.manifest import Manifest, Payload
-from deltawire.wire.run import Run
+from deltawire.errors import InputError
+from deltawire.wire.run import Run, TensorSpec
 
 Bits = NDArray[np.unsignedinteger[Any]]
 
 
+class Span(NamedTuple):
+    """Elements ``start`` to ``stop`` of a tensor."""
+
+    start: int
+    stop: int
+
+
+class PiecePatch(NamedTuple):
+    """What changes in one piece: ``positions``, uint32[N], ascending and counted from ``start`` in
+    the tensor ``name``; ``bits``, uint[N]. Half the memory of a `Patch` of the whole tensor."""
+
+    name: str
+    start: int
+    positions: NDArray[np.uint32]
+    bits: Bits
+
+
+class Patches(Mapping[str, Patch]):
+    """Patches by tensor name, each made of its pieces when it is asked for and not before."""
+
+    def __init__(self, pieces: Iterable[PiecePatch]) -> None:
+        self._pieces: dict[str, list[PiecePatch]] = {}
+        for piece in pieces:
+            if len(piece.positions):
+                self._pieces.setdefault(piece.name, []).append(piece)
+
+    def __getitem__(self, name: str) -> Patch:
+        """The patch of one tensor: positions counted from its first element."""
+        pieces = sorted(self._pieces[name], key=lambda piece: piece.start)
+        return Patch(
+            np.concatenate([piece.positions.astype(np.int64) + piece.start for piece in pieces]),
+            np.concatenate([piece.bits for piece in pieces]),
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
 @dataclass
 class Mirror:
-    """Every tensor's bits as a flat unsigned array, at ``version``, with the model's digest."""
+    """Tensors' bits as flat unsigned arrays, at ``version``, with the whole model's digest.
+
+    ``starts`` says for a tensor that is held in part which of its elements comes first; the
+    others are held whole. ``held`` is the digest of what is held: that of the model, if all is.
+    """
 
     tensors: dict[str, Bits]
     version: int
     digest: Digest
+    starts: dict[str, int] = field(default_factory=dict)
+    held: Digest | None = None
+
+    @property
+    def held_digest(self) -> Digest:
+        """The digest of what is held."""
+        return self.digest if self.held is None else self.held
 
     def copy(self) -> Mirror:
         """A mirror of its own memory."""
         tensors = {name: bits.copy() for name, bits in self.tensors.items()}
-        return Mirror(tensors, self.version, self.digest)
+        return Mirror(tensors, self.version, self.digest, dict(self.starts), self.held)
+
+    def find(self, name: str, start: int, count: int) -> Bits | None:
+        """The memory of elements ``start … start+count`` of a tensor, None if it holds none of
+        them."""
+        bits = self.tensors.get(name)
+        at = start - self.starts.get(name, 0)
+        if bits is None or at < 0 or at + count > bits.size:
+            return None
+        return bits[at : at + count]
 
     def apply(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
         """Move forward by patches that were checked before."""
+        self.begin()
         for name, patch in patches.items():
             codec.apply(patch, self.tensors[name])
-        self.version, self.digest = version, digest
+        self.finish(version, digest, None)
+
+    def move(
+        self, pieces: Sequence[PiecePatch], version: int, digest: Digest, held: Digest | None
+    ) -> None:
+        """Move forward by pieces that were checked before. Nothing in here can fail for a reason
+        that checking could have found."""
+        self.begin()
+        for piece in pieces:
+            target = self.find(piece.name, piece.start, 1 + int(piece.positions[-1]))
+            assert target is not None
+            target[piece.positions] = piece.bits
+        self.finish(version, digest, held)
+
+    def begin(self) -> None:
+        """Something is about to be written that makes this no version at all, until `finish`."""
+        self.version, self.held = -1, None
+
+    def finish(self, version: int, digest: Digest, held: Digest | None) -> None:
+        """What is held is a version again."""
+        self.version, self.digest, self.held = version, digest, held
+
+    def compute_held(self) -> Digest:
+        """The digest of what is held, by one pass over it."""
+        total = codec.ZERO
+        for name, bits in self.tensors.items():
+            total += codec.digest_bits(name, bits, self.starts.get(name, 0))
+        return total
 
 
-def empty_tensors(run: Run) -> dict[str, Bits]:
-    """Unset memory for every tensor of the run."""
-    return {
-        tensor.name: np.empty(tensor.count, codec.unsigned_of(tensor.dtype))
-        for tensor in run.tensors
-    }
+def select(
+    run: Run, wanted: Mapping[str, tuple[int, int] | None] | Iterable[str] | None
+) -> dict[str, Span]:
+    """The spans that a mirror must hold for the tensors that are ``wanted``: their names, or rows
+    ``(first, end)`` of each (None: all of it). ``None`` is the whole model.
 
-
-def fetch_anchor(bucket: Bucket, run: Run, manifest: Manifest) -> Mirror:
-    """The whole model of a manifest that has an anchor, verified; raises `CorruptError`."""
-    if manifest.anchor is None:
-        raise ResyncError("not an anchor", run=bucket.url, version=manifest.version)
-    tensors = empty_tensors(run)
-    blobs = [get_blob(bucket, ref, version=manifest.version) for ref in manifest.anchor.blobs]
-    for piece in manifest.anchor.pieces:
-        spec = run.tensors[piece.tensor]
-        target = tensors[spec.name][piece.start : piece.start + piece.count]
-        payload = blobs[piece.blob][piece.offset : piece.offset + piece.length]
-        target[:] = codec.decode_full(payload, piece.count, target.itemsize)
-    digest = codec.digest_model(tensors)
-    _check(digest, manifest, bucket)
-    return Mirror(tensors, manifest.version, digest)
-
-
-def decode_delta(
-    bucket: Bucket, run: Run, manifest: Manifest, payload: Payload, mirror: Mirror
-) -> tuple[dict[str, Patch], Digest]:
-    """The patches from the mirror's version to the manifest's, and the digest they lead to.
-
-    Nothing is changed. Raises `CorruptError` if a blob is missing or damaged, or if the result
-    would not be what the manifest says.
+    Spans are widened to whole cells, because a piece is decoded whole. Raises `InputError` for a
+    name that is not in the run, or rows that the tensor does not have.
     """
-    blobs = [get_blob(bucket, ref, version=manifest.version) for ref in payload.blobs]
-    parts: dict[str, list[Patch]] = {}
-    digest = mirror.digest
-    for piece in sorted(payload.pieces, key=lambda piece: (piece.tensor, piece.start)):
-        name = run.tensors[piece.tensor].name
-        base = mirror.tensors[name][piece.start : piece.start + piece.count]
-        coded = blobs[piece.blob][piece.offset : piece.offset + piece.length]
-        patch = codec.decode_patch(coded, base)
-        patch = Patch(patch.positions + piece.start, patch.bits)
-        old = mirror.tensors[name][patch.positions]
-        digest = digest + codec.digest_patch(name, patch, old)
-        parts.setdefault(name, []).append(patch)
-    _check(digest, manifest, bucket)
-    return {name: _joined(patches) for name, patches in parts.items()}, digest
+    specs = {spec.name: spec for spec in run.tensors}
+    if wanted is None:
+        return {name: Span(0, spec.count) for name, spec in specs.items()}
+    rows = dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
+    spans: dict[str, Span] = {}
+    for alias, part in rows.items():
+        name = run.aliases.get(alias, alias)
+        if name not in specs:
+            raise InputError(f"the run has no tensor {name[:80]!r}")
+        found = _widened(specs[name], part, run.cell)
+        held = spans.get(name, found)
+        spans[name] = Span(min(held.start, found.start), max(held.stop, found.stop))
+    return spans
 
 
-def _joined(patches: list[Patch]) -> Patch:
-    if len(patches) == 1:
-        return patches[0]
-    positions = np.concatenate([patch.positions for patch in patches])
-    return Patch(positions, np.concatenate([patch.bits for patch in patches]))
+def _widened(spec: TensorSpec, rows: tuple[int, int] | None, cell: int) -> Span:
+    if rows is None:
+        return Span(0, spec.count)
+    first, end = rows
+    if not spec.shape or not 0 <= first <= end <= spec.shape[0]:
+        raise InputError(f"tensor {spec.name} of shape {spec.shape} has no rows {first} to {end}")
+    width = spec.count // spec.shape[0] if spec.shape[0] else 0
+    start = first * width // cell * cell
+    return Span(start, min(-(-end * width // cell) * cell, spec.count))
 
 
-def _check(digest: Digest, manifest: Manifest, bucket: Bucket) -> None:
-    if digest.hex() != manifest.digest:
-        raise CorruptError(
-            f"the weights' digest is {digest.hex()}, the manifest says {manifest.digest}",
-            run=bucket.url,
-            version=manifest.version,
+def rows_of(mirror: Mirror, spec: TensorSpec, rows: tuple[int, int] | None = None) -> Bits:
+    """Rows ``(first, end)`` of a tensor in its shape, a view of the mirror's own memory.
+
+    Raises `InputError` if the mirror does not hold them.
+    """
+    first, end = rows or (0, spec.shape[0] if spec.shape else 1)
+    width = spec.count // spec.shape[0] if spec.shape and spec.shape[0] else spec.count
+    bits = mirror.find(spec.name, first * width, (end - first) * width)
+    if bits is None:
+        raise InputError(f"the mirror does not hold rows {first} to {end} of {spec.name}")
+    return bits.reshape((end - first, *spec.shape[1:]) if spec.shape else ())
+
+
+def empty_mirror(run: Run, spans: Mapping[str, Span] | None = None) -> Mirror:
+    """A mirror in private memory that holds no version yet.
+
+    Raises `InputError` if the model that run.json states does not fit into this machine.
+    """
+    spans = select(run, None) if spans is None else spans
+    dtypes = {spec.name: codec.unsigned_of(spec.dtype) for spec in run.tensors}
+    total = sum((span.stop - span.start) * dtypes[n].itemsize for n, span in spans.items())
+    if total > (room := memory_bytes()):
+        raise InputError(
+            f"the model has {total} bytes, this machine's memory {room}",
+            hint="take a larger machine, or a part of the tensors",
         )
+    tensors: dict[str, Bits] = {
+        name: np.empty(span.stop - span.start, dtypes[name]) for name, span in spans.items()
+    }
+    return Mirror(tensors, -1, codec.ZERO, starts_of(spans))
 
 
-def load_mirror(bucket: Bucket, run: Run, *, at: int | None = None) -> Mirror | None:
-    """The mirror at version ``at`` (the newest if None): the nearest anchor, then deltas.
-
-    None if nothing is committed yet. An anchor that is damaged is passed over for an older one;
-    raises `CorruptError` when no path is left.
-    """
-    target = newest_version(bucket) if at is None else at
-    if target is None:
-        return None
-    failure: CorruptError | None = None
-    chain: list[Manifest] = []
-    for version in range(target, -1, -1):
-        manifest = read_manifest(bucket, run, version)
-        if manifest is None:
-            failure = failure or CorruptError(
-                "a manifest is missing", run=bucket.url, version=version
-            )
-            break
-        if manifest.anchor is not None:
-            try:
-                return _replay(bucket, run, fetch_anchor(bucket, run, manifest), chain)
-            except CorruptError as error:
-                failure = failure or error
-        if manifest.delta is None:
-            break
-        chain.append(manifest)
-    raise failure or CorruptError("no anchor leads to this version", run=bucket.url, version=target)
+def starts_of(spans: Mapping[str, Span]) -> dict[str, int]:
+    """Where partly held tensors start, as `Mirror` wants it."""
+    return {name: span.start for name, span in spans.items() if span.start}
 
 
-def _replay(bucket: Bucket, run: Run, mirror: Mirror, chain: list[Manifest]) -> Mirror:
-    for manifest in reversed(chain):
-        if manifest.delta is None or manifest.base != mirror.version:
-            raise CorruptError("the chain is broken", run=bucket.url, version=manifest.version)
-        patches, digest = decode_delta(bucket, run, manifest, manifest.delta, mirror)
-        mirror.apply(patches, manifest.version, digest)
-    return mirror
+def memory_bytes() -> int:
+    """How much memory this machine has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 1 << 62

@@ -1,107 +1,290 @@
-"""The reading side: prepare the next version beside the serving weights, then take it up.
+"""The reading side: prepare the next step beside the serving weights, then take it up.
 
 Who waits for whom::
 
     follower's thread                                  serving thread
-        poll manifest N+1, fetch, verify, decode
-        ──── update N+1 (one at a time) ─────────────▶ between two steps: swap, then
+        poll manifest N+1, plan, fetch, verify, decode
+        ──── update (one at a time) ─────────────────▶ between two steps: swap, then
         ◀──────────────────────────── committed ────── follower.commit(update)
-        mirror moves to N+1, poll manifest N+2
+        mirror moves on, poll the next
 
 Nothing that can fail is left for the serving thread but the attestation of what it holds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from deltawire import codec
 from deltawire.codec import Digest, Patch
 from deltawire.errors import BugError, CorruptError, DeltawireError, RetryError
 from deltawire.store import Bucket
 from deltawire.sync.chain import newest_version, read_manifest, with_retries
-from deltawire.sync.mirror import Mirror, decode_delta, load_mirror
+from deltawire.sync.fetch import decode_delta
+from deltawire.sync.load import MAX_REPLANS, difference, jump, load_mirror
+from deltawire.sync.mirror import Mirror, Patches, PiecePatch, Span, empty_mirror
+from deltawire.sync.plan import Edge, Route
+from deltawire.sync.survey import Survey
+from deltawire.wire import keys
 from deltawire.wire.run import Run
+
+LOOK_EVERY_POLLS = 20
+"""While version N+1 is not there, every so many looks for it a listing shows whether a newer one
+is: a manifest that got lost must not be waited for."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """A verified step of the mirror to ``version``: patches by tensor name."""
+    """A verified step of the mirror from ``base`` to ``version``.
+
+    ``pieces`` are what changes, ``held`` is the digest of what the mirror will hold, and
+    ``digest`` that of the whole model. ``bytes`` is what was fetched for it.
+    """
 
     base: int
     version: int
     digest: Digest
-    patches: dict[str, Patch]
+    pieces: list[PiecePatch]
+    held: Digest
     bytes: int
     prepare_ms: float
+    patches: Mapping[str, Patch] = field(init=False)
+    """The same by tensor name, for whoever holds tensors whole."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patches", Patches(self.pieces))
 
 
 class Subscriber:
-    """Moves one mirror along a run's chain. Not for use by several threads at once."""
+    """Moves one mirror along a run's chain. Not for use by several threads at once.
 
-    def __init__(self, bucket: Bucket, run: Run, mirror: Mirror) -> None:
+    With ``stepwise`` every version is visited while that is possible; else the mirror takes the
+    cheapest way to the newest version, which may lead over folds and anchors. ``threads`` decode.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: Run,
+        mirror: Mirror,
+        *,
+        stepwise: bool = False,
+        threads: int | None = None,
+    ) -> None:
         self.bucket = bucket
         self.run = run
         self.mirror = mirror
+        self.stepwise = stepwise
+        self._threads = threads
+        self._callbacks: list[Callable[[int], None]] = []
+        self._polls = 0
+        self._survey: Survey | None = None
+        self._ahead: tuple[Edge, ...] = ()
 
     def prepare(self) -> Update | None:
-        """The step to the next version, None while it is not committed. Changes nothing.
+        """The next verified step towards the newest version, None if there is no newer one.
 
-        A delta that is missing or damaged is got around over a newer anchor, if there is one;
-        else raises `CorruptError`. Raises `RetryError` if the store does not answer.
+        Changes nothing. What is missing or damaged is got around over folds and anchors, if there
+        are any; else raises the `CorruptError` that names it. Raises `RetryError` if the store
+        does not answer.
         """
         started = time.perf_counter()
-        version = self.mirror.version + 1
-        try:
-            manifest = read_manifest(self.bucket, self.run, version)
-            if manifest is None:
+        survey = self._survey
+        if survey is None or not self._ahead or self._ahead[0].base != self.mirror.version:
+            survey = self._look()
+            if survey is None:
                 return None
-            if manifest.delta is None or manifest.base != self.mirror.version:
-                raise CorruptError(
-                    "the next version does not build on the one held",
-                    run=self.bucket.url,
-                    version=version,
-                )
-            patches, digest = decode_delta(
-                self.bucket, self.run, manifest, manifest.delta, self.mirror
-            )
-        except CorruptError as error:
-            return self._around(error, started)
-        return Update(
-            self.mirror.version,
-            version,
-            digest,
-            patches,
-            manifest.delta.bytes,
-            (time.perf_counter() - started) * 1e3,
-        )
+        for _ in range(MAX_REPLANS):
+            edges = self._ahead or self._find(survey)
+            try:
+                count, update = self._take(survey, edges, started)
+            except CorruptError as error:
+                survey.ban(self._blamed, error)
+                self._ahead = ()
+                continue
+            self._survey, self._ahead = survey, edges[count:]
+            return update
+        raise survey.error()
 
     def commit(self, update: Update) -> None:
         """Move the mirror forward, once the serving weights hold ``update``."""
-        self.mirror.apply(update.patches, update.version, update.digest)
+        if update.base != self.mirror.version:
+            raise BugError(
+                f"an update of version {update.base} for a mirror at {self.mirror.version}",
+                run=self.bucket.url,
+                version=update.version,
+            )
+        self.mirror.move(update.pieces, update.version, update.digest, update.held)
+        for callback in self._callbacks:
+            callback(update.version)
 
-    def _around(self, cause: CorruptError, started: float) -> Update:
-        """A step straight to the newest version that does not need the damaged object."""
-        newest = newest_version(self.bucket)
-        for version in range(newest or 0, self.mirror.version, -1):
-            try:
-                target = load_mirror(self.bucket, self.run, at=version)
-            except CorruptError:
+    def on_version(self, callback: Callable[[int], None]) -> None:
+        """Call ``callback`` with each version that the mirror reaches, from whichever thread
+        commits it."""
+        self._callbacks.append(callback)
+
+    def advance(self) -> bool:
+        """Prepare and commit as many steps as there are; whether there was any."""
+        moved = False
+        while (update := with_retries(self.prepare)) is not None:
+            self.commit(update)
+            moved = True
+        return moved
+
+    def wait_for(self, version: int, *, timeout_s: float | None = None) -> int:
+        """Advance until the mirror is at ``version`` or a newer one, which is returned.
+
+        Raises `RetryError` if it is not committed within ``timeout_s``.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self.advance()
+            if self.mirror.version >= version:
+                return self.mirror.version
+            if deadline is not None and time.monotonic() >= deadline:
+                raise RetryError(
+                    f"version {version} was not committed within {timeout_s} s",
+                    run=self.bucket.url,
+                    version=version,
+                )
+            time.sleep(self.bucket.poll_s)
+
+    def follow(self, *, stop: threading.Event | None = None) -> Iterator[int]:
+        """Yield every version that the mirror reaches, for ever or until ``stop`` is set."""
+        stop = stop or threading.Event()
+
+        def pause(seconds: float) -> None:
+            stop.wait(seconds)
+
+        while not stop.is_set():
+            update = with_retries(self.prepare, pause=pause)
+            if update is None:
+                stop.wait(self.bucket.poll_s)
                 continue
-            if target is not None:
-                break
-        else:
-            raise cause
-        patches = {
-            name: patch
-            for name, bits in target.tensors.items()
-            if len((patch := codec.diff(self.mirror.tensors[name], bits)).positions)
+            self.commit(update)
+            yield update.version
+
+    async def advance_async(self) -> bool:
+        """As `advance`, beside the event loop."""
+        return await asyncio.to_thread(self.advance)
+
+    async def wait_for_async(self, version: int, *, timeout_s: float | None = None) -> int:
+        """As `wait_for`, beside the event loop; cancelling it stops between two looks."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.mirror.version < version:
+            if await self.advance_async() or self.mirror.version >= version:
+                continue
+            if deadline is not None and time.monotonic() >= deadline:
+                return await asyncio.to_thread(self.wait_for, version, timeout_s=0)
+            await asyncio.sleep(self.bucket.poll_s)
+        return self.mirror.version
+
+    async def follow_async(self) -> AsyncIterator[int]:
+        """As `follow`, beside the event loop, until it is closed or cancelled."""
+        while True:
+            update = await asyncio.to_thread(with_retries, self.prepare)
+            if update is None:
+                await asyncio.sleep(self.bucket.poll_s)
+                continue
+            await asyncio.to_thread(self.commit, update)
+            yield update.version
+
+    def _look(self) -> Survey | None:
+        """What lies ahead: None if nothing does."""
+        held, self._ahead = self.mirror.version, ()
+        following, damage = None, None
+        try:
+            following = read_manifest(self.bucket, self.run, held + 1)
+        except CorruptError as error:
+            damage = error
+        usable = following is not None and not following.retired
+        goal: int | None = held + 1
+        if not usable:
+            self._polls += 1
+            if damage is None and following is None and self._polls % LOOK_EVERY_POLLS != 1:
+                return None
+            goal = newest_version(self.bucket, behind=held)
+        elif not self.stepwise and self.bucket.exists(keys.manifest(held + 2)):
+            goal = newest_version(self.bucket, behind=held + 1)
+        if goal is None:
+            if damage is not None:
+                raise damage
+            return None
+        self._polls = 0 if usable else self._polls
+        survey = Survey(self.bucket, self.run, self.mirror, held, goal)
+        if following is not None:
+            survey.know(following)
+        elif damage is not None:
+            survey.failure = damage
+        return survey
+
+    def _find(self, survey: Survey) -> tuple[Edge, ...]:
+        route: Route | None = survey.find()
+        newest = None if route else newest_version(self.bucket, behind=survey.goal)
+        if route is None and newest is not None:
+            # A step that leads nowhere: perhaps a newer version can be reached around it.
+            survey.goal = newest
+            route = survey.find()
+        route = route or survey.find_any(newer_than=self.mirror.version)
+        if route is None:
+            raise survey.error()
+        return route.edges
+
+    def _take(self, survey: Survey, edges: tuple[Edge, ...], started: float) -> tuple[int, Update]:
+        """The update over the first edge, or, where that is an anchor behind the mirror, over as
+        many as lead past it; and how many these are."""
+        edge = self._blamed = edges[0]
+        if edge.target <= self.mirror.version:
+            return self._detour(edges, started)
+        step, payload = survey.step(edge)
+        take = jump if edge.kind == "anchor" else decode_delta
+        pieces, held = take(
+            self.bucket, self.run, step, payload, self.mirror, threads=self._threads
+        )
+        return 1, self._update(step.version, step.digest, pieces, held, edge.bytes, started)
+
+    def _detour(self, edges: tuple[Edge, ...], started: float) -> tuple[int, Update]:
+        """From an older anchor around what is damaged, in a second mirror; rare, so that its
+        memory is the price."""
+        spans = {
+            name: Span(self.mirror.starts.get(name, 0), self.mirror.starts.get(name, 0) + bits.size)
+            for name, bits in self.mirror.tensors.items()
         }
-        total = sum(bits.nbytes for bits in target.tensors.values())
+        target = next(edge.target for edge in edges if edge.target > self.mirror.version)
+        count = 1 + next(i for i, edge in enumerate(edges) if edge.target == target)
+        other = load_mirror(
+            self.bucket, self.run, at=target, into=empty_mirror(self.run, spans),
+            threads=self._threads,
+        )  # fmt: skip
+        assert other is not None
+        pieces = [
+            difference(name, self.mirror.starts.get(name, 0) + at, self.mirror, cell)
+            for name, bits in other.tensors.items()
+            for at in range(0, bits.size, self.run.cell)
+            for cell in [bits[at : at + self.run.cell]]
+        ]
+        pieces = [piece for piece in pieces if len(piece.positions)]
+        spent = sum(edge.bytes for edge in edges[:count])
+        return count, self._update(
+            target, other.digest.hex(), pieces, other.held_digest, spent, started
+        )
+
+    def _update(
+        self,
+        version: int,
+        digest: str,
+        pieces: list[PiecePatch],
+        held: Digest,
+        fetched: int,
+        started: float,
+    ) -> Update:
         spent_ms = (time.perf_counter() - started) * 1e3
-        return Update(self.mirror.version, target.version, target.digest, patches, total, spent_ms)
+        whole = codec.Digest.from_hex(digest)
+        return Update(self.mirror.version, version, whole, pieces, held, fetched, spent_ms)
 
 
 class Follower:

@@ -7,7 +7,7 @@ what a version must hold.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,9 @@ TENSORS = [
     TensorSpec("mask", (9,), "BOOL"),
 ]
 
+CELL = 50
+"""Elements of a cell: some tensors have several."""
+
 Weights = Mapping[str, NDArray[Any]]
 
 
@@ -55,16 +58,24 @@ def weights(version: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:
     return tensors
 
 
-def start_run(bucket: Bucket, *, seed: int = 0) -> Run:
+def start_run(bucket: Bucket, *, seed: int = 0, cell: int = CELL) -> Run:
     """Create the run, or take it up again; no version is published."""
     flat = {name: array.reshape(-1) for name, array in weights(0, seed=seed).items()}
     digest = codec.digest_model(flat).hex()
-    run = Run(name="tiny", created_at=time.time(), tensors=TENSORS, digest=digest)
+    run = Run(name="tiny", created_at=time.time(), tensors=TENSORS, digest=digest, cell=cell)
     return create_run(bucket, run)
 
 
-def start_publisher(bucket: Bucket, *, seed: int = 0, anchor_every: int = 3) -> Publisher:
-    """A publisher that continues from whatever is committed, with the next epoch."""
+def start_publisher(
+    bucket: Bucket,
+    *,
+    seed: int = 0,
+    anchor_every: int = 3,
+    fold_strides: Sequence[int] = (),
+    **options: Any,
+) -> Publisher:
+    """A publisher that continues from whatever is committed, with the next epoch; ``options`` go
+    to `Publisher`."""
     run = start_run(bucket, seed=seed)
     mirror = load_mirror(bucket, run)
     if mirror is None:
@@ -72,7 +83,15 @@ def start_publisher(bucket: Bucket, *, seed: int = 0, anchor_every: int = 3) -> 
         mirror = Mirror(blank, -1, codec.ZERO)
     head = read_manifest(bucket, run, mirror.version) if mirror.version >= 0 else None
     epoch = 0 if head is None else head.epoch + 1
-    return Publisher(bucket, run, mirror, epoch=epoch, anchor_every=anchor_every)
+    return Publisher(
+        bucket,
+        run,
+        mirror,
+        epoch=epoch,
+        anchor_every=anchor_every,
+        fold_strides=fold_strides,
+        **options,
+    )
 
 
 def same_bits(left: Weights, right: Weights) -> bool:

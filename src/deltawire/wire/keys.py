@@ -10,6 +10,10 @@ RUN = "run.json"
 TRAINER = "trainer.json"
 MANIFESTS = "weights/manifests/"
 BLOBS = "weights/blobs/"
+FOLDS = "weights/folds/"
+PARTS = "weights/parts/"
+BOUNDARIES = "weights/boundaries/"
+CLOCK = "weights/clock"
 ROLLOUTS = "rollouts/"
 FLEET = "fleet/"
 CHECKPOINTS = "checkpoints/"
@@ -49,6 +53,48 @@ def blob(digest: str) -> str:
     if not _HASH.match(digest):
         raise InputError(f"{digest[:80]!r} is not a BLAKE3 hash")
     return f"{BLOBS}{digest}"
+
+
+def fold(base: int | None, target: int) -> str:
+    """The key of the fold from ``base`` to ``target``, of a later anchor if ``base`` is None.
+
+    The target comes first, so that a listing behind the version held shows what lies ahead.
+    """
+    return f"{FOLDS}{_number(target)}-{'anchor' if base is None else _number(base)}.json"
+
+
+def fold_of(key: str) -> tuple[int | None, int] | None:
+    """Base and target of a fold's key, None if it is no such key."""
+    stem = key.removeprefix(FOLDS).removesuffix(".json")
+    target, _, base = stem.partition("-")
+    numbers = [int(word) for word in (target, base) if re.fullmatch("[0-9]{10}", word)]
+    if base == "anchor" and len(numbers) == 1:
+        found: tuple[int | None, int] = (None, numbers[0])
+    elif len(numbers) == 2:
+        found = (numbers[1], numbers[0])
+    else:
+        return None
+    return found if key == fold(*found) else None
+
+
+def folds_behind(version: int) -> str:
+    """Where in a listing of folds those to versions newer than ``version`` begin."""
+    return f"{FOLDS}{_number(version)}-~"
+
+
+def boundary(version: int) -> str:
+    """The key whose creation closes every version below ``version``, for ever."""
+    return f"{BOUNDARIES}{_number(version)}.json"
+
+
+def part(version: int, token: str, rank: int) -> str:
+    """The key under which ``rank`` announces its part of ``version``, in the attempt ``token``."""
+    return f"{parts_of(version, token)}{_number(rank)}.json"
+
+
+def parts_of(version: int, token: str) -> str:
+    """The prefix of all parts of one attempt at ``version``."""
+    return f"{PARTS}{_number(version)}-{_checked(token)}/"
 
 
 def rollout(worker: str, sequence: int) -> str:

@@ -1,21 +1,31 @@
-"""Manifests: the small objects whose creation commits a version."""
+"""Manifests, the small objects whose creation commits a version; and folds, the ways around."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from deltawire.errors import CorruptError
-from deltawire.wire.objects import FORMAT, decode_json
-from deltawire.wire.run import Hash, Size, TensorSpec
+from deltawire.wire import keys
+from deltawire.wire.objects import FORMAT, check_raw, decode_json
+from deltawire.wire.run import Hash, Identity, Run, Size
+from deltawire.wire.seal import Signer, check_seal, seal, unseal
 
-MAX_MANIFEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 32 << 20
+MAX_ANNEX_BYTES = 1 << 20
 MAX_BLOB_BYTES = 1 << 36
+MAX_BLOBS = 1 << 16
+MAX_PIECES = 1 << 18
+
+ZERO_SUM = "0" * 32
 
 Index = Annotated[int, Meta(ge=0, le=1 << 48)]
+Sum = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+
+_LANE = 1 << 64
 
 
 class BlobRef(msgspec.Struct, frozen=True):
@@ -27,7 +37,12 @@ class BlobRef(msgspec.Struct, frozen=True):
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """A flat range of one tensor: elements ``start … start+count`` of tensor number ``tensor``,
-    coded in bytes ``offset … offset+length`` of blob number ``blob``."""
+    coded in bytes ``offset … offset+length`` of blob number ``blob``.
+
+    ``sum`` is what the piece adds to the model's digest, in the digest's own form: in an anchor
+    the digest of its elements, in a delta that of the target's less that of the base's. ``hash``
+    is the first half of the BLAKE3 of its bytes, for readers that fetch no more than those.
+    """
 
     tensor: Index
     start: Index
@@ -35,13 +50,20 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     blob: Index
     offset: Index
     length: Index
+    sum: Sum
+    hash: Sum
+
+    @property
+    def end(self) -> int:
+        """The element behind its last."""
+        return self.start + self.count
 
 
 class Payload(msgspec.Struct, frozen=True):
     """One way to obtain a version: its pieces, and the blobs they lie in."""
 
-    blobs: Annotated[list[BlobRef], Meta(max_length=1 << 16)]
-    pieces: Annotated[list[Piece], Meta(max_length=1 << 22)]
+    blobs: Annotated[list[BlobRef], Meta(max_length=MAX_BLOBS)]
+    pieces: Annotated[list[Piece], Meta(max_length=MAX_PIECES)]
     changed: Index
 
     @property
@@ -53,55 +75,130 @@ class Payload(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A committed version: how to get there from its base, whole, or both.
 
-    ``digest`` is that of the whole model at this version. ``epoch`` counts the writers that a run
-    has had, ``nonce`` tells two of them apart. ``annex`` belongs to the application: the trainer
-    keeps there which groups the version consumed, so that one create commits both.
+    ``run`` is the run's id. ``digest`` is that of the whole model at this version, ``base_digest``
+    that at its base. ``last_anchor`` is the newest version at or before this one that its writer
+    knew to be stored whole; it is a hint and nothing depends on it. ``epoch`` counts the writers
+    that a run has had, ``nonce`` tells two of them apart. ``annex`` belongs to the application:
+    the trainer keeps there which groups the version consumed, so that one create commits both.
+    A ``retired`` version is closed: retention has taken its payloads, and left this so that its
+    name is never free again.
     """
 
     format: int = FORMAT
+    run: Identity
     version: Index
     base: Index | None = None
+    base_digest: Sum = ZERO_SUM
     delta: Payload | None = None
     anchor: Payload | None = None
-    digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    digest: Sum
+    last_anchor: Index | None = None
     epoch: Index
     nonce: Annotated[str, Meta(max_length=64)]
     created_at: float
+    retired: bool = False
     annex: dict[str, Any] = {}
 
 
-def decode_manifest(
-    data: bytes, *, version: int, tensors: Sequence[TensorSpec], run: str, key: str
-) -> Manifest:
-    """Parse a manifest and check it against the run's tensor table.
+class Fold(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to ``version`` that is no commit: from an earlier ``base`` in one stride, or, without
+    a base, an anchor that was made later than its version."""
 
-    Every piece must lie inside its tensor and its blob, an anchor must cover every tensor exactly,
-    and pieces of one payload may not overlap. Raises `CorruptError`.
+    format: int = FORMAT
+    run: Identity
+    version: Index
+    base: Index | None = None
+    base_digest: Sum = ZERO_SUM
+    payload: Payload
+    digest: Sum
+    created_at: float
+
+
+class _Outline(msgspec.Struct):
+    annex: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+def encode_manifest(manifest: Manifest, *, signer: Signer | None = None) -> bytes:
+    """The object at the manifest's key."""
+    return seal(manifest, key=keys.manifest(manifest.version), signer=signer)
+
+
+def encode_fold(fold: Fold, *, signer: Signer | None = None) -> bytes:
+    """The object at the fold's key."""
+    return seal(fold, key=keys.fold(fold.base, fold.version), signer=signer)
+
+
+def decode_manifest(data: bytes, *, version: int, table: Run, run: str, key: str) -> Manifest:
+    """Parse a manifest and check it against the run's table.
+
+    Every piece must lie inside its tensor, its cell and its blob, an anchor must cover every
+    tensor exactly, pieces of one payload may not overlap, and their sums must lead from the
+    base's digest to the version's. Raises `CorruptError`.
     """
+    check_seal(data, "manifest", run=run, key=key)
+    outline = decode_json(data, _Outline, run=run, key=key, what="manifest")
+    check_raw(outline.annex, MAX_ANNEX_BYTES, "annex", run=run, key=key)
     manifest = decode_json(data, Manifest, run=run, key=key)
-    fault = _fault(manifest, version, tensors)
+    fault = _manifest_fault(manifest, version, table)
     if fault:
         raise CorruptError(f"manifest: {fault}", run=run, version=version, key=key)
     return manifest
 
 
-def _fault(manifest: Manifest, version: int, tensors: Sequence[TensorSpec]) -> str:
-    if manifest.format != FORMAT:
-        return f"format {manifest.format}; this deltawire reads format {FORMAT}"
-    if manifest.version != version:
-        return f"it says version {manifest.version}"
+def decode_fold(
+    data: bytes, *, base: int | None, version: int, table: Run, run: str, key: str
+) -> Fold:
+    """Parse a fold and check it as a manifest is checked; raises `CorruptError`."""
+    fold = unseal(data, Fold, run=run, key=key)
+    fault = _identity_fault(fold, version, table)
+    if not fault and fold.base != base:
+        fault = f"it says base {fold.base}"
+    if not fault and base is not None and base >= version:
+        fault = "a fold without an earlier base"
+    if fault := fault or payload_fault(
+        fold.payload, table, base_digest=None if base is None else fold.base_digest, to=fold.digest
+    ):
+        raise CorruptError(f"fold: {fault}", run=run, version=version, key=key)
+    return fold
+
+
+def _identity_fault(value: Manifest | Fold, version: int, table: Run) -> str:
+    if value.format != FORMAT:
+        return f"format {value.format}; this deltawire reads format {FORMAT}"
+    if value.run != table.id:
+        return "it belongs to another run"
+    if value.version != version:
+        return f"it says version {value.version}"
+    return ""
+
+
+def _manifest_fault(manifest: Manifest, version: int, table: Run) -> str:
+    if fault := _identity_fault(manifest, version, table):
+        return fault
+    if version == 0 and manifest.digest != table.digest:
+        return "its digest is not the one run.json states for version 0"
+    if manifest.retired:
+        return "retired, but with a payload" if manifest.delta or manifest.anchor else ""
     if manifest.delta is None and manifest.anchor is None:
         return "neither a delta nor an anchor"
     if manifest.delta is not None and (manifest.base is None or manifest.base >= version):
         return "a delta without an earlier base"
-    for payload, whole in ((manifest.delta, False), (manifest.anchor, True)):
-        if payload is not None and (fault := _payload_fault(payload, tensors, whole=whole)):
-            return fault
+    if manifest.delta is not None and (
+        fault := payload_fault(
+            manifest.delta, table, base_digest=manifest.base_digest, to=manifest.digest
+        )
+    ):
+        return fault
+    if manifest.anchor is not None:
+        return payload_fault(manifest.anchor, table, base_digest=None, to=manifest.digest)
     return ""
 
 
-def _payload_fault(payload: Payload, tensors: Sequence[TensorSpec], *, whole: bool) -> str:
-    ends = dict.fromkeys(range(len(tensors)), 0)
+def payload_fault(payload: Payload, table: Run, *, base_digest: str | None, to: str) -> str:
+    """What is wrong with a payload that leads from ``base_digest`` (None: from nothing) to the
+    digest ``to``, in a few words; empty if nothing is."""
+    tensors, whole = table.tensors, base_digest is None
+    ends = [0] * len(tensors)
     for blob in payload.blobs:
         if blob.bytes > MAX_BLOB_BYTES:
             return f"a blob of {blob.bytes} bytes"
@@ -110,13 +207,27 @@ def _payload_fault(payload: Payload, tensors: Sequence[TensorSpec], *, whole: bo
             return f"a piece of tensor number {piece.tensor} of {len(tensors)}"
         if piece.blob >= len(payload.blobs):
             return f"a piece in blob number {piece.blob} of {len(payload.blobs)}"
+        spec = tensors[piece.tensor]
         if piece.offset + piece.length > payload.blobs[piece.blob].bytes:
             return "a piece ends behind its blob"
-        if piece.start + piece.count > tensors[piece.tensor].count:
-            return f"a piece ends behind tensor {tensors[piece.tensor].name}"
+        if piece.start + piece.count > spec.count:
+            return f"a piece ends behind tensor {spec.name}"
+        if piece.count and piece.start // table.cell != (piece.end - 1) // table.cell:
+            return f"a piece of tensor {spec.name} crosses from one cell into another"
         if piece.start < ends[piece.tensor] or (whole and piece.start != ends[piece.tensor]):
-            return f"pieces of tensor {tensors[piece.tensor].name} overlap or leave a gap"
+            return f"pieces of tensor {spec.name} overlap or leave a gap"
         ends[piece.tensor] = piece.start + piece.count
     if whole and any(ends[i] != tensor.count for i, tensor in enumerate(tensors)):
         return "an anchor that does not cover the model"
+    if add_sums([base_digest or ZERO_SUM, *(piece.sum for piece in payload.pieces)]) != to:
+        return "the sums of its pieces do not lead to its digest"
     return ""
+
+
+def add_sums(sums: Iterable[str]) -> str:
+    """Digests, or differences of digests, added up: two lanes of 64 bits that wrap around."""
+    lane0 = lane1 = 0
+    for value in sums:
+        lane0 += int(value[:16], 16)
+        lane1 += int(value[16:], 16)
+    return f"{lane0 % _LANE:016x}{lane1 % _LANE:016x}"

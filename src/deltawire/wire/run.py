@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import math
+import secrets
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from deltawire.errors import CorruptError
-from deltawire.wire.objects import FORMAT, decode_json
+from deltawire.wire import keys
+from deltawire.wire.objects import FORMAT, check_raw, decode_json
+from deltawire.wire.seal import Signer, check_seal, seal
 
-MAX_RUN_BYTES = 64 << 20
-MAX_TENSORS = 1 << 20
+MAX_RUN_BYTES = 16 << 20
+MAX_CONFIG_BYTES = 1 << 20
+MAX_TENSORS = 1 << 16
 MAX_ELEMENTS = 1 << 48
+MAX_CELLS = 1 << 18
+CELL_ELEMENTS = 1 << 22
+"""Elements of a cell, if nothing else is said: 8 MiB of bf16."""
 
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Key = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+Identity = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
     """One tensor of the model, its dtype as safetensors names it."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=1024)]
+    name: Name
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_ELEMENTS)], ...], Meta(max_length=16)]
     dtype: Annotated[str, Meta(max_length=16)]
 
@@ -41,28 +51,58 @@ class ModelFile(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's identity. ``config`` is the loop's own configuration, opaque at this layer."""
+    """A run's identity. ``config`` is the loop's own configuration, opaque at this layer.
+
+    ``cell`` divides every tensor into cells of so many elements, the last one shorter; no piece
+    crosses from one cell into another, so that whoever holds whole cells can use every version.
+    ``aliases`` maps names of tied tensors to the one name under which the tensor is stored.
+    ``public_key`` is an Ed25519 key, empty if the run is not signed.
+    """
 
     format: int = FORMAT
+    id: Identity = msgspec.field(default_factory=lambda: secrets.token_hex(16))
     name: Annotated[str, Meta(max_length=64)]
     created_at: float
     tensors: Annotated[list[TensorSpec], Meta(max_length=MAX_TENSORS)]
     digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     """The digest of version 0."""
+    cell: Annotated[int, Meta(ge=1, le=1 << 30)] = CELL_ELEMENTS
+    aliases: Annotated[dict[Name, Name], Meta(max_length=MAX_TENSORS)] = {}
+    public_key: Key = ""
     model_files: Annotated[list[ModelFile], Meta(max_length=64)] = []
     config: dict[str, Any] = {}
 
 
+class _Outline(msgspec.Struct):
+    config: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+def encode_run(run: Run, *, signer: Signer | None = None) -> bytes:
+    """``run.json`` for this run."""
+    return seal(run, key=keys.RUN, signer=signer)
+
+
 def decode_run(data: bytes, *, run: str, key: str) -> Run:
     """Parse and check ``run.json``; raises `CorruptError`."""
+    check_seal(data, "run", run=run, key=key)
+    outline = decode_json(data, _Outline, run=run, key=key, what="run")
+    check_raw(outline.config, MAX_CONFIG_BYTES, "config", run=run, key=key)
     value = decode_json(data, Run, run=run, key=key)
-    if value.format != FORMAT:
-        raise CorruptError(
-            f"format {value.format}; this deltawire reads format {FORMAT}", run=run, key=key
-        )
-    names = {tensor.name for tensor in value.tensors}
-    if len(names) != len(value.tensors):
-        raise CorruptError("a tensor is listed twice", run=run, key=key)
-    if sum(tensor.count for tensor in value.tensors) > MAX_ELEMENTS:
-        raise CorruptError("the tensor table exceeds the largest model", run=run, key=key)
+    if fault := _fault(value):
+        raise CorruptError(fault, run=run, key=key)
     return value
+
+
+def _fault(run: Run) -> str:
+    if run.format != FORMAT:
+        return f"format {run.format}; this deltawire reads format {FORMAT}"
+    names = {tensor.name for tensor in run.tensors}
+    if len(names) != len(run.tensors):
+        return "a tensor is listed twice"
+    if sum(tensor.count for tensor in run.tensors) > MAX_ELEMENTS:
+        return "the tensor table exceeds the largest model"
+    if sum(-(-tensor.count // run.cell) for tensor in run.tensors) > MAX_CELLS:
+        return f"cells of {run.cell} elements are more than {MAX_CELLS}"
+    if any(name in names or stored not in names for name, stored in run.aliases.items()):
+        return "an alias of a tensor that is not there, or one that is a tensor itself"
+    return ""

@@ -1,0 +1,186 @@
+"""From bits to payloads: cells are encoded on all cores, blobs of a stated size are uploaded.
+
+Who waits for whom::
+
+    encoding threads           the caller's                    uploading threads
+      digest and encode ──────▶ pieces in order, gathered ────▶ put blob K
+      a cell                    until a blob is full            put blob K+1
+                                └ waits while two are on their way
+
+So that what is in memory of a delta is never more than four blobs and a cell a thread, however
+large the delta is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+
+from deltawire import codec
+from deltawire.codec import Digest
+from deltawire.store import Bucket
+from deltawire.sync.chain import put_blob
+from deltawire.sync.fetch import in_order, piece_hash, threads_of
+from deltawire.sync.mirror import Bits, Mirror
+from deltawire.wire.manifest import BlobRef, Payload, Piece
+from deltawire.wire.run import Run
+
+BLOB_BYTES = 32 << 20
+"""A blob is closed when it holds so much: it is then larger by less than one cell."""
+
+UPLOADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A range of a tensor that no piece may cross: one cell, or the part of it that is held."""
+
+    tensor: int
+    name: str
+    start: int
+    count: int
+
+
+def cells_of(run: Run, mirror: Mirror) -> list[Cell]:
+    """The cells of everything a mirror holds, in the order of the table."""
+    found = []
+    for number, spec in enumerate(run.tensors):
+        bits = mirror.tensors.get(spec.name)
+        first = mirror.starts.get(spec.name, 0)
+        at, stop = first, first + (0 if bits is None else bits.size)
+        while at < stop:
+            end = min((at // run.cell + 1) * run.cell, stop)
+            found.append(Cell(number, spec.name, at, end - at))
+            at = end
+    return found
+
+
+def bits_at(mirror: Mirror, cell: Cell) -> Bits:
+    """A cell's memory in a mirror that holds it."""
+    bits = mirror.find(cell.name, cell.start, cell.count)
+    assert bits is not None
+    return bits
+
+
+class Coded(NamedTuple):
+    """A cell as it goes on the wire; ``payload`` is None if nothing of it changed."""
+
+    cell: Cell
+    payload: bytes | None
+    change: Digest
+    digest: Digest
+    changed: int
+
+
+class BlobWriter:
+    """Gathers payloads into blobs and uploads them meanwhile; use it as a context."""
+
+    def __init__(self, bucket: Bucket, *, blob_bytes: int = BLOB_BYTES) -> None:
+        self._bucket = bucket
+        self._blob_bytes = blob_bytes
+        self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
+        self._uploads: list[Future[BlobRef]] = []
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._pieces: list[Piece] = []
+        self.bytes = 0
+        """How much was added so far."""
+
+    def __enter__(self) -> BlobWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, cell: Cell, payload: bytes, total: Digest) -> None:
+        """The next piece; ``total`` is what it adds to the digest. Raises what an earlier upload
+        failed with."""
+        place = (len(self._uploads), self._size, len(payload))
+        self._pieces.append(
+            Piece(cell.tensor, cell.start, cell.count, *place, total.hex(), piece_hash(payload))
+        )
+        self._parts.append(payload)
+        self._size += len(payload)
+        self.bytes += len(payload)
+        if self._size >= self._blob_bytes:
+            self._close_blob()
+
+    def finish(self, changed: int) -> Payload:
+        """Wait for all uploads; raises what one failed with."""
+        if self._parts:
+            self._close_blob()
+        refs = [upload.result() for upload in self._uploads]
+        return Payload(blobs=refs, pieces=self._pieces, changed=changed)
+
+    def _close_blob(self) -> None:
+        if len(self._uploads) >= UPLOADS:
+            self._uploads[-UPLOADS].result()
+        data, self._parts, self._size = b"".join(self._parts), [], 0
+        self._uploads.append(self._pool.submit(put_blob, self._bucket, data))
+
+
+def code_cells(
+    cells: Iterable[Cell],
+    run: Run,
+    base: Mirror,
+    target: Mirror,
+    sums: Mapping[Cell, Digest],
+    *,
+    threads: int | None = None,
+) -> Iterator[Coded]:
+    """What turns each cell of ``base`` into that of ``target``; ``sums`` are the base's digests
+    by cell, so that one pass over the target's bits gives the change of the digest."""
+    count = threads_of(threads)
+
+    def code(cell: Cell) -> Coded:
+        return code_cell(run, cell, bits_at(base, cell), bits_at(target, cell), sums[cell])
+
+    with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
+        yield from in_order(pool, code, cells, ahead=2 * count)
+
+
+def code_cell(run: Run, cell: Cell, old: Bits, new: Bits, old_digest: Digest) -> Coded:
+    """What turns the bits of one cell into others."""
+    changed = int(np.count_nonzero(old != new))
+    if not changed:
+        return Coded(cell, None, codec.ZERO, old_digest, 0)
+    payload = codec.encode(old, new, dtype=run.tensors[cell.tensor].dtype)
+    digest = codec.digest_bits(cell.name, new, cell.start)
+    return Coded(cell, payload, digest - old_digest, digest, changed)
+
+
+def anchor_cells(
+    cells: Iterable[Cell], target: Mirror, *, threads: int | None = None
+) -> Iterator[Coded]:
+    """Every cell of ``target`` whole; ``change`` is its digest."""
+    count = threads_of(threads)
+
+    def code(cell: Cell) -> Coded:
+        bits = bits_at(target, cell)
+        digest = codec.digest_bits(cell.name, bits, cell.start)
+        return Coded(cell, codec.encode_full(bits), digest, digest, cell.count)
+
+    with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
+        yield from in_order(pool, code, cells, ahead=count)
+
+
+def digest_cells(
+    cells: Iterable[Cell], mirror: Mirror, *, threads: int | None = None
+) -> dict[Cell, Digest]:
+    """The digest of every cell of a mirror."""
+
+    def one(cell: Cell) -> tuple[Cell, Digest]:
+        return cell, codec.digest_bits(cell.name, bits_at(mirror, cell), cell.start)
+
+    with ThreadPoolExecutor(threads_of(threads), thread_name_prefix="digester") as pool:
+        return dict(pool.map(one, cells))

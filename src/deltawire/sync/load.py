@@ -1,0 +1,124 @@
+"""Filling a mirror: from nothing, or from an older version, to the one that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from deltawire import codec
+from deltawire.errors import CorruptError, ResyncError
+from deltawire.store import Bucket
+from deltawire.sync.chain import newest_version
+from deltawire.sync.fetch import decode_anchor, decode_delta
+from deltawire.sync.mirror import Bits, Mirror, PiecePatch, empty_mirror, select
+from deltawire.sync.plan import Edge
+from deltawire.sync.survey import Survey
+from deltawire.wire.manifest import Fold, Manifest, Payload
+from deltawire.wire.run import Run
+
+MAX_REPLANS = 64
+"""So many damaged or missing objects are got around before giving up."""
+
+
+def load_mirror(
+    bucket: Bucket,
+    run: Run,
+    *,
+    at: int | None = None,
+    wanted: Mapping[str, tuple[int, int] | None] | Iterable[str] | None = None,
+    into: Mirror | None = None,
+    threads: int | None = None,
+) -> Mirror | None:
+    """The mirror at version ``at`` (the newest if None), by the fewest bytes.
+
+    ``wanted`` names tensors, or rows of them, for a reader that wants no more (see `select`).
+    ``into`` is a mirror to be filled or moved forward instead of a new one. None if nothing is
+    committed yet. What is damaged is got around if anything leads around it; raises `CorruptError`
+    naming the first such object when no way is left, and `RetryError` if the store does not
+    answer.
+    """
+    target = newest_version(bucket) if at is None else at
+    if target is None:
+        return None
+    mirror = empty_mirror(run, select(run, wanted)) if into is None else into
+    held = mirror.version if 0 <= mirror.version <= target else None
+    survey = Survey(bucket, run, mirror, held, target)
+    for _ in range(MAX_REPLANS):
+        survey.held = held
+        route = survey.find()
+        if route is None:
+            break
+        for edge in route.edges:
+            try:
+                _take(bucket, run, survey, edge, mirror, threads)
+            except CorruptError as error:
+                survey.ban(edge, error)
+                held = mirror.version if mirror.version >= 0 else None
+                break
+            held = mirror.version
+        else:
+            return mirror
+    raise survey.error()
+
+
+def _take(
+    bucket: Bucket, run: Run, survey: Survey, edge: Edge, mirror: Mirror, threads: int | None
+) -> None:
+    step, payload = survey.step(edge)
+    if edge.kind == "anchor":
+        fetch_anchor(bucket, run, step, payload, mirror, threads=threads)
+        return
+    pieces, held = decode_delta(bucket, run, step, payload, mirror, threads=threads)
+    mirror.move(pieces, step.version, codec.Digest.from_hex(step.digest), held)
+
+
+def fetch_anchor(
+    bucket: Bucket,
+    run: Run,
+    step: Manifest | Fold,
+    payload: Payload | None,
+    mirror: Mirror,
+    *,
+    threads: int | None = None,
+) -> None:
+    """Fill ``mirror`` from an anchor, verified. Raises `CorruptError`; it then holds nothing."""
+    if payload is None:
+        raise ResyncError("not an anchor", run=bucket.url, version=step.version)
+    mirror.begin()
+
+    def take(name: str, start: int, bits: Bits) -> None:
+        target = mirror.find(name, start, bits.size)
+        assert target is not None
+        target[:] = bits
+
+    held = decode_anchor(bucket, run, step, payload, mirror, take, threads=threads)
+    mirror.finish(step.version, codec.Digest.from_hex(step.digest), held)
+
+
+def jump(
+    bucket: Bucket,
+    run: Run,
+    step: Manifest | Fold,
+    payload: Payload,
+    mirror: Mirror,
+    *,
+    threads: int | None = None,
+) -> tuple[list[PiecePatch], codec.Digest]:
+    """What an anchor changes in what ``mirror`` holds, and the digest of the result. Changes
+    nothing; raises `CorruptError`."""
+    pieces: list[PiecePatch] = []
+
+    def take(name: str, start: int, bits: Bits) -> None:
+        pieces.append(difference(name, start, mirror, bits))
+
+    held = decode_anchor(bucket, run, step, payload, mirror, take, threads=threads)
+    return [piece for piece in pieces if len(piece.positions)], held
+
+
+def difference(name: str, start: int, mirror: Mirror, bits: Bits) -> PiecePatch:
+    """What turns the mirror's elements from ``start`` on into ``bits``."""
+    old = mirror.find(name, start, bits.size)
+    assert old is not None
+    positions = np.flatnonzero(old != bits)
+    return PiecePatch(name, start, positions.astype(np.uint32), bits[positions])

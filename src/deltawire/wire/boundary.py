@@ -1,0 +1,49 @@
+"""Boundaries and parts: small objects by which writers of a run know of each other."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.errors import CorruptError
+from deltawire.wire.manifest import Index, Payload, Sum
+from deltawire.wire.objects import FORMAT
+from deltawire.wire.run import Identity, Run
+from deltawire.wire.seal import unseal
+
+MAX_BOUNDARY_BYTES = 1 << 16
+
+
+class Boundary(msgspec.Struct, frozen=True, kw_only=True):
+    """Every version below ``version`` is closed: no publisher may commit it, and retention may
+    take it. Boundaries are only ever created, and the highest one counts."""
+
+    format: int = FORMAT
+    run: Identity
+    version: Index
+    created_at: float
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What one of ``ranks`` ranks adds to a version: its pieces, uploaded and waiting for the
+    leader's manifest. ``base_digest`` is that of the whole model at the base."""
+
+    format: int = FORMAT
+    run: Identity
+    version: Index
+    rank: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    ranks: Annotated[int, Meta(ge=1, le=1 << 16)]
+    epoch: Index
+    base_digest: Sum
+    delta: Payload | None = None
+    anchor: Payload | None = None
+
+
+def decode_part(data: bytes, *, version: int, rank: int, table: Run, run: str, key: str) -> Part:
+    """Parse a part; its pieces are checked when the manifest is made of them."""
+    part = unseal(data, Part, run=run, key=key)
+    if part.format != FORMAT or (part.run, part.version, part.rank) != (table.id, version, rank):
+        raise CorruptError("a part of something else", run=run, version=version, key=key)
+    return part

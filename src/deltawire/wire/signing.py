@@ -1,0 +1,72 @@
+"""Ed25519 keys for signed runs; needs the ``sign`` extra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from deltawire.errors import InputError
+
+
+def _ed25519() -> Any:
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise InputError(
+            "signed runs need the package cryptography", hint="pip install 'deltawire[sign]'"
+        ) from error
+    return ed25519
+
+
+class Ed25519Signer:
+    """A private key: 32 secret bytes."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Raises `InputError` if they are not 32, or the ``sign`` extra is not installed."""
+        if len(secret) != 32:
+            raise InputError(f"an Ed25519 key has 32 bytes, not {len(secret)}")
+        self._key = _ed25519().Ed25519PrivateKey.from_private_bytes(secret)
+
+    @classmethod
+    def generate(cls) -> Ed25519Signer:
+        """A fresh key."""
+        return cls(_ed25519().Ed25519PrivateKey.generate().private_bytes_raw())
+
+    @classmethod
+    def read(cls, path: Path) -> Ed25519Signer:
+        """The key in a file that `write` wrote. Raises `InputError` if there is none."""
+        try:
+            return cls(bytes.fromhex(path.read_text(encoding="ascii").strip()))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} holds no key of 64 hexadecimal digits") from error
+
+    def write(self, path: Path) -> None:
+        """Keep the key in a new file that only its owner can read."""
+        path.touch(mode=0o600, exist_ok=False)
+        path.write_text(self._key.private_bytes_raw().hex() + "\n", encoding="ascii")
+
+    @property
+    def public_key(self) -> str:
+        """64 hexadecimal digits."""
+        return str(self._key.public_key().public_bytes_raw().hex())
+
+    def sign(self, message: bytes) -> bytes:
+        """64 bytes."""
+        return bytes(self._key.sign(message))
+
+
+def verify(public_key: str, signature: bytes, message: bytes) -> bool:
+    """Whether ``signature`` is that of ``message`` by the owner of ``public_key``.
+
+    Raises `InputError` if the ``sign`` extra is not installed.
+    """
+    ed25519 = _ed25519()
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(
+            signature, message
+        )
+    except (InvalidSignature, ValueError):
+        return False
+    return True

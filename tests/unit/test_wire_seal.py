@@ -1,0 +1,90 @@
+"""Seals and signatures: one turned bit anywhere is noticed, and so is another's key."""
+
+import json
+
+import msgspec
+import pytest
+
+from deltawire.errors import CorruptError, InputError
+from deltawire.testing.faulty import flip_bit
+from deltawire.wire.seal import check_signature, seal, unseal
+from deltawire.wire.signing import Ed25519Signer, verify
+
+
+class Thing(msgspec.Struct):
+    name: str
+    number: int = 0
+
+
+SIGNER = Ed25519Signer(bytes(range(32)))
+OTHER = Ed25519Signer(bytes(32))
+
+
+def read(data, signer=None, key="a/b"):
+    if signer is not None:
+        check_signature(data, public_key=signer.public_key, verify=verify, run="r", key=key)
+    return unseal(data, Thing, run="r", key=key)
+
+
+@pytest.mark.parametrize("signer", [None, SIGNER], ids=["sealed", "signed"])
+def test_round_trip_and_plain_json(signer):
+    data = seal(Thing("a", 5), key="a/b", signer=signer)
+    assert read(data, signer) == Thing("a", 5)
+    assert json.loads(data)["name"] == "a"
+    assert data.endswith(b'"}\n')
+    assert data.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("signer", [None, SIGNER], ids=["sealed", "signed"])
+def test_every_single_bit_is_noticed(signer):
+    data = seal(Thing("é", 5), key="a/b", signer=signer)
+    for number in range(8 * len(data)):
+        with pytest.raises(CorruptError):
+            read(flip_bit(data, number))
+
+
+def test_any_cut_and_anything_behind_is_noticed():
+    data = seal(Thing("a"), key="a/b")
+    for wrong in [data[:length] for length in range(len(data))] + [data + b"\n", data + data]:
+        with pytest.raises(CorruptError, match="seal"):
+            read(wrong)
+
+
+def test_a_signature_is_for_one_key_of_the_bucket_and_one_signer():
+    data = seal(Thing("a"), key="a/b", signer=SIGNER)
+    read(data, SIGNER)
+    with pytest.raises(CorruptError, match="not that of the run's key"):
+        read(data, OTHER)
+    with pytest.raises(CorruptError, match="not that of the run's key"):
+        read(data, SIGNER, key="a/c")
+    with pytest.raises(CorruptError, match="not signed"):
+        read(seal(Thing("a"), key="a/b"), SIGNER)
+
+
+def test_a_signature_cannot_be_taken_over_to_other_content():
+    """Whoever can seal but not sign must not make the old signature fit."""
+    from deltawire.wire.seal import seal_json
+
+    signed = seal(Thing("a", 1), key="a/b", signer=SIGNER)
+    signature = json.loads(signed)["signature"]
+    forged = seal_json(b'{"name":"a","number":2,"signature":"%s"}' % signature.encode(), key="a/b")
+    assert read(forged).number == 2
+    with pytest.raises(CorruptError, match="not that of the run's key"):
+        read(forged, SIGNER)
+
+
+def test_keys_are_kept_in_files_for_their_owner(tmp_path):
+    path = tmp_path / "key"
+    signer = Ed25519Signer.generate()
+    signer.write(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert Ed25519Signer.read(path).public_key == signer.public_key
+    with pytest.raises(FileExistsError):
+        OTHER.write(path)
+    (tmp_path / "bad").write_text("zz")
+    for bad in ("bad", "none"):
+        with pytest.raises(InputError, match="no key"):
+            Ed25519Signer.read(tmp_path / bad)
+    with pytest.raises(InputError, match="32 bytes"):
+        Ed25519Signer(b"short")
+    assert not verify("00", b"", b"")
