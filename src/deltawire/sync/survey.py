@@ -144,6 +144,9 @@ class Survey:
         at = start
         if self.manifest(at) is None and at != self.held:
             return
+        following = None if start in longest else self.manifest(start + 1)
+        if start not in longest and start < self.goal and (not following or following.retired):
+            return  # Nothing leads on from here: not worth reading what comes behind.
         steps = []
         while at < self.goal:
             if at in longest:
@@ -221,6 +224,15 @@ class Survey:
                     run=self.bucket.url,
                     version=version,
                     key=keys.manifest(version),
+                )
+            if found.retired:
+                self._note(
+                    CorruptError(
+                        "retention has taken this version",
+                        hint="ask for a newer one",
+                        run=self.bucket.url,
+                        version=version,
+                    )
                 )
         except CorruptError as error:
             self._note(error)
