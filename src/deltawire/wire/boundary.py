@@ -23,7 +23,6 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     run: Identity
     version: Index
-    created_at: float
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
