@@ -4,21 +4,34 @@ from deltawire.sync.chain import create_run, newest_version, read_manifest, read
 from deltawire.sync.folding import FOLD_STRIDES, Folder
 from deltawire.sync.load import load_mirror
 from deltawire.sync.mirror import Mirror
+from deltawire.sync.mirror_file import AttachedMirror, FileMirror, open_mirror, shared_path
 from deltawire.sync.publisher import Publisher, Receipt
+from deltawire.sync.retention import Retired, retire
+from deltawire.sync.shards import ShardPublisher
+from deltawire.sync.sources import open_publisher, read_safetensors
 from deltawire.sync.subscriber import Follower, Subscriber, Update
 
 __all__ = [
     "FOLD_STRIDES",
+    "AttachedMirror",
+    "FileMirror",
     "Folder",
     "Follower",
     "Mirror",
     "Publisher",
     "Receipt",
+    "Retired",
+    "ShardPublisher",
     "Subscriber",
     "Update",
     "create_run",
     "load_mirror",
     "newest_version",
+    "open_mirror",
+    "open_publisher",
     "read_manifest",
     "read_run",
+    "read_safetensors",
+    "retire",
+    "shared_path",
 ]

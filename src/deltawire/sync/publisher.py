@@ -151,6 +151,10 @@ class Publisher:
         self._blob_bytes = blob_bytes
         self._on_commit = on_commit
         self._cadence = Cadence(anchor_every, anchor_share, anchor_seconds, _at=time.monotonic())
+        if mirror.version < 0:
+            # Memory that was never written is only taken when it is: not while a trainer waits.
+            for bits in mirror.tensors.values():
+                bits.fill(0)
         self._baseline = mirror
         self._staging = mirror.copy()
         self._spare = mirror.copy() if policy == "fold" else None
@@ -211,6 +215,7 @@ class Publisher:
     def flush(self) -> None:
         """Wait until the version under way is committed; raises what it failed with."""
         if self._fenced is not None:
+            self._pending = None
             raise self._fenced
         if self._pending is not None:
             try:
@@ -223,7 +228,7 @@ class Publisher:
     def close(self) -> None:
         """Wait for the version under way and the folds that are due, and end the threads."""
         try:
-            if self._fenced is None:
+            if self._pending is not None:
                 self.flush()
         finally:
             self._pool.shutdown()
