@@ -227,3 +227,15 @@ def test_a_cut_at_any_place_is_noticed():
     data = encode_json(manifest()).rstrip()
     for length in range(len(data)):
         refused(data[:length])
+
+
+def test_version_0_is_the_runs():
+    first = anchored(ANCHOR)
+    value = msgspec.structs.replace(first, version=0, digest=ZERO)
+    assert "run.json states" in refused(value, version=0)
+
+
+def test_a_tombstone_holds_its_name_and_nothing_else():
+    value = manifest(base=None, delta=None, anchor=None, retired=True)
+    assert decode(encode_json(value)).retired
+    assert "annex has" in refused(manifest(annex={"a": "b" * (1 << 20)}))
