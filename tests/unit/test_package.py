@@ -28,6 +28,8 @@ FLAGS = {
     "evaluator": {"--supervised", "--cpus"},
     "warm-start": {"--out", "--bucket", "--seed", "--supervised"},
     "report": {"--out", "--json"},
+    "fsck": {"--quick", "--public-key", "--json"},
+    "log": {"--last", "--public-key", "--json"},
     "bench": set(),
 }
 
