@@ -36,6 +36,35 @@ class StoreSuite:
         for key in ("z", "a/z", "a/b", "a", "a/b/cc", "a/b/"):
             assert bucket.get(key, limit=10) is None, key
 
+    def test_ranges(self, bucket: Bucket) -> None:
+        """Parts of an object, in the order asked for, far apart or overlapping; nothing short."""
+        data = bytes(range(256)) * 5000
+        bucket.put("a/b", data)
+        wanted = [(0, 1), (1_200_000, 80_000), (5, 300), (100, 300), (1_279_999, 1)]
+        parts = bucket.read_ranges("a/b", wanted)
+        assert parts is not None
+        assert [bytes(part) for part in parts] == [data[s : s + n] for s, n in wanted]
+        assert bucket.read_ranges("a/c", [(0, 1)]) is None
+        for beyond in ([(1_279_999, 2)], [(0, 1), (2_000_000, 1)]):
+            with pytest.raises(CorruptError, match="ends within"):
+                bucket.read_ranges("a/b", beyond)
+
+    def test_look_and_entries(self, bucket: Bucket) -> None:
+        """Size and age without reading; ages are of one clock, and a put makes young again."""
+        bucket.put("a/1", b"123")
+        bucket.put("a/2", b"")
+        first, second = bucket.entries("a/")
+        assert (first.key, first.bytes, second.bytes) == ("a/1", 3, 0)
+        assert bucket.look("a/1") == first
+        assert (bucket.size("a/1"), bucket.size("a/3"), bucket.look("a")) == (3, None, None)
+        assert first.modified <= second.modified
+        bucket.put("a/1", b"12")
+        again = bucket.look("a/1")
+        assert again is not None
+        assert again.bytes == 2
+        assert again.modified >= second.modified
+        assert bucket.entries("a/", after="a/1") == [second]
+
     def test_put_replaces(self, bucket: Bucket) -> None:
         """A put replaces the whole of an object, a longer one too."""
         bucket.put("a", b"the first and longer one")
