@@ -137,7 +137,9 @@ def test_a_run_with_a_killed_and_a_joined_worker(tmp_path: Path, start: Start) -
     run = start("run", write_config(tmp_path, 60), "--out", str(out), "--plain")
     joined = start("worker", bucket.url, "--id", "by-hand")  # waits for the run to appear
     wait_until(lambda: committed(bucket) >= 3, run, 120)
-    wait_until(lambda: read_heartbeat(bucket, keys.heartbeat("by-hand")) is not None, run, 60)
+    for worker in ("by-hand", "w0"):
+        key = keys.heartbeat(worker)
+        wait_until(lambda key=key: read_heartbeat(bucket, key) is not None, run, 60)
     victim = read_heartbeat(bucket, keys.heartbeat("w0"))
     assert victim is not None
     os.kill(victim.pid, signal.SIGKILL)

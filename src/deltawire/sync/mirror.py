@@ -92,13 +92,6 @@ class Mirror:
             return None
         return bits[at : at + count]
 
-    def apply(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
-        """Move forward by patches that were checked before."""
-        self.begin()
-        for name, patch in patches.items():
-            codec.apply(patch, self.tensors[name])
-        self.finish(version, digest, None)
-
     def move(
         self, pieces: Sequence[PiecePatch], version: int, digest: Digest, held: Digest | None
     ) -> None:
