@@ -132,9 +132,9 @@ def measure(name: str, pair: Pair, *, threads: int, repeats: int, seconds: float
     limits.measure(repeats, seconds)
     if name == DIGEST:
         row.used_by = Delta.used_by
-        _, peak = measure_peak(lambda: digest_all(new, threads))
+        _, peak = measure_peak(lambda: digest_all(new))
         row.encode_extra_bytes, row.memory_method = peak.extra_bytes, peak.method
-        taken = timed(lambda: digest_all(new, threads), repeats=repeats, seconds=seconds)
+        taken = timed(lambda: digest_all(new), repeats=repeats, seconds=seconds)
         row.encode_s, row.encodes = median(taken), len(taken)
         limits.measure(repeats, seconds)
         row.read_both_s, row.copy_one_s = limits.medians()

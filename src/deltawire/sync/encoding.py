@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
-import numpy as np
-
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.store import Bucket
@@ -139,7 +137,7 @@ def code_cells(
     threads: int | None = None,
 ) -> Iterator[Coded]:
     """What turns each cell of ``base`` into that of ``target``; ``sums`` are the base's digests
-    by cell, so that one pass over the target's bits gives the change of the digest."""
+    by cell, to which the encoder adds what changes."""
     count = threads_of(threads)
 
     def code(cell: Cell) -> Coded:
@@ -151,16 +149,22 @@ def code_cells(
 
 def code_cell(run: Run, cell: Cell, old: Bits, new: Bits, old_digest: Digest) -> Coded:
     """What turns the bits of one cell into others."""
-    changed = int(np.count_nonzero(old != new))
-    if not changed:
-        return Coded(cell, None, codec.ZERO, old_digest, 0)
-    payload = codec.encode(old, new, dtype=run.tensors[cell.tensor].dtype)
-    digest = codec.digest_bits(cell.name, new, cell.start)
-    return Coded(cell, payload, digest - old_digest, digest, changed)
+    spec = run.tensors[cell.tensor]
+    coded = codec.encode_named(
+        cell.name,
+        old,
+        new,
+        start=cell.start,
+        dtype=spec.dtype,
+        columns=spec.columns,
+        threads=1,
+    )
+    payload = coded.payload if coded.changed else None
+    return Coded(cell, payload, coded.moved, old_digest + coded.moved, coded.changed)
 
 
 def anchor_cells(
-    cells: Iterable[Cell], target: Mirror, *, threads: int | None = None
+    cells: Iterable[Cell], run: Run, target: Mirror, *, threads: int | None = None
 ) -> Iterator[Coded]:
     """Every cell of ``target`` whole; ``change`` is its digest."""
     count = threads_of(threads)
@@ -168,7 +172,8 @@ def anchor_cells(
     def code(cell: Cell) -> Coded:
         bits = bits_at(target, cell)
         digest = codec.digest_bits(cell.name, bits, cell.start)
-        return Coded(cell, codec.encode_full(bits), digest, digest, cell.count)
+        payload = codec.encode_full(bits, run.tensors[cell.tensor].dtype, threads=1)
+        return Coded(cell, payload, digest, digest, cell.count)
 
     with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
         yield from in_order(pool, code, cells, ahead=count)

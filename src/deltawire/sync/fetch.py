@@ -162,7 +162,7 @@ def decode_piece(
     name = run.tensors[piece.tensor].name
     base = mirror.find(name, piece.start, piece.count)
     assert base is not None
-    patch = codec.decode_patch(coded, base)
+    patch = codec.decode_patch(coded, base, threads=1)
     change = codec.digest_patch(name, patch, base[patch.positions], start=piece.start)
     _check_sum(bucket, version, name, piece, change)
     return PiecePatch(name, piece.start, patch.positions.astype(np.uint32), patch.bits), change
@@ -186,7 +186,7 @@ def decode_anchor(
     def decode(item: tuple[Piece, memoryview]) -> tuple[Piece, codec.Bits, Digest]:
         piece, coded = item
         spec = run.tensors[piece.tensor]
-        bits = codec.decode_full(coded, piece.count, codec.ITEMSIZE[spec.dtype])
+        bits = codec.decode_full(coded, piece.count, codec.ITEMSIZE[spec.dtype], threads=1)
         found = codec.digest_bits(spec.name, bits, piece.start)
         _check_sum(bucket, step.version, spec.name, piece, found)
         return piece, bits, found

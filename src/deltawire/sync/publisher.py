@@ -393,7 +393,7 @@ class Publisher:
 
     def _upload_anchor(self) -> Payload:
         with BlobWriter(self.bucket, blob_bytes=self._blob_bytes) as writer:
-            for coded in anchor_cells(self._cells, self._staging, threads=self._threads):
+            for coded in anchor_cells(self._cells, self.run, self._staging, threads=self._threads):
                 assert coded.payload is not None
                 writer.add(coded.cell, coded.payload, coded.change)
             return writer.finish(self._elements)

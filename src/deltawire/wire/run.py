@@ -41,6 +41,11 @@ class TensorSpec(msgspec.Struct, frozen=True):
         """How many elements it has."""
         return math.prod(self.shape)
 
+    @property
+    def columns(self) -> int:
+        """The length of its rows, 0 if it has none."""
+        return self.shape[-1] if len(self.shape) > 1 else 0
+
 
 class ModelFile(msgspec.Struct, frozen=True):
     """A file of the model's directory other than its weights, stored as a blob."""
