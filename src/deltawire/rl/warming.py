@@ -45,8 +45,7 @@ def run_warm_start(
     model, tokenizer = origin(config)
     mark = process.events.span("start", started)
     if config.warm_start.max_steps:
-        _warm(process, config, tasks, model, tokenizer, watch)
-        process.events.span("train", mark)
+        _warm(process, config, tasks, model, tokenizer, watch, mark)
     if process.stopping:
         process.tell("stopped", "interrupted")
         return
@@ -80,6 +79,7 @@ def _warm(
     model: Any,
     tokenizer: Any,
     watch: Callable[[Progress], None],
+    mark: float,
 ) -> None:
     text = Text(tokenizer)
     stops = stop_tokens(model, tokenizer)
@@ -95,7 +95,9 @@ def _warm(
         return [pair(task) for task in drawn if task.data["question"] not in reserved]
 
     def tell(progress: Progress) -> None:
+        nonlocal mark
         watch(progress)
+        mark = process.events.span("train", mark)
         process.events.record(
             WarmStep(
                 process=process.name,
