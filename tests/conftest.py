@@ -4,10 +4,82 @@ import os
 
 # Read by torch when it is first imported; the codec's tests never import it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# It would come before the endpoint of a test's own server.
+os.environ.pop("AWS_ENDPOINT_URL_S3", None)
 
 import copy
+import re
+from datetime import timedelta
+from itertools import count
 
 import pytest
+
+# For stores on loopback: as patient as any other, but quick about it.
+QUICK_RETRIES = {
+    "max_retries": 4,
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=1),
+        "max_backoff": timedelta(milliseconds=4),
+        "base": 2,
+    },
+    "retry_timeout": timedelta(seconds=20),
+}
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--drills",
+        type=int,
+        default=int(os.environ.get("DELTAWIRE_DRILLS", "1")),
+        metavar="N",
+        help="how often to do each drill, each time with a seed of its own (DELTAWIRE_DRILLS)",
+    )
+
+
+def pytest_generate_tests(metafunc):
+    if "drill_seed" in metafunc.fixturenames:
+        metafunc.parametrize("drill_seed", range(metafunc.config.getoption("drills")))
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """An S3 server with a bucket named drills."""
+    from deltawire.testing.s3_server import S3Server
+
+    with S3Server("ministack") as server:
+        server.make_bucket("drills")
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_server():
+    """Another implementation of S3, with a bucket named drills."""
+    from deltawire.testing.s3_server import S3Server
+
+    with S3Server("moto") as server:
+        server.make_bucket("drills")
+        yield server
+
+
+@pytest.fixture
+def new_bucket(request, tmp_path):
+    """``new_bucket(kind)`` is an empty bucket in a folder, in memory, or on an S3 server."""
+    from deltawire.store import open_bucket
+
+    place = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name).strip("-")
+    numbers = count()
+
+    def make(kind):
+        number = next(numbers)
+        if kind == "memory":
+            return open_bucket("memory://")
+        if kind == "folder":
+            return open_bucket(str(tmp_path / f"bucket-{number}"), create=True)
+        server = request.getfixturevalue({"s3": "s3_server", "moto": "moto_server"}[kind])
+        url = f"s3://drills/{request.node.path.stem}/{place}/{number}"
+        return server.open(url, retry_config=QUICK_RETRIES)
+
+    return make
 
 
 def sharpen(model, seed=0):

@@ -1,9 +1,15 @@
-"""The folder and memory buckets, and the faulty one at rest, keep what the wire needs."""
+"""Folder, memory and S3, the faulty bucket at rest and the proxy at rest keep what the wire needs.
+
+S3 is spoken over HTTP with two implementations of it.
+"""
+
+import threading
 
 import pytest
 
-from deltawire.store import open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.testing.faulty import FaultyBucket
+from deltawire.testing.proxy import FaultyProxy
 from deltawire.testing.store_suite import StoreSuite
 
 
@@ -34,3 +40,46 @@ class TestFaultyAtRest(StoreSuite):
     @pytest.fixture
     def bucket(self):
         return FaultyBucket(open_bucket("memory://"))
+
+
+class TestS3(StoreSuite):
+    @pytest.fixture
+    def bucket(self, new_bucket):
+        return new_bucket("s3")
+
+
+class TestS3AnotherImplementation(StoreSuite):
+    @pytest.fixture
+    def bucket(self, new_bucket):
+        return new_bucket("moto")
+
+
+class TestS3BehindTheProxyAtRest(StoreSuite):
+    @pytest.fixture
+    def bucket(self, s3_server, request):
+        with FaultyProxy(s3_server.endpoint) as proxy:
+            url = f"s3://drills/proxy-at-rest/{request.node.name}"
+            yield s3_server.open(url, endpoint=proxy.endpoint)
+
+
+class LooksBeforeItWrites(Bucket):
+    """A store whose create is two steps. All who look wait for each other before they write."""
+
+    def __init__(self, writers):
+        inner = open_bucket("memory://")
+        super().__init__(inner.store, inner.url, local=True)
+        self.all_have_looked = threading.Barrier(writers)
+
+    def create(self, key, data):
+        there = self.exists(key)
+        self.all_have_looked.wait(timeout=30)
+        if there:
+            return False
+        self.put(key, data)
+        return True
+
+
+def test_a_create_in_two_steps_is_noticed():
+    """Such a server (moto without the lock around it) does not pass for a store."""
+    with pytest.raises(AssertionError):
+        StoreSuite().test_create_race_has_one_winner(LooksBeforeItWrites(writers=6))

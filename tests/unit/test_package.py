@@ -97,8 +97,14 @@ def test_modules_and_functions_stay_short(path: Path) -> None:
             assert length <= 70 or f"{name}:{node.name}" in LONG_FUNCTIONS, node.name
 
 
+# A store to test against has to listen somewhere; these do, on loopback.
+LISTENERS = {"proxy.py", "s3_server.py"}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_no_pickle_and_no_socket(path: Path) -> None:
+    may_listen = path.parent.name == "testing" and path.name in LISTENERS
+    assert not may_listen or "0.0.0.0" not in path.read_text()
     forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "socketserver"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -106,7 +112,8 @@ def test_no_pickle_and_no_socket(path: Path) -> None:
         if isinstance(node, ast.ImportFrom):
             assert (node.module or "").split(".")[0] not in forbidden
         if isinstance(node, ast.Attribute):
-            assert node.attr not in {"listen_on", "bind", "create_server", "start_server"}
+            listens = node.attr in {"listen_on", "bind", "create_server", "start_server"}
+            assert may_listen or not listens
             is_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
             assert not (is_torch and node.attr in {"load", "save"}), "torch.load and save pickle"
 

@@ -7,6 +7,7 @@ see a finished put. A folder, memory, S3, GCS and Azure all give these; nothing 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,14 +20,18 @@ import obstore
 from obstore import exceptions
 from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
 
-from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
 
 REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a store says of an object without reading it. ``modified`` is by the store's clock."""
+    """What a store says of an object without reading it.
+
+    ``modified`` is by the store's clock; of S3, whole seconds from `look` and perhaps finer ones
+    from `entries`, so that two may differ by up to a second for one object.
+    """
 
     key: str
     bytes: int
@@ -59,7 +64,8 @@ class Bucket:
         with self._errors("read", key):
             try:
                 result = obstore.get(self.store, key)
-            except (exceptions.NotFoundError, FileNotFoundError):
+            except (exceptions.NotFoundError, FileNotFoundError) as error:
+                self._only_object_missing(error, key)
                 return None
             size = int(result.meta["size"])
             if size > limit:
@@ -81,7 +87,8 @@ class Bucket:
         with self._errors("read", key):
             try:
                 found = obstore.get_ranges(self.store, key, starts=starts, lengths=lengths)
-            except (exceptions.NotFoundError, FileNotFoundError):
+            except (exceptions.NotFoundError, FileNotFoundError) as error:
+                self._only_object_missing(error, key)
                 return None
             except exceptions.BaseError:
                 size = self.size(key)
@@ -145,10 +152,18 @@ class Bucket:
         with self._errors("delete", key):
             try:
                 obstore.delete(self.store, key)
-            except (exceptions.NotFoundError, FileNotFoundError):
-                return
+            except (exceptions.NotFoundError, FileNotFoundError) as error:
+                self._only_object_missing(error, key)
             except TypeError as error:  # Where the other verbs raise ValueError for such a key.
                 raise ValueError(key) from error
+
+    def _only_object_missing(self, error: Exception, key: str) -> None:
+        """An object that is not there is an answer; a whole bucket that is not there, an error.
+
+        Else a reader of a misspelt bucket would wait for its first version for ever.
+        """
+        if _NO_BUCKET.search(str(error)):
+            raise _translate(error, "read", self.url, key) from error
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[None]:
@@ -173,12 +188,30 @@ _REFUSALS = {
 }
 
 
-def _translate(error: Exception, verb: str, url: str, key: str) -> Exception:
+# In the answer of S3 and its kin, GCS, Azure. No key of deltawire's can hold a "<".
+_NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
+
+# Of a listing that is not allowed, obstore makes an error like any other.
+_REFUSED = re.compile(r"Server returned non-2xx status code: 40[13]\b")
+
+# Where S3's credentials are asked for when the environment holds none.
+_NO_CREDENTIALS = re.compile(r"latest/(api/token|meta-data/iam)|security-credentials")
+
+
+def _translate(error: Exception, verb: str, url: str, key: str) -> DeltawireError:
     text = str(error)
+    if _NO_BUCKET.search(text):
+        return InputError(
+            f"cannot {verb}: there is no such bucket",
+            hint="check the bucket's name and the endpoint; deltawire makes no buckets",
+            run=url,
+            key=key,
+        )
     for sign, hint in _REFUSALS.items():
         if sign.lower() in text.lower():
             return InputError(f"cannot {verb}: {sign.lower()}", hint=hint, run=url, key=key)
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+    refused = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
+    if isinstance(error, refused) or _REFUSED.search(text):
         return InputError(
             f"the store refused to {verb}",
             hint="check the credentials and the bucket's name",
@@ -186,7 +219,10 @@ def _translate(error: Exception, verb: str, url: str, key: str) -> Exception:
             key=key,
         )
     cause = text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__
-    return RetryError(f"cannot {verb}: {cause}", hint="is the bucket reachable?", run=url, key=key)
+    hint = "is the bucket reachable?"
+    if _NO_CREDENTIALS.search(text):
+        hint = "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    return RetryError(f"cannot {verb}: {cause}", hint=hint, run=url, key=key)
 
 
 def open_bucket(location: str, *, create: bool = False, **options: Any) -> Bucket:
@@ -194,8 +230,10 @@ def open_bucket(location: str, *, create: bool = False, **options: Any) -> Bucke
     ``az://`` URL.
 
     ``create`` makes a missing folder. Remote stores take their credentials and endpoint from
-    the environment, as obstore documents; ``options`` go to the store as they are. A memory
-    bucket lives in this process alone.
+    the environment, as obstore documents: for S3 and its kin ``AWS_ACCESS_KEY_ID``,
+    ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION`` and ``AWS_ENDPOINT_URL``, which may be plain http.
+    ``options`` go to the store as they are and come before the environment, save for
+    ``AWS_ENDPOINT_URL_S3``, which obstore puts first. A memory bucket lives in this process alone.
 
     Raises `InputError` for a scheme that is not known or a folder that is not there.
     """
@@ -209,16 +247,33 @@ def open_bucket(location: str, *, create: bool = False, **options: Any) -> Bucke
             f"cannot open the bucket {location}: unknown scheme {scheme}://",
             hint="use a folder, file://, memory://, s3://, gs:// or az://",
         )
-    retry: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
-    client: Any = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
-    if os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http:"):
-        client["allow_http"] = True
     try:
-        store = from_url(location, retry_config=retry, client_options=client, **options)
+        store = from_url(location, **_remote_options(scheme, options))
     except (exceptions.BaseError, ValueError, TypeError) as error:
         cause = str(error).strip().splitlines()[0][:300]
         raise InputError(f"cannot open the bucket {location}: {cause}") from error
     return Bucket(store, location, local=False)
+
+
+def _remote_options(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
+    """``options``, and what deltawire sets where they say nothing."""
+    chosen = dict(options)
+    chosen.setdefault("retry_config", {"max_retries": 4, "retry_timeout": timedelta(seconds=20)})
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=5),
+        "timeout": timedelta(seconds=60),
+        **options.get("client_options", {}),
+    }
+    chosen["client_options"] = client
+    if scheme.startswith("s3"):
+        # The order of the AWS tools: the service's own variable before the one for all of them.
+        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+        found = [value for name in names if (value := os.environ.get(name))]
+        if found:
+            chosen.setdefault("endpoint", found[0])
+        if str(chosen.get("endpoint", "")).startswith("http:"):
+            client.setdefault("allow_http", True)
+    return chosen
 
 
 def _open_folder(location: str, *, create: bool) -> Bucket:

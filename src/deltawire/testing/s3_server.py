@@ -1,0 +1,225 @@
+"""A real S3 server on a loopback port, as a child process that ends with its owner.
+
+    with S3Server() as server:
+        server.make_bucket("drills")
+        bucket = server.open("s3://drills/some/run")
+
+Two implementations of the protocol serve, both from PyPI: MiniStack, whose requests run one at a
+time on an event loop, and moto. moto looks for the object of an ``If-None-Match: *`` put and writes
+it later, without a lock in between, so that of two creates at once both may win; behind one lock,
+as here, it keeps what S3 promises. Neither checks signatures, neither keeps anything on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from http.client import HTTPConnection
+from types import TracebackType
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from deltawire.errors import InputError, RetryError
+from deltawire.store import Bucket, open_bucket
+
+Implementation = Literal["ministack", "moto"]
+
+START_S = 60.0
+STOP_S = 10.0
+_KEY = "testing"  # Nobody checks it.
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+
+
+class S3Server:
+    """Starts the server and waits until it listens; `close`, or the end of this process, ends it.
+
+    Raises `InputError` if the server's packages are not installed.
+    """
+
+    def __init__(self, implementation: Implementation = "ministack") -> None:
+        self.implementation = implementation
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._process = subprocess.Popen(  # noqa: S603 - our own module, by its name
+            [sys.executable, "-m", "deltawire.testing.s3_server", implementation],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        try:
+            self.endpoint = f"http://127.0.0.1:{self._read_port()}"
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_port(self) -> int:
+        line = b""
+
+        def read() -> None:
+            nonlocal line
+            assert self._process.stdout is not None
+            line = self._process.stdout.readline()
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(START_S)
+        if line.strip().isdigit():
+            return int(line)
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
+        raise InputError(
+            f"the S3 server {self.implementation} did not start; it said: {said[-1][:300]}",
+            hint="is the extra deltawire[dev] installed?",
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which `open_bucket`, here or in another process, finds the server."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": _KEY,
+            "AWS_SECRET_ACCESS_KEY": _KEY,
+            "AWS_REGION": "us-east-1",
+        }
+
+    def make_bucket(self, name: str) -> None:
+        """Make an empty bucket; raises `InputError` if the server refuses."""
+        parts = urlsplit(self.endpoint)
+        connection = HTTPConnection(parts.netloc, timeout=START_S)
+        try:
+            connection.request("PUT", f"/{name}")
+            answer = connection.getresponse()
+            answer.read()
+        except OSError as error:
+            raise RetryError(f"cannot make the bucket {name}: {error}") from error
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise InputError(f"cannot make the bucket {name}: {answer.status} {answer.reason}")
+
+    def open(self, location: str, *, endpoint: str | None = None, **options: Any) -> Bucket:
+        """`open_bucket` on this server, or on a proxy of it at ``endpoint``."""
+        return open_bucket(
+            location,
+            endpoint=endpoint or self.endpoint,
+            access_key_id=_KEY,
+            secret_access_key=_KEY,
+            region="us-east-1",
+            **options,
+        )
+
+    def close(self) -> None:
+        """End the server; all that it held is gone."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> S3Server:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _serve_moto(listening: socket.socket) -> None:
+    from moto.moto_server.werkzeug_app import (
+        DomainDispatcherApplication,
+        MotoRequestHandler,
+        create_backend_app,
+    )
+    from werkzeug.serving import make_server
+
+    inner = DomainDispatcherApplication(create_backend_app)
+    one_at_a_time = threading.Lock()
+
+    def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        # The body comes first and outside of the lock: a client that stalls stalls only itself.
+        length = int(environ.get("CONTENT_LENGTH") or 0)
+        body = environ["wsgi.input"].read(length)
+        if len(body) != length:  # Cut off in between: as if it had never come.
+            start_response("400 Bad Request", [("Content-Length", "0")])
+            return []
+        environ["wsgi.input"] = io.BytesIO(body)
+        with one_at_a_time:
+            return list(inner(environ, start_response))
+
+    make_server(
+        "127.0.0.1",
+        0,
+        app,
+        threaded=True,
+        request_handler=MotoRequestHandler,
+        fd=listening.fileno(),
+    ).serve_forever()
+
+
+def _serve_ministack(listening: socket.socket) -> None:
+    # Only what a request needs: the emulator's other services, its timers and its look at the
+    # containers of this machine start with the lifespan, which is answered here instead.
+    os.environ.update(SERVICES="s3", LOG_LEVEL="WARNING")
+    os.environ.update(dict.fromkeys(("S3_PERSIST", "PERSIST_STATE", "AUTH"), "0"))
+    from hypercorn.asyncio import serve
+    from hypercorn.config import Config
+    from ministack.app import app
+
+    async def requests_alone(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await app(scope, receive, send)
+            return
+        while True:
+            event = await receive()
+            await send({"type": f"{event['type']}.complete"})
+            if event["type"] == "lifespan.shutdown":
+                return
+
+    config = Config()
+    config.bind = [f"fd://{listening.fileno()}"]
+    config.loglevel = "WARNING"
+    config.keep_alive_timeout = 75.0
+    served: Any = requests_alone
+    asyncio.run(serve(served, config))
+
+
+def _end_with_owner() -> None:
+    """The owner holds the other end of the standard input, and never writes."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(0)
+
+
+def main() -> None:
+    """Serve until the standard input is closed; the port goes to the standard output."""
+    parser = argparse.ArgumentParser(prog="python -m deltawire.testing.s3_server")
+    parser.add_argument("implementation", choices=("ministack", "moto"))
+    implementation = parser.parse_args().implementation
+    serve = {"ministack": _serve_ministack, "moto": _serve_moto}[implementation]
+    threading.Thread(target=_end_with_owner, daemon=True).start()
+    # Connections wait in the listening socket's queue from here on, so nobody has to poll.
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+        sys.stdout.write(f"{listening.getsockname()[1]}\n")
+        sys.stdout.flush()
+        serve(listening)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The proxy does what it is told: what is done, what is answered, and that a seed repeats it."""
+
+import threading
+import time
+
+import pytest
+
+from deltawire.errors import RetryError
+from deltawire.testing.proxy import FaultyProxy
+
+BODY = bytes(range(256)) * 20
+ASKED_FOR = ["create", "put", "get", "list", "exists", "delete"]
+
+# Of each fault: what does not raise, and whether the server has done it.
+FAULTS = {
+    "refuse": ([], False),
+    "busy": ([], False),
+    "cut_request": ([], False),
+    "lose": ([], True),
+    "busy_after": ([], True),
+    "cut_answer": (["create", "put", "exists"], True),
+    "shorten": (["create", "put", "exists", "get"], True),
+    "delay": (ASKED_FOR, True),
+}
+
+
+@pytest.fixture
+def behind(s3_server, request):
+    """``behind(proxy)``: the bucket through the proxy and the same one directly."""
+
+    def open_both(proxy, retries=0, **client):
+        url = f"s3://drills/proxy/{request.node.name}"
+        far = s3_server.open(
+            url,
+            endpoint=proxy.endpoint,
+            retry_config={"max_retries": retries},
+            client_options=client,
+        )
+        return far, s3_server.open(url)
+
+    return open_both
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("server", ["s3_server", "moto_server"])
+def test_each_fault(request, server, fault):
+    server = request.getfixturevalue(server)
+    survived, done = FAULTS[fault]
+    with FaultyProxy(server.endpoint) as proxy:
+        url = f"s3://drills/proxy/each/{fault}"
+        near = server.open(url)
+        far = server.open(url, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
+        near.put("old", BODY)
+        proxy.choose = lambda method, path, number: fault
+        calls = {
+            "create": lambda: far.create("created", BODY),
+            "put": lambda: far.put("put", BODY),
+            "get": lambda: far.get("old", limit=len(BODY)),
+            "list": lambda: far.list(""),
+            "exists": lambda: far.exists("old"),
+            "delete": lambda: far.delete("old"),
+        }
+        found = {}
+        for verb, call in calls.items():
+            try:
+                found[verb] = call()
+            except RetryError as error:
+                found[verb] = error
+    assert [verb for verb in calls if not isinstance(found[verb], RetryError)] == [
+        verb for verb in calls if verb in survived
+    ]
+    assert {struck for struck, _, _ in proxy.struck} == {fault}
+    # All of an object or none of it, whatever was cut off.
+    stored = {key: near.get(key, limit=len(BODY)) for key in near.list("")}
+    assert stored == ({"created": BODY, "put": BODY} if done else {"old": BODY})
+    if fault == "shorten":
+        assert found["get"] == BODY[: len(BODY) // 2]
+
+
+def test_at_rest_nothing_is_struck(s3_server, behind):
+    with FaultyProxy(s3_server.endpoint) as proxy:
+        far, near = behind(proxy)
+        assert far.create("k", BODY)
+        assert near.get("k", limit=len(BODY)) == far.get("k", limit=len(BODY)) == BODY
+    assert proxy.struck == []
+    assert proxy.requests == 2
+
+
+def test_a_seed_repeats_itself_whatever_the_threads_do(s3_server, behind):
+    rates = {"refuse": 0.2, "lose": 0.2, "busy": 0.1}
+
+    def struck(seed, threads):
+        with FaultyProxy(s3_server.endpoint, seed=seed, rates=rates) as proxy:
+            far, _ = behind(proxy)
+
+            def work(part):
+                for number in range(part, 40, threads):
+                    for _ in range(3):
+                        try:
+                            far.put(f"k{number}", b"1")
+                        except RetryError:
+                            continue
+
+            workers = [threading.Thread(target=work, args=(part,)) for part in range(threads)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            return sorted(proxy.struck)
+
+    first = struck(1, 1)
+    assert first == struck(1, 4)
+    assert first != struck(2, 1)
+    assert 30 < len(first) < 90  # Of 120 requests, about half.
+
+
+def test_mercy_lets_a_request_through_in_the_end(s3_server, behind):
+    with FaultyProxy(s3_server.endpoint, rates={"busy": 1.0}, mercy=2) as proxy:
+        far, _ = behind(proxy)
+        for _ in range(3):
+            for _ in range(2):
+                with pytest.raises(RetryError):
+                    far.put("k", b"1")
+            far.put("k", b"1")
+        far, _ = behind(proxy, retries=2)
+        far.put("k", b"2")
+    assert proxy.requests == 12
+
+
+def test_a_server_that_says_nothing_is_given_up(s3_server, behind):
+    """The client's own limit on time ends it; the proxy's end does not wait for it."""
+    with FaultyProxy(s3_server.endpoint, rates={"stall": 1.0}) as proxy:
+        far, near = behind(proxy, timeout="200ms")
+        started = time.monotonic()
+        with pytest.raises(RetryError):
+            far.get("k", limit=1)
+        with pytest.raises(RetryError):
+            far.create("k", b"1")
+    assert time.monotonic() - started < 30
+    assert not near.exists("k")
