@@ -4,7 +4,7 @@ import pytest
 
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import open_bucket
-from deltawire.testing.faulty import FaultyBucket, disk_full, flip_bit
+from deltawire.testing.faulty import FaultyBucket, disk_full, flip_bit, half
 
 
 @pytest.fixture
@@ -82,6 +82,43 @@ def test_damage_and_hide_are_of_the_answer_alone(bucket):
     assert bucket.create("a/1", b"other") is False
     bucket.heal()
     assert bucket.get("a/1", limit=4) == b"data"
+
+
+def test_damage_of_one_answer(bucket):
+    bucket.put("a", b"data")
+    bucket.damage("a", half, at=2, times=1)
+    assert [bucket.get("a", limit=4) for _ in range(3)] == [b"data", b"da", b"data"]
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_something_else_happens_meanwhile(bucket, done):
+    """What happens in the pause is neither struck nor counted."""
+    found = []
+
+    def meanwhile():
+        found.append(bucket.get("a", limit=1))
+        bucket.put("b", b"2")
+
+    bucket.pause("put", wait=meanwhile, done=done)
+    bucket.fail(at=2)
+    bucket.put("a", b"1")
+    assert found == [b"1" if done else None]
+    assert bucket.operations == [("put", "a")]
+    with pytest.raises(RetryError):
+        bucket.list("")
+    assert bucket.list("") == ["a", "b"]
+
+
+def test_a_listing_in_another_order_each_time(bucket):
+    keys = [f"a/{number:02}" for number in range(20)]
+    for key in keys:
+        bucket.put(key, b"")
+    bucket.shuffle(seed=3)
+    answers = [bucket.list("a/") for _ in range(3)]
+    assert all(sorted(answer) == keys for answer in answers)
+    assert len({tuple(answer) for answer in [*answers, keys]}) == 4
+    bucket.heal()
+    assert bucket.list("a/") == keys
 
 
 def test_flip_bit_changes_exactly_one():

@@ -4,13 +4,17 @@ bucket = FaultyBucket(open_bucket("memory://"))
 bucket.fail(at=3)                                  # the third operation from now, not done
 bucket.fail(at=3, done=True)                       # done, but the answer is lost
 bucket.fail("create", "weights/blobs/*", times=None, error=disk_full)   # from now on, for ever
+bucket.pause("create", "weights/manifests/*", wait=rival.publish)   # meanwhile, something else
 bucket.damage("weights/blobs/*", lambda data: flip_bit(data, 17))
+bucket.damage("*", half, at=3, times=1)            # the third answer from now is cut short
 bucket.hide("weights/manifests/0000000002.json")
+bucket.shuffle(seed=1)                             # listings come in any order
 bucket.heal()
 """
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +39,11 @@ def disk_full(verb: str, key: str) -> DeltawireError:
     return InputError(f"cannot {verb}: injected lack of space", key=key)
 
 
+def half(data: bytes) -> bytes:
+    """The first half of ``data``: a short body."""
+    return data[: len(data) // 2]
+
+
 def flip_bit(data: bytes, number: int) -> bytes:
     """``data`` with one bit turned over: bit ``number``, counted round and round."""
     if not data:
@@ -44,17 +53,23 @@ def flip_bit(data: bytes, number: int) -> bytes:
 
 
 @dataclass
-class _Failure:
+class _Rule:
+    """Which operations are meant: of a verb, on a key, the ``at``-th such and those behind it."""
+
     verb: Verb | None
     key: str
-    at: int
-    times: int | None
-    done: bool
-    error: Callable[[str, str], DeltawireError]
+    at: int = 1
+    times: int | None = None
+    done: bool = False
+    error: Callable[[str, str], DeltawireError] | None = None
+    wait: Callable[[], object] | None = None
+    change: Callable[[bytes], bytes] | None = None
     seen: int = 0
 
     def strikes(self, verb: Verb, key: str) -> bool:
-        """Count an operation if it is one of these, and say whether it fails."""
+        """Count an operation if it is one of these, and say whether it is struck."""
+        if self.change is not None and verb not in ("get", "range"):
+            return False
         if self.verb not in (None, verb) or not fnmatchcase(key, self.key):
             return False
         self.seen += 1
@@ -62,7 +77,7 @@ class _Failure:
 
 
 class FaultyBucket(Bucket):
-    """Passes everything on to ``inner``, save what it was told to fail, damage or hide.
+    """Passes everything on to ``inner``, save what it was told to fail, delay, damage or hide.
 
     ``operations`` lists every (verb, key) that was asked for, in order, failed ones too. Safe for
     use by several threads.
@@ -72,10 +87,11 @@ class FaultyBucket(Bucket):
         super().__init__(inner.store, inner.url, local=inner.local)
         self.inner = inner
         self.operations: list[tuple[Verb, str]] = []
-        self._failures: list[_Failure] = []
-        self._damages: list[tuple[str, Callable[[bytes], bytes]]] = []
+        self._rules: list[_Rule] = []
         self._hidden: list[str] = []
+        self._shuffled: random.Random | None = None
         self._lock = threading.Lock()
+        self._waiting: set[int] = set()
 
     def fail(
         self,
@@ -92,13 +108,41 @@ class FaultyBucket(Bucket):
 
         With ``done`` the operation takes place before ``error`` is raised.
         """
-        with self._lock:
-            self._failures.append(_Failure(verb, key, at, times, done, error))
+        self._add(_Rule(verb, key, at, times, done, error=error))
 
-    def damage(self, key: str, change: Callable[[bytes], bytes]) -> None:
-        """Let `get` return ``change`` of what lies at such a key."""
+    def pause(
+        self,
+        verb: Verb | None = None,
+        key: str = "*",
+        *,
+        wait: Callable[[], object],
+        at: int = 1,
+        times: int | None = 1,
+        done: bool = False,
+    ) -> None:
+        """Call ``wait`` before such an operation (behind it with ``done``), and then go on.
+
+        ``wait`` may sleep, wait for another thread, or do what somebody else would do meanwhile;
+        what its thread does in this bucket is neither struck nor listed in ``operations``.
+        """
+        self._add(_Rule(verb, key, at, times, done, wait=wait))
+
+    def damage(
+        self,
+        key: str,
+        change: Callable[[bytes], bytes],
+        *,
+        at: int = 1,
+        times: int | None = None,
+    ) -> None:
+        """Let reads return ``change`` of what lies at such a key, for good unless ``times`` says
+        how often. What lies there stays."""
+        self._add(_Rule(None, key, at, times, change=change))
+
+    def shuffle(self, *, seed: int) -> None:
+        """Let `list` answer in another order each time."""
         with self._lock:
-            self._damages.append((key, change))
+            self._shuffled = random.Random(seed)
 
     def hide(self, key: str) -> None:
         """Let `get`, `exists` and `list` not see such keys. What lies there stays."""
@@ -108,32 +152,34 @@ class FaultyBucket(Bucket):
     def heal(self) -> None:
         """Work again, in every way; ``operations`` stays."""
         with self._lock:
-            self._failures.clear()
-            self._damages.clear()
+            self._rules.clear()
             self._hidden.clear()
+            self._shuffled = None
+
+    def _add(self, rule: _Rule) -> None:
+        with self._lock:
+            self._rules.append(rule)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         """As `Bucket.get`."""
-        data = self._do("get", key, lambda: self.inner.get(key, limit=limit))
+        data, struck = self._do("get", key, lambda: self.inner.get(key, limit=limit))
         if data is None or self._is_hidden(key):
             return None
-        with self._lock:
-            damages = [change for pattern, change in self._damages if fnmatchcase(key, pattern)]
-        for change in damages:
-            data = change(data)
+        for rule in struck:
+            if rule.change is not None:
+                data = rule.change(data)
         return data
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
         """As `Bucket.read_ranges`; damage is done to the whole object, then the ranges are cut."""
-        found = self._do("range", key, lambda: self.inner.read_ranges(key, ranges))
+        found, struck = self._do("range", key, lambda: self.inner.read_ranges(key, ranges))
         if found is None or self._is_hidden(key):
             return None
-        with self._lock:
-            damages = [change for pattern, change in self._damages if fnmatchcase(key, pattern)]
-        if not damages:
+        changes = [rule.change for rule in struck if rule.change is not None]
+        if not changes:
             return found
         data = self.inner.get(key, limit=1 << 40) or b""
-        for change in damages:
+        for change in changes:
             data = change(data)
         if len(data) < max(start + length for start, length in ranges):
             raise CorruptError("an object ends within the range that was asked for", key=key)
@@ -145,33 +191,53 @@ class FaultyBucket(Bucket):
 
     def create(self, key: str, data: bytes) -> bool:
         """As `Bucket.create`."""
-        return self._do("create", key, lambda: self.inner.create(key, data))
+        return self._do("create", key, lambda: self.inner.create(key, data))[0]
 
     def look(self, key: str) -> Entry | None:
         """As `Bucket.look`; counted as ``exists``, which rests on it."""
-        found = self._do("exists", key, lambda: self.inner.look(key))
+        found, _ = self._do("exists", key, lambda: self.inner.look(key))
         return None if self._is_hidden(key) else found
 
     def entries(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
         """As `Bucket.entries`; counted as ``list``, which rests on it."""
-        found = self._do("list", prefix, lambda: self.inner.entries(prefix, after=after))
-        return [entry for entry in found if not self._is_hidden(entry.key)]
+        found, _ = self._do("list", prefix, lambda: self.inner.entries(prefix, after=after))
+        seen = [entry for entry in found if not self._is_hidden(entry.key)]
+        with self._lock:
+            if self._shuffled is not None:
+                self._shuffled.shuffle(seen)
+        return seen
 
     def delete(self, key: str) -> None:
         """As `Bucket.delete`."""
         self._do("delete", key, lambda: self.inner.delete(key))
 
-    def _do(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:
+    def _do(self, verb: Verb, key: str, operation: Callable[[], T]) -> tuple[T, Sequence[_Rule]]:
+        """The operation's result, and the rules that struck it."""
+        if self._is_waiting():
+            return operation(), []
         with self._lock:
             self.operations.append((verb, key))
-            # Every failure counts every operation of its own, whichever of them strikes first.
-            struck = [failure for failure in self._failures if failure.strikes(verb, key)]
-        if struck and not struck[0].done:
-            raise struck[0].error(verb, key)
+            # Every rule counts every operation of its own, whichever of them strikes first.
+            struck = [rule for rule in self._rules if rule.strikes(verb, key)]
+        self._suffer(struck, verb, key, done=False)
         result = operation()
-        if struck:
-            raise struck[0].error(verb, key)
-        return result
+        self._suffer(struck, verb, key, done=True)
+        return result, struck
+
+    def _suffer(self, struck: Sequence[_Rule], verb: Verb, key: str, *, done: bool) -> None:
+        for rule in struck:
+            if rule.wait is not None and rule.done == done:
+                self._waiting.add(threading.get_ident())
+                try:
+                    rule.wait()
+                finally:
+                    self._waiting.discard(threading.get_ident())
+        for rule in struck:
+            if rule.error is not None and rule.done == done:
+                raise rule.error(verb, key)
+
+    def _is_waiting(self) -> bool:
+        return threading.get_ident() in self._waiting
 
     def _is_hidden(self, key: str) -> bool:
         with self._lock:
