@@ -287,7 +287,12 @@ class Publisher:
             raise InputError(f"tensors that only one of run and publisher has: {odd[:5]}")
         found = {}
         for spec in self.run.tensors:
-            found[spec.name] = codec.bits_of(given[spec.name], spec.dtype)
+            try:
+                found[spec.name] = codec.bits_of(given[spec.name], spec.dtype)
+            except InputError as error:
+                raise InputError(
+                    f"tensor {spec.name}: {error.message}", hint=error.hint, run=self.bucket.url
+                ) from error
             shape = tuple(given[spec.name].shape)
             if shape != spec.shape:
                 raise InputError(f"tensor {spec.name} has shape {shape}, the run's is {spec.shape}")
