@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -344,6 +345,7 @@ class Publisher:
         with_retries(lambda: self._create(manifest))
         if with_retries(lambda: newest_boundary(self.bucket)) > manifest.version:
             raise self._fence(manifest.version, "retention has closed this version meanwhile")
+        self._restore_blobs(manifest)
         self._advance(step, manifest, sums, encoded - started, time.perf_counter() - encoded)
 
     def _advance(
@@ -377,6 +379,22 @@ class Publisher:
                     upload_ms=upload_s * 1e3,
                 )
             )
+
+    def _restore_blobs(self, manifest: Manifest) -> None:
+        """Put those blobs again that retention took between their upload and the commit.
+
+        A blob that no manifest names yet and that is older than the grace period is nobody's, to
+        retention. A publisher that was stalled for so long would have committed what nobody can
+        read. Encoding is deterministic, so the blobs come back under their names.
+        """
+        payloads = [manifest.delta, manifest.anchor]
+        names = [keys.blob(ref.hash) for p in payloads if p is not None for ref in p.blobs]
+        if all(with_retries(partial(self.bucket.exists, name)) for name in names):
+            return
+        if manifest.delta is not None:
+            self._upload_delta(dict(self._sums))
+        if manifest.anchor is not None:
+            self._upload_anchor()
 
     def _upload_delta(self, sums: dict[Cell, Digest]) -> Payload:
         """Encode and upload; ``sums`` become the staged weights'."""
@@ -465,6 +483,7 @@ class Publisher:
             self._fenced = error
             raise
         if landed:
+            self._restore_blobs(manifest)
             self._advance(step, manifest, sums, 0.0, 0.0)
         self._uncertain = None
 
