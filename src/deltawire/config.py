@@ -101,6 +101,9 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     max_grad_norm: Positive = 1.0
     micro_batch_groups: Count = 16
     anchor_every: Count = 50
+    folds: bool = False
+    """Whether the trainer also folds its deltas over longer strides, for readers far behind. That
+    takes a core and a model's memory, and pays where few weights change a step."""
     checkpoint_every: Count = 20
 
 

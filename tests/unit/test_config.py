@@ -19,7 +19,7 @@ from deltawire.errors import InputError
 
 SMALLEST = {"name": "run", "model": {"build": {}}}
 DEFAULTS = flatten(parse_config(SMALLEST, source="s"))
-NUMBERS = sorted(key for key, value in DEFAULTS.items() if isinstance(value, int | float))
+NUMBERS = sorted(key for key, value in DEFAULTS.items() if type(value) in (int, float))
 FLOATS = sorted(key for key, value in DEFAULTS.items() if isinstance(value, float))
 WORDS = sorted(key for key, value in DEFAULTS.items() if isinstance(value, str))
 
@@ -45,7 +45,7 @@ def refusal(raw):
 
 def test_the_tables_were_found():
     # The tests below are only as good as these lists.
-    assert len(DEFAULTS) == len(NUMBERS) + len(WORDS) + 1  # task.options
+    assert len(DEFAULTS) == len(NUMBERS) + len(WORDS) + 2  # task.options, train.folds
     assert len(NUMBERS) > 30
     assert {"train.learning_rate", "rollout.temperature"} <= set(FLOATS)
     assert {"name", "model.path", "model.build.family", "task.prompt"} <= set(WORDS)
@@ -130,6 +130,8 @@ def test_round_trip_with_every_key_changed(dotted):
         value = {"size": 3}
     elif isinstance(default, str):
         value = f"{default}1"
+    elif isinstance(default, bool):
+        value = not default
     else:
         value = default / 2 or 0.5 if isinstance(default, float) else default + 1
     config = parse_config(with_key(dotted, value), source="s")

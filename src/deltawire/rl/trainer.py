@@ -37,7 +37,7 @@ from deltawire.rl.losses import group_advantages, ppo_surrogate, token_mean
 from deltawire.rl.pool import Batch, Pool
 from deltawire.rl.process import Process, fetch_model_files, open_run
 from deltawire.rl.start import start_run
-from deltawire.sync import Mirror, Publisher, Receipt, load_mirror, read_manifest
+from deltawire.sync import FOLD_STRIDES, Mirror, Publisher, Receipt, load_mirror, read_manifest
 from deltawire.train.batch import collate
 from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
 from deltawire.train.masters import MasterWeights
@@ -133,6 +133,7 @@ class Trainer:
             head,
             epoch=epoch,
             anchor_every=config.train.anchor_every,
+            fold_strides=FOLD_STRIDES if config.train.folds else (),
             on_commit=self._on_commit,
         )
         self._saved = -1
