@@ -1,6 +1,6 @@
 """Retention beside publishers that stall and readers that lag: no fork, nothing half, no silence.
 
-The grace period is 0 throughout: everybody is slower than that.
+The grace period is 0 but where everybody works at once: all others are slower than that.
 """
 
 import random
@@ -36,9 +36,9 @@ def publish(bucket, versions, *, seed=0):
     publisher.close()
 
 
-def retire_all(bucket, *, cutoff=None):
-    newest = newest_version(bucket)
-    return retire(bucket, read_run(bucket), cutoff=newest if cutoff is None else cutoff, grace_s=0)
+def retire_all(bucket, *, cutoff=None, grace_s=0.0):
+    cutoff = newest_version(bucket) if cutoff is None else cutoff
+    return retire(bucket, read_run(bucket), cutoff=cutoff, grace_s=grace_s)
 
 
 def check(bucket):
@@ -167,7 +167,12 @@ def test_retention_and_folding_at_each_step_of_a_reader(lag):
 
 @pytest.mark.parametrize("kind", ["memory", "folder", "s3"])
 def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed):
-    """Threads, and no order among them: a publisher that folds, retention, and six readers."""
+    """Threads, and no order among them: a publisher that folds, retention, and six readers.
+
+    The grace period is a moment, but one that is longer than retention's own sweep: a writer that
+    commits old blobs between its look at the manifests and its deletes is what grace is for.
+    """
+    grace_s = 1.0
     bucket = new_bucket(kind)
     publish(bucket, 10)
     run = read_run(bucket)
@@ -191,9 +196,7 @@ def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed
         publisher = start_publisher(bucket, anchor_every=4, fold_strides=FOLDS)
         for version in range(publisher.version + 1, last + 1):
             publisher.publish(weights(version), annex={"seed": 0})
-            if version % 7 == 0:
-                # In every life but the last one waits for its folds in vain: they may be gone.
-                publisher.flush()
+            finished.wait(0.05)
         publisher.close()
         finished.set()
 
@@ -201,7 +204,7 @@ def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed
     def retaining():
         while not finished.wait(0.01):
             with suppress(CorruptError, RetryError):
-                retire_all(bucket, cutoff=newest_version(bucket) - 3)
+                retire_all(bucket, cutoff=newest_version(bucket) - 3, grace_s=grace_s)
 
     @guarded
     def reading(number):
@@ -239,5 +242,9 @@ def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed
         assert not thread.is_alive()
     assert not failures
     assert check(bucket) == last
-    assert len(bucket.list(keys.BOUNDARIES)) <= 2
+    assert bucket.list(keys.BOUNDARIES), "nothing was retired"
+    if kind != "s3":  # Whose clock shows whole seconds: there a boundary may be too young to go.
+        retire_all(bucket, cutoff=last)
+        assert len(bucket.list(keys.BOUNDARIES)) <= 1
+        assert check(bucket) == last
     assert bucket.get(keys.manifest(0), limit=LIMIT) is not None
