@@ -115,7 +115,8 @@ def test_killed_at_a_hundred_random_moments(driver, place, drill_seed):
     started = time.monotonic()
     bucket, options = place()
     driver.life(bucket, 0, options=options, until=5)
-    version_s = (time.monotonic() - started) / 6
+    # A machine that is busy elsewhere must not make a hundred long pauses of one long life.
+    version_s = min((time.monotonic() - started) / 6, 0.04)
     progressed = unfinished = 0
     for _ in range(KILLS // KILLS_A_RUN):
         bucket, options = place()
