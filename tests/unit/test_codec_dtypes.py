@@ -102,6 +102,7 @@ def test_bits_stand_for_the_dtype_of_their_width():
     [
         np.zeros((4, 4))[:, 1],
         np.zeros((4, 4)).T[1:],
+        np.frombuffer(bytes(17), np.float32, 4, 1),
         np.zeros(4, ">f4"),
         np.zeros(4, np.complex64),
         np.zeros(4, "M8[s]"),

@@ -77,7 +77,7 @@ def decode_full(
     if mode == RAW:
         if len(body) != count * itemsize:
             raise CorruptError("a raw anchor of another length than its tensor")
-        return np.frombuffer(body, dtype)
+        return np.require(np.frombuffer(body, dtype), requirements="A")
     at = -(-count // _native.WHOLE_BLOCK) * LENGTH.itemsize
     if len(body) < at:
         raise CorruptError("an anchor ends within its lengths")

@@ -215,7 +215,7 @@ def _elements(rows: tuple[int, int] | None, columns: int, count: int) -> tuple[i
 def _decode_raw(body: memoryview, base_bits: Bits) -> Patch:
     if len(body) != base_bits.nbytes:
         raise CorruptError("a raw delta of another length than its base")
-    return diff(base_bits, np.frombuffer(body, base_bits.dtype))
+    return diff(base_bits, np.require(np.frombuffer(body, base_bits.dtype), requirements="A"))
 
 
 def _split(body: memoryview, count: int, columns: int) -> tuple[NDArray[np.uint32], Bits]:

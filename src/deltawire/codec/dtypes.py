@@ -99,8 +99,8 @@ def bits_of(array: object, dtype: str | None = None) -> Bits:
     """The bits of a contiguous NumPy array or CPU torch tensor: uint[N], sharing its memory.
 
     With ``dtype``, a wire dtype, the array must be of it, or hold its bits as unsigned integers.
-    Raises InputError if it does not, or if the array is not contiguous, not on the CPU, or of a
-    dtype that has no place on the wire.
+    Raises InputError if it does not, or if the array is not contiguous, not aligned, not on the
+    CPU, or of a dtype that has no place on the wire.
     """
     found = dtype_of(array)
     if dtype is not None:
@@ -112,20 +112,23 @@ def bits_of(array: object, dtype: str | None = None) -> Bits:
         return _tensor_bits(array, ITEMSIZE[found])
     if not array.flags.c_contiguous:
         raise InputError("the array is not contiguous", hint="pass numpy.ascontiguousarray(array)")
+    if not array.flags.aligned:
+        raise InputError("the array is not aligned to its elements", hint="pass array.copy()")
     return array.reshape(-1).view(_UNSIGNED[array.dtype.itemsize])
 
 
 def require_bits(bits: object) -> Bits:
-    """``bits`` itself if it is uint[N] and contiguous, else InputError."""
+    """``bits`` itself if it is uint[N], contiguous and aligned, else InputError."""
     if (
         not isinstance(bits, np.ndarray)
         or bits.ndim != 1
         or bits.dtype.kind != "u"
         or not bits.dtype.isnative
         or not bits.flags.c_contiguous
+        or not bits.flags.aligned
     ):
         raise InputError(
-            "bits must be a contiguous one-dimensional array of unsigned integers",
+            "bits must be a contiguous and aligned one-dimensional array of unsigned integers",
             hint="pass codec.bits_of(array)",
         )
     return bits
