@@ -111,8 +111,14 @@ DELTAWIRE_AVX512 Lanes units_avx512(const Unit* units, std::size_t count,
     x8 = _mm512_add_epi64(x8, step);
   }
   Lanes sum = units_portable(units + i, count - i, x + i * kStep);
-  sum.lane0 += static_cast<std::uint64_t>(_mm512_reduce_add_epi64(lane0));
-  sum.lane1 += static_cast<std::uint64_t>(_mm512_reduce_add_epi64(lane1));
+  // Not by _mm512_reduce_add_epi64: GCC's adds signed numbers, which must not overflow.
+  alignas(64) std::uint64_t parts[2][width];
+  _mm512_store_si512(parts[0], lane0);
+  _mm512_store_si512(parts[1], lane1);
+  for (std::size_t lane = 0; lane < width; ++lane) {
+    sum.lane0 += parts[0][lane];
+    sum.lane1 += parts[1][lane];
+  }
   return sum;
 }
 
