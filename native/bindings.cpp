@@ -63,8 +63,9 @@ template <typename Bits>
 nb::tuple encode(const Vector<Bits>& base, const Vector<Bits>& target, std::size_t columns,
                  unsigned mantissa, unsigned exponent, std::optional<std::uint64_t> key,
                  std::uint64_t start, unsigned threads) {
-  if (base.size() != target.size() || columns > deltawire::kBlock || exponent > 11) {
-    throw nb::value_error("base and target must be alike, and their rows no longer than a block");
+  if (base.size() != target.size() || columns > deltawire::kBlock ||
+      !deltawire::Layout{mantissa, exponent}.fits(8 * sizeof(Bits))) {
+    throw nb::value_error("base and target must be alike, and rows and layout such as there are");
   }
   deltawire::Encoded encoded;
   {
@@ -85,38 +86,8 @@ nb::ndarray<nb::numpy, Scalar, nb::ndim<1>> owned(std::unique_ptr<Scalar[]> data
   return nb::ndarray<nb::numpy, Scalar, nb::ndim<1>>(raw, {size}, owner);
 }
 
-struct Sections {
-  std::vector<deltawire::Section> all;
-  std::size_t changed = 0;
-};
-
-// Blocks `first` to `last` of a body that follows the lengths of all blocks.
-Sections sections_of(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
-                     deltawire::Shape shape, std::size_t first, std::size_t last) {
-  if (shape.columns > deltawire::kBlock || lengths.size() != shape.blocks() || first > last ||
-      last > lengths.size()) {
-    throw nb::value_error("the lengths are not those of this base's blocks");
-  }
-  Sections sections;
-  std::size_t at = 0;
-  for (std::size_t b = 0; b < lengths.size(); ++b) {
-    const std::size_t size = lengths.data()[b];
-    if (size > body.size() - at) throw nb::value_error("the payload ends within a block");
-    if (b >= first && b < last) {
-      deltawire::Section section{body.data() + at, size, b * shape.block(),
-                                 std::min(shape.block(), shape.count - b * shape.block()),
-                                 sections.changed, 0};
-      if (!deltawire::read_changed(section.bytes, size, section.changed) ||
-          section.changed > section.count) {
-        throw nb::value_error("a block that is shorter, or changes more, than a block can");
-      }
-      sections.changed += section.changed;
-      sections.all.push_back(section);
-    }
-    at += size;
-  }
-  if (at != body.size()) throw nb::value_error("the payload goes on behind its last block");
-  return sections;
+deltawire::Body body_of(const Vector<std::uint8_t>& bytes, const Vector<std::uint32_t>& lengths) {
+  return {bytes.data(), bytes.size(), lengths.data(), lengths.size()};
 }
 
 constexpr const char* kNotOfThisBase = "the payload is not a delta for this base";
@@ -125,8 +96,8 @@ template <typename Bits>
 nb::tuple decode(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
                  const Vector<Bits>& base, std::size_t columns, unsigned mantissa,
                  unsigned exponent, std::size_t first, std::size_t last, unsigned threads) {
-  if (exponent > 11) throw nb::value_error(kNotOfThisBase);
-  const Sections sections = sections_of(body, lengths, {base.size(), columns}, first, last);
+  const deltawire::Sections sections =
+      deltawire::sections_of(body_of(body, lengths), {base.size(), columns}, first, last);
   auto positions = std::make_unique_for_overwrite<std::int64_t[]>(sections.changed);
   auto bits = std::make_unique_for_overwrite<Bits[]>(sections.changed);
   bool sound;
@@ -144,9 +115,8 @@ template <typename Bits>
 std::uint64_t advance(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
                       const Writable<Bits>& base, std::size_t columns, unsigned mantissa,
                       unsigned exponent, unsigned threads) {
-  if (exponent > 11) throw nb::value_error(kNotOfThisBase);
-  const Sections sections =
-      sections_of(body, lengths, {base.size(), columns}, 0, lengths.size());
+  const deltawire::Sections sections = deltawire::sections_of(
+      body_of(body, lengths), {base.size(), columns}, 0, lengths.size());
   bool sound;
   {
     const nb::gil_scoped_release unlocked;
@@ -158,13 +128,14 @@ std::uint64_t advance(const Vector<std::uint8_t>& body, const Vector<std::uint32
 
 template <typename Bits>
 nb::list encode_whole(const Vector<Bits>& bits, unsigned low, unsigned width, unsigned threads) {
-  if (width == 0 || width > 8 || low + width > 8 * sizeof(Bits)) {
+  const deltawire::Field field{low, width};
+  if (!field.fits(8 * sizeof(Bits))) {
     throw nb::value_error("no such field in an element");
   }
   std::vector<std::vector<std::uint8_t>> blocks;
   {
     const nb::gil_scoped_release unlocked;
-    blocks = deltawire::encode_whole(bits.data(), bits.size(), {low, width}, threads);
+    blocks = deltawire::encode_whole(bits.data(), bits.size(), field, threads);
   }
   return as_bytes(blocks);
 }
@@ -173,26 +144,8 @@ nb::list encode_whole(const Vector<Bits>& bits, unsigned low, unsigned width, un
 template <typename Bits>
 void decode_whole(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
                   const Writable<Bits>& bits, unsigned low, unsigned width, unsigned threads) {
-  if (width == 0 || width > 8 || low + width > 8 * sizeof(Bits) ||
-      lengths.size() != (bits.size() + deltawire::kWholeBlock - 1) / deltawire::kWholeBlock) {
-    throw nb::value_error("the lengths are not those of these elements' blocks");
-  }
-  std::vector<const std::uint8_t*> blocks;
-  std::vector<std::size_t> sizes;
-  std::size_t at = 0;
-  for (std::size_t b = 0; b < lengths.size(); ++b) {
-    const std::size_t size = lengths.data()[b];
-    if (size > body.size() - at) throw nb::value_error("the payload ends within a block");
-    blocks.push_back(body.data() + at);
-    sizes.push_back(size);
-    at += size;
-  }
-  bool sound = at == body.size();
-  if (sound) {
-    const nb::gil_scoped_release unlocked;
-    sound = deltawire::decode_whole(blocks, sizes, bits.size(), {low, width}, threads, bits.data());
-  }
-  if (!sound) throw nb::value_error("the payload is not one of so many elements");
+  const nb::gil_scoped_release unlocked;
+  deltawire::decode_whole(body_of(body, lengths), bits.size(), {low, width}, threads, bits.data());
 }
 
 std::string simd() {

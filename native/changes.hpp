@@ -44,7 +44,10 @@ class SignMemory {
   static constexpr int kLimit = 15;  // a column's count stays within ± this
   static constexpr unsigned kLastContext = 7;
 
-  void start(std::size_t columns, const std::uint32_t* positions, std::size_t size) {
+  // For changes at `positions` in a block of `elements`; of rows that are longer, there is one.
+  void start(std::size_t columns, std::size_t elements, const std::uint32_t* positions,
+             std::size_t size) {
+    columns = std::min(columns, elements);
     columns_ = columns;
     if (columns == 0) return;
     std::fill_n(held_.of(columns), columns, std::int8_t{0});

@@ -19,6 +19,14 @@ bool get_number(const std::uint8_t*& at, const std::uint8_t* end, std::size_t by
   return true;
 }
 
+// How many elements a block changes; false if it has not even that.
+bool read_changed(const std::uint8_t* bytes, std::size_t size, std::size_t& changed) {
+  std::uint32_t number;
+  if (!get_number(bytes, bytes + size, 4, number)) return false;
+  changed = number;
+  return true;
+}
+
 struct Header {
   std::uint32_t changed = 0, top = 0, planes = 0, raw = 0;
   Odds flags, details, signs;
@@ -145,11 +153,11 @@ bool take_details(PlaneReader& reader, const Header& header, const std::uint8_t*
 }
 
 template <typename Bits>
-void take_signs(PlaneReader& reader, const Odds& odds, unsigned lanes, std::size_t columns,
+void take_signs(PlaneReader& reader, const Odds& odds, unsigned lanes, const Block<Bits>& block,
                 Scratch<Bits>& scratch) {
   Changes<Bits>& changes = scratch.changes;
   std::uint64_t* falls = changes.falls.get();
-  scratch.memory.start(columns, changes.positions.get(), changes.size);
+  scratch.memory.start(block.columns, block.count, changes.positions.get(), changes.size);
   std::uint8_t contexts[kMostLanes];
   for (std::size_t step = (changes.size + lanes - 1) / lanes; step-- > 0;) {
     const std::size_t begin = step * lanes, end = std::min(begin + lanes, changes.size);
@@ -183,7 +191,7 @@ DELTAWIRE_INLINE bool decode_block(const Block<Bits>& block, Scratch<Bits>& scra
   if (!take_flags<Path>(reader, header, block, changes)) return false;
   const std::vector<std::uint32_t> longer = take_lengths(reader, header, scratch);
   if (!take_details(reader, header, raw, longer, scratch)) return false;
-  take_signs(reader, header.signs, lanes, block.columns, scratch);
+  take_signs(reader, header.signs, lanes, block, scratch);
   if (!reader.finished()) return false;
   const bool floats = block.layout.exponent != 0;
   const Bits* before = changes.before.get();
@@ -219,6 +227,7 @@ DELTAWIRE_AVX2 bool decode_avx2(const Block<Bits>& block, Scratch<Bits>& scratch
 template <typename Bits, typename Use>
 bool decode_each(const std::vector<Section>& sections, const Bits* base, std::size_t columns,
                  Layout layout, unsigned threads, const Use& use) {
+  if (!layout.fits(8 * sizeof(Bits))) return false;
   const Simd simd = simd_path();
   auto decoder = decode_portable<Bits>;
 #ifdef DELTAWIRE_X86
@@ -241,11 +250,24 @@ bool decode_each(const std::vector<Section>& sections, const Bits* base, std::si
 
 }  // namespace
 
-bool read_changed(const std::uint8_t* bytes, std::size_t size, std::size_t& changed) {
-  std::uint32_t number;
-  if (!get_number(bytes, bytes + size, 4, number)) return false;
-  changed = number;
-  return true;
+Sections sections_of(const Body& body, Shape shape, std::size_t first, std::size_t last) {
+  if (shape.columns > kBlock || body.blocks != shape.blocks() || first > last ||
+      last > body.blocks) {
+    throw std::invalid_argument("the lengths are not those of this base's blocks");
+  }
+  Sections sections;
+  body.each([&](std::size_t b, const std::uint8_t* bytes, std::size_t size) {
+    if (b < first || b >= last) return;
+    const std::size_t from = b * shape.block();
+    Section section{bytes, size, from, std::min(shape.block(), shape.count - from),
+                    sections.changed, 0};
+    if (!read_changed(bytes, size, section.changed) || section.changed > section.count) {
+      throw std::invalid_argument("a block that is shorter, or changes more, than a block can");
+    }
+    sections.changed += section.changed;
+    sections.all.push_back(section);
+  });
+  return sections;
 }
 
 template <typename Bits>

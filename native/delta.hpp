@@ -10,18 +10,25 @@
 #include <cstdint>
 #include <vector>
 
+#include "body.hpp"
 #include "digest.hpp"
 #include "simd.hpp"
+#include "sizes.hpp"
 
 namespace deltawire {
-
-constexpr std::size_t kBlock = std::size_t{1} << 22;  // elements, at most
 
 // How an element's bits divide: `exponent` bits above `mantissa` bits below a sign bit. Both are 0
 // for integers, which are one class.
 struct Layout {
   unsigned mantissa = 0;
   unsigned exponent = 0;
+
+  // Whether an element of so many bits divides that way.
+  bool fits(unsigned width) const {
+    return (mantissa == 0 && exponent == 0) ||
+           (exponent > 0 && exponent <= 11 && mantissa < width &&
+            mantissa + exponent + 1 == width);
+  }
 };
 
 // A tensor's form as the codec sees it: `columns` is the length of its rows, 0 if it has none.
@@ -63,8 +70,14 @@ struct Section {
   std::size_t changed;  // as its first four bytes say
 };
 
-// Reads how many elements a block changes; false if it has not even that.
-bool read_changed(const std::uint8_t* bytes, std::size_t size, std::size_t& changed);
+struct Sections {
+  std::vector<Section> all;
+  std::size_t changed = 0;
+};
+
+// The blocks `first` to `last` of a body for a base of such a shape. Throws std::invalid_argument
+// for a body that is not of such blocks; what memory is taken follows from the shape alone.
+Sections sections_of(const Body& body, Shape shape, std::size_t first, std::size_t last);
 
 // The changes of some blocks, ascending, into `positions` and `bits`. False if one
 // of them is not a block for such a base; what was written by then means nothing.

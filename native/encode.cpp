@@ -11,8 +11,6 @@
 namespace deltawire {
 namespace {
 
-constexpr std::size_t kSampled = 2048;  // groups at which a block's classes are counted
-
 struct Counts {
   std::uint64_t ones = 0, total = 0;
 };
@@ -174,7 +172,7 @@ DELTAWIRE_INLINE Odds flag_odds(const Block<Bits>& block, unsigned top,
 
 // The signs, as whether each is what its column's memory expects.
 template <typename Path, typename Bits>
-DELTAWIRE_INLINE Odds put_signs(PlaneWriter& writer, std::size_t columns, unsigned lanes,
+DELTAWIRE_INLINE Odds put_signs(PlaneWriter& writer, const Block<Bits>& block, unsigned lanes,
                                 Scratch<Bits>& scratch) {
   const Changes<Bits>& changes = scratch.changes;
   const std::size_t size = changes.size;
@@ -182,7 +180,7 @@ DELTAWIRE_INLINE Odds put_signs(PlaneWriter& writer, std::size_t columns, unsign
   std::uint8_t* contexts = scratch.contexts.of(size + kGroup);
   std::uint64_t* bits = scratch.bits.of(words_for(size));
   std::fill_n(bits, words_for(size), 0);
-  scratch.memory.start(columns, changes.positions.get(), size);
+  scratch.memory.start(block.columns, block.count, changes.positions.get(), size);
   for (std::size_t step = (size + lanes - 1) / lanes; step-- > 0;) {
     const std::size_t begin = step * lanes, end = std::min(begin + lanes, size);
     const std::uint64_t expected = scratch.memory.expect(begin, end, contexts + begin);
@@ -265,7 +263,7 @@ DELTAWIRE_INLINE std::vector<std::uint8_t> encode_block(const Block<Bits>& block
   const unsigned lanes = lanes_for(block.count);
   PlaneWriter writer(lanes, Path::kSimd, scratch.words);
   BitPacker packer;
-  const Odds signs = put_signs<Path>(writer, block.columns, lanes, scratch);
+  const Odds signs = put_signs<Path>(writer, block, lanes, scratch);
   const Odds details = put_details<Path>(writer, longer, scratch, packer);
   const std::vector<Odds> lengths = put_lengths<Path>(writer, longer, scratch);
   const Odds flags = flag_odds<Path>(block, top, changes);

@@ -26,11 +26,6 @@ constexpr unsigned kMostLanes = 64;
 constexpr std::uint8_t kFlipped = 0x80;
 constexpr std::uint8_t kTopLevel = 96;
 
-// How many lanes code a block of so many elements: each costs two bytes, and speed needs many.
-constexpr unsigned lanes_for(std::size_t elements) {
-  return elements >= std::size_t{1} << 20 ? 64 : elements >= std::size_t{1} << 15 ? 16 : 1;
-}
-
 // The odds of a one in each context, in parts of kCertain: 0 (never), or 1 to kCertain - 1.
 struct Odds {
   alignas(64) std::uint32_t ones[kContexts] = {};

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <utility>
 
 #include "elements.hpp"
 #include "packing.hpp"
@@ -17,6 +18,7 @@ namespace {
 
 constexpr unsigned kRanks = 15;  // symbols with a rank; all others share kRanks itself
 constexpr unsigned kPlanes = 4;
+constexpr std::uint16_t kNoSymbol = 0xFFFF;  // of ranks that the block does not have
 
 struct Scratch {
   Room<std::uint16_t> words;
@@ -154,7 +156,8 @@ DELTAWIRE_INLINE bool decode_block(const std::uint8_t* at, std::size_t size, std
                                    Field field, Scratch& scratch, Bits* bits) {
   const std::uint8_t* end = at + size;
   if (size < 1 || *at > kRanks || size < 1 + std::size_t{*at}) return false;
-  std::array<std::uint8_t, kRanks + 1> symbols{};
+  std::array<std::uint16_t, kRanks + 1> symbols;
+  symbols.fill(kNoSymbol);
   const unsigned ranked = *at++;
   std::copy(at, at + ranked, symbols.begin());
   at += ranked;
@@ -195,14 +198,16 @@ DELTAWIRE_INLINE bool decode_block(const std::uint8_t* at, std::size_t size, std
   }
   if (!reader.finished()) return false;
   BitTaker others(rest, rest_size);
+  unsigned seen = 0;  // the bits of all symbols
   for (std::size_t i = 0; i < count; ++i) {
     const unsigned rank = ranks[i];
     const auto symbol = rank == kRanks ? static_cast<unsigned>(escaped.take(field.width))
                                        : unsigned{symbols[rank]};
     const std::uint64_t low = rest_bits == 8 ? rest[i] : others.take(rest_bits);
+    seen |= symbol;
     bits[i] = joined<Bits>(symbol, low, field);
   }
-  return escaped.finished() && (rest_bits == 8 || others.finished());
+  return seen >> field.width == 0 && escaped.finished() && (rest_bits == 8 || others.finished());
 }
 
 // One function for each path, so that the compiler may use its instructions throughout.
@@ -264,9 +269,14 @@ std::vector<std::vector<std::uint8_t>> encode_whole(const Bits* bits, std::size_
 }
 
 template <typename Bits>
-bool decode_whole(const std::vector<const std::uint8_t*>& blocks,
-                  const std::vector<std::size_t>& sizes, std::size_t count, Field field,
-                  unsigned threads, Bits* bits) {
+void decode_whole(const Body& body, std::size_t count, Field field, unsigned threads, Bits* bits) {
+  if (!field.fits(8 * sizeof(Bits)) || body.blocks != (count + kWholeBlock - 1) / kWholeBlock) {
+    throw std::invalid_argument("the lengths are not those of these elements' blocks");
+  }
+  std::vector<std::pair<const std::uint8_t*, std::size_t>> blocks;
+  body.each([&](std::size_t, const std::uint8_t* bytes, std::size_t size) {
+    blocks.emplace_back(bytes, size);
+  });
   const Simd simd = simd_path();
   auto decoder = decode_portable<Bits>;
 #ifdef DELTAWIRE_X86
@@ -275,21 +285,20 @@ bool decode_whole(const std::vector<const std::uint8_t*>& blocks,
 #endif
   std::atomic<bool> sound{true};
   parallel<Scratch>(blocks.size(), threads, [&](std::size_t b, Scratch& scratch) {
+    const auto [bytes, size] = blocks[b];
     const std::size_t first = b * kWholeBlock;
-    if (!sound || !decoder(blocks[b], sizes[b], std::min(kWholeBlock, count - first), field,
-                           scratch, bits + first)) {
+    if (!sound || !decoder(bytes, size, std::min(kWholeBlock, count - first), field, scratch,
+                           bits + first)) {
       sound = false;
     }
   });
-  return sound;
+  if (!sound) throw std::invalid_argument("the payload is not one of so many elements");
 }
 
 #define DELTAWIRE_INSTANTIATE(Bits)                                                               \
   template std::vector<std::vector<std::uint8_t>> encode_whole<Bits>(const Bits*, std::size_t,    \
                                                                      Field, unsigned);            \
-  template bool decode_whole<Bits>(const std::vector<const std::uint8_t*>&,                       \
-                                   const std::vector<std::size_t>&, std::size_t, Field, unsigned, \
-                                   Bits*);
+  template void decode_whole<Bits>(const Body&, std::size_t, Field, unsigned, Bits*);
 DELTAWIRE_INSTANTIATE(std::uint8_t)
 DELTAWIRE_INSTANTIATE(std::uint16_t)
 DELTAWIRE_INSTANTIATE(std::uint32_t)

@@ -10,26 +10,30 @@
 #include <cstdint>
 #include <vector>
 
+#include "body.hpp"
 #include "simd.hpp"
+#include "sizes.hpp"
 
 namespace deltawire {
-
-constexpr std::size_t kWholeBlock = std::size_t{1} << 20;  // elements
 
 // The bits of an element that are ranked: `width` of them, at most 8, above the `low` lowest.
 struct Field {
   unsigned low = 0;
   unsigned width = 0;
+
+  // Whether an element of so many bits has such bits.
+  bool fits(unsigned element) const {
+    return width > 0 && width <= 8 && low < element && low + width <= element;
+  }
 };
 
 template <typename Bits>
 std::vector<std::vector<std::uint8_t>> encode_whole(const Bits* bits, std::size_t count,
                                                     Field field, unsigned threads);
 
-// Block b lies at `blocks[b]`, of `sizes[b]` bytes. False if one is not a block of so many elements.
+// Into `bits`, all of them. Throws std::invalid_argument for a body that is not one of `count`
+// elements; what was written by then means nothing.
 template <typename Bits>
-bool decode_whole(const std::vector<const std::uint8_t*>& blocks,
-                  const std::vector<std::size_t>& sizes, std::size_t count, Field field,
-                  unsigned threads, Bits* bits);
+void decode_whole(const Body& body, std::size_t count, Field field, unsigned threads, Bits* bits);
 
 }  // namespace deltawire

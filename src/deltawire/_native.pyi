@@ -1,4 +1,4 @@
-"""The native kernels. They release the GIL, copy nothing and check nothing but shapes and types."""
+"""The native kernels. They release the GIL, copy nothing and check shapes, types and layouts."""
 
 from typing import Any
 

@@ -2,12 +2,14 @@
 
 import contextlib
 import struct
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from deltawire import codec
+from deltawire import _native, codec
 from deltawire.codec import anchors, delta
 from deltawire.errors import CorruptError
 
@@ -94,6 +96,21 @@ def test_payload_for_another_base_is_corrupt():
     payload = codec.encode(base, target)
     for other in (base[:-1], base.view(np.uint8), base.view(np.uint32), base[:0]):
         assert not check(payload, other)
+
+
+def test_payloads_need_no_alignment():
+    base = PAIRS["dense"][0]
+    target = base[::-1].copy()
+    coded, raw = codec.encode_full(np.zeros(50, "u2")), codec.encode_full(target)
+    delta_bytes = codec.encode(base, target)
+    assert (coded[5], raw[5], delta_bytes[5]) == (anchors.CODED, anchors.RAW, delta.RAW)
+    for offset in range(4):
+        at = [memoryview(bytes(offset) + each)[offset:] for each in (coded, raw, delta_bytes)]
+        assert not codec.decode_full(at[0], 50, 2).any()
+        whole = codec.decode_full(at[1], COUNT, 2)
+        assert whole.flags.aligned
+        assert np.array_equal(whole, target)
+        assert np.array_equal(codec.decode(at[2], base), target)
 
 
 COUNT_OF_BLOCKS = 1000
@@ -184,3 +201,100 @@ def test_an_anchor_of_another_field_is_corrupt():
         sound[6:8] = low, width
         with pytest.raises(CorruptError):
             codec.decode_full(sound, 3000, 2)
+
+
+def test_rows_longer_than_the_tensor_take_no_memory():
+    """The memory of a block's columns is that of its elements at most."""
+    base = np.zeros(COUNT_OF_BLOCKS, np.uint8)
+    target = base.copy()
+    target[[3, 500, 501]] = 7, 255, 1
+    payload = codec.encode(base, target, columns=1 << 22)
+    assert payload[8:12] == struct.pack("<I", 1 << 22)
+    assert np.array_equal(codec.decode(payload, base), target)
+    assert payload[12:] == codec.encode(base, target, columns=COUNT_OF_BLOCKS)[12:]
+    assert (
+        peak_growth_kib(
+            "import numpy as np; from deltawire import codec;"
+            f"base = np.zeros({COUNT_OF_BLOCKS}, np.uint8); payload = {payload!r}",
+            "codec.decode(payload, base, threads=1)",
+        )
+        < 2048
+    )
+
+
+def peak_growth_kib(before, measured):
+    """How much more memory a new process needs at its peak for the second piece of code."""
+    peak = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss"
+    code = f"import resource; {before}; held = {peak}; {measured}; print({peak} - held)"
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+
+
+@pytest.mark.parametrize(
+    ("width", "mantissa", "exponent"),
+    [
+        (1, 7, 8),
+        (2, 3, 4),
+        (2, 10, 6),
+        (2, 0, 15),
+        (4, 31, 0),
+        (4, 200, 8),
+        (8, 52, 12),
+        (8, 64, 1),
+    ],
+)
+def test_the_kernels_refuse_layouts_that_do_not_fit(width, mantissa, exponent):
+    base = np.zeros(10, f"u{width}")
+    body, lengths = np.zeros(4, np.uint8), np.array([4], np.uint32)
+    with pytest.raises(ValueError, match="such as there are"):
+        _native.encode(base, base, 0, mantissa, exponent, None, 0, 1)
+    with pytest.raises(ValueError, match="not a delta for this base"):
+        _native.decode(body, lengths, base, 0, mantissa, exponent, 0, 1, 1)
+    with pytest.raises(ValueError, match="not a delta for this base"):
+        _native.advance(body, lengths, base, 0, mantissa, exponent, 1)
+    assert _native.advance(body, lengths, base, 0, 0, 0, 1) == 0
+
+
+def anchor_block(symbols=b"\x05", odds=b"\0\0" * 4, escapes=b"", escapes_size=None,
+                 rest=b"\0" * 10, words=b"", state=1 << 15, ranked=None):  # fmt: skip
+    """A block of ten elements of 16 bits, whose field is the highest 8."""
+    head = bytes([len(symbols) if ranked is None else ranked]) + symbols + odds
+    head += struct.pack("<I", len(escapes) if escapes_size is None else escapes_size) + escapes
+    return head + rest + words + struct.pack("<I", state)
+
+
+def decode_anchor(block, field=(8, 8)):
+    header = anchors.HEADER.pack(anchors.MAGIC, 2, anchors.CODED, *field, 10)
+    return codec.decode_full(header + struct.pack("<I", len(block)) + block, 10, 2)
+
+
+def test_an_anchor_block_that_is_sound():
+    assert decode_anchor(anchor_block()).tolist() == [0x0500] * 10
+    assert decode_anchor(anchor_block(symbols=b"\x1f", rest=b"\0" * 14), (8, 5))[0] == 0x1F00
+
+
+@pytest.mark.parametrize(
+    ("block", "field"),
+    [
+        (b"", (8, 8)),
+        (anchor_block(ranked=16), (8, 8)),
+        (anchor_block(ranked=255), (8, 8)),
+        (anchor_block(symbols=b""), (8, 8)),  # Every rank is 0, and there is none.
+        (anchor_block(symbols=b"\x20", rest=b"\0" * 14), (8, 5)),
+        (anchor_block(odds=b"\x01\0\0" + b"\0\0" * 3), (8, 8)),
+        (anchor_block(odds=b"\x01\0\x61" + b"\0\0" * 3), (8, 8)),
+        (anchor_block(odds=b"\xff\xff"), (8, 8)),
+        (anchor_block(escapes_size=2**32 - 1), (8, 8)),
+        (anchor_block(escapes=b"\0"), (8, 8)),
+        (anchor_block(rest=b"\0" * 9), (8, 8)),
+        (anchor_block(rest=b"\0" * 11), (8, 8)),
+        (anchor_block(symbols=b"\x1f", rest=b"\0" * 13 + b"\x80"), (8, 5)),
+        (anchor_block(words=b"\0\0"), (8, 8)),
+        (anchor_block(words=b"\0"), (8, 8)),
+        (anchor_block(state=0), (8, 8)),
+        (anchor_block(state=(1 << 15) + 1), (8, 8)),
+        (anchor_block(state=1 << 31), (8, 8)),
+    ],
+)
+def test_crafted_anchors_are_corrupt(block, field):
+    with pytest.raises(CorruptError):
+        decode_anchor(block, field)
