@@ -1,9 +1,10 @@
 # make demo   sets everything up and runs asynchronous RL on this machine
 # make test   sets everything up and checks everything
+# make fuzz   fuzzes the native kernels, each target for SECONDS=600
 BIN := .venv/bin
-NATIVE := CMakeLists.txt $(wildcard native/*)
+NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 
-.PHONY: setup demo test lint format bench clean
+.PHONY: setup demo test lint format bench fuzz clean
 
 setup: .venv/.ready
 
@@ -28,6 +29,9 @@ format: setup
 
 bench: setup
 	$(BIN)/deltawire bench loop
+
+fuzz:
+	@$(MAKE) -C native/fuzz -j2 run SECONDS=$(or $(SECONDS),600)
 
 clean:
 	rm -rf .venv build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
