@@ -1,0 +1,148 @@
+"""Payloads of DWD1 and DWA1 as they were when the format was fixed: read today, and made today.
+
+Run as a script, it writes those that are missing. One that is there is never written again: what
+it says must hold for as long as its magic does.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltawire import codec
+from deltawire.codec.delta import LAYOUTS, layout_of
+from deltawire.codec.reference import (
+    decode_full_reference,
+    decode_patch_reference,
+    encode_full_reference,
+    encode_reference,
+)
+
+PAYLOADS = Path(__file__).parent / "payloads"
+SLOW = 1 << 16  # Elements above which the reference takes seconds.
+
+
+def noise(count, seed):
+    """uint64[count], the same on every machine and with every NumPy."""
+    x = np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x
+
+
+def pair(dtype, count, rarity, magnitude, *, narrow=3):
+    """A base whose exponents lie near each other, and a target: one in ``rarity`` differs."""
+    unsigned = codec.unsigned_of(dtype)
+    layout, width = layout_of(dtype), 8 * unsigned.itemsize
+    random = noise(count, 1)
+    base = random & np.uint64((1 << layout.mantissa) - 1) if layout.exponent else random >> 60
+    if layout.exponent:
+        exponent = np.uint64((1 << layout.exponent - 1) - 3) + (
+            random >> np.uint64(60)
+        ) // np.uint64(narrow)
+        sign = (random >> np.uint64(50) & np.uint64(1)) << np.uint64(width - 1)
+        base = sign | exponent << np.uint64(layout.mantissa) | base
+    base = base.astype(unsigned)
+    other = noise(count, 2)
+    step = (other >> np.uint64(64 - magnitude)).astype(unsigned) + unsigned.type(1)
+    down = (other & np.uint64(1)).astype(bool)
+    target = np.where(down, base - step, base + step)
+    return base, np.where(noise(count, 3) % rarity == 0, target, base).astype(unsigned)
+
+
+DELTAS = {
+    "nothing": ("BF16", 0, 1, 1, 0),
+    "no-change": ("BF16", 300, 1 << 40, 1, 0),
+    "one-element": ("U8", 1, 1, 1, 0),
+    "bf16-rows": ("BF16", 900, 9, 2, 60),
+    "bf16-no-rows": ("BF16", 300, 5, 1, 0),
+    "bf16-long-row": ("BF16", 400, 20, 1, 1 << 22),
+    "f16": ("F16", 400, 8, 3, 16),
+    "f32": ("F32", 150, 6, 12, 10),
+    "f64": ("F64", 50, 6, 40, 10),
+    "f8-e4m3": ("F8_E4M3", 400, 8, 1, 20),
+    "f8-e5m2": ("F8_E5M2", 400, 8, 1, 20),
+    "i64-any": ("I64", 60, 12, 64, 0),
+    "u8-raw": ("U8", 40, 1, 7, 8),
+    "sixteen-lanes": ("BF16", (1 << 15) + 77, 3000, 2, 128),
+    "sixty-four-lanes": ("BF16", (1 << 20) + 65, 200_000, 2, 1024),
+    "two-blocks": ("U8", (1 << 22) + 300, 2_000_000, 2, 1000),
+}
+ANCHORS = {
+    "nothing": ("BF16", 0, 1),
+    "bf16": ("BF16", 60, 1),
+    "f16": ("F16", 70, 1),
+    "f32": ("F32", 36, 1),
+    "f64": ("F64", 28, 1),
+    "f8-e4m3": ("F8_E4M3", 90, 1),
+    "i64": ("I64", 26, 1),
+    "u8-escapes": ("U8", 200, 2),
+    "u8-raw": ("U8", 40, 1),
+    "sixteen-lanes": ("U8", 1 << 15, 4000),
+    "two-blocks": ("U8", (1 << 20) + 3, 60_000),
+}
+
+
+def delta_of(name):
+    dtype, count, rarity, magnitude, columns = DELTAS[name]
+    return *pair(dtype, count, rarity, magnitude), dtype, columns
+
+
+def anchor_of(name):
+    dtype, count, rarity = ANCHORS[name]
+    if rarity == 1:
+        return pair(dtype, count, 1, 1, narrow=12)[0], dtype
+    return np.where(noise(count, 4) % rarity == 0, noise(count, 5) >> 56, 9).astype("u1"), dtype
+
+
+@pytest.mark.parametrize("name", DELTAS)
+def test_deltas_of_the_first_day(name):
+    base, target, dtype, columns = delta_of(name)
+    golden = (PAYLOADS / f"{name}.delta").read_bytes()
+    assert np.array_equal(codec.decode(golden, base, dtype=dtype), target)
+    assert codec.encode(base, target, dtype=dtype, columns=columns) == golden
+    patch = decode_patch_reference(golden, base) if base.size < SLOW else None
+    if patch is not None:
+        assert np.array_equal(patch.positions, np.flatnonzero(base != target))
+        assert np.array_equal(patch.bits, target[patch.positions])
+        assert encode_reference(base, target, layout_of(dtype), columns) == golden
+
+
+@pytest.mark.parametrize("name", ANCHORS)
+def test_anchors_of_the_first_day(name):
+    bits, dtype = anchor_of(name)
+    golden = (PAYLOADS / f"{name}.anchor").read_bytes()
+    assert np.array_equal(codec.decode_full(golden, bits.size, bits.itemsize), bits)
+    assert codec.encode_full(bits, dtype) == golden
+    if bits.size < SLOW:
+        assert np.array_equal(decode_full_reference(golden, bits.size, bits.itemsize), bits)
+        assert encode_full_reference(bits, dtype) == golden
+
+
+def test_they_are_of_every_layout_and_mode():
+    files = list(PAYLOADS.iterdir())
+    assert len(files) == len(DELTAS) + len(ANCHORS)
+    deltas = [path.read_bytes() for path in files if path.suffix == ".delta"]
+    assert {payload[:4] for payload in deltas} == {b"DWD1"}
+    assert {tuple(payload[6:8]) for payload in deltas} == {(0, 0), *LAYOUTS.values()}
+    assert sum(payload[5] == 1 for payload in deltas) == 3
+    anchors = [path.read_bytes() for path in files if path.suffix == ".anchor"]
+    assert {payload[:4] for payload in anchors} == {b"DWA1"}
+    assert sum(payload[5] == 1 for payload in anchors) == 2
+
+
+def write_missing():
+    for name in DELTAS:
+        base, target, dtype, columns = delta_of(name)
+        write(PAYLOADS / f"{name}.delta", codec.encode(base, target, dtype=dtype, columns=columns))
+    for name in ANCHORS:
+        write(PAYLOADS / f"{name}.anchor", codec.encode_full(*anchor_of(name)))
+
+
+def write(path, payload):
+    if not path.exists():
+        path.write_bytes(payload)
+
+
+if __name__ == "__main__":
+    write_missing()
