@@ -11,6 +11,7 @@ import pytest
 
 from deltawire import _native, codec
 from deltawire.codec import anchors, delta
+from deltawire.codec.reference import Odds, PlaneWriter
 from deltawire.errors import CorruptError
 
 COUNT = 3000
@@ -181,6 +182,30 @@ def test_a_block_that_is_sound():
 )
 def test_crafted_blocks_are_corrupt(payload):
     assert not check(payload, np.zeros(COUNT_OF_BLOCKS, np.uint8))
+
+
+@pytest.mark.parametrize(("length", "sound"), [(8, True), (9, False)])
+def test_a_magnitude_wider_than_its_element_is_corrupt(length, sound):
+    """Eight length planes, of which the last says yes: no encoder makes that."""
+    writer = PlaneWriter(1)
+    one, no = np.array([1]), np.array([0])
+    planes = {}
+    for plane in ("signs", "details", *range(8, 0, -1)):
+        contexts = {"signs": no, "details": np.array([length])}.get(plane, one)
+        bits = no if plane in {"signs", "details"} or plane >= length else one
+        planes[plane] = Odds.of(contexts, bits)
+        writer.put(contexts, bits, planes[plane])
+    flags = np.zeros(COUNT_OF_BLOCKS, np.int64)
+    flags[7] = 1
+    odds = Odds.of(flags * 0 + 1, flags)
+    writer.put(flags * 0 + 1, flags, odds)
+    made = writer.finish()
+    crafted = block(
+        planes=8, odds=odds.write(), lengths=b"".join(planes[b].write() for b in range(1, 9)),
+        raw=bytes(1), words=made[:-4], states=int.from_bytes(made[-4:], "little"),
+    )  # fmt: skip
+    base = np.zeros(COUNT_OF_BLOCKS, np.uint8)
+    assert check(payload_of(crafted), base) == sound
 
 
 def test_a_claim_of_many_changes_takes_no_memory():
