@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import msgspec
 import numpy as np
 
 from deltawire import codec
@@ -28,15 +29,16 @@ def load_mirror(
     at: int | None = None,
     wanted: Mapping[str, tuple[int, int] | None] | Iterable[str] | None = None,
     into: Mirror | None = None,
+    resume: bool = False,
     threads: int | None = None,
 ) -> Mirror | None:
     """The mirror at version ``at`` (the newest if None), by the fewest bytes.
 
     ``wanted`` names tensors, or rows of them, for a reader that wants no more (see `select`).
-    ``into`` is a mirror to be filled or moved forward instead of a new one. None if nothing is
-    committed yet. What is damaged is got around if anything leads around it; raises `CorruptError`
-    naming the first such object when no way is left, and `RetryError` if the store does not
-    answer.
+    ``into`` is a mirror to be filled or moved forward instead of a new one; with ``resume``, what
+    it holds of an anchor already, by its digest, is not fetched. None if nothing is committed yet.
+    What is damaged is got around if anything leads around it; raises `CorruptError` naming the
+    first such object when no way is left, and `RetryError` if the store does not answer.
     """
     target = newest_version(bucket) if at is None else at
     if target is None:
@@ -51,7 +53,7 @@ def load_mirror(
             break
         for edge in route.edges:
             try:
-                _take(bucket, run, survey, edge, mirror, threads)
+                _take(bucket, run, survey, edge, mirror, threads, resume)
             except CorruptError as error:
                 survey.ban(edge, error)
                 held = mirror.version if mirror.version >= 0 else None
@@ -63,11 +65,17 @@ def load_mirror(
 
 
 def _take(
-    bucket: Bucket, run: Run, survey: Survey, edge: Edge, mirror: Mirror, threads: int | None
+    bucket: Bucket,
+    run: Run,
+    survey: Survey,
+    edge: Edge,
+    mirror: Mirror,
+    threads: int | None,
+    resume: bool,
 ) -> None:
     step, payload = survey.step(edge)
     if edge.kind == "anchor":
-        fetch_anchor(bucket, run, step, payload, mirror, threads=threads)
+        fetch_anchor(bucket, run, step, payload, mirror, threads=threads, resume=resume)
         return
     pieces, held = decode_delta(bucket, run, step, payload, mirror, threads=threads)
     mirror.move(pieces, step.version, codec.Digest.from_hex(step.digest), held)
@@ -81,11 +89,18 @@ def fetch_anchor(
     mirror: Mirror,
     *,
     threads: int | None = None,
+    resume: bool = False,
 ) -> None:
-    """Fill ``mirror`` from an anchor, verified. Raises `CorruptError`; it then holds nothing."""
+    """Fill ``mirror`` from an anchor, verified. Raises `CorruptError`; it then holds nothing.
+
+    With ``resume``, pieces whose elements have the digest that the anchor states are not fetched.
+    """
     if payload is None:
         raise ResyncError("not an anchor", run=bucket.url, version=step.version)
     mirror.begin()
+    kept = codec.ZERO
+    if resume:
+        payload, kept = _missing(run, payload, mirror)
 
     def take(name: str, start: int, bits: Bits) -> None:
         target = mirror.find(name, start, bits.size)
@@ -93,7 +108,23 @@ def fetch_anchor(
         target[:] = bits
 
     held = decode_anchor(bucket, run, step, payload, mirror, take, threads=threads)
-    mirror.finish(step.version, codec.Digest.from_hex(step.digest), held)
+    mirror.finish(step.version, codec.Digest.from_hex(step.digest), kept + held)
+
+
+def _missing(run: Run, payload: Payload, mirror: Mirror) -> tuple[Payload, codec.Digest]:
+    """An anchor without the pieces that ``mirror`` holds, and the digest of those."""
+    missing, kept = [], codec.ZERO
+    for piece in payload.pieces:
+        name = run.tensors[piece.tensor].name
+        bits = mirror.find(name, piece.start, piece.count)
+        if bits is None:
+            continue
+        found = codec.digest_bits(name, bits, piece.start)
+        if found.hex() == piece.sum:
+            kept += found
+        else:
+            missing.append(piece)
+    return msgspec.structs.replace(payload, pieces=missing), kept
 
 
 def jump(

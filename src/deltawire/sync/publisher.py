@@ -46,7 +46,7 @@ from deltawire.sync.folding import FOLD_STRIDES, FoldingThread
 from deltawire.sync.mirror import Mirror
 from deltawire.wire import keys
 from deltawire.wire.manifest import MAX_ANNEX_BYTES, Manifest, Payload, encode_manifest
-from deltawire.wire.run import Run
+from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
 
 Annex = dict[str, Any]
@@ -105,6 +105,8 @@ class _Step:
     version: int
     annex: Annex
     blocked_ms: float
+    files: list[ModelFile] | None = None
+    expected: Digest | None = None
 
 
 class Publisher:
@@ -189,7 +191,14 @@ class Publisher:
         """The digest of the newest committed version."""
         return self._baseline.digest
 
-    def publish(self, tensors: Mapping[str, Any], *, annex: Annex | None = None) -> int:
+    def publish(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        annex: Annex | None = None,
+        files: list[ModelFile] | None = None,
+        expected: Digest | None = None,
+    ) -> int:
         """Copy ``tensors`` (a name to a contiguous array or CPU tensor of the run's shapes and
         dtypes; of tied ones, any name or all) and commit them in the background as the next
         version, which is returned.
@@ -198,18 +207,22 @@ class Publisher:
         ``fold``, and raises what that one failed with: `FencedError` if another publisher has
         taken the run, `RetryError` or `InputError` from the store. Raises `InputError` if the
         tensors are not the run's, or the annex too large.
+
+        ``files``, blobs that are there already, are the other files of the model's directory, if
+        they are not those of run.json. With ``expected``, weights of another digest are not
+        committed: whoever reads them from files that somebody may write to wants to know.
         """
         started = time.perf_counter()
         annex = annex or {}
         if len(msgspec.json.encode(annex)) > MAX_ANNEX_BYTES:
             raise InputError(f"the annex has more than {MAX_ANNEX_BYTES} bytes")
         if self._policy == "fold":
-            return self._publish_or_fold(tensors, annex, started)
+            return self._publish_or_fold(tensors, annex, started, files, expected)
         self.flush()
         self._settle()
         self._stage(tensors, self._staging)
         blocked_ms = (time.perf_counter() - started) * 1e3
-        step = _Step(self._baseline.version + 1, annex, blocked_ms)
+        step = _Step(self._baseline.version + 1, annex, blocked_ms, files, expected)
         self._pending = self._pool.submit(self._commit, step)
         return step.version
 
@@ -235,7 +248,14 @@ class Publisher:
             self._pool.shutdown()
             self.folding.close()
 
-    def _publish_or_fold(self, tensors: Mapping[str, Any], annex: Annex, started: float) -> int:
+    def _publish_or_fold(
+        self,
+        tensors: Mapping[str, Any],
+        annex: Annex,
+        started: float,
+        files: list[ModelFile] | None,
+        expected: Digest | None,
+    ) -> int:
         assert self._spare is not None
         if self._pending is not None and self._pending.done():
             self.flush()
@@ -260,7 +280,8 @@ class Publisher:
                 version = self._promised + 1
             else:
                 version = self._baseline.version + 1
-            self._queued, self._promised = _Step(version, annex, blocked_ms), version
+            self._queued = _Step(version, annex, blocked_ms, files, expected)
+            self._promised = version
             if waiting is None:
                 behind = self._pending
                 self._pending = self._pool.submit(self._commit_queued, behind)
@@ -323,6 +344,13 @@ class Publisher:
                 run=self.bucket.url,
                 version=step.version,
             )
+        if step.expected is not None and digest != step.expected:
+            raise InputError(
+                "the weights changed while they were copied",
+                hint="publish them once they are whole",
+                run=self.bucket.url,
+                version=step.version,
+            )
         anchor = self._upload_anchor() if first or self._cadence.due(step.version) else None
         encoded = time.perf_counter()
         manifest = Manifest(
@@ -337,6 +365,7 @@ class Publisher:
             epoch=self.epoch,
             nonce=secrets.token_hex(16),
             created_at=time.time(),
+            model_files=step.files,
             annex=step.annex,
         )
         # Remembered before the first attempt, forgotten when it is known what became of it.

@@ -219,7 +219,13 @@ def _tombstone(bucket: Bucket, run: Run, version: int) -> Manifest | None:
     if manifest.retired:
         return None
     return msgspec.structs.replace(
-        manifest, base=None, base_digest=ZERO.hex(), delta=None, anchor=None, retired=True
+        manifest,
+        base=None,
+        base_digest=ZERO.hex(),
+        delta=None,
+        anchor=None,
+        model_files=None,
+        retired=True,
     )
 
 
@@ -258,5 +264,7 @@ def _references(bucket: Bucket, run: Run, start: int, gone: set[str]) -> set[str
             steps.append(fold)
     for step in steps:
         payloads = [step.payload] if isinstance(step, Fold) else [step.delta, step.anchor]
+        if isinstance(step, Manifest):
+            found |= {keys.blob(file.blob) for file in step.model_files or ()}
         found |= {keys.blob(ref.hash) for p in payloads if p is not None for ref in p.blobs}
     return found

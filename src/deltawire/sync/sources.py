@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from deltawire.sync.chain import create_run, read_manifest, read_run
 from deltawire.sync.load import load_mirror
 from deltawire.sync.mirror import Bits, empty_mirror
 from deltawire.sync.publisher import Publisher
-from deltawire.wire.run import CELL_ELEMENTS, Run, TensorSpec
+from deltawire.wire.run import CELL_ELEMENTS, ModelFile, Run, TensorSpec
 from deltawire.wire.seal import Signer
 
 MAX_HEADER_BYTES = 100 << 20
@@ -59,6 +59,8 @@ def open_publisher(
     name: str = "run",
     config: dict[str, Any] | None = None,
     cell: int = CELL_ELEMENTS,
+    model_files: list[ModelFile] | None = None,
+    annex: dict[str, Any] | None = None,
     signer: Signer | None = None,
     **options: Any,
 ) -> Publisher:
@@ -67,8 +69,9 @@ def open_publisher(
     A new run's version 0 is ``tensors``, committed when this returns. A run that is there is
     continued from its newest version, with the next epoch; ``tensors`` then only say what the
     model looks like. ``specs`` is the tensor table, if the arrays carry bits whose dtype they do
-    not tell, as those of `read_safetensors` do. ``options`` go to `Publisher`. Raises `InputError`
-    if another model's run is there.
+    not tell, as those of `read_safetensors` do. ``model_files``, blobs that are there already, are
+    the other files of the model's directory, and ``annex`` is version 0's. ``options`` go to
+    `Publisher`. Raises `InputError` if another model's run is there.
     """
     found, aliases = table_of(tensors)
     specs, aliases = (found, aliases) if specs is None else (specs, {})
@@ -85,6 +88,7 @@ def open_publisher(
                 cell=cell,
                 aliases=aliases,
                 public_key=signer.public_key if signer else "",
+                model_files=model_files or [],
                 config=config or {},
             ),
             signer=signer,
@@ -107,7 +111,7 @@ def open_publisher(
     )
     if publisher.version < 0:
         try:
-            publisher.publish(tensors)
+            publisher.publish(tensors, annex=annex)
             publisher.flush()
         except BaseException:
             publisher.close()
@@ -137,11 +141,18 @@ def _tensors_in(directory: Path) -> list[tuple[TensorSpec, Bits]]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise InputError(f"there are no safetensors files in {directory}")
+    return safetensors_in(files)
+
+
+def safetensors_in(files: Sequence[Path]) -> list[tuple[TensorSpec, Bits]]:
+    """The tensors of some safetensors files of one directory, flat bits mapped into memory; raises
+    as `read_safetensors` does."""
     found = [pair for path in files for pair in _tensors_of(path)]
-    names = [spec.name for spec, _ in found]
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise InputError(f"{directory} holds tensor {twice[0][:80]!r} twice")
+    seen: set[str] = set()
+    for spec, _ in found:
+        if spec.name in seen:
+            raise InputError(f"{files[0].parent} holds tensor {spec.name[:80]!r} twice")
+        seen.add(spec.name)
     return found
 
 

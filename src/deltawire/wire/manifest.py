@@ -11,7 +11,7 @@ from msgspec import Meta
 from deltawire.errors import CorruptError
 from deltawire.wire import keys
 from deltawire.wire.objects import FORMAT, check_raw, decode_json
-from deltawire.wire.run import Hash, Identity, Run, Size
+from deltawire.wire.run import MAX_MODEL_FILES, Hash, Identity, ModelFile, Run, Size
 from deltawire.wire.seal import Signer, check_seal, seal, unseal
 
 MAX_MANIFEST_BYTES = 32 << 20
@@ -80,6 +80,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     knew to be stored whole; it is a hint and nothing depends on it. ``epoch`` counts the writers
     that a run has had, ``nonce`` tells two of them apart. ``annex`` belongs to the application:
     the trainer keeps there which groups the version consumed, so that one create commits both.
+    ``model_files`` are the other files of the version's directory where those are not run.json's.
     A ``retired`` version is closed: retention has taken its payloads, and left this so that its
     name is never free again.
     """
@@ -97,6 +98,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     nonce: Annotated[str, Meta(max_length=64)]
     created_at: float
     retired: bool = False
+    model_files: Annotated[list[ModelFile], Meta(max_length=MAX_MODEL_FILES)] | None = None
     annex: dict[str, Any] = {}
 
 

@@ -19,6 +19,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_TENSORS = 1 << 16
 MAX_ELEMENTS = 1 << 48
 MAX_CELLS = 1 << 18
+MAX_MODEL_FILES = 64
 CELL_ELEMENTS = 1 << 22
 """Elements of a cell, if nothing else is said: 8 MiB of bf16."""
 
@@ -74,7 +75,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     cell: Annotated[int, Meta(ge=1, le=1 << 30)] = CELL_ELEMENTS
     aliases: Annotated[dict[Name, Name], Meta(max_length=MAX_TENSORS)] = {}
     public_key: Key = ""
-    model_files: Annotated[list[ModelFile], Meta(max_length=64)] = []
+    model_files: Annotated[list[ModelFile], Meta(max_length=MAX_MODEL_FILES)] = []
     config: dict[str, Any] = {}
 
 
