@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from deltawire.bench.pairs import Bf16Bits, Pair, PairTensor
 from deltawire.errors import InputError
+from deltawire.wire.run import TensorSpec
 
 WEIGHT_SPREAD: Final = 0.02
 """Standard deviation of the weights, as of a transformer's initialisation."""
@@ -49,6 +50,54 @@ def synthetic_pair(elements: int, density: float, *, seed: int = 0) -> Pair:
         new[part] = _round(masters)
     tensor = PairTensor(old.reshape(rows, COLUMNS), new.reshape(rows, COLUMNS))
     return Pair(f"synthetic-{100 * density:g}pct", {"weight": tensor})
+
+
+class SyntheticSteps:
+    """A model of ``elements`` bf16 weights that goes on changing, ``density`` of it a step.
+
+    ``tensors`` holds the bits of now in their shapes, in the same memory at every step: matrices
+    of 4096 columns and at most ``rows`` rows, as a transformer has. float32 masters stand behind
+    them, so that it takes three times the model's memory.
+    """
+
+    def __init__(self, elements: int, density: float, *, rows: int = 4096, seed: int = 0) -> None:
+        """Raises InputError for a size or share out of range."""
+        if not 0 < elements <= MAX_ELEMENTS:
+            raise InputError(f"a model of 1 to {MAX_ELEMENTS} weights, not {elements}")
+        if not 0 < density <= 0.5:
+            raise InputError(f"densities are above 0 and up to 0.5, not {density}")
+        self._spread = np.float32(_spread_for(density, seed))
+        self._seed = seed
+        self._step = 0
+        self._masters: dict[str, NDArray[np.float32]] = {}
+        self.tensors: dict[str, Bf16Bits] = {}
+        left = -(-elements // COLUMNS)
+        for number in range(-(-left // rows)):
+            count = min(rows, left - number * rows)
+            generator = np.random.Generator(np.random.SFC64((seed, 2, number)))
+            bits, masters = _weights(generator, count * COLUMNS)
+            name = f"layers.{number}.weight"
+            self.tensors[name] = bits.reshape(count, COLUMNS)
+            self._masters[name] = masters
+        self.specs = [TensorSpec(n, bits.shape, "BF16") for n, bits in self.tensors.items()]
+        self.specs.sort(key=lambda spec: spec.name)
+
+    @property
+    def bytes(self) -> int:
+        """How large the model is."""
+        return sum(bits.nbytes for bits in self.tensors.values())
+
+    def advance(self) -> None:
+        """Take one step of the optimizer."""
+        self._step += 1
+        for number, (name, masters) in enumerate(self._masters.items()):
+            bits = self.tensors[name].reshape(-1)
+            for at in range(0, masters.size, _CHUNK):
+                part = masters[at : at + _CHUNK]
+                place = (self._seed, 3, self._step, number, at)
+                generator = np.random.Generator(np.random.SFC64(place))
+                part += generator.standard_normal(part.size, np.float32) * self._spread
+                bits[at : at + _CHUNK] = _round(part)
 
 
 def _spread_for(density: float, seed: int) -> float:

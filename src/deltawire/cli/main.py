@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_run(commands)
     _add_processes(commands)
+    _add_transfers(commands)
     _add_tools(commands)
     return parser
 
@@ -70,6 +71,50 @@ def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     warm.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
 
 
+def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    publish = commands.add_parser("publish", help="make versions of Hugging Face directories")
+    publish.set_defaults(module="deltawire.cli.publish", function="publish")
+    publish.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT_DIR", help="in order")
+    publish.add_argument("--to", required=True, metavar="RUN_URL", help=_BUCKET)
+    publish.add_argument("--watch", default="", metavar="FOLDER", help="and its new subfolders")
+    publish.add_argument(
+        "--settle", type=float, default=5.0, metavar="S", help="a subfolder is whole when unchanged"
+    )
+    publish.add_argument(
+        "--idle", type=float, default=0.0, metavar="S", help="end when nothing came for so long"
+    )
+    publish.add_argument("--name", default="", help="a new run's name (default: the bucket's)")
+    publish.add_argument("--anchor-every", type=int, default=25, metavar="N", help="0 is never")
+    publish.add_argument(
+        "--anchor-share", type=float, default=0.0, metavar="X", help="when deltas exceed it"
+    )
+    publish.add_argument("--retain", type=int, default=0, metavar="N", help="versions; 0 is all")
+    publish.add_argument("--grace", type=float, default=24.0, metavar="HOURS", help="for readers")
+    publish.add_argument("--dry-run", action="store_true", help="say what would be published")
+    pull = commands.add_parser("pull", help="keep a Hugging Face directory at a run's version")
+    pull.set_defaults(module="deltawire.cli.pull", function="pull")
+    pull.add_argument("run", metavar="RUN_URL", help=_BUCKET)
+    pull.add_argument("directory", metavar="DIR", help="becomes a link to the version's files")
+    pull.add_argument("--version", type=int, metavar="N", help="which one (default: the newest)")
+    pull.add_argument("--follow", action="store_true", help="and every newer one as it comes")
+    relay = commands.add_parser("relay", help="keep a copy of a run in another bucket current")
+    relay.set_defaults(module="deltawire.cli.relay", function="relay")
+    relay.add_argument("source", metavar="SRC_URL", help=_BUCKET)
+    relay.add_argument("destination", metavar="DST_URL", help=_BUCKET)
+    relay.add_argument("--follow", action="store_true", help="go on until interrupted")
+    relay.add_argument(
+        "--start", type=int, metavar="N", help="begin at the anchor before it (default: the newest)"
+    )
+    for command in (publish, relay):
+        command.add_argument("--fold-strides", default="4,16,64", metavar="N,N,…")
+        command.add_argument("--key", default="", metavar="FILE", help="sign with this private key")
+    for command in (pull, relay):
+        command.add_argument("--public-key", default="", help="refuse what is not signed by it")
+    for command in (publish, pull, relay):
+        command.add_argument("--threads", type=int, help="to code with (default: all cores)")
+        command.add_argument("--json", action="store_true", help="a JSON object for each version")
+
+
 def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     report = commands.add_parser("report", help="write a run's report again from its events")
     report.set_defaults(module="deltawire.cli.run", function="report")
@@ -95,6 +140,18 @@ def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     loop.add_argument("--seeds", type=int, default=3, help="how many seeds each way")
     loop.add_argument("--json", action="store_true", help="print figures as JSON")
     _add_codec_benches(benches)
+    sync = benches.add_parser("sync", help="publishing, following and relaying, beside other ways")
+    sync.set_defaults(module="deltawire.cli.bench_sync", function="bench_sync")
+    sync.add_argument("--size", type=float, default=0.5, metavar="GB", help="of the model")
+    sync.add_argument("--region-size", type=float, default=0.064, metavar="GB", help="when relayed")
+    sync.add_argument("--density", type=float, default=0.01, help="the share that changes a step")
+    sync.add_argument("--repeats", type=int, default=5, help="medians are over this many steps")
+    sync.add_argument(
+        "--rivals", default="sparse-int32,xor-zstd1", help="formats as in bench codec"
+    )
+    sync.add_argument("--bucket", default="", help="a folder or URL to use (default: temporary)")
+    sync.add_argument("--threads", type=int, help="to code with (default: all cores)")
+    sync.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
 def _add_codec_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,5 +1,6 @@
 """The bucket: any object store, behind a few verbs."""
 
 from deltawire.store.bucket import Bucket, Entry, open_bucket
+from deltawire.store.metered import MeteredBucket
 
-__all__ = ["Bucket", "Entry", "open_bucket"]
+__all__ = ["Bucket", "Entry", "MeteredBucket", "open_bucket"]

@@ -45,9 +45,11 @@ class Fault:
 
 @dataclass
 class Checked:
-    """What a check found. ``unreachable`` versions cannot be read in any way."""
+    """What a check found. ``first`` is the oldest version that a relay has carried here, 0 in the
+    run's own bucket. ``unreachable`` versions cannot be read in any way."""
 
     versions: int = 0
+    first: int = 0
     newest: int | None = None
     boundary: int = 0
     retired: int = 0
@@ -131,7 +133,8 @@ class _Check:
 
     def _read_manifests(self, newest: int) -> None:
         epoch = 0
-        for version in range(newest + 1):
+        self._find_first(newest)
+        for version in range(self.found.first, newest + 1):
             key = keys.manifest(version)
             try:
                 manifest = with_retries(lambda v=version: read_manifest(self.bucket, self.run, v))  # type: ignore[misc]
@@ -150,6 +153,28 @@ class _Check:
             if not manifest.retired and manifest.epoch < epoch:
                 self._fault("error", key, version, "its epoch is below that of the one before")
             epoch = max(epoch, manifest.epoch)
+
+    def _find_first(self, newest: int) -> None:
+        """A relay's destination begins with the anchor that the relay began with."""
+        numbers = [keys.trailing_number(key) for key in with_retries(self._list_manifests)]
+        first = min((number for number in numbers if number is not None), default=0)
+        if not self.found.boundary < first <= newest:
+            return
+        try:
+            manifest = with_retries(lambda: read_manifest(self.bucket, self.run, first))
+        except CorruptError:
+            return
+        if manifest is not None and manifest.anchor is not None:
+            self.found.first = first
+            self._fault(
+                "warning",
+                keys.manifest(first - 1),
+                None,
+                f"nothing below version {first} is here: a relay began with it, or it was lost",
+            )
+
+    def _list_manifests(self) -> list[str]:
+        return self.bucket.list(keys.MANIFESTS)
 
     def _level(self, version: int) -> Level:
         """What is below the boundary is nobody's any more."""
@@ -190,6 +215,10 @@ class _Check:
         wanted = {keys.blob(file.blob) for file in self.run.model_files}
         for file in self.run.model_files:
             self._look("error", BlobRef(file.blob, file.bytes), None, there)
+        for version, manifest in self._manifests.items():
+            for file in manifest.model_files or ():
+                wanted.add(keys.blob(file.blob))
+                self._look(self._level(version), BlobRef(file.blob, file.bytes), version, there)
         for _, version, level, payload in self._payloads():
             for ref in payload.blobs:
                 wanted.add(keys.blob(ref.hash))
@@ -232,7 +261,7 @@ class _Check:
         return not any(keys.blob(ref.hash) in self._bad for ref in payload.blobs)
 
     def _tell_unreachable(self, reached: set[int], newest: int) -> None:
-        for version in range(self.found.boundary, newest + 1):
+        for version in range(max(self.found.boundary, self.found.first), newest + 1):
             if version not in reached:
                 self.found.unreachable.append(version)
                 self._fault("error", "", version, "nothing leads to this version")

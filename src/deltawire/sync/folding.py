@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deltawire import codec
 from deltawire.codec import Digest
@@ -38,6 +38,10 @@ FOLD_STRIDES = (4, 16, 64)
 
 CACHE_BYTES = 256 << 20
 """Blobs are kept up to this many bytes while the cells that lie in them are folded."""
+
+
+Sealed = Callable[[int, int], "tuple[bytes, Fold] | None"]
+"""From base and target to a fold and the bytes that it is sealed in, None if there is none."""
 
 
 class _Blobs:
@@ -102,16 +106,21 @@ class Folder:
         strides: Sequence[int] = FOLD_STRIDES,
         *,
         signer: Signer | None = None,
+        sealed: Sealed | None = None,
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
     ) -> None:
-        check_signer(bucket, run, signer)
+        """``sealed`` gives a fold that somebody who has the key has sealed: then that is what is
+        published, once its blobs have been made here."""
+        if sealed is None:
+            check_signer(bucket, run, signer)
         self.bucket = bucket
         self.run = run
         self.strides = tuple(sorted(strides))
         if any(small < 2 or large % small for small, large in _neighbours(self.strides)):
             raise InputError(f"strides {self.strides} are not multiples of each other")
         self._signer = signer
+        self._sealed = sealed
         self._threads = threads
         self._blob_bytes = blob_bytes
         self._mirror: Mirror | None = None
@@ -150,6 +159,9 @@ class Folder:
         assert self._mirror is not None
         if self._mirror.version > base or self.bucket.exists(key):
             return False
+        sealed = None if self._sealed is None else self._sealed(base, target)
+        if self._sealed is not None and sealed is None:
+            return False
         blobs = _Blobs(self.bucket)
         to_base = self._way(self._mirror.version, base, blobs)
         onward = self._way(base, target, blobs)
@@ -186,7 +198,9 @@ class Folder:
             digest=last.digest,
             created_at=time.time(),
         )
-        data = encode_fold(fold, signer=self._signer)
+        if sealed is not None and sealed[1].payload != payload:
+            return False  # Another coder made it: its blobs are not these.
+        data = sealed[0] if sealed is not None else encode_fold(fold, signer=self._signer)
         return with_retries(lambda: self.bucket.create(key, data))
 
     def _way(self, base: int, target: int, blobs: _Blobs) -> _Way:
@@ -227,13 +241,20 @@ class FoldingThread:
         strides: Sequence[int],
         *,
         signer: Signer | None = None,
+        sealed: Sealed | None = None,
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
     ) -> None:
         self.error: DeltawireError | None = None
         self.made: list[tuple[int, int]] = []
         self._folder = Folder(
-            bucket, run, strides, signer=signer, threads=threads, blob_bytes=blob_bytes
+            bucket,
+            run,
+            strides,
+            signer=signer,
+            sealed=sealed,
+            threads=threads,
+            blob_bytes=blob_bytes,
         )
         self._version = -1
         self._wake = threading.Condition()

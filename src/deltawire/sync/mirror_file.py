@@ -67,7 +67,7 @@ class FileMirror(Mirror):
         identity = _identity(run, spans)
         file: IO[bytes] | None = None
         try:
-            file = self._file = _open_locked(path)
+            file = self._file = open_locked(path)
             fresh = self._file.read(_IDENTITY.size) != identity
             _reserve(self._file, size)
             self._map = mmap.mmap(self._file.fileno(), size)
@@ -183,7 +183,8 @@ def shared_path(name: str) -> Path:
     return folder / name
 
 
-def _open_locked(path: Path) -> IO[bytes]:
+def open_locked(path: Path) -> IO[bytes]:
+    """Open a file, or make it, that no other process may open so; raises `OSError`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
     file = os.fdopen(descriptor, "r+b", buffering=0)
     try:

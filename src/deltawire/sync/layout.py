@@ -1,0 +1,154 @@
+"""How a published directory lays its tensors out in safetensors files: their headers, as they were.
+
+A model file like the others, under a name of its own, so that whoever follows the run can write
+files that equal the published ones byte for byte. It comes out of a bucket: names of files are one
+plain word, and what the headers say is held against the run's table before a file is made.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.codec import ITEMSIZE
+from deltawire.errors import CorruptError
+from deltawire.wire.objects import FORMAT, decode_json
+from deltawire.wire.run import Run, TensorSpec
+
+LAYOUT = "safetensors.layout.json"
+"""The name of the model file that holds a layout. No file of a directory may have it."""
+
+MAX_HEADER_BYTES = 100 << 20
+MAX_WEIGHT_FILES = 1 << 14
+SUFFIX = ".safetensors"
+
+_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
+
+
+def plain_name(name: str) -> bool:
+    """Whether ``name`` is one word that is a file's name everywhere, and no path."""
+    return bool(_NAME.match(name)) and not name.endswith(".")
+
+
+class WeightFile(msgspec.Struct, frozen=True):
+    """One safetensors file: its name, and its header's text, blanks at the end included."""
+
+    name: Annotated[str, Meta(max_length=128)]
+    header: Annotated[str, Meta(max_length=MAX_HEADER_BYTES)]
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """All safetensors files of a directory."""
+
+    format: int = FORMAT
+    files: Annotated[list[WeightFile], Meta(max_length=MAX_WEIGHT_FILES)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes lie in its file. ``name`` is the file's word for it, ``stored`` the
+    run's: another one, if the run stores the tensor that it is tied to."""
+
+    name: str
+    stored: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file to be written: ``prefix``, then the tensors at their places, ``bytes`` in all."""
+
+    name: str
+    prefix: bytes
+    places: tuple[Place, ...]
+    bytes: int
+
+
+def encode_layout(layout: Layout) -> bytes:
+    """The model file."""
+    return msgspec.json.encode(layout) + b"\n"
+
+
+def plan_files(layout: Layout, table: Run) -> list[FilePlan]:
+    """The files that a layout describes. Raises `CorruptError` unless together they hold every
+    tensor of the run once (under its own name or that of one tied to it, or both), in its shape
+    and dtype, without a gap."""
+    names = [file.name for file in layout.files]
+    if len(set(names)) != len(names):
+        raise CorruptError("layout: two files of one name")
+    specs = {spec.name: spec for spec in table.tensors}
+    plans = [_plan(file, specs, table.aliases) for file in layout.files]
+    written = [place.name for plan in plans for place in plan.places]
+    if len(set(written)) != len(written):
+        raise CorruptError("layout: a tensor lies in two places")
+    stored = {place.stored for plan in plans for place in plan.places}
+    if absent := sorted(specs.keys() - stored):
+        raise CorruptError(f"layout: tensor {absent[0][:80]!r} lies nowhere")
+    return plans
+
+
+def decode_layout(data: bytes, *, table: Run, run: str, key: str) -> list[FilePlan]:
+    """Parse a layout and hold it against the run's table; raises `CorruptError`."""
+    layout = decode_json(data, Layout, run=run, key=key)
+    if layout.format != FORMAT:
+        raise CorruptError(f"layout: format {layout.format}", run=run, key=key)
+    try:
+        return plan_files(layout, table)
+    except CorruptError as error:
+        raise CorruptError(error.message, run=run, key=key) from error
+
+
+def default_layout(table: Run) -> Layout:
+    """One file of all tensors in the order of the table, for a run that no directory began. Tied
+    tensors are written under each of their names, because loaders differ in which they want."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    specs = {spec.name: spec for spec in table.tensors}
+    stored = {**{name: name for name in specs}, **table.aliases}
+    for name in [*specs, *sorted(table.aliases)]:
+        spec = specs[stored[name]]
+        end = at + spec.count * ITEMSIZE[spec.dtype]
+        entries[name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)
+    text += " " * (-len(text.encode()) % 8)
+    return Layout(files=[WeightFile("model" + SUFFIX, text)])
+
+
+def _plan(file: WeightFile, specs: dict[str, TensorSpec], aliases: dict[str, str]) -> FilePlan:
+    if not plain_name(file.name) or not file.name.endswith(SUFFIX):
+        raise CorruptError(f"layout: {file.name[:80]!r} cannot name a safetensors file")
+    header = file.header.encode()
+    try:
+        entries = json.loads(header)
+        found = sorted(
+            (int(entry["data_offsets"][0]), int(entry["data_offsets"][1]), name, entry)
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise CorruptError(f"layout: {file.name} has a damaged header") from error
+    prefix = len(header).to_bytes(8, "little") + header
+    places, at = [], 0
+    for begin, end, name, entry in found:
+        stored = name if name in specs else aliases.get(name, "")
+        spec = specs.get(stored)
+        if spec is None:
+            raise CorruptError(f"layout: the run has no tensor {name[:80]!r}")
+        if entry.get("dtype") != spec.dtype or entry.get("shape") != list(spec.shape):
+            raise CorruptError(f"layout: tensor {name[:80]!r} is not the run's")
+        if begin != at or end - begin != spec.count * ITEMSIZE[spec.dtype]:
+            raise CorruptError(f"layout: tensor {name[:80]!r} leaves a gap or overlaps another")
+        places.append(Place(name, stored, len(prefix) + begin, len(prefix) + end))
+        at = end
+    return FilePlan(file.name, prefix, tuple(places), len(prefix) + at)
