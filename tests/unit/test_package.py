@@ -54,6 +54,8 @@ FLAGS = {
         "--threads",
         "--json",
     },
+    "export": {"--version", "--base", "--public-key", "--json"},
+    "import": set(),
     "fsck": {"--quick", "--public-key", "--json"},
     "log": {"--last", "--public-key", "--json"},
     "bench": set(),

@@ -105,6 +105,19 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     relay.add_argument(
         "--start", type=int, metavar="N", help="begin at the anchor before it (default: the newest)"
     )
+    export = commands.add_parser("export", help="write a version for a hosted provider to hot-load")
+    export.set_defaults(module="deltawire.cli.snapshots", function="export")
+    export.add_argument("run", metavar="RUN_URL", help=_BUCKET)
+    export.add_argument("directory", metavar="DIR", help="the snapshot's folder, to be made")
+    export.add_argument("--version", type=int, metavar="N", help="which one (default: the newest)")
+    export.add_argument("--base", type=int, metavar="N", help="as an arc_v2 delta to this version")
+    export.add_argument("--public-key", default="", help="refuse what is not signed by it")
+    export.add_argument("--json", action="store_true", help="no progress, only the request's body")
+    back = commands.add_parser("import", help="make a directory of a snapshot and its base")
+    back.set_defaults(module="deltawire.cli.snapshots", function="import_")
+    back.add_argument("snapshot", metavar="SNAPSHOT_DIR", help="of an arc_v2 delta")
+    back.add_argument("base", metavar="BASE_DIR", help="the directory that it builds on")
+    back.add_argument("directory", metavar="DIR", help="the whole directory, to be made")
     for command in (publish, relay):
         command.add_argument("--fold-strides", default="4,16,64", metavar="N,N,…")
         command.add_argument("--key", default="", metavar="FILE", help="sign with this private key")
