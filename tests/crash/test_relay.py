@@ -187,7 +187,10 @@ def test_a_fork_at_the_destination_is_an_error() -> None:
 
 @pytest.mark.parametrize("side", ["source", "destination"])
 @pytest.mark.parametrize("done", [False, True])
-def test_each_operation_failed_in_turn(side: str, done: bool) -> None:
+def test_each_operation_failed_in_turn(
+    side: str, done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltawire.sync.chain.FIRST_PAUSE_S", 0.0)
     inner = open_bucket("memory://")
     publish(inner, 0, 2, anchor_every=2)
     for at in range(1, 100):
@@ -196,9 +199,7 @@ def test_each_operation_failed_in_turn(side: str, done: bool) -> None:
         faulty.fail(at=at, done=done, times=None)
         failed = False
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(time, "sleep", lambda _: None)
-                relay(source, destination)
+            relay(source, destination)
         except RetryError:
             failed = True
         faulty.heal()

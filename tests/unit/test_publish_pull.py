@@ -231,6 +231,26 @@ def test_weights_that_change_while_they_are_published_are_no_version(
         assert series.publish(second).version == 1
 
 
+def test_files_that_retention_took_from_a_stalled_publisher_are_put_again(tmp_path: Path) -> None:
+    bucket = FaultyBucket(open_bucket("memory://"))
+    first, second = (
+        write_directory(tmp_path / f"c-{n}", n, config=f'{{"step": {n}}}') for n in range(2)
+    )
+    with Series(bucket) as series:
+        series.publish(first)
+        files = {file.name: file.blob for file in read_checkpoint(second).model_files()}
+        create = bucket.create
+
+        def stalled(key: str, data: bytes) -> bool:
+            bucket.delete(keys.blob(files["config.json"]))
+            return create(key, data)
+
+        bucket.create = stalled  # type: ignore[method-assign]
+        series.publish(second)
+    pull(bucket, tmp_path / "out", 1)
+    assert files_in(tmp_path / "out") == files_in(second)
+
+
 # --- the directory that is kept ------------------------------------------------------------------
 
 

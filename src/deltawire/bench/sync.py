@@ -96,7 +96,12 @@ def bench_sync(
     for number in range(repeats):
         tell(f"step {number + 1} of {repeats}: publish, follow, compare")
         latency.measure()
+    tell(
+        f"memcpy {median(latency.copies):.3f} s, blocked {median(latency.blocked):.3f} s, "
+        f"end to end {median(latency.end_to_end):.3f} s"
+    )
     memory = latency.measure_memory()
+    tell(f"a reader takes {memory[0] / 1e6:.1f} MB beyond its mirror, of {memory[1] / 1e6:.1f}")
     latency.close()
     found = []
     for name in [FULL, *rivals]:
@@ -104,7 +109,7 @@ def bench_sync(
         found.append(_rival(name, make_bucket(name), steps, repeats, tell))
     del steps, latency.mirror
     tell(f"{2 * WINDOW} versions of {region_bytes / 1e6:.0f} MB to a region")
-    shares, objects = _region(make_bucket, region_bytes, density, threads)
+    shares, objects = _region(make_bucket, region_bytes, density, threads, tell)
     return SyncFigures(
         trainer_blocked_vs_memcpy=median(
             blocked / copy for blocked, copy in zip(latency.blocked, latency.copies, strict=True)
@@ -235,7 +240,11 @@ def _rival(
 
 
 def _region(
-    make_bucket: Callable[[str], Bucket], size: int, density: float, threads: int | None
+    make_bucket: Callable[[str], Bucket],
+    size: int,
+    density: float,
+    threads: int | None,
+    tell: Callable[[str], None],
 ) -> tuple[tuple[float, float], int]:
     """The shares of 50 full models that two windows of 50 versions moved to a region, and the
     objects that a reader fetches there who is 60 versions behind."""
@@ -254,6 +263,7 @@ def _region(
             publisher.publish(steps.tensors)
             publisher.flush()
             relay.advance()
+        tell(f"{relay.crossed / 1e6:.1f} MB crossed for versions up to {last - 1}")
         shares.append((relay.crossed - before) / (WINDOW * steps.bytes))
         before = relay.crossed
     publisher.close()
@@ -267,8 +277,7 @@ def _objects(bucket: Bucket, run: Run, newest: int) -> int:
     those that end at one of the last 40 versions."""
     counts = []
     for goal in range(max(LAG, newest - 39), newest + 1):
-        mirror = load_mirror(bucket, run, at=goal - LAG)
-        route = Survey(bucket, run, mirror, goal - LAG, goal).find()
+        route = Survey(bucket, run, None, goal - LAG, goal).find()
         if route is None:
             raise BugError("nothing leads 60 versions on", run=bucket.url, version=goal)
         counts.append(route.objects)

@@ -156,7 +156,7 @@ def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sync = benches.add_parser("sync", help="publishing, following and relaying, beside other ways")
     sync.set_defaults(module="deltawire.cli.bench_sync", function="bench_sync")
     sync.add_argument("--size", type=float, default=0.5, metavar="GB", help="of the model")
-    sync.add_argument("--region-size", type=float, default=0.064, metavar="GB", help="when relayed")
+    sync.add_argument("--region-size", type=float, default=0.032, metavar="GB", help="when relayed")
     sync.add_argument("--density", type=float, default=0.01, help="the share that changes a step")
     sync.add_argument("--repeats", type=int, default=5, help="medians are over this many steps")
     sync.add_argument(

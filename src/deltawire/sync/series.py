@@ -32,6 +32,7 @@ from deltawire.sync.directory import (
 from deltawire.sync.publisher import Publisher, Receipt
 from deltawire.sync.retention import GRACE_S, retire
 from deltawire.sync.sources import open_publisher
+from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
@@ -170,6 +171,12 @@ class Series:
             )
             publisher.flush()
         receipt = self._receipts.pop()
+        if any(
+            with_retries(lambda f=file: self.bucket.size(keys.blob(f.blob))) != file.bytes  # type: ignore[misc]
+            for file in files
+        ):
+            # Retention took them while we were stalled, as nobody's yet.
+            put_files(self.bucket, checkpoint.files)
         if receipt.digest != digest.hex():
             raise InputError(
                 f"{checkpoint.path} changed while it was published",
