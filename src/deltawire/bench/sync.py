@@ -18,7 +18,7 @@ import numpy as np
 from deltawire.bench.limits import copy_one
 from deltawire.bench.memory import measure_peak
 from deltawire.bench.pairs import Bf16Bits
-from deltawire.bench.peers import open_peer
+from deltawire.bench.peers import Format, open_peer
 from deltawire.bench.peers.container import Buffer, Entry, pack, unpack
 from deltawire.bench.runner import Machine, this_machine
 from deltawire.bench.synthetic import SyntheticSteps
@@ -53,7 +53,7 @@ class Rival(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What issue by issue is compared: see docs/BENCHMARKS.md. Times are medians, in seconds."""
+    """What docs/BENCHMARKS.md explains, key by key. Times are medians, in seconds."""
 
     trainer_blocked_vs_memcpy: float
     end_to_end_speedup_vs_full: float
@@ -93,9 +93,13 @@ def bench_sync(
     tell(f"making {model_bytes / 1e9:.2f} GB of weights")
     steps = SyntheticSteps(model_bytes // 2, density)
     latency = _Latency(bucket, steps, threads)
+    others = _Rivals([FULL, *rivals], make_bucket, steps)
     for number in range(repeats):
-        tell(f"step {number + 1} of {repeats}: publish, follow, compare")
+        tell(f"step {number + 1} of {repeats}, each way in turn")
+        others.remember()
+        steps.advance()
         latency.measure()
+        others.measure()
     tell(
         f"memcpy {median(latency.copies):.3f} s, blocked {median(latency.blocked):.3f} s, "
         f"end to end {median(latency.end_to_end):.3f} s"
@@ -103,18 +107,20 @@ def bench_sync(
     memory = latency.measure_memory()
     tell(f"a reader takes {memory[0] / 1e6:.1f} MB beyond its mirror, of {memory[1] / 1e6:.1f}")
     latency.close()
-    found = []
-    for name in [FULL, *rivals]:
-        tell(f"the same steps by {name}")
-        found.append(_rival(name, make_bucket(name), steps, repeats, tell))
-    del steps, latency.mirror
+    found = others.found()
+    for rival in found:
+        tell(f"{rival.name}: {rival.seconds:.3f} s, {rival.bytes / 1e6:.1f} MB")
+    ratios = [
+        full / ours for full, ours in zip(others.seconds[FULL], latency.end_to_end, strict=True)
+    ]
+    del steps, others, latency.mirror
     tell(f"{2 * WINDOW} versions of {region_bytes / 1e6:.0f} MB to a region")
     shares, objects = _region(make_bucket, region_bytes, density, threads, tell)
     return SyncFigures(
         trainer_blocked_vs_memcpy=median(
             blocked / copy for blocked, copy in zip(latency.blocked, latency.copies, strict=True)
         ),
-        end_to_end_speedup_vs_full=found[0].seconds / median(latency.end_to_end),
+        end_to_end_speedup_vs_full=median(ratios),
         region_share_first_50=shares[0],
         region_share_next_50=shares[1],
         extra_memory_bytes=memory[0],
@@ -160,9 +166,11 @@ class _Latency:
         self._spare = {name: np.zeros_like(bits) for name, bits in steps.tensors.items()}
 
     def measure(self) -> None:
-        """One step, published and followed. The copy that the trainer's wait is compared with is
-        measured right before, into memory that was written to before."""
-        self._steps.advance()
+        """The step that was just taken, published and followed.
+
+        The copy that the trainer's wait is compared with is measured right before, into memory
+        that was written to before.
+        """
         copy_one(self._steps.tensors, self._spare)
         started = time.perf_counter()
         copy_one(self._steps.tensors, self._spare)
@@ -210,33 +218,56 @@ class _Whole:
             np.copyto(weights[name].reshape(-1), np.asarray(bits).reshape(-1))
 
 
-def _rival(
-    name: str,
-    bucket: Bucket,
-    steps: SyntheticSteps,
-    repeats: int,
-    tell: Callable[[str], None],
-) -> Rival:
-    coding = _Whole() if name == FULL else open_peer(name)
-    trainer = {key: bits.copy() for key, bits in steps.tensors.items()}
-    reader = {key: bits.copy() for key, bits in steps.tensors.items()}
-    taken, size = [], 0
-    for number in range(repeats):
-        steps.advance()
-        started = time.perf_counter()
-        data = b"".join(coding.encode(trainer, steps.tensors))
-        bucket.put(f"step-{number}", data)
-        size = len(data)
-        del data
-        found = bucket.get(f"step-{number}", limit=1 << 40)
-        assert found is not None
-        coding.decode(found, reader)
-        taken.append(time.perf_counter() - started)
-        bucket.delete(f"step-{number}")
-        copy_one(steps.tensors, trainer)
-        _check_same(steps.tensors, reader)
-    tell(f"{name}: {median(taken):.3f} s, {size / 1e6:.1f} MB")
-    return Rival(name=name, used_by=coding.used_by, seconds=median(taken), bytes=size)
+class _Rivals:
+    """Other ways for the same step, one after the other, each in a bucket of its own."""
+
+    def __init__(
+        self, names: Sequence[str], make_bucket: Callable[[str], Bucket], steps: SyntheticSteps
+    ) -> None:
+        self._steps = steps
+        self._buckets = {name: make_bucket(name) for name in names}
+        self._codings: dict[str, Format] = {
+            name: _Whole() if name == FULL else open_peer(name) for name in names
+        }
+        self._old = {name: bits.copy() for name, bits in steps.tensors.items()}
+        self._reader = {name: bits.copy() for name, bits in steps.tensors.items()}
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
+        self._bytes: dict[str, int] = {}
+
+    def remember(self) -> None:
+        """What the weights are before the next step."""
+        copy_one(self._steps.tensors, self._old)
+
+    def measure(self) -> None:
+        """From weights in the trainer to weights in the reader, by each way."""
+        for name, coding in self._codings.items():
+            copy_one(self._old, self._reader)
+            bucket = self._buckets[name]
+            started = time.perf_counter()
+            data = b"".join(coding.encode(self._old, self._steps.tensors))
+            bucket.put("step", data)
+            self._bytes[name] = len(data)
+            del data
+            found = bucket.get("step", limit=1 << 40)
+            assert found is not None
+            coding.decode(found, self._reader)
+            self.seconds[name].append(time.perf_counter() - started)
+            _check_same(self._steps.tensors, self._reader)
+            for key, bits in self._reader.items():  # Some formats put other arrays there.
+                if not bits.flags.writeable:
+                    self._reader[key] = bits.copy()
+
+    def found(self) -> list[Rival]:
+        """The medians."""
+        return [
+            Rival(
+                name=name,
+                used_by=coding.used_by,
+                seconds=median(self.seconds[name]),
+                bytes=self._bytes[name],
+            )
+            for name, coding in self._codings.items()
+        ]
 
 
 def _region(

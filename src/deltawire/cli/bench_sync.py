@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from deltawire.bench.peers import missing
+from deltawire.bench.peers import PEERS, missing
 from deltawire.bench.sync import SyncFigures
 from deltawire.bench.sync import bench_sync as measure
 from deltawire.cli.transfer import size
@@ -27,6 +27,9 @@ def bench_sync(arguments: argparse.Namespace) -> int:
         raise InputError("--repeats must be at least 1, sizes above 0")
     console = Console(stderr=True, highlight=False)
     rivals = [name for name in arguments.rivals.split(",") if name]
+    for name in rivals:
+        if name not in PEERS:
+            raise InputError(f"there is no rival {name[:40]!r}", hint=f"known: {', '.join(PEERS)}")
     skipped = [name for name in rivals if missing(name)]
     for name in skipped:
         console.print(f"{name} is left out: it needs {', '.join(missing(name))}", style="yellow")
