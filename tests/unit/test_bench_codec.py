@@ -142,6 +142,12 @@ def test_a_missing_peer_is_said_with_how_to_install_it(monkeypatch):
     assert {job.threads for job in jobs if job.codec == "deltawire"} == {1, 2}
 
 
+def test_the_command_says_how_to_install_a_missing_peer(monkeypatch, capsys):
+    monkeypatch.setattr(runner, "missing", lambda name: ["zstandard"])
+    assert main(["bench", "codec", "--peers", "xor-zstd1", "--corpus", "nowhere"]) == 2
+    assert "pip install 'deltawire[bench]'" in capsys.readouterr().err
+
+
 def test_unknown_peers_are_refused():
     assert choose_peers("none") == []
     assert choose_peers("raw,xor-zstd1") == ["raw", "xor-zstd1"]

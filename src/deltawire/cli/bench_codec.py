@@ -36,7 +36,7 @@ def bench_codec(arguments: argparse.Namespace) -> int:
         _check_plot(Path(arguments.plot))
     console = Console(stderr=True, highlight=False)
     for line in skipped:
-        console.print(line, style="yellow")
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
     rows: list[Measured] = []
     with _pairs(arguments, densities, console) as pairs:
         for job in jobs:
@@ -129,4 +129,4 @@ def _print_tables(report: Report) -> None:
         f"Python {machine.python}, NumPy {machine.numpy}, deltawire {machine.deltawire}"
     )
     for line in report.skipped:
-        console.print(line)
+        console.print(line, markup=False)
