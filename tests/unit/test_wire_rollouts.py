@@ -47,7 +47,9 @@ def refused(value):
 
 
 def same(one, two):
-    heads = [(g.worker, g.nonce, g.task, g.temperature, g.prompt.tolist()) for g in (one, two)]
+    heads = [
+        (g.worker, g.nonce, g.task, g.family, g.temperature, g.prompt.tolist()) for g in (one, two)
+    ]
     bodies = [
         [
             (
@@ -57,6 +59,12 @@ def same(one, two):
                 t.mask_T.tolist(),
                 t.reward,
                 t.finish,
+                t.episode,
+                None if t.prompt is None else t.prompt.tolist(),
+                t.turns,
+                t.cause,
+                t.probes,
+                t.routes,
             )
             for t in g.trajectories
         ]
@@ -79,6 +87,34 @@ def test_oldest_version_and_tokens_are_the_models_own():
     back = decode(encode_group(value))
     assert back.oldest_version == 2
     assert back.tokens == 4
+
+
+def test_segments_probes_and_routes_come_back():
+    rebuilt = np.array([1, 9], np.int32)
+    first = replace(trajectory(), episode=0, turns=3, probes={"hidden": 0.5}, routes=b"\x01")
+    segments = [first, replace(first, prompt=rebuilt, turns=2), replace(trajectory(), episode=7)]
+    back = decode(encode_group(group(*segments, family="arithmetic")))
+    assert same(back, group(*segments, family="arithmetic"))
+    assert back.episodes == [0, 0, 1]
+    assert back.prompt_of(back.trajectories[1]).tolist() == [1, 9]
+    assert back.prompt_of(back.trajectories[2]).tolist() == [1, 2, 3]
+    assert group(trajectory(), trajectory()).episodes == [0, 1]
+
+
+def test_an_episode_that_failed_may_be_empty():
+    nothing = trajectory(tokens=(), logprobs=(), versions=(), mask=())
+    failed = replace(nothing, reward=0.0, cause="the reward raised ValueError")
+    back = decode(encode_group(group(failed, failed)))
+    assert back.oldest_version == back.newest_version == -1
+    assert back.largest_token == 3
+    assert decode(encode_group(group(failed, trajectory()))).oldest_version == 3
+
+
+def test_a_group_of_the_first_release_is_read():
+    raw = msgspec.msgpack.decode(encode_group(group()))
+    del raw["family"]
+    raw["sequences"] = [sequence[:6] for sequence in raw["sequences"]]
+    assert same(decode(msgspec.msgpack.encode(raw)), group())
 
 
 def test_what_the_environment_wrote_needs_no_figures():
@@ -105,6 +141,16 @@ def test_what_the_environment_wrote_needs_no_figures():
         (group(prompt=np.array([], np.int32)), "prompt"),
         (group(replace(trajectory(), reward=np.nan)), "reward"),
         (group(replace(trajectory(), reward=np.inf)), "reward"),
+        (group(replace(trajectory(), probes={"p": np.nan})), "probe"),
+        (group(replace(trajectory(), probes={str(i): 0.0 for i in range(65)})), "not a valid"),
+        (group(replace(trajectory(), prompt=np.array([-1], np.int32))), "prompt"),
+        (group(replace(trajectory(), mask_T=np.array([0, 2, 0]), cause="c")), "without a token"),
+        (group(replace(trajectory(), cause="c" * 513)), "not a valid"),
+        (group(replace(trajectory(), episode=4096)), "not a valid"),
+        (
+            group(*(replace(trajectory(), episode=0, reward=r) for r in (1.0, 2.0))),
+            "two rewards for episode 0",
+        ),
         (group(temperature=np.nan), "temperature"),
         (group(temperature=np.inf), "temperature"),
         (group(temperature=0.0), "temperature"),

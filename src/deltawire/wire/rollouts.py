@@ -2,11 +2,15 @@
 
 Token arrays travel as little-endian bytes: ids int32, log-probabilities float32, versions int32,
 loss mask uint8, one entry a token.
+
+An episode whose context was rebuilt on the way, by a summary for example, is several trajectories
+with one number: each has the prompt that the model really read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -18,6 +22,10 @@ from deltawire.errors import CorruptError
 from deltawire.wire.objects import FORMAT, decode_packed, encode_packed
 
 MAX_GROUP_BYTES = 256 << 20
+MAX_PROBES = 64
+
+
+_Name = Annotated[str, Meta(max_length=64)]
 
 
 class _Sequence(msgspec.Struct, frozen=True, array_like=True):
@@ -27,6 +35,12 @@ class _Sequence(msgspec.Struct, frozen=True, array_like=True):
     mask: bytes
     reward: float
     finish: Annotated[str, Meta(max_length=32)]
+    episode: Annotated[int, Meta(ge=-1, lt=4096)] = -1
+    prompt: bytes = b""
+    turns: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    cause: Annotated[str, Meta(max_length=512)] = ""
+    probes: Annotated[dict[_Name, float], Meta(max_length=MAX_PROBES)] = {}
+    routes: bytes = b""
 
 
 class _Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +48,7 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
     worker: Annotated[str, Meta(max_length=64)]
     nonce: Annotated[str, Meta(max_length=64)]
     task: Annotated[str, Meta(max_length=256)]
+    family: Annotated[str, Meta(max_length=64)] = ""
     temperature: float
     prompt: bytes
     sequences: Annotated[list[_Sequence], Meta(min_length=1, max_length=4096)]
@@ -41,10 +56,16 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One completion of a group, behind the prompt that the group shares.
+    """One completion of a group, behind the prompt that the group shares or one of its own.
 
     Arrays of one length T. ``mask`` is 1 where the model drew the token and 0 where the
     environment wrote it; ``logprobs`` (nats) and ``versions`` hold only where it is 1.
+
+    Trajectories of one ``episode`` are its segments, in order, and all state the whole episode's
+    reward. ``prompt`` is what stood before this one, None if that is the group's. A ``cause`` says
+    why an episode failed for another reason than the model: it is counted, and not trained on.
+    ``probes`` are checks that the reward does not see; ``routes`` the sampler's expert choices,
+    packed (`deltawire.parity`), empty if none were recorded.
     """
 
     tokens_T: NDArray[np.int32]
@@ -53,11 +74,20 @@ class Trajectory:
     mask_T: NDArray[np.uint8]
     reward: float
     finish: str
+    episode: int = -1
+    prompt: NDArray[np.int32] | None = None
+    turns: int = 1
+    cause: str = ""
+    probes: Mapping[str, float] = field(default_factory=dict)
+    routes: bytes = b""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The completions sampled for one prompt: the unit of advantage and of storage."""
+    """The completions sampled for one prompt: the unit of advantage and of storage.
+
+    ``family`` names the kind of task, for statistics that should not mix kinds.
+    """
 
     worker: str
     nonce: str
@@ -65,22 +95,44 @@ class Group:
     temperature: float
     prompt: NDArray[np.int32]
     trajectories: list[Trajectory]
+    family: str = ""
+
+    def prompt_of(self, trajectory: Trajectory) -> NDArray[np.int32]:
+        """What stood before one of its trajectories."""
+        return self.prompt if trajectory.prompt is None else trajectory.prompt
+
+    @property
+    def episodes(self) -> list[int]:
+        """Each trajectory's episode, numbered from 0 in order of appearance; one that names none
+        is an episode of its own."""
+        numbers: dict[int, int] = {}
+        return [
+            numbers.setdefault(t.episode if t.episode >= 0 else -1 - i, len(numbers))
+            for i, t in enumerate(self.trajectories)
+        ]
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that drew any of its tokens."""
-        return min(int(t.versions_T[t.mask_T == 1].min()) for t in self.trajectories)
+        """The oldest version that drew any of its tokens; -1 if none drew one, because every
+        episode failed before."""
+        return min(self._versions(), default=-1)
 
     @property
     def newest_version(self) -> int:
-        """The newest version that drew any of its tokens."""
-        return max(int(t.versions_T[t.mask_T == 1].max()) for t in self.trajectories)
+        """The newest version that drew any of its tokens; -1 if none did."""
+        return max(self._versions(), default=-1)
+
+    def _versions(self) -> set[int]:
+        drawn = (t.versions_T[t.mask_T == 1] for t in self.trajectories)
+        return {int(v) for versions_D in drawn for v in np.unique(versions_D)}
 
     @property
     def largest_token(self) -> int:
         """The largest token id in it."""
         return max(
-            int(part.max()) for part in (self.prompt, *(t.tokens_T for t in self.trajectories))
+            int(part.max(initial=0))
+            for t in self.trajectories
+            for part in (self.prompt, self.prompt_of(t), t.tokens_T)
         )
 
     @property
@@ -96,6 +148,7 @@ def encode_group(group: Group) -> bytes:
             worker=group.worker,
             nonce=group.nonce,
             task=group.task,
+            family=group.family,
             temperature=group.temperature,
             prompt=group.prompt.astype("<i4").tobytes(),
             sequences=[
@@ -106,6 +159,12 @@ def encode_group(group: Group) -> bytes:
                     t.mask_T.astype("u1").tobytes(),
                     float(t.reward),
                     t.finish,
+                    t.episode,
+                    b"" if t.prompt is None else t.prompt.astype("<i4").tobytes(),
+                    t.turns,
+                    t.cause,
+                    {name: float(value) for name, value in t.probes.items()},
+                    t.routes,
                 )
                 for t in group.trajectories
             ],
@@ -117,8 +176,9 @@ def decode_group(data: bytes, *, run: str, key: str) -> Group:
     """Parse a group and check that its arrays fit each other.
 
     Raises `CorruptError` for anything else: wrong lengths, a trajectory the model drew nothing
-    of, log-probabilities that are not finite or above 0, a negative token or version, a reward
-    that is not finite, a temperature that is not finite or not above 0.
+    of and that states no cause, log-probabilities that are not finite or above 0, a negative token
+    or version, a reward or probe that is not finite, segments of one episode that state different
+    rewards, a temperature that is not finite or not above 0.
     """
     raw = decode_packed(data, _Group, run=run, key=key)
     fault = "" if raw.format == FORMAT else f"format {raw.format}"
@@ -141,12 +201,22 @@ def decode_group(data: bytes, *, run: str, key: str) -> Group:
                 np.frombuffer(sequence.mask, "u1"),
                 sequence.reward,
                 sequence.finish,
+                sequence.episode,
+                np.frombuffer(sequence.prompt, "<i4") if sequence.prompt else None,
+                sequence.turns,
+                sequence.cause,
+                sequence.probes,
+                sequence.routes,
             )
         )
+    rewards: dict[int, float] = {}
+    for t in trajectories:
+        if t.episode >= 0 and rewards.setdefault(t.episode, t.reward) != t.reward:
+            fault = fault or f"two rewards for episode {t.episode}"
     if fault:
         raise CorruptError(f"group: {fault}", run=run, key=key)
     prompt = np.frombuffer(raw.prompt, "<i4")
-    return Group(raw.worker, raw.nonce, raw.task, raw.temperature, prompt, trajectories)
+    return Group(raw.worker, raw.nonce, raw.task, raw.temperature, prompt, trajectories, raw.family)
 
 
 def _sequence_fault(sequence: _Sequence) -> str:
@@ -154,7 +224,7 @@ def _sequence_fault(sequence: _Sequence) -> str:
     if {len(sequence.tokens), len(sequence.logprobs), len(sequence.versions)} != {4 * count}:
         return "arrays of different lengths"
     mask = np.frombuffer(sequence.mask, "u1")
-    if not count or mask.max() != 1:
+    if mask.max(initial=0) != 1 and not (sequence.cause and not mask.any()):
         return "a trajectory without a token of the model's"
     if (np.frombuffer(sequence.tokens, "<i4") < 0).any():
         return "a negative token"
@@ -164,6 +234,8 @@ def _sequence_fault(sequence: _Sequence) -> str:
         return "log-probabilities that are none"
     if (np.frombuffer(sequence.versions, "<i4")[drawn] < 0).any():
         return "a negative version"
-    if not np.isfinite(sequence.reward):
-        return "a reward that is not finite"
+    if not np.isfinite([sequence.reward, *sequence.probes.values()]).all():
+        return "a reward or probe that is not finite"
+    if len(sequence.prompt) % 4 or (np.frombuffer(sequence.prompt, "<i4") < 0).any():
+        return "a prompt that is not tokens"
     return ""
