@@ -322,3 +322,37 @@ def test_pieces_in_any_order_and_several_blobs():
     subscriber.commit(update)
     assert same_bits(subscriber.mirror.tensors, new)
     assert same_bits(load_mirror(bucket, run).tensors, new)
+
+
+@pytest.mark.parametrize("held", range(NEWEST + 1))
+@pytest.mark.parametrize("wanted", range(NEWEST + 1))
+def test_exactly_the_version_asked_for(bucket, run, held, wanted):
+    subscriber = subscriber_at(bucket, run, held)
+    while (update := subscriber.prepare_to(wanted)) is not None:
+        before = state(subscriber.mirror)
+        assert min(held, wanted) <= update.version <= max(held, wanted)
+        assert state(subscriber.mirror) == before
+        subscriber.commit(update)
+        assert_holds(subscriber.mirror, update.version)
+    assert_holds(subscriber.mirror, wanted)
+
+
+def test_a_version_that_is_not_there_is_named_and_nothing_moves(bucket, run):
+    subscriber = subscriber_at(bucket, run, 2)
+    before = state(subscriber.mirror)
+    with pytest.raises(CorruptError) as caught:
+        subscriber.prepare_to(NEWEST + 1)
+    assert caught.value.version == NEWEST + 1
+    assert state(subscriber.mirror) == before
+
+
+def test_around_a_damaged_delta_to_the_version_asked_for(bucket, run):
+    bucket.inner.delete(blob_key(bucket, run, 4, "delta"))
+    subscriber = subscriber_at(bucket, run, 3)
+    before = state(subscriber.mirror)
+    with pytest.raises(CorruptError, match="blob"):
+        subscriber.prepare_to(4)
+    assert state(subscriber.mirror) == before
+    while (update := subscriber.prepare_to(6)) is not None:
+        subscriber.commit(update)
+    assert_holds(subscriber.mirror, 6)

@@ -110,6 +110,30 @@ class Subscriber:
             return update
         raise survey.error()
 
+    def prepare_to(self, version: int) -> Update | None:
+        """The next verified step towards ``version`` and never past it, None if it is held.
+
+        Newer versions are reached over the cheapest way, in one step or several. An older one is
+        reached in one, from a second mirror, which is the price of going back. Changes nothing;
+        raises as `prepare` does.
+        """
+        started = time.perf_counter()
+        held, self._ahead = self.mirror.version, ()
+        if version == held:
+            return None
+        if version < held:
+            return self._beside(version, None, started)
+        survey = Survey(self.bucket, self.run, self.mirror, held, version)
+        for _ in range(MAX_REPLANS):
+            route = survey.find()
+            if route is None:
+                break
+            try:
+                return self._take(survey, route.edges, started)[1]
+            except CorruptError as error:
+                survey.ban(self._blamed, error)
+        raise survey.error()
+
     def commit(self, update: Update) -> None:
         """Move the mirror forward, once the serving weights hold ``update``."""
         if update.base != self.mirror.version:
@@ -250,12 +274,18 @@ class Subscriber:
     def _detour(self, edges: tuple[Edge, ...], started: float) -> tuple[int, Update]:
         """From an older anchor around what is damaged, in a second mirror; rare, so that its
         memory is the price."""
+        target = next(edge.target for edge in edges if edge.target > self.mirror.version)
+        count = 1 + next(i for i, edge in enumerate(edges) if edge.target == target)
+        spent = sum(edge.bytes for edge in edges[:count])
+        return count, self._beside(target, spent, started)
+
+    def _beside(self, target: int, spent: int | None, started: float) -> Update:
+        """The step to ``target`` by way of a second mirror, for which ``spent`` bytes are fetched
+        (as many as it holds if that is not known)."""
         spans = {
             name: Span(self.mirror.starts.get(name, 0), self.mirror.starts.get(name, 0) + bits.size)
             for name, bits in self.mirror.tensors.items()
         }
-        target = next(edge.target for edge in edges if edge.target > self.mirror.version)
-        count = 1 + next(i for i, edge in enumerate(edges) if edge.target == target)
         other = load_mirror(
             self.bucket, self.run, at=target, into=empty_mirror(self.run, spans),
             threads=self._threads,
@@ -268,10 +298,9 @@ class Subscriber:
             for cell in [bits[at : at + self.run.cell]]
         ]
         pieces = [piece for piece in pieces if len(piece.positions)]
-        spent = sum(edge.bytes for edge in edges[:count])
-        return count, self._update(
-            target, other.digest.hex(), pieces, other.held_digest, spent, started
-        )
+        if spent is None:
+            spent = sum(bits.nbytes for bits in other.tensors.values())
+        return self._update(target, other.digest.hex(), pieces, other.held_digest, spent, started)
 
     def _update(
         self,
