@@ -12,6 +12,9 @@ from deltawire.errors import DeltawireError
 
 INTERRUPTED = 130
 
+_EXTRA_OF = {"aiohttp": "serve", "cryptography": "sign"}
+"""Which extra brings a module; what is not named here comes with ``rl``."""
+
 _BUCKET = "a folder, or a file://, s3://, gs:// or az:// URL"
 
 
@@ -26,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_processes(commands)
     _add_transfers(commands)
+    _add_serve(commands)
     _add_tools(commands)
     return parser
 
@@ -128,6 +132,31 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         command.add_argument("--json", action="store_true", help="a JSON object for each version")
 
 
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser("serve", help="the hot-load contract in front of vLLM servers")
+    serve.set_defaults(module="deltawire.cli.serve", function="serve")
+    serve.add_argument("run", metavar="RUN_URL", help=_BUCKET)
+    serve.add_argument(
+        "--replica", action="append", required=True, metavar="URL", help="of a vLLM; once for each"
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="to listen on")
+    serve.add_argument("--port", type=int, default=8400, help="to listen on; 0 is any")
+    serve.add_argument(
+        "--token-file", default="", metavar="FILE", help="(default: $DELTAWIRE_TOKEN, or made up)"
+    )
+    serve.add_argument(
+        "--transition",
+        choices=("async", "sync"),
+        default="async",
+        help="swap under running requests, or when they have ended",
+    )
+    serve.add_argument(
+        "--drain", type=float, default=90.0, metavar="S", help="sync: they have so long to end"
+    )
+    serve.add_argument("--model", default="", help="what the replicas call it (default: as asked)")
+    serve.add_argument("--public-key", default="", help="refuse what is not signed by it")
+
+
 def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     report = commands.add_parser("report", help="write a run's report again from its events")
     report.set_defaults(module="deltawire.cli.run", function="report")
@@ -214,8 +243,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "deltawire":
             raise
+        extra = _EXTRA_OF.get((error.name or "").split(".")[0], "rl")
         print(  # noqa: T201
-            f"error: this command needs {error.name}; install deltawire[rl]", file=sys.stderr
+            f"error: this command needs {error.name}; install deltawire[{extra}]", file=sys.stderr
         )
         return 2
     except KeyboardInterrupt:

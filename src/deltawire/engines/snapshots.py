@@ -80,13 +80,13 @@ def export_snapshot(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     if base is None:
-        return Snapshot(_identity(run, version))
+        return Snapshot(snapshot_identity(run, version))
     metadata = {
-        "previous_snapshot_identity": _identity(run, base),
+        "previous_snapshot_identity": snapshot_identity(run, base),
         "compression_format": FORMAT,
         "checksum_format": "alder32",  # The provider's own spelling.
     }
-    return Snapshot(_identity(run, version), metadata)
+    return Snapshot(snapshot_identity(run, version), metadata)
 
 
 def import_snapshot(snapshot: Path, base: Path, folder: Path) -> None:
@@ -161,10 +161,26 @@ def _write_spec(run: Run, folder: Path) -> None:
     (folder / SPEC).write_text(json.dumps({"tensor_map": tensors}), encoding="utf-8")
 
 
-def _identity(run: Run, version: int) -> str:
-    """One segment of a path, as the provider asks."""
+def snapshot_identity(run: Run, version: int) -> str:
+    """The name under which a version is exported and hot-loaded: one segment of a path."""
     name = "".join(letter if letter.isalnum() else "-" for letter in run.name) or "run"
     return f"{name}-{run.id[:8]}-{version:010d}"
+
+
+def snapshot_version(run: Run, identity: str) -> int:
+    """The version that `snapshot_identity` named so; a bare number names a version too.
+
+    Raises `InputError` for any other identity.
+    """
+    prefix, _, digits = identity.rpartition("-")
+    if digits.isascii() and digits.isdigit() and len(digits) <= 18:
+        version = int(digits)
+        if not prefix or identity == snapshot_identity(run, version):
+            return version
+    raise InputError(
+        f"{identity[:256]!r} is no snapshot of this run",
+        hint=f"its versions are called {snapshot_identity(run, 0)} and on; a number will do",
+    )
 
 
 def _library() -> Any:

@@ -1,0 +1,105 @@
+"""The hot-load contract of the hosted services, as typed requests and answers.
+
+The shapes are Fireworks' (docs.fireworks.ai, "RL rollout integration" and "RL rollout debugging"),
+which others have taken up. What a client sends is checked whole; what it says beyond these fields
+is refused by name, so that nobody believes in a switch that does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.errors import InputError
+
+MAX_REQUEST_BYTES = 1 << 16
+
+Identity = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,256}\Z")]
+"""One segment of a path."""
+
+CacheReset = Literal["all", "new_session", "none"]
+Stage = Literal["ready", "pending", "loading", "error"]
+
+
+class Incremental(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the hosted services need to know of a delta. Here every step is planned from what a
+    replica really holds, so that only ``previous_snapshot_identity`` is held against the run."""
+
+    previous_snapshot_identity: Identity
+    compression_format: Annotated[str, Meta(max_length=64)] = ""
+    checksum_format: Annotated[str, Meta(max_length=64)] = ""
+
+
+class Validation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Members of a snapshot's configuration that may differ; a run has one configuration."""
+
+    extra_fields_ignore: Annotated[list[str], Meta(max_length=1024)] = []
+
+
+class HotLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``POST /hot_load/v1/models/hot_load``.
+
+    ``reset_prompt_cache`` may be a boolean, as the services' own client sends it: true is ``all``.
+    """
+
+    identity: Identity
+    incremental_snapshot_metadata: Incremental | None = None
+    reset_prompt_cache: CacheReset | bool = "all"
+    validation: Validation = Validation()
+
+    @property
+    def cache(self) -> CacheReset:
+        """Which cached prompts are dropped."""
+        if isinstance(self.reset_prompt_cache, bool):
+            return "all" if self.reset_prompt_cache else "none"
+        return self.reset_prompt_cache
+
+
+class LoadingState(msgspec.Struct, frozen=True):
+    """What a replica is about."""
+
+    stage: Stage
+    target_snapshot_identity: str | None = None
+    message: str = ""
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica. ``readiness`` says that it holds ``current_snapshot_identity`` by its own
+    attestation, and that this is the one last asked for."""
+
+    name: str
+    readiness: bool
+    current_snapshot_identity: str | None
+    loading_state: LoadingState
+    loaded_adapters: list[Any] = []
+    digest: str = ""
+
+
+class FleetState(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /hot_load/v1/models/hot_load``."""
+
+    replicas: list[ReplicaState]
+
+
+class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One snapshot that was asked for. Times are seconds since 1970."""
+
+    identity: str
+    kind: Literal["full", "delta"]
+    version: int
+    asked_at: float
+    ready_at: dict[str, float] = {}
+    errors: dict[str, str] = {}
+
+
+def read_request(data: bytes) -> HotLoad:
+    """Parse a request's body; raises `InputError` naming the member that is wrong."""
+    if len(data) > MAX_REQUEST_BYTES:
+        raise InputError(f"a request of {len(data)} bytes, the limit is {MAX_REQUEST_BYTES}")
+    try:
+        return msgspec.json.decode(data, type=HotLoad)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reason = str(error) or type(error).__name__
+        raise InputError(f"not a hot-load request: {reason.replace('`$.', '`')}") from error
