@@ -8,8 +8,8 @@ import torch
 
 from deltawire.config import RolloutConfig, RunConfig, TrainConfig
 from deltawire.errors import CorruptError
-from deltawire.rl.trainer import train_step
 from deltawire.train.masters import MasterWeights
+from deltawire.train.step import train_step
 from deltawire.wire.rollouts import Group, Trajectory
 
 CONFIG = TrainConfig(learning_rate=1e-3, warmup_steps=3, weight_decay=0.01, max_grad_norm=0.5)

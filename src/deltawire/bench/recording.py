@@ -33,11 +33,12 @@ from deltawire.rl.envs import ReasoningTasks, Task
 from deltawire.rl.episode import Limits, run_episode
 from deltawire.rl.process import Process
 from deltawire.rl.text import Text
-from deltawire.rl.trainer import published_bits_of, train_step
+from deltawire.rl.trainer import published_bits_of
 from deltawire.rl.warming import run_warm_start
 from deltawire.store import open_bucket
 from deltawire.train.build import is_built
 from deltawire.train.masters import MasterWeights
+from deltawire.train.step import train_step
 from deltawire.train.warm_start import answer_loss
 from deltawire.wire.rollouts import Group
 

@@ -18,7 +18,6 @@ over from the manifests' annexes, on the same groups in the same order, to the s
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,68 +30,16 @@ from deltawire.engines.live import LiveWeights
 from deltawire.engines.models import empty_model
 from deltawire.errors import BugError, DeltawireError, InputError, RetryError
 from deltawire.events import Published, Step
-from deltawire.parity import Divergence, divergence
 from deltawire.rl.desk import Desk, Fleet, read_trainer, settle
-from deltawire.rl.losses import group_advantages, ppo_surrogate, token_mean
 from deltawire.rl.pool import Batch, Pool
 from deltawire.rl.process import Process, fetch_model_files, open_run
 from deltawire.rl.start import start_run
 from deltawire.sync import FOLD_STRIDES, Mirror, Publisher, Receipt, load_mirror, read_manifest
-from deltawire.train.batch import collate
 from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
 from deltawire.train.masters import MasterWeights
-from deltawire.train.policy import token_logprobs
+from deltawire.train.step import train_step
 from deltawire.wire.ledger import Annex, Ledger
-from deltawire.wire.rollouts import Group
 from deltawire.wire.run import Run
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step measured."""
-
-    loss: float
-    grad_norm: float
-    reward_mean: float
-    tokens: int
-    clipped: float
-    divergence: Divergence
-
-
-def train_step(masters: MasterWeights, groups: list[Group], config: RunConfig) -> StepResult:
-    """One optimizer step on these groups, in this order; the same inputs give the same bits."""
-    batches = [
-        collate(groups[start : start + config.train.micro_batch_groups])
-        for start in range(0, len(groups), config.train.micro_batch_groups)
-    ]
-    total = sum(float(batch.loss_mask_NC.sum()) for batch in batches)
-    losses, clipped = 0.0, 0.0
-    ours, theirs, masks = [], [], []
-    for batch in batches:
-        logprobs = token_logprobs(masters.model, batch)
-        surrogate = ppo_surrogate(
-            logprobs,
-            batch.sampler_logprobs_NC,
-            group_advantages(batch.rewards_N, batch.groups_N),
-            clip_low=config.train.clip_low,
-            clip_high=config.train.clip_high,
-        )
-        loss = token_mean(surrogate.losses_NC, batch.loss_mask_NC, total=total)
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses += float(loss.detach())
-        clipped += float((surrogate.clipped_NC * batch.loss_mask_NC).sum()) / total
-        ours.append(logprobs.detach().flatten())
-        theirs.append(batch.sampler_logprobs_NC.flatten())
-        masks.append(batch.loss_mask_NC.flatten())
-    rewards = torch.cat([batch.rewards_N for batch in batches])
-    return StepResult(
-        losses,
-        masters.step(),
-        float(rewards.mean()),
-        int(total),
-        clipped,
-        divergence(torch.cat(ours), torch.cat(theirs), torch.cat(masks)),
-    )
 
 
 class Trainer:
