@@ -20,6 +20,7 @@ from deltawire.codec.delta import Delta
 from deltawire.codec.digest import (
     ZERO,
     Digest,
+    digest_at,
     digest_bits,
     digest_model,
     digest_patch,
@@ -42,6 +43,7 @@ __all__ = [
     "decode_full",
     "decode_patch",
     "diff",
+    "digest_at",
     "digest_bits",
     "digest_model",
     "digest_patch",

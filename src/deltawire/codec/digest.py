@@ -28,7 +28,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from deltawire import _native
 from deltawire.codec.dtypes import Bits, require_bits
@@ -88,6 +90,17 @@ def digest_bits(name: str, bits: Bits, start: int = 0) -> Digest:
     require_bits(bits)
     _require_start(start)
     return Digest(*_native.digest(bits, tensor_key(name), start))
+
+
+def digest_at(name: str, positions: NDArray[np.int64], bits: Bits) -> Digest:
+    """The share in the digest of ``bits``, uint[N], at flat ``positions``, int64[N], of ``name``.
+
+    Raises InputError if they are not contiguous bits, or not as many as there are positions.
+    """
+    require_bits(bits)
+    if positions.dtype != np.int64 or positions.shape != bits.shape:
+        raise InputError(f"{positions.size} positions of {bits.size} elements")
+    return Digest(*_native.digest_at(positions, bits, tensor_key(name)))
 
 
 def digest_patch(name: str, patch: Patch, old_bits: Bits, start: int = 0) -> Digest:

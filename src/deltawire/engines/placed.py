@@ -1,0 +1,566 @@
+"""Live weights behind a placement: loaded, patched in place, and attested from what is read back.
+
+    prepare   any thread, while serving: positions in the checkpoint become positions in live
+              storages; old bits come from the mirror, new ones from the patch, both as the live
+              dtype has them; all of it is moved to the device. Memory: proportional to the changes.
+    swap      between two steps: live bits must be the mirror's; scatter; read back; they must be
+              the patch's. Else everything goes back.
+
+Whoever holds the mirror has verified old and new bits against the manifest, so equality with them,
+bit for bit, says of the changed elements what a digest would say, and a little more. What the
+rank's share of the model's digest will be is known when `prepare` returns: the shares of all ranks
+must add up to the manifest's digest before anybody swaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltawire import codec
+from deltawire.codec import Bits, Digest, Patch
+from deltawire.engines.affine import AffineMap, row_major
+from deltawire.engines.placement import (
+    TORCH_DTYPES,
+    LoadWeights,
+    Placement,
+    Region,
+    Share,
+    ownership,
+    survey_live,
+)
+from deltawire.errors import BugError, CorruptError, InputError, ResyncError
+from deltawire.sync.mirror import Mirror
+
+CHUNK_ELEMENTS = 1 << 21
+"""Elements that are handled at once where all of them are."""
+
+_ROW_ELEMENTS = 256
+"""Rows of so many elements are worth a call of the vector kernel each."""
+
+_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HALF = np.uint32(16)
+_LOWER = np.uint32(0xFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Changes in one storage: flat ``index``, int64[N], and the bits ``old`` and ``new`` there,
+    as integers of the storage's width; all on the storage's device."""
+
+    storage: int
+    index: Tensor
+    old: Tensor
+    new: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step from ``base`` to ``version``, staged. ``share`` is what this rank adds to the model's
+    digest after it, ``believed`` the part of that which cannot be read back from live memory.
+
+    ``dense`` are tensors that go through the engine's loader: base and target. ``changes`` counts
+    live elements, ``bytes`` what is allocated for all of this.
+    """
+
+    base: int
+    version: int
+    share: Digest
+    believed: Digest
+    moves: list[Move]
+    dense: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def changes(self) -> int:
+        """How many live elements change, besides those of dense tensors."""
+        return sum(move.index.numel() for move in self.moves)
+
+    @property
+    def bytes(self) -> int:
+        """What is allocated for it."""
+        staged = sum(t.nbytes for move in self.moves for t in (move.index, move.old, move.new))
+        return staged + sum(t.nbytes for pair in self.dense.values() for t in pair)
+
+
+class PlacedWeights:
+    """The live tensors of one rank, at ``version``; -1 if they hold no version.
+
+    ``share`` is what the rank adds to the model's digest. ``load_weights`` is the engine's loader,
+    for what the placement could not place. Raises `InputError` if ``live`` is not what was probed.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        live: Mapping[str, Tensor],
+        *,
+        load_weights: LoadWeights | None = None,
+    ) -> None:
+        placement.check(live)
+        if not placement.owned:
+            placement = ownership([placement])[0]
+        if placement.unplaced and load_weights is None:
+            name, why = next(iter(placement.unplaced.items()))
+            raise InputError(f"tensor {name} needs the model's loader: {why}")
+        self.placement = placement
+        self.version = -1
+        self._live = codec.ZERO
+        self._believed = codec.ZERO
+        self._load_weights = load_weights
+        self._specs = {spec.name: spec for spec in placement.tensors}
+        self._flats = [flat.view(_CARRIER[flat.element_size()]) for flat in survey_live(live)[2]]
+        self._believed_shares: dict[str, list[Share]] = {}
+        for share in placement.believed:
+            name = placement.tensors[share.tensor].name
+            self._believed_shares.setdefault(name, []).append(share)
+
+    @property
+    def share(self) -> Digest:
+        """What this rank adds to the model's digest, as of the last load or swap."""
+        return self._live + self._believed
+
+    @torch.no_grad()
+    def load(self, mirror: Mirror) -> None:
+        """Set every placed element from ``mirror``, the rest by the engine's loader, and attest.
+
+        Raises `InputError` if the mirror does not hold what this rank needs, `CorruptError` if the
+        live memory does not hold what was written.
+        """
+        self.version = -1
+        for name in self.placement.unplaced:
+            self._load_dense({name: _dense(self._specs[name], _whole(mirror, name, self._specs))})
+        for region, part in self._parts():
+            name = self.placement.tensors[region.tensor].name
+            bits = encode_bits(_gather(mirror, name, part), region.dtypes)
+            self._view(region, part).copy_(_tensor(bits).view(part.shape))
+        self.adopt(mirror)
+
+    @torch.no_grad()
+    def adopt(self, mirror: Mirror) -> None:
+        """Take the live tensors, loaded by somebody else, for the mirror's version, if they are.
+
+        Every placed element is compared, owned or not. Raises `CorruptError` naming the first
+        tensor that differs.
+        """
+        self.version = -1
+        self.verify(mirror)
+        self._believed = self._believe(mirror)
+        self._live = self._attest_live()
+        self.version = mirror.version
+
+    @torch.no_grad()
+    def verify(self, mirror: Mirror) -> None:
+        """Compare every placed element with ``mirror``, copies and converted ones too. Raises
+        `CorruptError` naming the first tensor that differs."""
+        for region, part in self._parts():
+            name = self.placement.tensors[region.tensor].name
+            expected = encode_bits(_gather(mirror, name, part), region.dtypes)
+            found = self._view(region, part).contiguous().view(-1)
+            if not torch.equal(found, _tensor(expected).to(found.device)):
+                raise CorruptError(
+                    f"the live weights of {name} are not the mirror's", version=mirror.version
+                )
+
+    def attest(self) -> Digest:
+        """This rank's share, computed anew by one pass over the live bits that it counts.
+
+        Raises `CorruptError` if they hold what was never published. What cannot be read back
+        (`Placement.believed`) is added as the mirror stated it.
+        """
+        return self._attest_live() + self._believed
+
+    @torch.no_grad()
+    def _attest_live(self) -> Digest:
+        total = codec.ZERO
+        for region, part in self._parts(counting=True):
+            spec = self.placement.tensors[region.tensor]
+            found = self._view(region, part).contiguous().view(-1)
+            if found.device.type != "cpu":
+                total += digest_on_device(spec.name, part, found, region)
+                continue
+            bits = decode_bits(_array(found), region.dtypes)
+            if bits is None:
+                raise CorruptError(f"tensor {spec.name} holds bits that were never published")
+            total += digest_part(spec.name, part, bits)
+        return total
+
+    def prepare(
+        self,
+        patches: Mapping[str, Patch],
+        mirror: Mirror,
+        version: int,
+        *,
+        digest: Digest | None = None,
+    ) -> Prepared:
+        """Stage what turns the mirror's version, which is the live one, into ``version``.
+
+        Changes nothing, and may run beside serving. ``patches`` hold positions counted from each
+        tensor's first element; those that this rank does not hold are dropped. ``digest`` is that
+        of the whole model, to be given by an engine of one rank; several must add up their shares.
+        Raises `ResyncError` if the mirror is at another version than the live weights or the
+        outcome would not have ``digest``.
+        """
+        if mirror.version != self.version:
+            raise ResyncError(
+                f"the live weights are at version {self.version}, the mirror at {mirror.version}",
+                version=version,
+            )
+        stage = _Stage(len(self._flats))
+        believed = codec.ZERO
+        dense: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, whole in patches.items():
+            regions = self.placement.by_tensor.get(name, [])
+            shares = self._believed_shares.get(name, [])
+            if not regions and not shares and name not in self.placement.unplaced:
+                continue
+            patch, old = _held(mirror, name, whole)
+            for region in regions:
+                stage.add(name, region, patch, old)
+            for own in shares:
+                inside, _ = locate(_share_map(own), patch.positions)
+                believed += _change(name, patch, old, inside)
+            if name in self.placement.unplaced:
+                base = _whole(mirror, name, self._specs)
+                target = base.copy()
+                target[patch.positions] = patch.bits
+                spec = self._specs[name]
+                dense[name] = (_dense(spec, base), _dense(spec, target))
+        moves = stage.moves(self._flats)
+        share = self.share + stage.change + believed
+        if digest is not None and share != digest:
+            raise ResyncError(
+                f"the live weights' digest would be {share.hex()}, not {digest.hex()}",
+                version=version,
+            )
+        return Prepared(self.version, version, share, self._believed + believed, moves, dense)
+
+    @torch.no_grad()
+    def swap(self, prepared: Prepared) -> None:
+        """Take up a prepared step, between two steps of the engine.
+
+        If live bits are not the mirror's before, or not the patch's afterwards, the old bits stay
+        or go back, and `ResyncError` is raised: the weights are never left at anything but one
+        version, unless even that fails; then ``version`` is -1.
+        """
+        if prepared.base != self.version:
+            raise ResyncError(
+                f"prepared for version {prepared.base}, the live weights are at {self.version}",
+                version=prepared.version,
+            )
+        if not self._holds([(move, move.old) for move in prepared.moves]):
+            raise ResyncError(
+                f"live bits are not those of version {self.version}",
+                version=prepared.version,
+                hint="attest, and load again",
+            )
+        self.version = -1
+        try:
+            self._scatter([(move, move.new) for move in prepared.moves])
+            if prepared.dense:
+                self._load_dense({name: new for name, (_, new) in prepared.dense.items()})
+            if not self._holds([(move, move.new) for move in prepared.moves]):
+                raise ResyncError(
+                    "the new bits did not reach the weights", version=prepared.version
+                )
+        except BaseException:
+            self._scatter([(move, move.old) for move in prepared.moves])
+            if prepared.dense:
+                self._load_dense({name: old for name, (old, _) in prepared.dense.items()})
+            self.version = prepared.base
+            raise
+        self._believed = prepared.believed
+        self._live = prepared.share - prepared.believed
+        self.version = prepared.version
+
+    def _scatter(self, writes: Sequence[tuple[Move, Tensor]]) -> None:
+        for move, bits in writes:
+            flat = self._flats[move.storage]
+            if flat.device.type == "cpu":
+                flat.numpy()[move.index.numpy()] = bits.numpy()
+            else:
+                flat.index_copy_(0, move.index, bits)
+
+    def _holds(self, expected: Sequence[tuple[Move, Tensor]]) -> bool:
+        """Whether live memory has these bits; of a device it is asked once."""
+        odd = []
+        for move, bits in expected:
+            flat = self._flats[move.storage]
+            if flat.device.type == "cpu":
+                if not np.array_equal(flat.numpy()[move.index.numpy()], bits.numpy()):
+                    return False
+            else:
+                odd.append((flat.index_select(0, move.index) != bits).any())
+        return not odd or not bool(torch.stack(odd).any())
+
+    def _load_dense(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._load_weights is None:
+            raise BugError("no loader for what was not placed")
+        self._load_weights(iter(tensors.items()))
+
+    def _believe(self, mirror: Mirror) -> Digest:
+        total = codec.ZERO
+        for name, shares in self._believed_shares.items():
+            for share in shares:
+                for part in chunks(_share_map(share)):
+                    total += digest_part(name, part, _gather(mirror, name, part))
+        return total
+
+    def _parts(self, *, counting: bool = False) -> Iterator[tuple[Region, AffineMap]]:
+        for region in self.placement.regions:
+            if region.counts or not counting:
+                for part in chunks(region.map):
+                    yield region, part
+
+    def _view(self, region: Region, part: AffineMap) -> Tensor:
+        """The live elements of a part of a region, in the order of the checkpoint."""
+        flat = self._flats[region.storage]
+        return flat.as_strided(part.shape, part.target_strides, part.target)
+
+
+class _Stage:
+    """Gathers what changes in each storage."""
+
+    def __init__(self, storages: int) -> None:
+        self.change = codec.ZERO
+        self._found: list[list[tuple[NDArray[np.int64], Bits, Bits]]] = [
+            [] for _ in range(storages)
+        ]
+
+    def add(self, name: str, region: Region, patch: Patch, old: Bits) -> None:
+        """Take those of a patch that lie in ``region``."""
+        inside, index = locate(region.map, patch.positions)
+        if not index.size:
+            return
+        self._found[region.storage].append(
+            (
+                index,
+                encode_bits(old[inside], region.dtypes),
+                encode_bits(patch.bits[inside], region.dtypes),
+            )
+        )
+        if region.counts:
+            self.change += _change(name, patch, old, inside)
+
+    def moves(self, flats: Sequence[Tensor]) -> list[Move]:
+        """All of it, on the devices."""
+        moves = []
+        for storage, parts in enumerate(self._found):
+            if not parts:
+                continue
+            device = flats[storage].device
+            index = torch.from_numpy(np.concatenate([part[0] for part in parts]))
+            old = _tensor(np.concatenate([part[1] for part in parts]))
+            new = _tensor(np.concatenate([part[2] for part in parts]))
+            parts.clear()
+            moves.append(Move(storage, index.to(device), old.to(device), new.to(device)))
+        return moves
+
+
+def _change(name: str, patch: Patch, old: Bits, inside: slice | NDArray[np.intp]) -> Digest:
+    part = Patch(
+        np.ascontiguousarray(patch.positions[inside]), np.ascontiguousarray(patch.bits[inside])
+    )
+    return codec.digest_patch(name, part, np.ascontiguousarray(old[inside]))
+
+
+def locate(
+    found: AffineMap, positions: NDArray[np.int64]
+) -> tuple[slice | NDArray[np.intp], NDArray[np.int64]]:
+    """Which of ``positions``, int64[N] ascending, a map knows, and their targets, int64[M].
+
+    The map is in its simplest form: source dimensions are nested, so that dividing finds them.
+    """
+    first, last = np.searchsorted(positions, (found.source, found.source + found.source_extent))
+    rest = positions[first:last] - found.source
+    if found.source_strides in ((), (1,)):
+        step = found.target_strides[0] if found.shape else 1
+        return slice(int(first), int(last)), rest * step + found.target
+    targets = np.full(rest.size, found.target, np.int64)
+    known = np.ones(rest.size, np.bool_)
+    for size, source, target in zip(
+        found.shape, found.source_strides, found.target_strides, strict=True
+    ):
+        number = rest // source
+        rest -= number * source
+        known &= number < size
+        targets += number * target
+    known &= rest == 0
+    inside = np.flatnonzero(known)
+    return inside + first, targets[inside]
+
+
+def chunks(found: AffineMap, limit: int = CHUNK_ELEMENTS) -> Iterator[AffineMap]:
+    """A map in parts of at most ``limit`` elements, in the order of its source."""
+    if found.count <= limit:
+        yield found
+        return
+    size, source, target = found.shape[0], found.source_strides[0], found.target_strides[0]
+    rows = max(1, limit // (found.count // size))
+    for first in range(0, size, rows):
+        part = AffineMap(
+            found.source + first * source,
+            found.target + first * target,
+            (min(rows, size - first), *found.shape[1:]),
+            found.source_strides,
+            found.target_strides,
+        )
+        if rows > 1 or part.count <= limit:
+            yield part
+        else:
+            inner = AffineMap(
+                part.source,
+                part.target,
+                part.shape[1:],
+                part.source_strides[1:],
+                part.target_strides[1:],
+            )
+            yield from chunks(inner, limit)
+
+
+def positions_of(part: AffineMap) -> NDArray[np.int64]:
+    """The source positions of a map, int64[N]."""
+    found = np.full((), part.source, np.int64)
+    for size, stride in zip(part.shape, part.source_strides, strict=True):
+        found = found[..., None] + np.arange(size, dtype=np.int64) * stride
+    return np.ascontiguousarray(found).reshape(-1)
+
+
+def digest_part(name: str, part: AffineMap, bits: Bits) -> Digest:
+    """The share of ``bits``, uint[N], that lie at the source positions of ``part``."""
+    if not part.shape or part.source_strides == (1,):
+        return codec.digest_bits(name, bits, part.source)
+    if part.source_strides[-1] != 1 or part.shape[-1] < _ROW_ELEMENTS:
+        return codec.digest_at(name, positions_of(part), bits)
+    width = part.shape[-1]
+    outer = AffineMap(part.source, 0, part.shape[:-1], part.source_strides[:-1], part.shape[:-1])
+    total = codec.ZERO
+    for row, start in enumerate(positions_of(outer).tolist()):
+        total += codec.digest_bits(name, bits[row * width : (row + 1) * width], start)
+    return total
+
+
+def digest_on_device(name: str, part: AffineMap, found: Tensor, region: Region) -> Digest:
+    """As `digest_part`, of live bits where they lie. Raises `CorruptError` as `attest` does."""
+    bits = found.to(torch.int64)
+    if region.widened:
+        if bool((bits & 0xFFFF).any()):
+            raise CorruptError(f"tensor {name} holds bits that were never published")
+        bits = bits >> 16
+    width = 8 * codec.ITEMSIZE[region.dtypes[0]]
+    positions = torch.full((1,), part.source, dtype=torch.int64, device=found.device)
+    for size, stride in zip(part.shape, part.source_strides, strict=True):
+        steps = torch.arange(size, dtype=torch.int64, device=found.device) * stride
+        positions = (positions[:, None] + steps).view(-1)
+    return digest_tensor(name, positions, bits, width)
+
+
+_STEP = 0x9E3779B97F4A7C15
+_LOW = 0xFFFFFFFF
+
+
+def digest_tensor(name: str, positions: Tensor, bits: Tensor, width: int) -> Digest:
+    """The digest of elements of ``width`` bits at ``positions``, int64[N], by torch alone.
+
+    ``bits`` is int64[N]; what lies above ``width`` is ignored.
+    """
+    if width == 64:
+        positions = torch.stack([2 * positions, 2 * positions + 1], 1).view(-1)
+        bits = torch.stack([bits, _shifted(bits, 32)], 1).view(-1)
+    bits = bits & (_LOW if width >= 32 else (1 << width) - 1)
+    words = (positions + 1) * _signed(_STEP) + _signed(codec.tensor_key(name))
+    low = words & _LOW
+    product = (low ^ bits) * (_shifted(words, 32) | 1)
+    folded = product ^ _shifted(product, 29)
+    second = (folded & _LOW) * (_shifted(folded, 32) ^ low)
+    lanes = torch.stack([folded.sum(), second.sum()]).tolist()
+    return Digest(lanes[0] & (1 << 64) - 1, lanes[1] & (1 << 64) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shifted(words: Tensor, by: int) -> Tensor:
+    """A logical shift to the right of int64."""
+    return (words >> by) & ((1 << (64 - by)) - 1)
+
+
+def encode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits:
+    """Published bits, uint[N], as the live dtype has them."""
+    if len(dtypes) == 1:
+        return bits
+    if dtypes == ("BF16", "F32"):
+        return bits.astype(np.uint32) << _HALF
+    values = _tensor(bits).view(TORCH_DTYPES[dtypes[0]])
+    for dtype in dtypes[1:]:
+        values = values.to(TORCH_DTYPES[dtype])
+    return _array(values.view(_CARRIER[values.element_size()]))
+
+
+def decode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits | None:
+    """Live bits as the published dtype has them; None if they were never published.
+
+    Of `Region.exact` regions only.
+    """
+    if len(dtypes) == 1:
+        return bits
+    if (bits & _LOWER).any():
+        return None
+    return (bits >> _HALF).astype(np.uint16)
+
+
+def _tensor(bits: NDArray[Any]) -> Tensor:
+    """Bits as a tensor of integers, sharing memory where that may be written."""
+    writable = np.require(bits, requirements=["C", "W"])
+    kind = np.uint8 if bits.dtype.itemsize == 1 else f"i{bits.dtype.itemsize}"
+    return torch.from_numpy(writable.view(kind))
+
+
+def _array(tensor: Tensor) -> Bits:
+    array: NDArray[Any] = tensor.numpy()
+    return array.view(f"u{array.itemsize}")
+
+
+def _share_map(share: Share) -> AffineMap:
+    return AffineMap(share.start, 0, share.shape, share.strides, row_major(share.shape))
+
+
+def _gather(mirror: Mirror, name: str, part: AffineMap) -> Bits:
+    """The mirror's bits at the source positions of ``part``, uint[N]."""
+    held = mirror.find(name, part.source, part.source_extent)
+    if held is None:
+        raise InputError(f"the mirror does not hold what is served of {name}")
+    strides = tuple(stride * held.itemsize for stride in part.source_strides)
+    return np.ascontiguousarray(as_strided(held, part.shape, strides)).reshape(-1)
+
+
+def _held(mirror: Mirror, name: str, patch: Patch) -> tuple[Patch, Bits]:
+    """The part of a patch that the mirror holds, and its bits there."""
+    bits = mirror.tensors.get(name)
+    if bits is None:
+        raise InputError(f"the mirror does not hold {name}")
+    start = mirror.starts.get(name, 0)
+    first, last = np.searchsorted(patch.positions, (start, start + bits.size))
+    if (first, last) != (0, len(patch)):
+        patch = Patch(patch.positions[first:last], patch.bits[first:last])
+    taken: Bits = bits[patch.positions - start] if start else bits[patch.positions]
+    return patch, taken
+
+
+def _whole(mirror: Mirror, name: str, specs: Mapping[str, Any]) -> Bits:
+    bits = mirror.find(name, 0, specs[name].count)
+    if bits is None:
+        raise InputError(f"the mirror does not hold all of {name}")
+    return bits
+
+
+def _dense(spec: Any, bits: Bits) -> Tensor:
+    """A checkpoint tensor, of its own memory."""
+    return _tensor(bits.copy()).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
