@@ -118,6 +118,56 @@ class EvaluateConfig(_Section, frozen=True, kw_only=True):
     samples: Count = 4
 
 
+NO_LIMIT = 1e9
+Limit = Annotated[float, Meta(ge=0, le=NO_LIMIT)]
+
+
+class ParityLimits(_Section, frozen=True, kw_only=True):
+    """Named thresholds between sampler and trainer; one left at its default judges nothing.
+
+    The first six judge tokens that the trained version itself drew, over a prefix of its own: what
+    differs there is arithmetic alone. Those that begin with ``drift`` judge all tokens of the
+    batch, and so the policy's own change since the sampler's version as well. In nats a token, or
+    shares from 0 to 1; `deltawire.parity.divergence` has the formulas.
+    """
+
+    k3: Limit = NO_LIMIT
+    k3_swapped: Limit = NO_LIMIT
+    mean_gap: Limit = NO_LIMIT
+    largest_gap: Limit = NO_LIMIT
+    extreme_share: Fraction = 1.0
+    flipped_share: Fraction = 1.0
+    """Of expert choices, in the worst layer."""
+    drift_k3: Limit = NO_LIMIT
+    drift_largest_gap: Limit = NO_LIMIT
+    drift_extreme_share: Fraction = 1.0
+    drift_effective_share: Fraction = 0.0
+    """The one threshold below which it is too bad: an effective sample size."""
+
+
+class WarnLimits(ParityLimits, frozen=True, kw_only=True):
+    """As `ParityLimits`, with values that suit most runs."""
+
+    k3: Limit = 1e-3
+    drift_extreme_share: Fraction = 0.1
+    drift_effective_share: Fraction = 0.3
+
+
+class ParityConfig(_Section, frozen=True, kw_only=True):
+    """What is done about a divergence between sampler and trainer, and about expert choices.
+
+    ``warn`` and ``stop`` judge a batch, ``mask`` takes single sequences out of the loss. A batch
+    that is stopped at is not trained on.
+    """
+
+    warn: WarnLimits = WarnLimits()
+    mask: ParityLimits = ParityLimits()
+    stop: ParityLimits = ParityLimits()
+    extreme_ratio: Annotated[float, Meta(ge=1, le=1e9)] = 2.0
+    min_tokens: Count = 32
+    """A batch's means are judged from this many tokens on; largest gaps always are."""
+
+
 class RunConfig(_Section, frozen=True, kw_only=True):
     """All of it. ``threads`` is what each process gives to its tensor library."""
 
@@ -130,13 +180,21 @@ class RunConfig(_Section, frozen=True, kw_only=True):
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    parity: ParityConfig = ParityConfig()
 
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_CONFIG_BYTES = 1 << 20
 
-RESUMABLE = frozenset({"train.versions", "rollout.workers", "evaluate.every", "threads"})
+RESUMABLE = frozenset(
+    {"train.versions", "rollout.workers", "evaluate.every", "threads"}
+    | {
+        f"parity.{action}.{name}"
+        for action in ("warn", "stop")
+        for name in get_type_hints(ParityLimits)
+    }
+)
 """Keys that may differ when a run is continued; any other would make it another run."""
 
 

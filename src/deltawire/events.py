@@ -127,7 +127,42 @@ class WarmStep(_Event, tag="warm_step", frozen=True, kw_only=True):
     accuracy: float | None = None
 
 
-Event = Life | Span | Step | Published | Swapped | Generated | Evaluated | WarmStep
+class Gaps(msgspec.Struct, frozen=True, kw_only=True):
+    """A `deltawire.parity.Divergence`, every number finite."""
+
+    tokens: int
+    k1: float
+    k3: float
+    k1_reverse: float
+    k3_reverse: float
+    k3_swapped: float
+    mean_gap: float
+    largest_gap: float
+    ratio_max: float
+    extreme_share: float
+    effective_share: float
+
+
+class Parity(_Event, tag="parity", frozen=True, kw_only=True):
+    """How far sampler and trainer agreed on the batch that made ``version``, or would have.
+
+    ``numeric`` is over tokens that the trained version itself drew, ``drift`` over all.
+    ``flipped`` is the share of flipped expert choices in each expert layer. ``warnings`` and
+    ``stopped`` name the thresholds that were crossed, ``masked`` the sequences taken out of the
+    loss: worker, group and place in it.
+    """
+
+    at: float
+    version: int
+    numeric: Gaps
+    drift: Gaps
+    flipped: list[float] = []
+    warnings: list[str] = []
+    masked: list[str] = []
+    stopped: list[str] = []
+
+
+Event = Life | Span | Step | Published | Swapped | Generated | Evaluated | WarmStep | Parity
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)

@@ -221,7 +221,7 @@ def test_micro_batches_are_one_batch(tiny, micro):
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
     assert many.reward_mean == one.reward_mean
     assert many.clipped == pytest.approx(one.clipped, abs=1e-6)
-    assert many.divergence.k3 == pytest.approx(one.divergence.k3, rel=1e-4)
+    assert many.parity.drift.k3 == pytest.approx(one.parity.drift.k3, rel=1e-4)
     for name, moment in saved(whole).items():
         if name.startswith("adam/exp_avg/"):
             scale = float(moment.abs().max())

@@ -169,7 +169,7 @@ class _Session:
         groups = asyncio.run(self._sample(self.masters.steps))
         self.model.train()
         result = train_step(self.masters, groups, self.config)
-        return f"reward {result.reward_mean:.2f}, k3 {result.divergence.k3:.1e}"
+        return f"reward {result.reward_mean:.2f}, k3 {result.parity.drift.k3:.1e}"
 
     def _supervised_step(self) -> str:
         batch, step = self.config.warm_start.batch, self.masters.steps

@@ -27,6 +27,7 @@ from deltawire.dashboard.wording import (
     smaller,
     sparkline,
 )
+from deltawire.events import Parity
 
 MAX_ROWS = 14
 SILENT_AFTER_S = 20.0
@@ -205,6 +206,8 @@ class LiveView:
             ),
             self._histogram(state),
         )
+        if (parity := state.last_parity) is not None:
+            grid.add_row("parity", *_parity_cells(parity))
         return grid
 
     def _histogram(self, state: RunState) -> Text:
@@ -380,6 +383,21 @@ def _mark(good: bool | None) -> tuple[str, str]:
 
 def _number(value: int | None) -> Text:
     return Text(MISSING if value is None else str(value), "dim" if value is None else "")
+
+
+def _parity_cells(parity: Parity) -> tuple[Text, Text, Text]:
+    """The newest batch's k3, what it says, and what was done about it."""
+    crossed = parity.stopped or parity.warnings
+    shown = parity.numeric if parity.numeric.tokens else parity.drift
+    what = "k3, the same version" if parity.numeric.tokens else "k3, older versions' tokens"
+    done = "; ".join(crossed) if crossed else "within limits"
+    if parity.masked:
+        done += f"; {len(parity.masked)} masked"
+    return (
+        Text(figure(shown.k3), "bold red" if crossed else "bold"),
+        Text(what, "dim"),
+        Text(legible(done, 60), "red" if crossed else "dim"),
+    )
 
 
 def _last_staleness(state: RunState) -> tuple[float | None, int | None]:

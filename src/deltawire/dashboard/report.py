@@ -258,6 +258,7 @@ def _figures(summary: Summary) -> str:
         ("Worker preparing a swap, median", milliseconds(summary.prepare_ms)),
         ("Sampler against trainer, k3, median", figure(summary.k3.median)),
         ("Sampler against trainer, k3, largest", figure(summary.k3.max)),
+        *_parity(summary),
         ("Training reward, first to last tenth", f"{figure(reward.first)} → {figure(reward.last)}"),
         ("Held-out accuracy, greedy", greedy),
         ("Groups consumed", f"{summary.groups_consumed:,}"),
@@ -268,6 +269,22 @@ def _figures(summary: Summary) -> str:
         ("Restarts", f"{summary.restarts}"),
     ]
     return f'<section class="card"><h2>Figures</h2>{_pairs(rows)}</section>'
+
+
+def _parity(summary: Summary) -> list[tuple[str, str]]:
+    """What the gate between sampler and trainer saw and did."""
+    parity = summary.parity
+    rows = [
+        ("· over tokens of the trained version, median", figure(parity.numeric_k3_median)),
+        ("· steps with a parity warning", f"{parity.warnings}{_mark(not parity.warnings)}"),
+    ]
+    if parity.flipped_worst is not None:
+        rows.append(("· expert choices flipped, worst layer", percent(parity.flipped_worst)))
+    if parity.masked:
+        rows.append(("· sequences masked for it", f"{parity.masked:,}"))
+    if parity.stopped:
+        rows.append(("· stopped at", escape("; ".join(parity.stopped)) + _mark(False)))
+    return rows
 
 
 def _proof(summary: Summary) -> list[tuple[str, str]]:

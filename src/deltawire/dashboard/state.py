@@ -23,6 +23,7 @@ from deltawire.events import (
     Event,
     Generated,
     Life,
+    Parity,
     Published,
     Role,
     Span,
@@ -38,7 +39,7 @@ _LATELY_S = 3.0
 # A trainer may do the warm start too, and an evaluator may swap: the most telling event first.
 _TELLING: tuple[Role, ...] = ("trainer", "evaluator", "worker", "warm-start")
 
-_Timed = TypeVar("_Timed", Evaluated, Generated, Published, Step, Swapped, WarmStep)
+_Timed = TypeVar("_Timed", Evaluated, Generated, Parity, Published, Step, Swapped, WarmStep)
 
 
 @dataclass(slots=True)
@@ -153,6 +154,8 @@ class RunState:
         self.published: dict[int, Published] = {}
         self.evaluated: dict[int, Evaluated] = {}
         self.warm: dict[int, WarmStep] = {}
+        self.parity: dict[int, Parity] = {}
+        """By the version that the batch made, or would have."""
 
     def fold(self, events: Iterable[Event]) -> None:
         """Take in ``events``, in whatever order they come."""
@@ -185,6 +188,9 @@ class RunState:
             case WarmStep():
                 process.imply("warm-start")
                 _keep_latest(self.warm, event.step, event)
+            case Parity():
+                process.imply("trainer")
+                _keep_latest(self.parity, event.version, event)
         begins, ends = (event.start, event.end) if isinstance(event, Span) else (event.at, event.at)
         process.first_at = min(process.first_at, begins)
         process.heard_at = max(process.heard_at, ends)
@@ -230,6 +236,11 @@ class RunState:
     def staleness(self) -> Counter[int]:
         """How many consumed groups had each staleness."""
         return Counter(value for step in self.steps.values() for value in step.staleness)
+
+    @property
+    def last_parity(self) -> Parity | None:
+        """The newest batch's."""
+        return self.parity[max(self.parity)] if self.parity else None
 
     @property
     def last_warm(self) -> WarmStep | None:

@@ -83,10 +83,26 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """k3 between sampler and trainer over the steps, in nats a token."""
+    """k3 between sampler and trainer over the steps, in nats a token: over all tokens, and so with
+    the policy's own change where they were stale."""
 
     median: float | None
     max: float | None
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampler and trainer over the steps: the numeric k3 is over tokens that the trained version
+    itself drew, null where there were none. ``flipped_worst`` is the largest share of flipped
+    expert choices that any layer had in a step. ``warnings`` counts steps that had one, ``masked``
+    sequences, and ``stopped`` is what stopped the run."""
+
+    numeric_k3_median: float | None
+    numeric_k3_max: float | None
+    largest_gap: float | None
+    flipped_worst: float | None
+    warnings: int
+    masked: int
+    stopped: list[str]
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +139,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     k3: Divergence
     configuration: dict[str, str]
     configuration_sha256: str
+    parity: Agreement
 
 
 def summarize(
@@ -169,6 +186,7 @@ def summarize(
         k3=Divergence(median=_median(k3s), max=max(k3s, default=None)),
         configuration=settings,
         configuration_sha256=_digest(settings),
+        parity=_agreement(state),
     )
 
 
@@ -234,6 +252,20 @@ def _staleness(state: RunState, bound: int, audit: Consumption | None) -> Stalen
         max_by_step=[
             (version, max(values)) for version, values in sorted(by_version.items()) if values
         ],
+    )
+
+
+def _agreement(state: RunState) -> Agreement:
+    batches = [state.parity[version] for version in sorted(state.parity)]
+    seen = [batch.numeric for batch in batches if batch.numeric.tokens]
+    return Agreement(
+        numeric_k3_median=_median([one.k3 for one in seen]),
+        numeric_k3_max=max((one.k3 for one in seen), default=None),
+        largest_gap=max((one.largest_gap for one in seen), default=None),
+        flipped_worst=max((max(b.flipped) for b in batches if b.flipped), default=None),
+        warnings=sum(bool(batch.warnings) for batch in batches),
+        masked=sum(len(batch.masked) for batch in batches),
+        stopped=[name for batch in batches for name in batch.stopped],
     )
 
 

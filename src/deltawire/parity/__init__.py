@@ -1,5 +1,18 @@
-"""How far sampler and trainer agree."""
+"""How far sampler and trainer agree, and what is done where they do not."""
 
-from deltawire.parity.divergence import Divergence, divergence
+from deltawire.parity.divergence import Divergence, SequenceSums, divergence, sequence_sums
+from deltawire.parity.gate import Crossing, Parity, ParityMeter, numeric_mask
+from deltawire.parity.record import finite, parity_event
 
-__all__ = ["Divergence", "divergence"]
+__all__ = [
+    "Crossing",
+    "Divergence",
+    "Parity",
+    "ParityMeter",
+    "SequenceSums",
+    "divergence",
+    "finite",
+    "numeric_mask",
+    "parity_event",
+    "sequence_sums",
+]

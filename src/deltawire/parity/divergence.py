@@ -1,38 +1,160 @@
-"""Estimators of the divergence between the sampler that drew tokens and the trainer."""
+"""How far the trainer's log-probabilities lie from those of the sampler that drew the tokens.
+
+Shapes: N sequences, C tokens behind the prompt. With μ the sampler, π the trainer and tokens drawn
+from μ, all is said of the gap x = log π − log μ and of the ratio r = eˣ, in double precision: k3
+cancels to about the square of the gap.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+EXTREME_RATIO = 2.0
+"""A ratio beyond this, or below its inverse, is extreme. Source: Ma et al. 2025, "Stabilizing MoE
+reinforcement learning by aligning training and inference routers" (arXiv 2510.11370)."""
+
 
 @dataclass(frozen=True)
 class Divergence:
-    """Over the unmasked tokens of a batch, in nats: the means of the k1 and k3 estimators of
-    KL(sampler ‖ trainer), the largest |Δ log p|, and the largest ratio."""
+    """Over ``tokens`` drawn tokens, in nats; of no token at all, as if both agreed.
+
+    ``k1`` = mean(−x) and ``k3`` = mean(r − 1 − x) estimate KL(μ‖π), the second never below 0.
+    Source: Schulman, "Approximating KL divergence", 2020. ``k1_reverse`` = mean(r·x) and
+    ``k3_reverse`` = mean(r·x − r + 1) estimate KL(π‖μ) from the same draws, weighted by r.
+    ``k3_swapped`` = mean(1/r − 1 + x) is k3 with the names exchanged. It estimates nothing under
+    these draws, and grows where the trainer finds a drawn token unlikely, as ``k3`` does where it
+    finds it likely; NeMo RL logs both for that reason.
+
+    ``mean_gap`` and ``largest_gap`` are of |x|, ``ratio_max`` is the largest r, ``extreme_share``
+    the share of tokens with r beyond a bound or below its inverse. ``effective_share`` is the
+    effective sample size (Σr)² / Σr² over the number of tokens (Kong, 1992), from 1 / tokens to 1.
+    """
 
     k1: float
     k3: float
     largest_gap: float
     ratio_max: float
+    k1_reverse: float = 0.0
+    k3_reverse: float = 0.0
+    k3_swapped: float = 0.0
+    mean_gap: float = 0.0
+    extreme_share: float = 0.0
+    effective_share: float = 1.0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class SequenceSums:
+    """What `Divergence` needs, summed over each sequence's own tokens: float64[N] each.
+
+    Sums of several micro-batches join by `joined`, and any selection of sequences is a divergence.
+    """
+
+    tokens_N: Tensor
+    gap_N: Tensor
+    k3_N: Tensor
+    weighted_gap_N: Tensor
+    k3_reverse_N: Tensor
+    k3_swapped_N: Tensor
+    absolute_N: Tensor
+    largest_N: Tensor
+    highest_N: Tensor
+    extreme_N: Tensor
+    log_ratios_N: Tensor
+    log_squares_N: Tensor
+
+    def total(self) -> Divergence:
+        """Over all sequences."""
+        count = int(self.tokens_N.sum())
+        if not count:
+            return Divergence(0.0, 0.0, 0.0, 1.0)
+
+        def mean(sums_N: Tensor) -> float:
+            return float(sums_N.sum()) / count
+
+        log_share = 2 * self.log_ratios_N.logsumexp(0) - self.log_squares_N.logsumexp(0)
+        return Divergence(
+            k1=-mean(self.gap_N),
+            k3=mean(self.k3_N),
+            largest_gap=float(self.largest_N.max()),
+            ratio_max=_exp(float(self.highest_N.max())),
+            k1_reverse=mean(self.weighted_gap_N),
+            k3_reverse=mean(self.k3_reverse_N),
+            k3_swapped=mean(self.k3_swapped_N),
+            mean_gap=mean(self.absolute_N),
+            extreme_share=mean(self.extreme_N),
+            effective_share=float(log_share.exp()) / count,
+            tokens=count,
+        )
+
+    def each(self) -> list[Divergence]:
+        """Of every sequence alone."""
+        return [self.of(row).total() for row in range(len(self.tokens_N))]
+
+    def of(self, row: int) -> SequenceSums:
+        """One sequence."""
+        return SequenceSums(*(getattr(self, name)[row : row + 1] for name in _FIELDS))
+
+
+_FIELDS = tuple(SequenceSums.__dataclass_fields__)
+
+
+def joined(parts: Iterable[SequenceSums]) -> SequenceSums:
+    """The sequences of several sums, one behind the other."""
+    kept = list(parts)
+    return SequenceSums(*(torch.cat([getattr(part, name) for part in kept]) for name in _FIELDS))
+
+
+def sequence_sums(
+    trainer_NC: Tensor, sampler_NC: Tensor, mask_NC: Tensor, *, extreme: float = EXTREME_RATIO
+) -> SequenceSums:
+    """Compare log-probabilities of the tokens that were drawn, float[N, C] each.
+
+    Only tokens whose mask is not 0 count; what stands elsewhere may be anything, NaN included.
+    """
+    drawn = mask_NC.bool()
+    gap = trainer_NC.detach().double() - sampler_NC.double()
+    gap = torch.where(drawn, gap, 0.0)  # x = 0 adds nothing to any sum below
+    weighted = torch.where(gap == -math.inf, 0.0, gap.exp() * gap)
+    nothing = torch.where(drawn, gap, -math.inf)
+    return SequenceSums(
+        tokens_N=drawn.sum(1).double(),
+        gap_N=gap.sum(1),
+        k3_N=(torch.expm1(gap) - gap).sum(1),
+        weighted_gap_N=weighted.sum(1),
+        k3_reverse_N=_k3_reverse(gap).sum(1),
+        k3_swapped_N=torch.where(gap == -math.inf, math.inf, torch.expm1(-gap) + gap).sum(1),
+        absolute_N=gap.abs().sum(1),
+        largest_N=gap.abs().amax(1),
+        highest_N=nothing.amax(1),
+        extreme_N=((gap.abs() > math.log(extreme)) & drawn).sum(1).double(),
+        log_ratios_N=nothing.logsumexp(1),
+        log_squares_N=(2 * nothing).logsumexp(1),
+    )
+
+
+def _k3_reverse(gap: Tensor) -> Tensor:
+    """r·x − r + 1, without cancellation near x = 0 and without ∞ − ∞ where r overflows."""
+    near = gap.clamp(-1, 1)
+    close = near.exp() * near - torch.expm1(near)
+    far = torch.where(gap == -math.inf, 1.0, gap.exp() * (gap - 1) + 1)
+    return torch.where(gap.abs() <= 1, close, far)
 
 
 def divergence(trainer_NC: Tensor, sampler_NC: Tensor, mask_NC: Tensor) -> Divergence:
-    """Compare log-probabilities of the tokens that were drawn, float[N, C] each.
+    """`sequence_sums` in all; the tensors may also be flat, float[C] each."""
+    if mask_NC.ndim == 1:
+        trainer_NC, sampler_NC, mask_NC = trainer_NC[None], sampler_NC[None], mask_NC[None]
+    return sequence_sums(trainer_NC, sampler_NC, mask_NC).total()
 
-    k1 = −log r and k3 = r − 1 − log r with r = trainer / sampler, computed in double precision
-    (k3 cancels to about the square of the gap). Source: Schulman, "Approximating KL divergence",
-    2020.
-    """
-    drawn = mask_NC.bool()
-    gap = (trainer_NC.detach().double() - sampler_NC.double())[drawn]
-    if not gap.numel():
-        return Divergence(0.0, 0.0, 0.0, 1.0)
-    return Divergence(
-        k1=float(-gap.mean()),
-        k3=float((torch.expm1(gap) - gap).mean()),
-        largest_gap=float(gap.abs().max()),
-        ratio_max=float(gap.max().exp()),
-    )
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

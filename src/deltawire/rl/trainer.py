@@ -25,11 +25,12 @@ import msgspec
 import torch
 
 from deltawire import codec
-from deltawire.config import RunConfig
+from deltawire.config import ParityLimits, RunConfig
 from deltawire.engines.live import LiveWeights
 from deltawire.engines.models import empty_model
 from deltawire.errors import BugError, DeltawireError, InputError, RetryError
 from deltawire.events import Published, Step
+from deltawire.parity import Parity, finite, parity_event
 from deltawire.rl.desk import Desk, Fleet, read_trainer, settle
 from deltawire.rl.pool import Batch, Pool
 from deltawire.rl.process import Process, fetch_model_files, open_run
@@ -100,12 +101,15 @@ class Trainer:
             masters.restore(found[1])
             self.ledger = found[0].ledger
         pool = Pool(self.bucket, self.ledger, limit=self._limit())
+        # What is published is not judged again, by limits that may be others by now.
+        judged = msgspec.structs.replace(self.config.parity, stop=ParityLimits())
+        redo = msgspec.structs.replace(self.config, parity=judged)
         for version in range(start + 1, head.version + 1):
             manifest = read_manifest(self.bucket, self.run, version)
             assert manifest is not None
             annex = msgspec.convert(manifest.annex, Annex)
             groups = [pooled.group for pooled in pool.fetch(annex.consumed)]
-            train_step(masters, groups, self.config)
+            train_step(masters, groups, redo)
             settle(self.ledger, annex)
         if start < head.version:
             same = codec.digest_model(published_bits_of(masters)) == head.digest
@@ -159,6 +163,7 @@ class Trainer:
         groups = [pooled.group for pooled in batch.taken]
         result = train_step(self.masters, groups, self.config)
         trained = events.span("train", started)
+        self._tell_parity(batch, result.parity)
         consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
         annex = Annex(step=self.version + 1, consumed=consumed, dropped=batch.dropped)
         self.desk.expect(self.version + 1, annex)
@@ -178,8 +183,8 @@ class Trainer:
                 reward_mean=result.reward_mean,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
-                k3=result.divergence.k3,
-                ratio_max=result.divergence.ratio_max,
+                k3=finite(result.parity.drift.k3),
+                ratio_max=finite(result.parity.drift.ratio_max),
                 clipped=result.clipped,
                 staleness=batch.staleness,
                 tokens=result.tokens,
@@ -191,6 +196,25 @@ class Trainer:
             self._checkpoint()
             done = events.span("checkpoint", done)
         return done
+
+    def _tell_parity(self, batch: Batch, parity: Parity) -> None:
+        """Record it; raises `InputError` if it stops the run."""
+        names = [
+            f"{pooled.group.worker}/{pooled.sequence}#{place}"
+            for pooled in batch.taken
+            for place in range(len(pooled.group.trajectories))
+        ]
+        version = self.version + 1
+        self.process.events.record(
+            parity_event(
+                parity, process=self.process.name, at=time.time(), version=version, names=names
+            )
+        )
+        if parity.stopped:
+            self.process.events.flush()
+            self.publisher.flush()
+            self.desk.write("stopped")
+            parity.raise_if_stopped(run=self.bucket.url, version=version)
 
     def _checkpoint(self) -> None:
         self.publisher.flush()

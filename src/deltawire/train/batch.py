@@ -18,7 +18,8 @@ from deltawire.wire.rollouts import Group
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What one forward pass needs. ``groups_N`` is each trajectory's row in ``prompts_GP``."""
+    """What one forward pass needs. ``groups_N`` is each trajectory's row in ``prompts_GP``;
+    ``versions_NC`` int64, -1 where the model drew nothing."""
 
     prompts_GP: Tensor
     prompt_mask_GP: Tensor
@@ -29,6 +30,7 @@ class TokenBatch:
     sampler_logprobs_NC: Tensor
     rewards_N: Tensor
     temperature: float
+    versions_NC: Tensor
 
 
 def collate(groups: Sequence[Group]) -> TokenBatch:
@@ -45,6 +47,7 @@ def collate(groups: Sequence[Group]) -> TokenBatch:
     token_mask = torch.zeros(len(trajectories), length, dtype=torch.long)
     loss_mask = torch.zeros(len(trajectories), length)
     logprobs = torch.zeros(len(trajectories), length)
+    versions = torch.full((len(trajectories), length), -1)
     for row, t in enumerate(trajectories):
         count = len(t.tokens_T)
         tokens[row, :count] = torch.from_numpy(t.tokens_T.copy())
@@ -52,6 +55,7 @@ def collate(groups: Sequence[Group]) -> TokenBatch:
         loss_mask[row, :count] = torch.from_numpy(t.mask_T.copy())
         # Where the environment wrote, anything may stand; NaN would survive the mask's zero.
         logprobs[row, :count] = torch.from_numpy(np.where(t.mask_T == 1, t.logprobs_T, 0))
+        versions[row, :count] = torch.from_numpy(np.where(t.mask_T == 1, t.versions_T, -1))
     sizes = torch.tensor([len(group.trajectories) for group in groups])
     return TokenBatch(
         prompts,
@@ -63,4 +67,5 @@ def collate(groups: Sequence[Group]) -> TokenBatch:
         logprobs,
         torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
         groups[0].temperature,
+        versions,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from deltawire.config import RunConfig
-from deltawire.parity import Divergence, divergence
+from deltawire.parity import Parity, ParityMeter
 from deltawire.rl.losses import group_advantages, ppo_surrogate, token_mean
 from deltawire.train.batch import collate
 from deltawire.train.masters import MasterWeights
@@ -24,20 +24,27 @@ class StepResult:
     reward_mean: float
     tokens: int
     clipped: float
-    divergence: Divergence
+    parity: Parity
 
 
 def train_step(masters: MasterWeights, groups: list[Group], config: RunConfig) -> StepResult:
-    """One optimizer step on these groups, in this order; the same inputs give the same bits."""
+    """One optimizer step on these groups, in this order; the same inputs give the same bits.
+
+    If parity stops it, nothing has changed but the gradients.
+    """
     batches = [
         collate(groups[start : start + config.train.micro_batch_groups])
         for start in range(0, len(groups), config.train.micro_batch_groups)
     ]
     total = sum(float(batch.loss_mask_NC.sum()) for batch in batches)
     losses, clipped = 0.0, 0.0
-    ours, theirs, masks = [], [], []
+    meter = ParityMeter(config.parity, masters.steps)
     for batch in batches:
         logprobs = token_logprobs(masters.model, batch)
+        keep_N = meter.look(
+            logprobs, batch.sampler_logprobs_NC, batch.loss_mask_NC, batch.versions_NC
+        )
+        mask_NC = batch.loss_mask_NC * keep_N[:, None]
         surrogate = ppo_surrogate(
             logprobs,
             batch.sampler_logprobs_NC,
@@ -45,19 +52,17 @@ def train_step(masters: MasterWeights, groups: list[Group], config: RunConfig) -
             clip_low=config.train.clip_low,
             clip_high=config.train.clip_high,
         )
-        loss = token_mean(surrogate.losses_NC, batch.loss_mask_NC, total=total)
+        loss = token_mean(surrogate.losses_NC, mask_NC, total=total)
         loss.backward()  # type: ignore[no-untyped-call]
         losses += float(loss.detach())
-        clipped += float((surrogate.clipped_NC * batch.loss_mask_NC).sum()) / total
-        ours.append(logprobs.detach().flatten())
-        theirs.append(batch.sampler_logprobs_NC.flatten())
-        masks.append(batch.loss_mask_NC.flatten())
+        clipped += float((surrogate.clipped_NC * mask_NC).sum()) / total
+    parity = meter.result()
     rewards = torch.cat([batch.rewards_N for batch in batches])
     return StepResult(
         losses,
-        masters.step(),
+        0.0 if parity.stopped else masters.step(),
         float(rewards.mean()),
         int(total),
         clipped,
-        divergence(torch.cat(ours), torch.cat(theirs), torch.cat(masks)),
+        parity,
     )

@@ -1,0 +1,156 @@
+"""What every batch is held against before it is trained on.
+
+A token that an older version drew differs for two reasons: the policy has moved on, and the
+arithmetic is another. Only the second is parity, so the two are measured apart: ``numeric`` over
+the tokens that the trained version itself drew behind a prefix of its own, ``drift`` over all.
+(A sequence that was in flight during a swap goes on over keys and values of the older version, so
+that its later tokens are of neither kind alone; they count as drift.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deltawire.config import ParityConfig, ParityLimits
+from deltawire.errors import InputError
+from deltawire.parity.divergence import Divergence, SequenceSums, joined, sequence_sums
+
+_NUMERIC = ("k3", "k3_swapped", "mean_gap", "largest_gap", "extreme_share")
+_DRIFT = ("k3", "largest_gap", "extreme_share", "effective_share")
+_LOWER_IS_WORSE = frozenset({"effective_share"})
+_HOLD_OF_ONE_TOKEN = frozenset({"largest_gap"})
+_NONE = ParityLimits()
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A named threshold and the value that crossed it. ``value`` may be infinite or NaN."""
+
+    name: str
+    value: float
+    limit: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value:.3g} against {self.limit:g}"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """One batch. ``flipped_L`` is, for each expert layer, the share of the sampler's choices that
+    the trainer's own router did not make; empty where no choices were recorded. ``masked`` names
+    sequences taken out of the loss by their row in the batch."""
+
+    numeric: Divergence
+    drift: Divergence
+    flipped_L: tuple[float, ...] = ()
+    warnings: tuple[Crossing, ...] = ()
+    masked: tuple[int, ...] = ()
+    stopped: tuple[Crossing, ...] = ()
+
+    def raise_if_stopped(self, *, run: str = "", version: int | None = None) -> None:
+        """Raises `InputError` if the batch must not be trained on."""
+        if self.stopped:
+            raise InputError(
+                f"sampler and trainer disagree: {', '.join(map(str, self.stopped))}",
+                hint="compare the two with deltawire parity, or raise the limit in [parity.stop]",
+                run=run,
+                version=version,
+            )
+
+
+def numeric_mask(versions_NC: Tensor, mask_NC: Tensor, *, version: int) -> Tensor:
+    """The drawn tokens with nothing but ``version`` in them and before them: bool[N, C]."""
+    drawn = mask_NC.bool()
+    foreign = (versions_NC != version) & drawn
+    return drawn & (foreign.cumsum(1) == 0)
+
+
+def crossings(
+    limits: ParityLimits,
+    numeric: Divergence,
+    drift: Divergence,
+    flipped_L: Sequence[float] = (),
+    *,
+    min_tokens: int = 1,
+) -> list[Crossing]:
+    """The limits that a batch, or one sequence, crosses. A value that is no number crosses any."""
+    found = []
+    for prefix, names, measured in (("", _NUMERIC, numeric), ("drift_", _DRIFT, drift)):
+        for name in names:
+            limit: float = getattr(limits, prefix + name)
+            least = 1 if name in _HOLD_OF_ONE_TOKEN else min_tokens
+            if limit == getattr(_NONE, prefix + name) or measured.tokens < least:
+                continue
+            value: float = getattr(measured, name)
+            within = value >= limit if name in _LOWER_IS_WORSE else value <= limit
+            if not within:
+                found.append(Crossing(prefix + name, value, limit))
+    if flipped_L and max(flipped_L) > limits.flipped_share:
+        found.append(Crossing("flipped_share", max(flipped_L), limits.flipped_share))
+    return found
+
+
+@dataclass
+class ParityMeter:
+    """Measures one batch over its micro-batches, and holds it against the limits.
+
+    ``version`` is the one being trained, before the step. Every micro-batch passes `look`, whose
+    answer belongs in the loss; `result` is then the whole batch's. Only sums are kept.
+    """
+
+    config: ParityConfig
+    version: int
+    _numeric: list[SequenceSums] = field(default_factory=list)
+    _drift: list[SequenceSums] = field(default_factory=list)
+    _masked: list[int] = field(default_factory=list)
+    _rows: int = 0
+    _flips: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def look(
+        self, trainer_NC: Tensor, sampler_NC: Tensor, mask_NC: Tensor, versions_NC: Tensor
+    ) -> Tensor:
+        """Measure a micro-batch: 1 for each sequence that stays in the loss, 0 for each that
+        ``parity.mask`` takes out, float32[N].
+
+        Shapes are those of `sequence_sums`; ``versions_NC`` int[N, C] drew the tokens.
+        """
+        extreme = self.config.extreme_ratio
+        numeric = numeric_mask(versions_NC, mask_NC, version=self.version)
+        near = sequence_sums(trainer_NC, sampler_NC, numeric, extreme=extreme)
+        far = sequence_sums(trainer_NC, sampler_NC, mask_NC, extreme=extreme)
+        self._numeric.append(near)
+        self._drift.append(far)
+        keep = torch.ones(len(mask_NC), device=mask_NC.device)
+        if self.config.mask != _NONE:
+            pairs = zip(near.each(), far.each(), strict=True)
+            for row, (one, whole) in enumerate(pairs):
+                if crossings(self.config.mask, one, whole):
+                    keep[row] = 0
+                    self._masked.append(self._rows + row)
+        self._rows += len(mask_NC)
+        return keep
+
+    def saw_flips(self, flipped_L: Tensor, choices_L: Tensor) -> None:
+        """Add a micro-batch's counts: expert choices that flipped, and all that were compared."""
+        self._flips.append((flipped_L, choices_L))
+
+    def result(self) -> Parity:
+        """The whole batch."""
+        numeric, drift = joined(self._numeric).total(), joined(self._drift).total()
+        flipped: tuple[float, ...] = ()
+        if self._flips:
+            counts, choices = (torch.stack(part).sum(0) for part in zip(*self._flips, strict=True))
+            flipped = tuple((counts / choices.clamp(min=1)).tolist())
+        least = self.config.min_tokens
+        return Parity(
+            numeric,
+            drift,
+            flipped,
+            tuple(crossings(self.config.warn, numeric, drift, flipped, min_tokens=least)),
+            tuple(self._masked),
+            tuple(crossings(self.config.stop, numeric, drift, flipped, min_tokens=least)),
+        )
