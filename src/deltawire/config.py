@@ -168,6 +168,18 @@ class ParityConfig(_Section, frozen=True, kw_only=True):
     """A batch's means are judged from this many tokens on; largest gaps always are."""
 
 
+class FaultsConfig(_Section, frozen=True, kw_only=True):
+    """How long a process may say nothing before its supervisor replaces it
+    (`deltawire.rl.supervisor` derives the bounds)."""
+
+    silence_s: Positive = 30.0
+    """No sign of life at all: stopped, or too busy even for its pulse."""
+    stall_s: Positive = 120.0
+    """A living process whose work does not go on."""
+    long_s: Positive = 1800.0
+    """The most that anything may take, and the first of what may take long: loading, a step."""
+
+
 class RunConfig(_Section, frozen=True, kw_only=True):
     """All of it. ``threads`` is what each process gives to its tensor library."""
 
@@ -181,6 +193,7 @@ class RunConfig(_Section, frozen=True, kw_only=True):
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     parity: ParityConfig = ParityConfig()
+    faults: FaultsConfig = FaultsConfig()
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -188,7 +201,15 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_CONFIG_BYTES = 1 << 20
 
 RESUMABLE = frozenset(
-    {"train.versions", "rollout.workers", "evaluate.every", "threads"}
+    {
+        "train.versions",
+        "rollout.workers",
+        "evaluate.every",
+        "threads",
+        "faults.silence_s",
+        "faults.stall_s",
+        "faults.long_s",
+    }
     | {
         f"parity.{action}.{name}"
         for action in ("warn", "stop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import socket
@@ -66,7 +67,9 @@ def worker(arguments: argparse.Namespace) -> int:
     process = _process(arguments, name, "worker")
     from deltawire.rl.worker import run_worker
 
-    run_worker(process, patience_s=arguments.patience, say=_quiet if process.supervised else _say)
+    with process.beating():
+        say = _quiet if process.supervised else _say
+        run_worker(process, patience_s=arguments.patience, say=say)
     return 0
 
 
@@ -94,7 +97,8 @@ def trainer(arguments: argparse.Namespace) -> int:
     process = _process(arguments, "trainer", "trainer")
     from deltawire.rl.trainer import run_trainer
 
-    run_trainer(process, source)
+    with process.beating():
+        run_trainer(process, source)
     return 0
 
 
@@ -103,7 +107,8 @@ def evaluator(arguments: argparse.Namespace) -> int:
     process = _process(arguments, "evaluator", "evaluator")
     from deltawire.rl.evaluator import run_evaluator
 
-    run_evaluator(process)
+    with process.beating():
+        run_evaluator(process)
     return 0
 
 
@@ -115,5 +120,6 @@ def warm_start(arguments: argparse.Namespace) -> int:
     process.listen()
     from deltawire.rl.warming import run_warm_start
 
-    run_warm_start(process, config, Path(arguments.out))
+    with process.beating() if arguments.bucket else contextlib.nullcontext():
+        run_warm_start(process, config, Path(arguments.out))
     return 0

@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ from deltawire.events import Event, Life, Span
 from deltawire.rl.audit import audit_consumption
 from deltawire.rl.desk import read_trainer
 from deltawire.rl.supervisor import (
+    COMMAND,
     EventTail,
     Supervisor,
     Verdict,
@@ -70,6 +71,8 @@ class Job:
     out: Path
     bucket: Bucket
     pins: Pins = Pins()
+    command: Sequence[str] = COMMAND
+    """What starts a process of the run, before its arguments."""
     warm_out: Path | None = None
     """Where the warm start's model lies, if not in ``out``: several jobs can share one."""
 
@@ -229,7 +232,9 @@ def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
     before = {
         number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
     }
-    supervisor = Supervisor(job.bucket, job.out / "logs")
+    supervisor = Supervisor(
+        job.bucket, job.out / "logs", faults=job.config.faults, command=job.command
+    )
     watcher = Watcher(job, console, plain=plain)
     watcher.read()
     try:

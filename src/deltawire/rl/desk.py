@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -20,6 +21,7 @@ from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat, Phase, TrainerSta
 
 HEARTBEAT_TIMEOUT_S = 15.0
 FLEET_POLL_S = 0.5
+REWRITE_S = 5.0
 
 
 class Desk:
@@ -33,7 +35,9 @@ class Desk:
         *,
         epoch: int,
         granted: dict[str, int],
+        confirm: Callable[[], object] = lambda: None,
     ) -> None:
+        self._confirm = confirm
         self.ledger = ledger
         self.version = 0
         self.digest = ""
@@ -49,6 +53,7 @@ class Desk:
         self._dropping: dict[str, int] = {}
         self._phase: Phase = "starting"
         self._written: TrainerStatus | None = None
+        self._written_at = float("-inf")
         self._lock = threading.Lock()
 
     def expect(self, version: int, annex: Annex) -> None:
@@ -73,7 +78,11 @@ class Desk:
             self._dropping = {name: pool.dropping(name) for name in names}
 
     def write(self, phase: Phase | None = None) -> None:
-        """Grant what may be granted, and replace ``trainer.json`` if anything changed."""
+        """Grant what may be granted, and replace ``trainer.json`` if anything changed.
+
+        It is written anew every `REWRITE_S` all the same: a put of the trainer before, late on
+        its way, may lie over it, and who reads it wants to see that the trainer lives.
+        """
         with self._lock:
             self._phase = phase or self._phase
             if self._phase == "training":
@@ -86,10 +95,15 @@ class Desk:
                 credits=dict(self._credits),
                 at=0.0,
             )
-            if status != self._written:
+            now = time.monotonic()
+            if status != self._written or now - self._written_at >= REWRITE_S:
                 stamped = msgspec.structs.replace(status, at=time.time())
-                with_retries(lambda: self._bucket.put(keys.TRAINER, encode_json(stamped)))
-                self._written = status
+                with_retries(lambda: self._put(stamped))
+                self._written, self._written_at = status, now
+
+    def _put(self, status: TrainerStatus) -> None:
+        self._confirm()
+        self._bucket.put(keys.TRAINER, encode_json(status))
 
     def _loads(self) -> dict[str, WorkerLoad]:
         return {
@@ -133,6 +147,8 @@ class Fleet:
             worker = keys.worker_of(key)
             beat = None if worker is None else read_heartbeat(self._bucket, key)
             if worker is None or beat is None or beat.phase in ("stopped", "finished"):
+                continue
+            if beat.stuck:  # Its heartbeat goes on; what it was granted will not come.
                 continue
             stamp, since = self._seen.get(worker, (0.0, now))
             if beat.at != stamp:

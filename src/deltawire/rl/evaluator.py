@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deltawire.config import RunConfig
@@ -28,8 +29,13 @@ class Accuracy:
     problems: int
 
 
-async def measure(served: Served, config: RunConfig) -> Accuracy:
-    """Every held-out problem, ``samples`` times at the rollout's temperature and once greedy."""
+async def measure(
+    served: Served, config: RunConfig, mark: Callable[[str], None] = lambda _: None
+) -> Accuracy:
+    """Every held-out problem, ``samples`` times at the rollout's temperature and once greedy.
+
+    ``mark`` is called after every engine step.
+    """
     rollout, samples = config.rollout, config.evaluate.samples
     limits = Limits(rollout.max_tokens, rollout.max_turns, rollout.context)
     tasks = served.tasks.heldout()
@@ -51,6 +57,7 @@ async def measure(served: Served, config: RunConfig) -> Accuracy:
         while not episodes.done():
             await asyncio.sleep(0)
             served.engine.step()
+            mark("evaluate")
         return sum(episode.solved for episode in await episodes) / (len(tasks) * times)
 
     return Accuracy(await solve(rollout.temperature, samples), await solve(0.0, 1), len(tasks))
@@ -72,10 +79,12 @@ def run_evaluator(process: Process) -> None:
     started = time.time()
     process.tell("started")
     run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
-    done = evaluated_versions(process)
-    served, subscriber = serve_model(
-        process, run, config, seed=config.seed, slots=SLOTS, at=max(done, default=0)
-    )
+    process.heart.faults = config.faults
+    with process.heart.taking("start"):
+        done = evaluated_versions(process)
+        served, subscriber = serve_model(
+            process, run, config, seed=config.seed, slots=SLOTS, at=max(done, default=0)
+        )
     subscriber.stepwise = True  # Every due version is measured, also when several have come.
     follower = Follower(subscriber)
     follower.start()
@@ -91,12 +100,13 @@ def _follow(
     process: Process, config: RunConfig, served: Served, follower: Follower, done: set[int]
 ) -> None:
     while not process.stopping:
+        process.heart.mark("wait")
         version = served.live.version
         last = _is_last(process, version)
         due = last or version % config.evaluate.every == 0
         if due and version not in done:
             began = process.events.now()
-            accuracy = asyncio.run(measure(served, config))
+            accuracy = asyncio.run(measure(served, config, process.heart.mark))
             ended = process.events.span("evaluate", began)
             process.events.record(
                 Evaluated(

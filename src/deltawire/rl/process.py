@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -9,7 +10,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from deltawire.config import RunConfig, parse_config
 from deltawire.errors import InputError
 from deltawire.events import EventLog, Life, Role
+from deltawire.rl.pulse import Heart
 from deltawire.store import Bucket
 from deltawire.sync.chain import get_blob, read_run
 from deltawire.wire import keys
@@ -25,7 +27,7 @@ from deltawire.wire.run import Run
 
 
 class Process:
-    """One process of a run: its name, its event log, and whether it should stop.
+    """One process of a run: its name, its event log, its pulse, and whether it should stop.
 
     It should stop on SIGTERM or SIGINT, and, when ``supervised``, once its supervisor is gone.
     Nothing connects it to that but the process id.
@@ -39,6 +41,9 @@ class Process:
         self.nonce = secrets.token_hex(8)
         self.host = socket.gethostname()[:64]
         self.started_at = time.time()
+        self.heart = Heart(
+            bucket, name, role, nonce=self.nonce, host=self.host, supervised=supervised
+        )
         self._parent = os.getppid()
         self._stop = threading.Event()
         series = f"{name}-{self.nonce}"
@@ -71,6 +76,15 @@ class Process:
     def wait(self, seconds: float) -> None:
         """Sleep, but no longer than until a signal."""
         self._stop.wait(seconds)
+
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """Hold the process's name, and show its pulse, for as long as this lasts."""
+        self.heart.begin()
+        try:
+            yield
+        finally:
+            self.heart.close()
 
     def tell(self, what: Any, detail: str = "") -> None:
         """Record that the process started or stopped, and flush."""

@@ -1,7 +1,31 @@
-"""The supervisor: starts a run's processes, restarts those that die, and audits them at the end.
+"""The supervisor: starts a run's processes, restarts those that die or hang, and audits them at
+the end.
 
 It holds no pipe, socket or memory in common with them. It knows their process ids, it sends them
 signals, and everything else it learns from the bucket like anybody else.
+
+Who waits for whom::
+
+    main thread   check: reap, restart after a pause      (never waits for the store)
+    watchman      every `WATCH_S`: read each child's pulse; kill what is dead or stuck
+    children      pulses/<name>.json, every `PULSE_S`, from a thread of their own
+
+How soon a process that hangs is killed, while the store answers. Let P be `PULSE_S`, W `WATCH_S`,
+and R how long the store takes for one request, at most `REQUEST_S`:
+
+- Stopped (SIGSTOP), or its interpreter held for good: its last pulse was written before that. The
+  watchman first sees it at most W + R later, and sees no other one; after ``faults.silence_s``
+  of that it kills. In all at most silence_s + 2 (W + R).
+- Its main thread hangs (deadlock, an endless loop in an environment or an engine): the last mark
+  is allowed a time A, the next pulse after A says that it is over, and the watchman reads it at
+  most P + W + 2 R later. In all at most A + P + W + 2 R. A is ``faults.stall_s``, and for what
+  says that it may take long (`deltawire.rl.pulse`) at most ``faults.long_s``.
+- Before its first pulse, which needs no more than an interpreter: `FIRST_PULSE_S`, or silence_s
+  if that is longer.
+
+What is killed is started again `RESTART_PAUSE_S` later, longer if it dies often in a row. While
+the store does not answer nobody is killed: a silence that the watchman could not have heard
+broken does not count, and processes excuse their own main thread for such times.
 """
 
 from __future__ import annotations
@@ -16,17 +40,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltawire.errors import DeltawireError, InputError
+from deltawire.config import FaultsConfig
+from deltawire.errors import DeltawireError, InputError, RetryError
 from deltawire.events import Event, EventLog, Life, Role, decode_lines
 from deltawire.rl.desk import HEARTBEAT_TIMEOUT_S, read_heartbeat, read_trainer
+from deltawire.rl.watchman import Child, Watchman, has_ended, kill_with_its_own
 from deltawire.store import Bucket
+from deltawire.sync.chain import with_retries
 from deltawire.wire import keys
 from deltawire.wire.status import Heartbeat, TrainerStatus
+
+COMMAND = (sys.executable, "-m", "deltawire")
 
 MAX_SEGMENT_BYTES = 64 << 20
 LIST_EVERY_S = 3.0
 RESTARTS = 20
+"""Deaths in a row, each within `HEALTHY_S`, after which a child is given up."""
+HEALTHY_S = 60.0
 RESTART_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 10.0
+UNREACHABLE = 75
+"""The exit code of a child that the store did not answer: it is tried again for ever."""
 STOP_PATIENCE_S = 60.0
 AUDIT_PATIENCE_S = 120.0
 FINAL_CODES = frozenset({2, 4})
@@ -39,19 +73,6 @@ class ChildError(DeltawireError):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.exit_code = code if code > 0 else 1
-
-
-@dataclass
-class Child:
-    """One supervised process."""
-
-    name: str
-    role: Role
-    arguments: Sequence[str]
-    process: subprocess.Popen[bytes] | None = None
-    starts: int = 0
-    retry_at: float = 0.0
-    done: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +90,8 @@ class EventTail:
     """Reads each segment of the run's events once.
 
     Known series are polled at their next segment's key; listing, which costs more the longer a
-    run goes on, only finds new series, every `LIST_EVERY_S`.
+    run goes on, only finds new series, every `LIST_EVERY_S`. While the store does not answer,
+    nothing new comes.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -79,34 +101,49 @@ class EventTail:
 
     def read(self) -> list[Event]:
         """Events that have come since the last call."""
+        fresh: list[Event] = []
+        with contextlib.suppress(RetryError):
+            self._read_all(fresh)
+        return fresh
+
+    def _read_all(self, fresh: list[Event]) -> None:
         if time.monotonic() - self._listed_at >= LIST_EVERY_S:
             self._listed_at = time.monotonic()
             for key in self._bucket.list(keys.EVENTS):
                 if (series := keys.series_of(key)) is not None:
                     self._next.setdefault(series, 0)
-        fresh: list[Event] = []
         for series, number in self._next.items():
-            fresh += self._read_series(series, number)
-        return fresh
+            self._read_series(series, number, fresh)
 
-    def _read_series(self, series: str, number: int) -> list[Event]:
-        fresh: list[Event] = []
+    def _read_series(self, series: str, number: int, fresh: list[Event]) -> None:
         while True:
             data = self._bucket.get(keys.events(series, number), limit=MAX_SEGMENT_BYTES)
             if data is None:
-                return fresh
+                return
             fresh += decode_lines(data)
             number += 1
             self._next[series] = number
 
 
 class Supervisor:
-    """Runs children until the trainer has finished; `stop` ends them early and cleanly."""
+    """Runs children until the trainer has finished; `stop` ends them early and cleanly.
 
-    def __init__(self, bucket: Bucket, logs: Path) -> None:
+    ``command`` is what starts one, before its arguments.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        logs: Path,
+        *,
+        faults: FaultsConfig | None = None,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
         self.bucket = bucket
         self._logs = logs
+        self._command = command
         self._children: list[Child] = []
+        self._watchman = Watchman(bucket, self._children, (faults or FaultsConfig()).silence_s)
         nonce = f"supervisor-{os.getpid()}-{int(time.time())}"
         self._events = EventLog(
             "supervisor", lambda n, data: bucket.put(keys.events(nonce, n), data)
@@ -120,6 +157,7 @@ class Supervisor:
         )
         self._events.record(life)
         self._events.flush()
+        self._watchman.start()
 
     def add(self, name: str, role: Role, arguments: Sequence[str]) -> None:
         """Start ``python -m deltawire`` with these arguments, and keep it running."""
@@ -134,10 +172,9 @@ class Supervisor:
         child = Child(name, role, arguments)
         self._children.append(child)
         self._start(child)
-        while child.process is not None and child.process.poll() is None:
+        while (code := self._exit_code(child)) is None:
             tick()
         self._children.remove(child)
-        code = child.process.returncode if child.process else 1
         if code:
             raise self._error(child, code)
 
@@ -153,7 +190,7 @@ class Supervisor:
                 if time.monotonic() >= child.retry_at:
                     self._start(child)
                 continue
-            code = child.process.poll()
+            code = self._exit_code(child)
             if code is None:
                 continue
             if code == 0:
@@ -169,26 +206,35 @@ class Supervisor:
     def stop(self) -> None:
         """Ask every child to stop, and wait; kill what does not listen."""
         for child in self._children:
-            if child.process is not None and child.process.poll() is None:
+            if child.process is not None and self._exit_code(child) is None:
                 child.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_PATIENCE_S
         for child in self._children:
             if child.process is None:
                 continue
-            try:
-                child.process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
+            while self._exit_code(child) is None:
+                if time.monotonic() > deadline:
+                    with self._watchman.lock:
+                        kill_with_its_own(child.process)
+                time.sleep(0.05)
             child.done = True
+        self._watchman.close()
         with contextlib.suppress(DeltawireError):
             self._events.flush()
 
+    def _exit_code(self, child: Child) -> int | None:
+        """The code that a child ended with, None while it runs."""
+        if child.process is None:
+            return 1
+        with self._watchman.lock:
+            return child.process.returncode if has_ended(child.process) else None
+
     def _start(self, child: Child) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
+        child.killed_for = ""
         with (self._logs / f"{child.name}.log").open("ab") as log:
             child.process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
-                [sys.executable, "-m", "deltawire", *child.arguments],
+                [*self._command, *child.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -197,16 +243,23 @@ class Supervisor:
                 env={**os.environ, "PYTHONHASHSEED": "0"},
             )
         child.starts += 1
+        child.started_at = time.monotonic()
         if child.starts > 1:
             self._tell(child, "restarted", f"start number {child.starts}")
 
     def _died(self, child: Child, code: int) -> None:
         reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+        if child.killed_for:
+            reason = f"killed: {child.killed_for}"
         self._tell(child, "died", reason)
         child.process = None
-        if code in FINAL_CODES or child.starts > RESTARTS:
+        lived = time.monotonic() - child.started_at
+        child.failures = child.failures + 1 if lived < HEALTHY_S else 1
+        given_up = child.failures > RESTARTS and code != UNREACHABLE
+        if code in FINAL_CODES or given_up:
             raise self._error(child, code)
-        child.retry_at = time.monotonic() + RESTART_PAUSE_S * min(child.starts, 10)
+        pause = min(RESTART_PAUSE_S * child.failures, LONGEST_PAUSE_S)
+        child.retry_at = time.monotonic() + pause
 
     def _tell(self, child: Child, what: str, detail: str) -> None:
         life = Life(
@@ -252,7 +305,13 @@ def wait_for_workers(
     seen: dict[str, tuple[float, float]] = {}
     while True:
         now = time.monotonic()
-        beats = [beat for beat in heartbeats(bucket) if _may_be_live(beat, status)]
+        try:
+            beats = [beat for beat in heartbeats(bucket) if _may_be_live(beat, status)]
+        except RetryError:
+            if now > deadline:
+                raise
+            tick()
+            continue
         pending = []
         for beat in beats:
             stamp, since = seen.get(beat.worker, (0.0, now))
@@ -279,7 +338,7 @@ def judge(beat: Heartbeat, status: TrainerStatus) -> Verdict:
 
 def last_status(bucket: Bucket) -> TrainerStatus:
     """``trainer.json``; raises `InputError` if there is none."""
-    status = read_trainer(bucket)
+    status = with_retries(lambda: read_trainer(bucket))
     if status is None:
         raise InputError("the run has no trainer.json", run=bucket.url)
     return status

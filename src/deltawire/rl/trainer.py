@@ -28,7 +28,14 @@ from deltawire import codec
 from deltawire.config import ParityLimits, RunConfig
 from deltawire.engines.live import LiveWeights
 from deltawire.engines.models import empty_model
-from deltawire.errors import BugError, DeltawireError, InputError, RetryError
+from deltawire.errors import (
+    BugError,
+    DeltawireError,
+    FencedError,
+    InputError,
+    ResyncError,
+    RetryError,
+)
 from deltawire.events import Published, Step
 from deltawire.parity import Parity, finite, parity_event
 from deltawire.rl.desk import Desk, Fleet, read_trainer, settle
@@ -61,6 +68,7 @@ class Trainer:
         manifest = read_manifest(self.bucket, run, head.version)
         before = read_trainer(self.bucket)
         epoch = 1 + max(manifest.epoch if manifest else 0, before.epoch if before else 0)
+        self.epoch = epoch
         self.version = head.version
         self.ledger = Ledger()
         self.masters = self._restore(model, head)
@@ -70,6 +78,7 @@ class Trainer:
             self.ledger.copy(),
             epoch=epoch,
             granted=dict(before.credits) if before else {},
+            confirm=process.heart.confirm,
         )
         self.desk.version, self.desk.digest = head.version, head.digest.hex()
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -109,7 +118,8 @@ class Trainer:
             assert manifest is not None
             annex = msgspec.convert(manifest.annex, Annex)
             groups = [pooled.group for pooled in pool.fetch(annex.consumed)]
-            train_step(masters, groups, redo)
+            with self.process.heart.taking("redo"):
+                train_step(masters, groups, redo)
             settle(self.ledger, annex)
         if start < head.version:
             same = codec.digest_model(published_bits_of(masters)) == head.digest
@@ -144,6 +154,7 @@ class Trainer:
         self.desk.write("training")
         mark = events.now()
         while self.version < train.versions and not self.process.stopping:
+            self.process.heart.mark("wait")
             alive = self.fleet.look()
             self.pool.poll(sorted(alive | self.ledger.below.keys()))
             batch = self.pool.take(
@@ -161,13 +172,15 @@ class Trainer:
     def _step(self, batch: Batch, started: float) -> float:
         events = self.process.events
         groups = [pooled.group for pooled in batch.taken]
-        result = train_step(self.masters, groups, self.config)
+        with self.process.heart.taking("train"):
+            result = train_step(self.masters, groups, self.config)
         trained = events.span("train", started)
         self._tell_parity(batch, result.parity)
         consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
         annex = Annex(step=self.version + 1, consumed=consumed, dropped=batch.dropped)
         self.desk.expect(self.version + 1, annex)
-        self.version = self.publisher.publish(self.masters.published(), annex=annex.plain())
+        with self.process.heart.taking("publish"):
+            self.version = self.publisher.publish(self.masters.published(), annex=annex.plain())
         settle(self.ledger, annex)
         done = events.span("publish", trained)
         shares: dict[str, int] = {}
@@ -193,7 +206,8 @@ class Trainer:
             )
         )
         if self.version % self.config.train.checkpoint_every == 0:
-            self._checkpoint()
+            with self.process.heart.taking("checkpoint"):
+                self._checkpoint()
             done = events.span("checkpoint", done)
         return done
 
@@ -219,6 +233,7 @@ class Trainer:
     def _checkpoint(self) -> None:
         self.publisher.flush()
         if self._saved != self.version:
+            self.process.heart.confirm()
             save_checkpoint(
                 self.bucket,
                 self.masters.state(),
@@ -229,13 +244,29 @@ class Trainer:
             self._saved = self.version
 
     def _finish(self) -> None:
-        self.publisher.close()
-        self._checkpoint()
+        with self.process.heart.taking("finish"):
+            self.publisher.close()
+            self._checkpoint()
         held = codec.digest_model(published_bits_of(self.masters))
         if held != self.publisher.digest:
             raise BugError("the trainer's weights are not what it published", run=self.bucket.url)
         last = self.version >= self.config.train.versions
         self.desk.write("finished" if last else "stopped")
+
+    def unfenced(self, error: FencedError) -> DeltawireError:
+        """What being fenced means: `ResyncError`, to start again from the newest version, if it
+        was a trainer before this one whose last commit came late; else the error itself."""
+        if error.version is None:
+            return error
+        manifest = read_manifest(self.bucket, self.run, error.version)
+        if manifest is None or manifest.epoch >= self.epoch:
+            return error
+        return ResyncError(
+            "the trainer before this one has committed a version late",
+            hint="start again, from that version",
+            run=self.bucket.url,
+            version=error.version,
+        )
 
 
 def published_bits_of(masters: MasterWeights) -> dict[str, Any]:
@@ -261,6 +292,7 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
         start_run(process.bucket, *source)
     run, config = open_run(process.bucket)
     config = config if source is None else source[0]
+    process.heart.faults = config.faults
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     with fetch_model_files(process.bucket, run) as folder:
@@ -268,7 +300,10 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
     trainer = Trainer(process, run, config, model)
     process.events.span("start", started)
     try:
-        trainer.loop()
+        try:
+            trainer.loop()
+        except FencedError as error:
+            raise trainer.unfenced(error) from error
     except DeltawireError as error:
         _last_word(process, error)
         raise

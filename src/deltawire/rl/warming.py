@@ -40,6 +40,7 @@ def run_warm_start(
     """
     started = time.time()
     process.tell("started")
+    process.heart.faults = config.faults
     torch.set_num_threads(max(config.threads, _processors()))
     tasks = ReasoningTasks(config.task, seed=config.seed)
     model, tokenizer = origin(config)
@@ -96,6 +97,7 @@ def _warm(
 
     def tell(progress: Progress) -> None:
         nonlocal mark
+        process.heart.mark("train")
         watch(progress)
         mark = process.events.span("train", mark)
         process.events.record(
@@ -109,7 +111,8 @@ def _warm(
         )
 
     def check() -> float:
-        return asyncio.run(_greedy_accuracy(config, tasks, validation, model, text, stops))
+        with process.heart.taking("evaluate"):
+            return asyncio.run(_greedy_accuracy(config, tasks, validation, model, text, stops))
 
     model.train()
     warm_start(

@@ -36,6 +36,7 @@ from deltawire.rl.desk import read_heartbeat, read_trainer
 from deltawire.rl.envs import ReasoningTasks, TaskSource
 from deltawire.rl.episode import Limits, run_episode
 from deltawire.rl.process import RUN_PATIENCE_S, Process, fetch_model_files, open_run
+from deltawire.rl.pulse import read_pulse
 from deltawire.rl.text import Text
 from deltawire.store import Bucket
 from deltawire.sync import Follower, Subscriber, Update, load_mirror
@@ -61,6 +62,9 @@ class Liaison(threading.Thread):
         super().__init__(name="liaison", daemon=True)
         self.status: TrainerStatus | None = None
         self.error: DeltawireError | None = None
+        self.heard_at = time.monotonic()
+        """When the trainer last gave a sign of life that was new, by this process's clock."""
+        self._heard = (0.0, -1)
         self._bucket = bucket
         self._beat = beat
         self._closed = threading.Event()
@@ -74,12 +78,22 @@ class Liaison(threading.Thread):
                 if time.monotonic() - beaten >= HEARTBEAT_S:
                     self.beat_now()
                     beaten = time.monotonic()
+                    self._listen()
             except RetryError:
                 self._closed.wait(1.0)
             except DeltawireError as error:
                 self.error = error
                 return
             self._closed.wait(self._bucket.poll_s)
+
+    def _listen(self) -> None:
+        pulse = read_pulse(self._bucket, "trainer")
+        sign = (
+            self.status.at if self.status else 0.0,
+            pulse.beat if pulse is not None and not pulse.stuck else self._heard[1],
+        )
+        if sign != self._heard:
+            self._heard, self.heard_at = sign, time.monotonic()
 
     def beat_now(self) -> None:
         """Write the heartbeat."""
@@ -132,21 +146,27 @@ class Uploader(threading.Thread):
             self.stored += 1
 
     def _store(self, group: Group, data: bytes) -> None:
-        """Create the next object. One that is already there is this put's own, seen late, or
+        """Create the next object. One that is already there is this put's own, seen late; or was
+        still on its way when the process before this one died, and this one's is the next; or
         another process's under the same name: then this one stops."""
-        key = keys.rollout(self._worker, self.stored)
-        if self._bucket.create(key, data):
-            return
-        there = self._bucket.get(key, limit=MAX_GROUP_BYTES)
-        if there is None:
-            raise RetryError("a group is gone again", run=self._bucket.url, key=key)
-        if decode_group(there, run=self._bucket.url, key=key).nonce != group.nonce:
-            raise FencedError(
-                f"another process stores groups as worker {self._worker}",
-                hint="give each worker its own --id",
-                run=self._bucket.url,
-                key=key,
-            )
+        while True:
+            self._process.heart.confirm()
+            key = keys.rollout(self._worker, self.stored)
+            if self._bucket.create(key, data):
+                return
+            there = self._bucket.get(key, limit=MAX_GROUP_BYTES)
+            if there is None:
+                raise RetryError("a group is gone again", run=self._bucket.url, key=key)
+            if decode_group(there, run=self._bucket.url, key=key).nonce == group.nonce:
+                return
+            if not self._process.heart.confirm(anew=True):
+                raise FencedError(
+                    f"another process stores groups as worker {self._worker}",
+                    hint="give each worker its own --id",
+                    run=self._bucket.url,
+                    key=key,
+                )
+            self.stored += 1
 
     def close(self) -> None:
         """Store what was handed over, then stop."""
@@ -285,6 +305,7 @@ class Worker:
             pid=os.getpid(),
             started_at=self.process.started_at,
             at=time.time(),
+            stuck=self.process.heart.stuck,
         )
 
     async def serve(self, *, patience_s: float) -> None:
@@ -307,6 +328,7 @@ class Worker:
     async def _serve(self, patience_s: float) -> None:
         training_at = time.monotonic()
         while not self.process.stopping:
+            self.process.heart.mark("sample" if self._groups else "wait")
             for part in (self.liaison, self.uploader):
                 if part.error is not None:
                     raise part.error
@@ -318,9 +340,9 @@ class Worker:
                 if self._finish(status):
                     return
             elif status is not None and status.phase == "training":
-                training_at = time.monotonic()
+                training_at = self.liaison.heard_at
                 self._start_groups(status)
-            elif time.monotonic() - training_at > patience_s:
+            if time.monotonic() - training_at > patience_s:
                 raise RetryError(
                     f"the trainer has not been training for {patience_s:.0f} s",
                     hint="continue the run with deltawire run, then start this worker again",
@@ -417,7 +439,9 @@ def run_worker(process: Process, *, patience_s: float, say: Callable[[str], None
     started = time.time()
     process.tell("started")
     run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
-    worker = Worker(process, run, config, say=say)
+    process.heart.faults = config.faults
+    with process.heart.taking("start"):
+        worker = Worker(process, run, config, say=say)
     process.events.span("start", started)
     say(f"joined run {config.name} as {process.name} at version {worker.served.live.version}")
     asyncio.run(worker.serve(patience_s=patience_s))

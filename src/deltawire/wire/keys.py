@@ -16,6 +16,7 @@ BOUNDARIES = "weights/boundaries/"
 CLOCK = "weights/clock"
 ROLLOUTS = "rollouts/"
 FLEET = "fleet/"
+PULSES = "pulses/"
 CHECKPOINTS = "checkpoints/"
 EVENTS = "events/"
 
@@ -110,6 +111,17 @@ def rollouts_of(worker: str) -> str:
 def heartbeat(worker: str) -> str:
     """The key of a worker's heartbeat."""
     return f"{FLEET}{_checked(worker)}.json"
+
+
+def pulse(process: str) -> str:
+    """The key of a process's pulse."""
+    return f"{PULSES}{_checked(process)}.json"
+
+
+def process_of(key: str) -> str | None:
+    """The process that a pulse's key names, None if it is no such key."""
+    name = key.removeprefix(PULSES).removesuffix(".json")
+    return name if key == f"{PULSES}{name}.json" and valid_name(name) else None
 
 
 def checkpoint(version: int, part: str) -> str:

@@ -1,0 +1,232 @@
+"""Processes that hang are noticed and replaced; those that were replaced do no harm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deltawire.config import FaultsConfig
+from deltawire.errors import FencedError
+from deltawire.events import Life, decode_lines
+from deltawire.rl import supervisor as supervising
+from deltawire.rl import watchman as watching
+from deltawire.rl.pulse import Heart, read_pulse
+from deltawire.rl.supervisor import Supervisor
+from deltawire.rl.watchman import FIRST_PULSE_S, Vigil
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.objects import encode_json
+from deltawire.wire.status import Pulse
+
+SCRIPT = str(Path(__file__).with_name("process_to_hang.py"))
+PATIENCE_S = 60.0
+
+
+def pulse(beat: int, *, pid: int = 7, quiet_s: float = 0.0, ended: bool = False) -> Pulse:
+    return Pulse(
+        process="w0",
+        role="worker",
+        nonce="n",
+        tenure=0,
+        supervised=True,
+        host="h",
+        pid=pid,
+        started_at=0.0,
+        at=0.0,
+        beat=beat,
+        doing="sample",
+        quiet_s=quiet_s,
+        allowed_s=5.0,
+        ended=ended,
+    )
+
+
+@pytest.fixture
+def bucket(new_bucket) -> Bucket:
+    return new_bucket("folder")
+
+
+@pytest.fixture
+def supervisor(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(watching, "WATCH_S", 0.05)
+    monkeypatch.setattr(watching, "FIRST_PULSE_S", 5.0)
+    monkeypatch.setattr(supervising, "RESTART_PAUSE_S", 0.01)
+    made = Supervisor(
+        bucket,
+        tmp_path / "logs",
+        faults=FaultsConfig(silence_s=2.0),
+        command=(sys.executable, SCRIPT),
+    )
+    made.begin()
+    yield made
+    made.stop()
+
+
+def lives(bucket: Bucket) -> list[Life]:
+    found = []
+    for key in bucket.list(keys.EVENTS):
+        found += decode_lines(bucket.get(key, limit=1 << 20) or b"")
+    return [event for event in found if isinstance(event, Life) and event.process == "child"]
+
+
+CAUSES = {
+    "stopped": "no sign of life",
+    "interpreter": "no sign of life",
+    "mute": "no sign of life",
+    "deadlock": "no progress",
+    "asleep": "no progress",
+}
+
+
+@pytest.mark.parametrize("how", CAUSES)
+def test_a_hanging_process_is_killed_and_replaced(bucket, supervisor, how) -> None:
+    supervisor.add("child", "trainer", [bucket.url, how])
+    deadline = time.monotonic() + PATIENCE_S
+    while not supervisor.check():
+        assert time.monotonic() < deadline, "nobody replaced it"
+        time.sleep(0.02)
+    died = [life.detail for life in lives(bucket) if life.what == "died"]
+    assert len(died) == 1
+    assert died[0].startswith(f"killed: {CAUSES[how]}")
+    assert sum(life.what == "restarted" for life in lives(bucket)) == 1
+
+
+def test_what_a_killed_process_started_goes_with_it(bucket, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(supervising, "RESTART_PAUSE_S", 0.01)
+    code = "import subprocess,sys;p=subprocess.Popen(['sleep','3600']);print(p.pid,flush=True)"
+    supervisor = Supervisor(bucket, tmp_path / "logs", command=(sys.executable, "-c", code))
+    supervisor.begin()
+    supervisor.add("child", "trainer", [])
+    deadline = time.monotonic() + PATIENCE_S
+    while not supervisor.check():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    supervisor.stop()
+    orphan = int((tmp_path / "logs" / "child.log").read_text())
+    while _runs(orphan):
+        assert time.monotonic() < deadline, "it was left behind"
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_one_that_was_stopped_and_replaced_wakes_up_and_writes_nothing(bucket) -> None:
+    command = [sys.executable, SCRIPT, bucket.url, "replaced"]
+    old = subprocess.Popen(command)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while bucket.get("ready", limit=1) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert subprocess.run(command, timeout=PATIENCE_S, check=False).returncode == 0
+        time.sleep(0.5)  # Longer than what it last confirmed holds good.
+        os.kill(old.pid, signal.SIGCONT)
+        assert old.wait(PATIENCE_S) == 0
+    finally:
+        old.kill()
+        old.wait()
+    assert bucket.get("harm", limit=1) is None
+    newest = read_pulse(bucket, "child")
+    assert newest is not None
+    assert (newest.tenure, newest.ended) == (1, True)
+
+
+def heart_of(bucket: Bucket, nonce: str) -> Heart:
+    return Heart(bucket, "w0", "worker", nonce=nonce, host="h", supervised=True)
+
+
+def test_the_later_of_two_with_one_name_stays(bucket) -> None:
+    first, second = heart_of(bucket, "a"), heart_of(bucket, "b")
+    first.begin()
+    second.begin()
+    first._look()
+    with pytest.raises(FencedError, match="another process is w0"):
+        first.mark("work")
+    second.confirm()
+    second.mark("work")
+    first.close()
+    second.close()
+    assert (read_pulse(bucket, "w0") or pulse(0)).nonce == "b"
+
+
+def test_a_late_put_of_the_one_before_does_not_fence(bucket) -> None:
+    """A dead predecessor's request may still arrive: it lies there with a lower tenure."""
+    first, second = heart_of(bucket, "a"), heart_of(bucket, "b")
+    first.begin()
+    late = bucket.get(keys.pulse("w0"), limit=1 << 20)
+    second.begin()
+    bucket.put(keys.pulse("w0"), late)
+    second._look()
+    second.mark("work")
+    first.close()
+    second.close()
+
+
+def test_a_damaged_or_hostile_pulse_is_none(bucket) -> None:
+    for data in (b"", b"{", b"[" * 10_000, encode_json(pulse(0)).replace(b"5.0", b"-1")):
+        bucket.put(keys.pulse("w0"), data)
+        assert read_pulse(bucket, "w0") is None
+    bucket.put(keys.pulse("other"), encode_json(pulse(0)))
+    assert read_pulse(bucket, "other") is None, "it says that it is w0"
+    assert keys.process_of("pulses/../trainer.json") is None
+
+
+def test_silence_counts_only_while_it_could_be_broken() -> None:
+    vigil = Vigil(7, silence_s=10)
+    assert vigil.observe(pulse(1), 1) == ""
+    for _ in range(100):
+        assert vigil.observe(pulse(1), 0) == "", "the store did not answer in between"
+    for _ in range(10):
+        assert vigil.observe(pulse(1), 1) == ""
+    assert "no sign of life for 11 s" in vigil.observe(pulse(1), 1)
+
+
+def test_each_beat_breaks_the_silence_and_stuck_is_believed_at_once() -> None:
+    vigil = Vigil(7, silence_s=10)
+    for beat in range(100):
+        assert vigil.observe(pulse(beat), 5) == ""
+    assert vigil.observe(pulse(100, quiet_s=4.9), 1) == ""
+    assert "no progress for 6 s at: 'sample'" in vigil.observe(pulse(101, quiet_s=5.6), 1)
+    assert vigil.observe(pulse(102, quiet_s=99, ended=True), 1) == ""
+
+
+def test_the_pulse_of_the_process_before_counts_for_nobody() -> None:
+    vigil = Vigil(8, silence_s=10)
+    spent = 0.0
+    while not (cause := vigil.observe(pulse(int(spent), pid=7, quiet_s=99), 1)):
+        spent += 1
+    assert spent == FIRST_PULSE_S, "until its first pulse, an interpreter's start is allowed"
+    assert "no sign of life" in cause
+
+
+def test_what_takes_long_is_held_to_what_it_took_before(bucket, monkeypatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("deltawire.rl.pulse.time.monotonic", lambda: now[0])
+    heart = heart_of(bucket, "a")
+    heart.faults = FaultsConfig(silence_s=10, stall_s=30, long_s=1000)
+    with heart.taking("train"):
+        assert heart._mark.allowed_s == 1000, "the first may take whatever the longest may"
+        now[0] += 4
+    assert heart._mark.allowed_s == 30
+    with heart.taking("train"):
+        assert heart._mark.allowed_s == 80
+        now[0] += 60
+    with heart.taking("train"):
+        assert heart._mark.allowed_s == 1000, "never more than the longest"
+    with heart.taking("publish"):
+        now[0] += 0.1
+    with heart.taking("publish"):
+        assert heart._mark.allowed_s == 30, "never less than anything may take"
