@@ -13,6 +13,8 @@ from deltawire.sync.check import check_run
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import start_publisher, start_run, weights
 from deltawire.wire import keys
+from deltawire.wire.boundary import Boundary
+from deltawire.wire.seal import seal
 
 LAST = 9
 
@@ -30,13 +32,19 @@ def bucket(tmp_path):
 @pytest.mark.parametrize("deep", [True, False])
 def test_a_whole_run(bucket, deep):
     seen, before = [], len(bucket.operations)
-    found = check_run(bucket, deep=deep, progress=lambda done, total: seen.append((done, total)))
+    found = check_run(bucket, deep=deep, progress=lambda *told: seen.append(told))
     assert (found.whole, found.faults, found.unreachable) == (True, [], [])
     assert (found.versions, found.anchors, found.newest) == (LAST + 1, 3, LAST)
     assert found.folds == len(bucket.list(keys.FOLDS)) > 0
     assert found.blobs == len(bucket.list(keys.BLOBS))
     assert found.unreferenced == 0
-    assert seen == ([(v, LAST + 1) for v in range(LAST + 2)] if deep else [])
+    wanted = {"manifests": LAST + 1, "folds": found.folds} | (
+        {"versions": LAST + 1} if deep else {}
+    )
+    for what, total in wanted.items():
+        assert [told[1:] for told in seen if told[0] == what] == [
+            (done, total) for done in range(total + 1)
+        ]
     assert not [
         verb for verb, _ in bucket.operations[before:] if verb in ("put", "create", "delete")
     ]
@@ -106,12 +114,81 @@ def test_what_retention_took_is_no_fault(bucket):
 def test_retention_meanwhile_makes_no_faults(bucket):
     run = start_run(bucket)
 
-    def strike(done, total):
-        if done == 3:
+    def strike(what, done, total):
+        if what == "versions" and done == 3:
             retire(bucket, run, cutoff=LAST, grace_s=0)
 
     found = check_run(bucket, progress=strike)
     assert (found.boundary, found.unreachable, found.whole) == (8, [], True)
+
+
+@pytest.mark.parametrize("deep", [True, False])
+@pytest.mark.parametrize("harm", ["cut", "gone", "first", "nothing"])
+def test_the_work_grows_with_the_versions_and_not_with_their_square(deep, harm):
+    """However much is damaged: so many operations a version, of a short run and of a long one."""
+    spent = {}
+    for last in (20, 80):
+        inner = open_bucket("memory://")
+        publisher = start_publisher(inner, anchor_every=0, fold_strides=(2, 4))
+        for version in range(last + 1):
+            publisher.publish(weights(version))
+        publisher.close()
+        anchor = read_manifest(inner, start_run(inner), 0).anchor.blobs[0].hash
+        for key in inner.list(keys.BLOBS):
+            if harm == "cut":
+                inner.put(key, inner.get(key, limit=1 << 20)[:-1])
+            elif harm == "gone":
+                inner.delete(key)
+            elif harm == "first" and key == keys.blob(anchor):
+                inner.put(key, flip_bit(inner.get(key, limit=1 << 20), 77))
+        bucket = FaultyBucket(inner)
+        found = check_run(bucket, deep=deep)
+        unnoticed = harm == "nothing" or (harm == "first" and not deep)
+        assert len(found.unreachable) == (0 if unnoticed else last + 1)
+        spent[last] = len(bucket.operations) / (last + 1)
+    assert spent[80] <= spent[20] * 1.1
+    assert spent[80] < 6
+
+
+def test_damage_behind_what_cannot_be_reached_is_named_too(bucket):
+    """A turned bit in a delta that no reader gets to is a fault all the same."""
+    run = start_run(bucket)
+    for key in bucket.list(keys.FOLDS):
+        bucket.hide(key)
+    for version in (5, 7):
+        (ref,) = read_manifest(bucket, run, version).delta.blobs
+        bucket.damage(keys.blob(ref.hash), lambda data: flip_bit(data, 99))
+        found = check_run(bucket)
+        assert keys.blob(ref.hash) in {fault.key for fault in found.faults}
+    assert found.unreachable == [5, 6, 7]
+
+
+def test_a_fold_whose_base_was_left_behind_is_still_a_way(bucket):
+    """The mirror has gone on over an anchor when the fold is needed: it goes back for it."""
+    run = start_run(bucket)
+    fold = read_fold(bucket, run, 6, 8)
+    assert fold is not None
+    for ref in (
+        *read_manifest(bucket, run, 7).delta.blobs,
+        *read_manifest(bucket, run, 8).delta.blobs,
+        *read_manifest(bucket, run, 8).anchor.blobs,
+        *read_fold(bucket, run, 4, 8).payload.blobs,
+    ):
+        bucket.hide(keys.blob(ref.hash))
+    for deep in (True, False):
+        assert check_run(bucket, deep=deep).unreachable == [7]
+
+
+def test_lost_versions_at_the_beginning_are_an_error_unless_they_are_closed(bucket):
+    run = start_run(bucket)
+    for version in range(4):
+        bucket.hide(keys.manifest(version))
+    found = check_run(bucket)
+    assert (found.whole, found.first, found.unreachable) == (False, 4, [])
+    assert [fault.key for fault in found.faults] == [keys.manifest(3)]
+    key = keys.boundary(4)
+    bucket.put(key, seal(Boundary(run=run.id, version=4), key=key))
+    assert check_run(bucket).faults == []
 
 
 def test_the_commands(bucket, capsys, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from history import snapshot
 
 from deltawire.bench.synthetic import SyntheticSteps
 from deltawire.errors import CorruptError, InputError, RetryError
@@ -18,7 +19,7 @@ from deltawire.store import Bucket, MeteredBucket, open_bucket
 from deltawire.sync import Relay, load_mirror, open_publisher, read_manifest, read_run, retire
 from deltawire.sync.check import check_run
 from deltawire.testing.faulty import FaultyBucket, flip_bit
-from deltawire.testing.tiny import TENSORS, audit, start_publisher, weights
+from deltawire.testing.tiny import TENSORS, audit, same_bits, start_publisher, weights
 from deltawire.wire import keys
 from deltawire.wire.signing import Ed25519Signer
 
@@ -158,6 +159,127 @@ def test_versions_that_retention_took_from_the_source_are_passed() -> None:
     assert mirror.version == 11
     publish(source, 12, 12, anchor_every=3)
     assert relay(source, destination).version == 12
+
+
+def test_a_region_does_not_grow_for_ever() -> None:
+    """What the source has retired goes at the destination too, and nothing else does."""
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 4, anchor_every=3)
+    relay(source, destination, grace_s=0)
+    assert contents(destination) == contents(source)
+    publish(source, 5, 11, anchor_every=3)
+    run = read_run(source)
+    assert run is not None
+    carrier = Relay(source, destination, strides=(), grace_s=0)
+    assert carrier.advance() == 7
+    assert retire(source, run, cutoff=9, grace_s=3600).boundary == 9
+    assert carrier.advance() == 0
+    assert destination.list(keys.BOUNDARIES) == [keys.boundary(9)]
+    # Closed, but nothing is retired at the source yet: all stays here too.
+    assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
+    assert retire(source, run, cutoff=9, grace_s=0).swept == 9
+    carrier.advance()
+    assert contents(destination, keys.MANIFESTS) == contents(source, keys.MANIFESTS)
+    assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
+    assert check_run(destination).faults == []
+    assert carrier.tidy() is None  # It asks for no more than the source's boundary.
+    carrier.close()
+
+
+def test_a_region_may_keep_what_the_source_retires() -> None:
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 9, anchor_every=3)
+    relay(source, destination, grace_s=0)
+    run = read_run(source)
+    assert run is not None
+    retire(source, run, cutoff=9, grace_s=0)
+    relay(source, destination, retain=False, grace_s=0)
+    assert audit(destination, weights) == 9
+    relay(source, destination, grace_s=3600)
+    assert audit(destination, weights) == 9
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_region_that_began_later_retires_without_the_key(signed: bool) -> None:
+    signer = Ed25519Signer.generate() if signed else None
+    public_key = signer.public_key if signer else ""
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publisher = open_publisher(
+        source, weights(0), specs=TENSORS, signer=signer, anchor_every=3, fold_strides=()
+    )
+    for version in range(1, 12):
+        publisher.publish(weights(version))
+        publisher.flush()
+    carrier = Relay(source, destination, public_key=public_key, start=4, strides=(), grace_s=0)
+    assert carrier.advance() == 9
+    found = check_run(destination, public_key=public_key)
+    assert (found.faults, found.first, found.boundary) == ([], 3, 3)
+    retire(source, publisher.run, cutoff=8, grace_s=0, signer=signer)
+    carrier.advance()
+    found = check_run(destination, public_key=public_key)
+    assert (found.faults, found.first, found.boundary, found.retired) == ([], 3, 6, 3)
+    assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
+    publisher.publish(weights(12))
+    publisher.close()
+    assert carrier.advance() == 1
+    carrier.close()
+    mirror = load_mirror(destination, publisher.run)
+    assert mirror is not None
+    assert mirror.version == 12
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+@pytest.mark.parametrize("done", [False, True])
+def test_following_retention_may_fail_at_each_operation(
+    side: str, done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltawire.sync.chain.FIRST_PAUSE_S", 0.0)
+    inner, filled = open_bucket("memory://"), open_bucket("memory://")
+    publish(inner, 0, 6, anchor_every=3)
+    relay(inner, filled)
+    run = read_run(inner)
+    assert run is not None
+    retire(inner, run, cutoff=3, grace_s=0)
+    for at in range(1, 100):
+        source, destination = FaultyBucket(inner), FaultyBucket(snapshot(filled))
+        carrier = Relay(source, destination, strides=(), grace_s=0)
+        faulty = source if side == "source" else destination
+        faulty.fail(at=at, done=done, times=None)
+        failed = False
+        try:
+            carrier.tidy()
+        except RetryError:
+            failed = True
+        faulty.heal()
+        for version in (3, 6):
+            mirror = load_mirror(destination, run, at=version)
+            assert mirror is not None
+            assert same_bits(mirror.tensors, weights(version))
+        carrier.tidy()
+        carrier.close()
+        for prefix in (keys.MANIFESTS, keys.BLOBS):
+            assert contents(destination, prefix) == contents(inner, prefix)
+        if not failed:
+            assert at > 4
+            return
+    raise AssertionError("it never got through")
+
+
+def test_killed_before_it_looked_after_its_blobs() -> None:
+    """Committed, and then retention took a blob that had lain there, old and nobody's, before."""
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 6, anchor_every=3)
+    relay(source, destination)
+    run = read_run(source)
+    assert run is not None
+    manifest = read_manifest(destination, run, 6)
+    assert manifest is not None
+    assert manifest.delta is not None
+    assert manifest.anchor is not None
+    for ref in (*manifest.delta.blobs, *manifest.anchor.blobs):
+        destination.delete(keys.blob(ref.hash))
+    assert relay(source, destination).version == 6
+    assert contents(destination) == contents(source)
 
 
 def test_a_destination_with_something_else_is_left_alone() -> None:

@@ -169,8 +169,7 @@ def test_retention_and_folding_at_each_step_of_a_reader(lag):
 def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed):
     """Threads, and no order among them: a publisher that folds, retention, and six readers.
 
-    The grace period is a moment, but one that is longer than retention's own sweep: a writer that
-    commits old blobs between its look at the manifests and its deletes is what grace is for.
+    The grace period is a moment, for readers: one that is longer than a fetch.
     """
     grace_s = 1.0
     bucket = new_bucket(kind)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from deltawire.cli.main import main
+from deltawire.wire.signing import Ed25519Signer
 
 ROWS, COLUMNS = 256, 512
 
@@ -69,13 +70,12 @@ def test_publish_pull_and_relay(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_signed_run_through_the_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from deltawire.wire.signing import Ed25519Signer
-
-    signer = Ed25519Signer.generate()
-    signer.write(tmp_path / "key")
+    assert main(["keygen", str(tmp_path / "key")]) == 0
+    public_key = capsys.readouterr().out.strip()
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     path = write_checkpoint(tmp_path / "step-0", 0)
     run, copy, out = (str(tmp_path / name) for name in ("run", "copy", "out"))
-    key = ["--public-key", signer.public_key]
+    key = ["--public-key", public_key]
     assert main(["publish", str(path), "--to", run, "--key", str(tmp_path / "key")]) == 0
     assert main(["publish", str(path), "--to", run]) == 2
     assert "pass its private key" in capsys.readouterr().err
@@ -83,6 +83,19 @@ def test_a_signed_run_through_the_commands(
     assert main(["pull", copy, out, *key]) == 0
     assert files_in(Path(out)) == files_in(path)
     assert main(["pull", copy, out, "--public-key", "0" * 64]) == 3
+
+
+def test_a_key_is_never_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "key"
+    assert main(["keygen", str(path), "--json"]) == 0
+    shown, secret = json.loads(capsys.readouterr().out), path.read_bytes()
+    assert Ed25519Signer.read(path).public_key == shown["public_key"]
+    assert secret.strip().decode() not in json.dumps(shown)
+    assert main(["keygen", str(path)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert path.read_bytes() == secret
+    assert main(["keygen", str(tmp_path / "none" / "key")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_an_operators_mistakes_are_one_line(

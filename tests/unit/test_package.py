@@ -48,12 +48,15 @@ FLAGS = {
     "relay": {
         "--follow",
         "--start",
+        "--keep-all",
+        "--grace",
         "--fold-strides",
         "--key",
         "--public-key",
         "--threads",
         "--json",
     },
+    "keygen": {"--json"},
     "export": {"--version", "--base", "--public-key", "--json"},
     "import": set(),
     "serve": {

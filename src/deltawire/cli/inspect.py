@@ -28,16 +28,20 @@ DAMAGED = 3
 def fsck(arguments: argparse.Namespace) -> int:
     """Check a run; 0 if every version can be read, 3 if not."""
     bucket = open_bucket(arguments.run)
-    columns = (TextColumn("checking versions"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     hidden = arguments.json or not console.is_terminal
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar:
         task = bar.add_task("", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=f"checking {what}", completed=done, total=total)
+
         found = check_run(
             bucket,
             deep=not arguments.quick,
             public_key=arguments.public_key,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=show,
         )
     if arguments.json:
         print(json.dumps({**dataclasses.asdict(found), "whole": found.whole}))  # noqa: T201

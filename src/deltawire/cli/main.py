@@ -93,7 +93,6 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "--anchor-share", type=float, default=0.0, metavar="X", help="when deltas exceed it"
     )
     publish.add_argument("--retain", type=int, default=0, metavar="N", help="versions; 0 is all")
-    publish.add_argument("--grace", type=float, default=24.0, metavar="HOURS", help="for readers")
     publish.add_argument("--dry-run", action="store_true", help="say what would be published")
     pull = commands.add_parser("pull", help="keep a Hugging Face directory at a run's version")
     pull.set_defaults(module="deltawire.cli.pull", function="pull")
@@ -109,6 +108,9 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     relay.add_argument(
         "--start", type=int, metavar="N", help="begin at the anchor before it (default: the newest)"
     )
+    relay.add_argument(
+        "--keep-all", action="store_true", help="keep also what the source has retired"
+    )
     export = commands.add_parser("export", help="write a version for a hosted provider to hot-load")
     export.set_defaults(module="deltawire.cli.snapshots", function="export")
     export.add_argument("run", metavar="RUN_URL", help=_BUCKET)
@@ -122,7 +124,14 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     back.add_argument("snapshot", metavar="SNAPSHOT_DIR", help="of an arc_v2 delta")
     back.add_argument("base", metavar="BASE_DIR", help="the directory that it builds on")
     back.add_argument("directory", metavar="DIR", help="the whole directory, to be made")
+    keygen = commands.add_parser("keygen", help="make a key to sign a run with")
+    keygen.set_defaults(module="deltawire.cli.keygen", function="keygen")
+    keygen.add_argument("file", metavar="FILE", help="for the private key, to be made")
+    keygen.add_argument("--json", action="store_true", help="print one JSON object")
     for command in (publish, relay):
+        command.add_argument(
+            "--grace", type=float, default=24.0, metavar="HOURS", help="for readers of old versions"
+        )
         command.add_argument("--fold-strides", default="4,16,64", metavar="N,N,…")
         command.add_argument("--key", default="", metavar="FILE", help="sign with this private key")
     for command in (pull, relay):

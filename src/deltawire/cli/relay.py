@@ -25,6 +25,8 @@ def relay(arguments: argparse.Namespace) -> int:
             strides=strides_of(arguments.fold_strides),
             signer=signer_of(arguments.key),
             threads=arguments.threads,
+            retain=not arguments.keep_all,
+            grace_s=arguments.grace * 3600,
         )
 
         def tell(done: Relayed) -> None:

@@ -1,13 +1,19 @@
 """Checking a run: every object it should have, every bit of it, and every way between versions.
 
 The run may be live: what is committed, retired or folded while the check is under way is no fault.
+
+One pass, in the order of versions, with one mirror that moves along: each manifest, fold and blob
+is read once, however much of them is damaged. A version counts as reached if a sound anchor, or a
+sound step from a version that was reached, leads to it; only where the mirror has moved past the
+base of a fold that is needed is something fetched a second time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,14 +21,14 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
 from deltawire.sync.chain import (
+    get_blob,
     newest_boundary,
-    newest_version,
     read_fold,
     read_manifest,
     read_run,
     with_retries,
 )
-from deltawire.sync.fetch import decode_anchor, decode_delta
+from deltawire.sync.fetch import decode_anchor, decode_delta, in_order
 from deltawire.sync.load import fetch_anchor
 from deltawire.sync.mirror import Bits, Mirror, empty_mirror
 from deltawire.wire import keys
@@ -30,6 +36,22 @@ from deltawire.wire.manifest import BlobRef, Fold, Manifest, Payload
 from deltawire.wire.run import Run
 
 Level = Literal["error", "warning"]
+Progress = Callable[[str, int, int], None]
+
+T = TypeVar("T")
+
+READERS = 8
+"""So many small objects are read at a time from a store that is not at hand."""
+
+
+class Step(NamedTuple):
+    """A way to a version from ``base`` (None: from nothing), the object at ``key`` that states it,
+    and its payload."""
+
+    base: int | None
+    stated: Manifest | Fold
+    payload: Payload
+    key: str
 
 
 @dataclass(frozen=True)
@@ -45,8 +67,8 @@ class Fault:
 
 @dataclass
 class Checked:
-    """What a check found. ``first`` is the oldest version that a relay has carried here, 0 in the
-    run's own bucket. ``unreachable`` versions cannot be read in any way."""
+    """What a check found. ``first`` is the oldest version that is here: where a relay began, 0 in
+    the run's own bucket. ``unreachable`` versions cannot be read in any way."""
 
     versions: int = 0
     first: int = 0
@@ -73,47 +95,64 @@ def check_run(
     *,
     deep: bool = True,
     public_key: str = "",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Checked:
     """Check the run in a bucket. Nothing is written.
 
     Without ``deep`` blobs are only looked for, by name and size; with it every blob is read, every
-    version is rebuilt in two mirrors' memory and held against its digest. ``progress`` is called
-    with the versions done and in all. Raises `CorruptError` if there is no readable ``run.json``,
-    `RetryError` if the store does not answer.
+    version is rebuilt in a mirror's memory and held against its digest. ``progress`` is called
+    with what is being checked, how many are done and how many there are in all. Raises
+    `CorruptError` if there is no readable ``run.json``, `RetryError` if the store does not answer.
     """
     run = with_retries(lambda: read_run(bucket, public_key=public_key))
     if run is None:
         raise CorruptError("there is no run", run=bucket.url, key=keys.RUN)
-    return _Check(bucket, run, progress).all(deep=deep)
+    return _Check(bucket, run, progress or _silent).all(deep=deep)
+
+
+def _silent(*_: object) -> None:
+    pass
 
 
 class _Check:
-    def __init__(
-        self, bucket: Bucket, run: Run, progress: Callable[[int, int], None] | None
-    ) -> None:
+    def __init__(self, bucket: Bucket, run: Run, progress: Progress) -> None:
         self.bucket = bucket
         self.run = run
         self.found = Checked()
         self._progress = progress
         self._manifests: dict[int, Manifest] = {}
-        self._folds: list[Fold] = []
+        self._steps: dict[int, list[Step]] = {}
+        """By target: the delta and the folds that lead there from another version."""
+        self._anchors: dict[int, list[Step]] = {}
+        self._folds_from: dict[int, list[Step]] = {}
         self._bad: set[str] = set()
+        """Blobs that are missing or damaged, and folds that do not join their versions."""
+        self._read: set[str] = set()
+        """Blobs whose content is what their name says."""
+        self._told: set[tuple[str, int | None]] = set()
+        self._way: dict[int, Step] = {}
+        """By version: what led there. Those that are in it have been reached."""
 
     def all(self, *, deep: bool) -> Checked:
         found = self.found
-        found.newest = with_retries(lambda: newest_version(self.bucket))
         found.boundary = with_retries(lambda: newest_boundary(self.bucket))
-        if found.newest is None:
+        versions = self._list_versions()
+        if not versions:
             return found
-        found.versions = found.newest + 1
-        self._read_manifests(found.newest)
+        newest = found.newest = max(versions)
+        found.versions = newest + 1
+        self._read_manifests(versions)
         self._read_folds()
         self._look_for_blobs()
         if deep:
-            self._rebuild(found.newest)
+            self._rebuild(newest)
+            self._read_the_rest()
         else:
-            self._follow(found.newest)
+            self._follow(newest)
+        for version in range(max(found.boundary, found.first), newest + 1):
+            if version not in self._way:
+                found.unreachable.append(version)
+                self._fault("error", "", version, "nothing leads to this version")
         self._forget_retired()
         return found
 
@@ -128,25 +167,68 @@ class _Check:
         self.found.unreachable = [version for version in self.found.unreachable if version >= now]
 
     def _fault(self, level: Level, key: str, version: int | None, message: str) -> None:
-        if not any(fault.key == key and fault.version == version for fault in self.found.faults):
+        if (key, version) not in self._told:
+            self._told.add((key, version))
             self.found.faults.append(Fault(level, key, version, message))
 
-    def _read_manifests(self, newest: int) -> None:
-        epoch = 0
-        self._find_first(newest)
-        for version in range(self.found.first, newest + 1):
-            key = keys.manifest(version)
+    def _level(self, version: int) -> Level:
+        """What is below the boundary is nobody's any more."""
+        return "error" if version >= self.found.boundary else "warning"
+
+    def _read_all(self, what: str, read: Callable[[T], object], items: list[T]) -> Iterator[object]:
+        """What ``read`` makes of each item, in order, or the `CorruptError` that it raised."""
+
+        def one(item: T) -> object:
             try:
-                manifest = with_retries(lambda v=version: read_manifest(self.bucket, self.run, v))  # type: ignore[misc]
+                return with_retries(lambda: read(item))
             except CorruptError as error:
-                self._fault(self._level(version), key, version, error.message)
-                continue
+                return error
+
+        readers = 1 if self.bucket.local else READERS
+        with ThreadPoolExecutor(readers, thread_name_prefix="checker") as pool:
+            for done, result in enumerate(in_order(pool, one, items, ahead=2 * readers)):
+                self._progress(what, done, len(items))
+                yield result
+        self._progress(what, len(items), len(items))
+
+    def _list_versions(self) -> set[int]:
+        listed = with_retries(lambda: self.bucket.list(keys.MANIFESTS))
+        numbers = {keys.trailing_number(key): key for key in listed}
+        return {n for n, key in numbers.items() if n is not None and key == keys.manifest(n)}
+
+    def _read_manifests(self, versions: set[int]) -> None:
+        self.found.first = min(versions)
+        if self.found.first > self.found.boundary:
+            self._fault(
+                "error",
+                keys.manifest(self.found.first - 1),
+                None,
+                f"nothing below version {self.found.first} is here, and no boundary closes it",
+            )
+        wanted = list(range(self.found.first, max(versions) + 1))
+        epoch = 0
+        read = self._read_all(
+            "manifests", lambda v: read_manifest(self.bucket, self.run, v), wanted
+        )
+        for version, manifest in zip(wanted, read, strict=True):
+            key, level = keys.manifest(version), self._level(version)
+            if isinstance(manifest, CorruptError):
+                self._fault(level, key, version, manifest.message)
             if manifest is None:
-                self._fault(self._level(version), key, version, "the manifest is missing")
+                self._fault(level, key, version, "the manifest is missing")
+            if not isinstance(manifest, Manifest):
                 continue
             self._manifests[version] = manifest
             self.found.retired += manifest.retired
             self.found.anchors += manifest.anchor is not None
+            if manifest.delta is not None:
+                self._steps.setdefault(version, []).append(
+                    Step(manifest.base, manifest, manifest.delta, key)
+                )
+            if manifest.anchor is not None:
+                self._anchors.setdefault(version, []).append(
+                    Step(None, manifest, manifest.anchor, key)
+                )
             base = self._manifests.get(manifest.base) if manifest.base is not None else None
             if base is not None and base.digest != manifest.base_digest:
                 self._fault("error", key, version, "it builds on another digest than its base has")
@@ -154,77 +236,62 @@ class _Check:
                 self._fault("error", key, version, "its epoch is below that of the one before")
             epoch = max(epoch, manifest.epoch)
 
-    def _find_first(self, newest: int) -> None:
-        """A relay's destination begins with the anchor that the relay began with."""
-        numbers = [keys.trailing_number(key) for key in with_retries(self._list_manifests)]
-        first = min((number for number in numbers if number is not None), default=0)
-        if not self.found.boundary < first <= newest:
-            return
-        try:
-            manifest = with_retries(lambda: read_manifest(self.bucket, self.run, first))
-        except CorruptError:
-            return
-        if manifest is not None and manifest.anchor is not None:
-            self.found.first = first
-            self._fault(
-                "warning",
-                keys.manifest(first - 1),
-                None,
-                f"nothing below version {first} is here: a relay began with it, or it was lost",
-            )
-
-    def _list_manifests(self) -> list[str]:
-        return self.bucket.list(keys.MANIFESTS)
-
-    def _level(self, version: int) -> Level:
-        """What is below the boundary is nobody's any more."""
-        return "error" if version >= self.found.boundary else "warning"
-
     def _read_folds(self) -> None:
+        names: list[tuple[int | None, int]] = []
         for key in with_retries(lambda: self.bucket.list(keys.FOLDS)):
             name = keys.fold_of(key)
             if name is None:
                 self._fault("warning", key, None, "not the name of a fold")
-                continue
-            try:
-                fold = with_retries(lambda n=name: read_fold(self.bucket, self.run, *n))  # type: ignore[misc]
-            except CorruptError as error:
-                self._fault("warning", key, name[1], error.message)
-                continue
-            if fold is None:
-                continue  # Retention took it meanwhile.
+            else:
+                names.append(name)
+        read = self._read_all("folds", lambda n: read_fold(self.bucket, self.run, *n), names)
+        for name, fold in zip(names, read, strict=True):
+            key = keys.fold(*name)
+            if isinstance(fold, CorruptError):
+                self._fault("warning", key, name[1], fold.message)
+            if not isinstance(fold, Fold):
+                continue  # Damaged, or retention took it meanwhile.
             ends = [(fold.version, fold.digest)]
             ends += [] if fold.base is None else [(fold.base, fold.base_digest)]
             if any(v in self._manifests and self._manifests[v].digest != d for v, d in ends):
                 self._fault("error", key, fold.version, "it does not join the versions it names")
                 self._bad.add(key)
-            self._folds.append(fold)
+            step = Step(fold.base, fold, fold.payload, key)
+            if fold.base is None:
+                self._anchors.setdefault(fold.version, []).append(step)
+            else:
+                self._steps.setdefault(fold.version, []).append(step)
+                self._folds_from.setdefault(fold.base, []).append(step)
             self.found.folds += 1
 
-    def _payloads(self) -> Iterator[tuple[str, int, Level, Payload]]:
-        for version, manifest in self._manifests.items():
-            for payload in (manifest.delta, manifest.anchor):
-                if payload is not None:
-                    yield keys.manifest(version), version, self._level(version), payload
-        for fold in self._folds:
-            yield keys.fold(fold.base, fold.version), fold.version, "warning", fold.payload
+    def _all_steps(self) -> Iterator[Step]:
+        for steps in (*self._steps.values(), *self._anchors.values()):
+            yield from steps
+
+    def _level_of(self, step: Step) -> Level:
+        fold = isinstance(step.stated, Fold)
+        return "warning" if fold else self._level(step.stated.version)
 
     def _look_for_blobs(self) -> None:
         there = {e.key: e.bytes for e in with_retries(lambda: self.bucket.entries(keys.BLOBS))}
         self.found.blobs, self.found.bytes = len(there), sum(there.values())
-        wanted = {keys.blob(file.blob) for file in self.run.model_files}
-        for file in self.run.model_files:
-            self._look("error", BlobRef(file.blob, file.bytes), None, there)
-        for version, manifest in self._manifests.items():
-            for file in manifest.model_files or ():
-                wanted.add(keys.blob(file.blob))
-                self._look(self._level(version), BlobRef(file.blob, file.bytes), version, there)
-        for _, version, level, payload in self._payloads():
-            for ref in payload.blobs:
-                wanted.add(keys.blob(ref.hash))
-                self._look(level, ref, version, there)
+        wanted: set[str] = set()
+        for level, ref, version in self._all_refs():
+            wanted.add(keys.blob(ref.hash))
+            self._look(level, ref, version, there)
         spare = [size for key, size in there.items() if key not in wanted]
         self.found.unreferenced, self.found.unreferenced_bytes = len(spare), sum(spare)
+
+    def _all_refs(self) -> Iterator[tuple[Level, BlobRef, int | None]]:
+        """Every blob that something refers to; those of anchors, deltas and folds last."""
+        for file in self.run.model_files:
+            yield "error", BlobRef(file.blob, file.bytes), None
+        for version, manifest in self._manifests.items():
+            for file in manifest.model_files or ():
+                yield self._level(version), BlobRef(file.blob, file.bytes), version
+        for step in self._all_steps():
+            for ref in step.payload.blobs:
+                yield self._level_of(step), ref, step.stated.version
 
     def _look(self, level: Level, ref: BlobRef, version: int | None, there: dict[str, int]) -> None:
         key = keys.blob(ref.hash)
@@ -236,123 +303,112 @@ class _Check:
             self._fault(level, key, version, f"a blob is {what}")
             self._bad.add(key)
 
+    def _sound(self, step: Step) -> bool:
+        names = [keys.blob(ref.hash) for ref in step.payload.blobs]
+        return self._bad.isdisjoint([step.key, *names])
+
     def _follow(self, newest: int) -> None:
         """Which versions can be reached, by what was looked at and not by their bits."""
-        reached: set[int] = set()
-        for version in range(newest + 1):
-            steps: list[tuple[int | None, str, Payload]] = [
-                (fold.base, keys.fold(fold.base, fold.version), fold.payload)
-                for fold in self._folds
-                if fold.version == version
-            ]
-            manifest = self._manifests.get(version)
-            if manifest is not None and manifest.delta is not None:
-                steps.append((manifest.base, keys.manifest(version), manifest.delta))
-            if manifest is not None and manifest.anchor is not None:
-                steps.append((None, keys.manifest(version), manifest.anchor))
-            if manifest is not None and any(
-                (base is None or base in reached) and key not in self._bad and self._sound(payload)
-                for base, key, payload in steps
-            ):
-                reached.add(version)
-        self._tell_unreachable(reached, newest)
-
-    def _sound(self, payload: Payload) -> bool:
-        return not any(keys.blob(ref.hash) in self._bad for ref in payload.blobs)
-
-    def _tell_unreachable(self, reached: set[int], newest: int) -> None:
-        for version in range(max(self.found.boundary, self.found.first), newest + 1):
-            if version not in reached:
-                self.found.unreachable.append(version)
-                self._fault("error", "", version, "nothing leads to this version")
+        for version in range(self.found.first, newest + 1):
+            steps = [s for s in self._steps.get(version, ()) if s.base in self._way]
+            for step in (*self._anchors.get(version, ()), *steps):
+                if version in self._manifests and self._sound(step):
+                    self._way[version] = step
 
     def _rebuild(self, newest: int) -> None:
         """Every version, from the ones before, in one mirror that moves along."""
-        reached: dict[int, None] = {}
         mirror = empty_mirror(self.run)
-        for version in range(newest + 1):
-            if self._progress is not None:
-                self._progress(version, newest + 1)
+        for version in range(self.found.first, newest + 1):
+            self._progress("versions", version, newest + 1)
             manifest = self._manifests.get(version)
             if manifest is None or manifest.retired:
                 continue
-            if self._arrive(manifest, mirror):
-                reached[version] = None
+            self._arrive(version, mirror)
             if mirror.version == version:
-                self._check_folds_from(version, mirror)
-        if self._progress is not None:
-            self._progress(newest + 1, newest + 1)
-        self._tell_unreachable(set(reached), newest)
+                for step in self._folds_from.get(version, ()):
+                    self._try(step, lambda s=step: self._dry(s, mirror))  # type: ignore[misc]
+        self._progress("versions", newest + 1, newest + 1)
 
-    def _arrive(self, manifest: Manifest, mirror: Mirror) -> bool:
+    def _arrive(self, version: int, mirror: Mirror) -> None:
         """Bring the mirror to a version by its delta, its anchors or a fold, and check them all."""
-        key, level = keys.manifest(manifest.version), self._level(manifest.version)
-        delta = manifest.delta
-        if delta is not None and manifest.base == mirror.version:
-            self._try(level, key, manifest.version, lambda: _step(self, manifest, delta, mirror))
-        anchors: list[tuple[Manifest | Fold, Payload, str]] = [
-            (fold, fold.payload, keys.fold(None, fold.version))
-            for fold in self._folds
-            if fold.version == manifest.version and fold.base is None
-        ]
-        if manifest.anchor is not None:
-            anchors.insert(0, (manifest, manifest.anchor, key))
-        for step, payload, where in anchors:
-            self._try(
-                level,
-                where,
-                manifest.version,
-                lambda s=step, p=payload: _whole(self, s, p, mirror),  # type: ignore[misc]
-            )
-        return mirror.version == manifest.version or self._by_survey(manifest, mirror)
+        steps = self._steps.get(version, [])
+        for step in steps:
+            if isinstance(step.stated, Manifest) and step.base == mirror.version:
+                self._try(step, lambda s=step: self._move(s, mirror))  # type: ignore[misc]
+        for step in self._anchors.get(version, ()):
+            self._try(step, lambda s=step: self._whole(s, mirror))  # type: ignore[misc]
+        for step in steps:
+            if mirror.version != version and step.base in self._way:
+                self._try(step, lambda s=step: self._go(s, mirror))  # type: ignore[misc]
 
-    def _by_survey(self, manifest: Manifest, mirror: Mirror) -> bool:
-        """Around what is damaged, as a reader would."""
-        from deltawire.sync.load import load_mirror
-
-        try:
-            load_mirror(self.bucket, self.run, at=manifest.version, into=mirror)
-        except CorruptError:
-            return False
-        return True
-
-    def _check_folds_from(self, version: int, mirror: Mirror) -> None:
-        for fold in self._folds:
-            if fold.base == version:
-                self._try(
-                    "warning",
-                    keys.fold(fold.base, fold.version),
-                    fold.version,
-                    lambda f=fold: _dry(self, f, mirror),  # type: ignore[misc]
-                )
-
-    def _try(self, level: Level, key: str, version: int, action: Callable[[], None]) -> None:
+    def _try(self, step: Step, action: Callable[[], None]) -> None:
+        """Take a step, and say what is wrong with it; one that is known to be is not taken."""
+        if not self._sound(step):
+            return
         try:
             with_retries(action)
         except CorruptError as error:
-            self._fault(level, error.key or key, version, error.message)
+            key, version = error.key or step.key, step.stated.version
+            self._fault(self._level_of(step), key, version, error.message)
+            self._bad.add(key)
 
+    def _go(self, step: Step, mirror: Mirror) -> None:
+        """Around what is damaged, as a reader would: to the base of a step, if the mirror is not
+        there any more, and over it."""
+        way = [step]
+        while way[-1].base is not None and way[-1].base != mirror.version:
+            way.append(self._way[way[-1].base])
+        for one in reversed(way):
+            if one.base is None:
+                fetch_anchor(self.bucket, self.run, one.stated, one.payload, mirror)
+            else:
+                self._move(one, mirror)
 
-def _step(check: _Check, manifest: Manifest, payload: Payload, mirror: Mirror) -> None:
-    pieces, held = decode_delta(check.bucket, check.run, manifest, payload, mirror)
-    mirror.move(pieces, manifest.version, Digest.from_hex(manifest.digest), held)
+    def _move(self, step: Step, mirror: Mirror) -> None:
+        stated = step.stated
+        pieces, held = decode_delta(self.bucket, self.run, stated, step.payload, mirror)
+        mirror.move(pieces, stated.version, Digest.from_hex(stated.digest), held)
+        self._took(step)
 
+    def _dry(self, step: Step, mirror: Mirror) -> None:
+        decode_delta(self.bucket, self.run, step.stated, step.payload, mirror)
+        self._read |= {ref.hash for ref in step.payload.blobs}
 
-def _dry(check: _Check, fold: Fold, mirror: Mirror) -> None:
-    decode_delta(check.bucket, check.run, fold, fold.payload, mirror)
+    def _whole(self, step: Step, mirror: Mirror) -> None:
+        """An anchor: taken up if the mirror is not there yet, else compared with it."""
+        stated, payload = step.stated, step.payload
+        if mirror.version != stated.version:
+            fetch_anchor(self.bucket, self.run, stated, payload, mirror)
+            self._took(step)
+            return
 
+        def compare(name: str, start: int, bits: Bits) -> None:
+            held = mirror.find(name, start, bits.size)
+            if held is None or not np.array_equal(held, bits):
+                raise CorruptError(
+                    f"the anchor's tensor {name} is not what the deltas lead to",
+                    version=stated.version,
+                )
 
-def _whole(check: _Check, step: Manifest | Fold, payload: Payload, mirror: Mirror) -> None:
-    """An anchor: taken up if the mirror is not there yet, else compared with it."""
-    if mirror.version != step.version:
-        fetch_anchor(check.bucket, check.run, step, payload, mirror)
-        return
+        decode_anchor(self.bucket, self.run, stated, payload, mirror, compare)
+        self._took(step)
 
-    def compare(name: str, start: int, bits: Bits) -> None:
-        held = mirror.find(name, start, bits.size)
-        if held is None or not np.array_equal(held, bits):
-            raise CorruptError(
-                f"the anchor's tensor {name} is not what the deltas lead to", version=step.version
-            )
+    def _took(self, step: Step) -> None:
+        """An anchor is the shortest way back to a version."""
+        if step.base is None or step.stated.version not in self._way:
+            self._way[step.stated.version] = step
+        self._read |= {ref.hash for ref in step.payload.blobs}
 
-    decode_anchor(check.bucket, check.run, step, payload, mirror, compare)
+    def _read_the_rest(self) -> None:
+        """Blobs that rebuilding had no use for, by their names: of steps from versions that are
+        not reached, and of files beside the weights."""
+        rest = {
+            ref.hash: (level, ref, version)
+            for level, ref, version in self._all_refs()
+            if ref.hash not in self._read and keys.blob(ref.hash) not in self._bad
+        }
+        refs = [ref for _, ref, _ in rest.values()]
+        read = self._read_all("other blobs", lambda ref: get_blob(self.bucket, ref), refs)
+        for (level, ref, version), data in zip(rest.values(), read, strict=True):
+            if isinstance(data, CorruptError):
+                self._fault(level, keys.blob(ref.hash), version, data.message)

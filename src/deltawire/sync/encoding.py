@@ -13,7 +13,7 @@ large the delta is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,10 +21,12 @@ from typing import NamedTuple
 
 from deltawire import codec
 from deltawire.codec import Digest
+from deltawire.errors import BugError, RetryError
 from deltawire.store import Bucket
 from deltawire.sync.chain import put_blob
 from deltawire.sync.fetch import in_order, piece_hash, threads_of
 from deltawire.sync.mirror import Bits, Mirror
+from deltawire.sync.sweeps import blobs_stay
 from deltawire.wire.manifest import BlobRef, Payload, Piece
 from deltawire.wire.run import Run
 
@@ -125,6 +127,64 @@ class BlobWriter:
             self._uploads[-UPLOADS].result()
         data, self._parts, self._size = b"".join(self._parts), [], 0
         self._uploads.append(self._pool.submit(put_blob, self._bucket, data))
+
+
+def upload_delta(
+    bucket: Bucket,
+    run: Run,
+    cells: Sequence[Cell],
+    base: Mirror,
+    target: Mirror,
+    sums: Mapping[Cell, Digest],
+    *,
+    threads: int | None = None,
+    blob_bytes: int = BLOB_BYTES,
+) -> tuple[Payload, dict[Cell, Digest]]:
+    """Encode and upload what turns ``base`` into ``target``; ``sums`` are the base's digests by
+    cell, returned are the target's beside the payload."""
+    moved, changed = dict(sums), 0
+    with BlobWriter(bucket, blob_bytes=blob_bytes) as writer:
+        for coded in code_cells(cells, run, base, target, sums, threads=threads):
+            if coded.payload is not None:
+                writer.add(coded.cell, coded.payload, coded.change)
+                moved[coded.cell] = coded.digest
+                changed += coded.changed
+        return writer.finish(changed), moved
+
+
+def upload_anchor(
+    bucket: Bucket,
+    run: Run,
+    cells: Sequence[Cell],
+    target: Mirror,
+    *,
+    threads: int | None = None,
+    blob_bytes: int = BLOB_BYTES,
+) -> Payload:
+    """Encode and upload all of ``target``."""
+    with BlobWriter(bucket, blob_bytes=blob_bytes) as writer:
+        for coded in anchor_cells(cells, run, target, threads=threads):
+            assert coded.payload is not None
+            writer.add(coded.cell, coded.payload, coded.change)
+        return writer.finish(sum(cell.count for cell in cells))
+
+
+def keep_blobs(
+    bucket: Bucket, run: Run, payloads: Sequence[Payload], again: Callable[[], Sequence[Payload]]
+) -> None:
+    """See to it that the blobs of ``payloads``, which a manifest has just committed, stay (see
+    `sweeps`); ``again`` encodes and uploads them once more.
+
+    Encoding is deterministic, so that they come back under their names. Raises `BugError` if they
+    do not, `RetryError` if the store does not answer.
+    """
+    refs = [ref for payload in payloads for ref in payload.blobs]
+    if blobs_stay(bucket, run, refs):
+        return
+    if list(again()) != list(payloads):
+        raise BugError("encoded once more, the same weights made other blobs", run=bucket.url)
+    if not blobs_stay(bucket, run, refs):
+        raise RetryError("blobs that were just put are gone again", run=bucket.url)
 
 
 def code_cells(

@@ -29,6 +29,7 @@ from deltawire.sync.load import load_mirror
 from deltawire.sync.mirror import Bits, Mirror
 from deltawire.sync.plan import Edge
 from deltawire.sync.survey import Survey
+from deltawire.sync.sweeps import blobs_stay
 from deltawire.wire import keys
 from deltawire.wire.manifest import Fold, Manifest, Payload, Piece, encode_fold, payload_fault
 from deltawire.wire.run import Run
@@ -201,7 +202,12 @@ class Folder:
         if sealed is not None and sealed[1].payload != payload:
             return False  # Another coder made it: its blobs are not these.
         data = sealed[0] if sealed is not None else encode_fold(fold, signer=self._signer)
-        return with_retries(lambda: self.bucket.create(key, data))
+        made = with_retries(lambda: self.bucket.create(key, data))
+        if blobs_stay(self.bucket, self.run, payload.blobs):
+            return made
+        # Retention has taken them meanwhile. Nobody needs the fold, and it can be made anew.
+        with_retries(lambda: self.bucket.delete(key))
+        return False
 
     def _way(self, base: int, target: int, blobs: _Blobs) -> _Way:
         if base == target:

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -35,12 +34,12 @@ from deltawire.store import Bucket
 from deltawire.sync.chain import check_signer, newest_boundary, read_manifest, with_retries
 from deltawire.sync.encoding import (
     BLOB_BYTES,
-    BlobWriter,
     Cell,
-    anchor_cells,
     cells_of,
-    code_cells,
     digest_cells,
+    keep_blobs,
+    upload_anchor,
+    upload_delta,
 )
 from deltawire.sync.folding import FOLD_STRIDES, FoldingThread
 from deltawire.sync.mirror import Mirror
@@ -333,9 +332,10 @@ class Publisher:
         first = self._baseline.version < 0
         if not first and self._last_anchor is None:
             with_retries(self._read_head)
-        sums = dict(self._sums)
-        delta = None if first else self._upload_delta(sums)
-        if first:
+        if not first:
+            delta, sums = self._upload_delta()
+        else:
+            delta = None
             sums = digest_cells(self._cells, self._staging, threads=self._threads)
         digest = sum(sums.values(), codec.ZERO)
         if first and digest.hex() != self.run.digest:
@@ -374,7 +374,7 @@ class Publisher:
         with_retries(lambda: self._create(manifest))
         if with_retries(lambda: newest_boundary(self.bucket)) > manifest.version:
             raise self._fence(manifest.version, "retention has closed this version meanwhile")
-        self._restore_blobs(manifest)
+        self._keep_blobs(manifest)
         self._advance(step, manifest, sums, encoded - started, time.perf_counter() - encoded)
 
     def _advance(
@@ -409,46 +409,28 @@ class Publisher:
                 )
             )
 
-    def _restore_blobs(self, manifest: Manifest) -> None:
-        """Put those blobs again that retention took between their upload and the commit.
+    def _keep_blobs(self, manifest: Manifest) -> None:
+        """What retention has taken between upload and commit, or is about to, is put again."""
+        payloads = [p for p in (manifest.delta, manifest.anchor) if p is not None]
 
-        A blob that no manifest names yet and that is older than the grace period is nobody's, to
-        retention. A publisher that was stalled for so long would have committed what nobody can
-        read. Encoding is deterministic, so the blobs come back under their names.
-        """
-        payloads = [manifest.delta, manifest.anchor]
-        names = [keys.blob(ref.hash) for p in payloads if p is not None for ref in p.blobs]
-        if all(with_retries(partial(self.bucket.exists, name)) for name in names):
-            return
-        if manifest.delta is not None:
-            self._upload_delta(dict(self._sums))
-        if manifest.anchor is not None:
-            self._upload_anchor()
+        def again() -> list[Payload]:
+            made = [] if manifest.delta is None else [self._upload_delta()[0]]
+            return made if manifest.anchor is None else [*made, self._upload_anchor()]
 
-    def _upload_delta(self, sums: dict[Cell, Digest]) -> Payload:
-        """Encode and upload; ``sums`` become the staged weights'."""
-        changed = 0
-        with BlobWriter(self.bucket, blob_bytes=self._blob_bytes) as writer:
-            for coded in code_cells(
-                self._cells,
-                self.run,
-                self._baseline,
-                self._staging,
-                self._sums,
-                threads=self._threads,
-            ):
-                if coded.payload is not None:
-                    writer.add(coded.cell, coded.payload, coded.change)
-                    sums[coded.cell] = coded.digest
-                    changed += coded.changed
-            return writer.finish(changed)
+        keep_blobs(self.bucket, self.run, payloads, again)
+
+    def _upload_delta(self) -> tuple[Payload, dict[Cell, Digest]]:
+        """The payload, and the staged weights' digests by cell."""
+        return upload_delta(
+            self.bucket, self.run, self._cells, self._baseline, self._staging, self._sums,
+            threads=self._threads, blob_bytes=self._blob_bytes,
+        )  # fmt: skip
 
     def _upload_anchor(self) -> Payload:
-        with BlobWriter(self.bucket, blob_bytes=self._blob_bytes) as writer:
-            for coded in anchor_cells(self._cells, self.run, self._staging, threads=self._threads):
-                assert coded.payload is not None
-                writer.add(coded.cell, coded.payload, coded.change)
-            return writer.finish(self._elements)
+        return upload_anchor(
+            self.bucket, self.run, self._cells, self._staging,
+            threads=self._threads, blob_bytes=self._blob_bytes,
+        )  # fmt: skip
 
     def _read_head(self) -> None:
         """What the newest manifest says, before building on it."""
@@ -512,7 +494,7 @@ class Publisher:
             self._fenced = error
             raise
         if landed:
-            self._restore_blobs(manifest)
+            self._keep_blobs(manifest)
             self._advance(step, manifest, sums, 0.0, 0.0)
         self._uncertain = None
 

@@ -19,6 +19,9 @@ Everything that the relay knows lies in the destination. Stopped anywhere, it fi
 version there and goes on behind it; blobs of a version that is not committed yet are put again or
 found to be there. Folds are made at the destination, of its own deltas; in a signed run, where a
 fold needs the key, the source's are taken over once their blobs have been made.
+
+What retention closes at the source is closed at the destination too, on the newest anchor that is
+there, and its tombstones are the source's. So a region does not grow for ever.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from deltawire.store import Bucket
 from deltawire.sync.chain import (
     check_signed,
     get_blob,
+    newest_boundary,
     newest_version,
     put_blob,
     read_manifest,
@@ -49,7 +53,10 @@ from deltawire.sync.fetch import decode_delta, in_order, threads_of
 from deltawire.sync.folding import FOLD_STRIDES, FoldingThread
 from deltawire.sync.load import fetch_anchor, load_mirror
 from deltawire.sync.mirror import Mirror, empty_mirror
+from deltawire.sync.retention import GRACE_S, Retired, retire
+from deltawire.sync.sweeps import blobs_stay
 from deltawire.wire import keys
+from deltawire.wire.boundary import Boundary
 from deltawire.wire.manifest import (
     MAX_MANIFEST_BYTES,
     BlobRef,
@@ -61,9 +68,12 @@ from deltawire.wire.manifest import (
     decode_manifest,
 )
 from deltawire.wire.run import MAX_RUN_BYTES, Run
-from deltawire.wire.seal import Signer
+from deltawire.wire.seal import Signer, seal
 
 LOOK_EVERY_POLLS = 20
+
+TIDY_EVERY_S = 300.0
+"""How often, while nothing new is there, the source is asked what it has retired."""
 
 PATIENCE = 16
 """So many versions later a fold that the source of a signed run has not made is given up."""
@@ -88,6 +98,8 @@ class Relay:
     ``start`` is the version to begin with where the destination is empty: the newest anchor at or
     before it, the newest of all if it is None. ``strides`` are those of the folds made at the
     destination; in a signed run without ``signer``, of those the ones that the source has too.
+    Unless ``retain`` is false, versions that the source has retired are retired at the destination,
+    ``grace_s`` after they were closed there, whenever all that is at the source has been carried.
     Not for use by several threads at once; two relays to one destination do no harm.
     """
 
@@ -101,6 +113,8 @@ class Relay:
         strides: tuple[int, ...] = FOLD_STRIDES,
         signer: Signer | None = None,
         threads: int | None = None,
+        retain: bool = True,
+        grace_s: float = GRACE_S,
     ) -> None:
         """Raises `InputError` if there is no run at the source, or another one at the destination,
         `CorruptError` if the destination's newest version cannot be read there."""
@@ -110,10 +124,16 @@ class Relay:
         self.crossed = 0
         """Bytes of manifests, blobs and run.json that came from the source, since this was made."""
         self._polls = 0
+        self._retain = retain
+        self._grace_s = grace_s
+        self._tidy_at = 0.0
+        self._tidied = 0
         self.run = self._take_run(public_key)
         newest = with_retries(lambda: newest_version(destination))
         self.mirror = self._resume(newest)
         self._next = self._first(start) if newest is None else newest + 1
+        if newest is None and self._next:
+            self._begin_with(self._next)
         self.folding = FoldingThread(
             destination,
             self.run,
@@ -135,6 +155,7 @@ class Relay:
             count += 1
             if progress is not None:
                 progress(done)
+        self.tidy()
         return count
 
     def follow(self, *, stop: threading.Event | None = None) -> Iterator[Relayed]:
@@ -143,9 +164,31 @@ class Relay:
         while not stop.is_set():
             done = with_retries(self.step, pause=lambda s: _wait(stop, s))
             if done is None:
+                if time.monotonic() > self._tidy_at:
+                    self._tidy_at = time.monotonic() + TIDY_EVERY_S
+                    self.tidy()
                 stop.wait(self.source.poll_s)
                 continue
             yield done
+
+    def tidy(self) -> Retired | None:
+        """Retire at the destination what the source has retired; None if that is nothing.
+
+        Raises as `retire` does; then the same call may be made again.
+        """
+        boundary = with_retries(lambda: newest_boundary(self.source)) if self._retain else 0
+        if not self._tidied < boundary <= self.mirror.version:
+            return None
+        found = retire(
+            self.destination,
+            self.run,
+            cutoff=boundary,
+            grace_s=self._grace_s,
+            tombstones=self._tombstone,
+        )
+        if found.swept == found.boundary:
+            self._tidied = boundary  # Nothing is left to do until the source retires more.
+        return found
 
     def close(self) -> None:
         """Make the folds that are due, and end the thread that does."""
@@ -172,6 +215,8 @@ class Relay:
                 self._copy_blobs(manifest.delta.blobs, version)
             made, copied = self._move(manifest)
         self._commit(manifest, data)
+        if not manifest.retired:
+            self._keep_blobs(manifest)
         self._next = version + 1
         if self.mirror.version == version:
             self.folding.wake(version)
@@ -183,6 +228,16 @@ class Relay:
             copied,
             time.perf_counter() - started,
         )
+
+    def _tombstone(self, version: int) -> bytes | None:
+        found = with_retries(lambda: self._read(version))
+        return found[0] if found is not None and found[1].retired else None
+
+    def _begin_with(self, version: int) -> None:
+        """Say at the destination that what is below ``version`` was never there."""
+        key = keys.boundary(version)
+        data = seal(Boundary(run=self.run.id, version=version), key=key)
+        with_retries(lambda: self.destination.create(key, data))
 
     def _take_run(self, public_key: str) -> Run:
         """run.json as it is, once its files are there."""
@@ -212,7 +267,18 @@ class Relay:
         for version in range(-1 if newest is None else newest, -1, -1):
             manifest = read_manifest(self.destination, self.run, version)
             if manifest is None or not manifest.retired:
-                mirror = load_mirror(self.destination, self.run, at=version, threads=self._threads)
+                try:
+                    mirror = load_mirror(
+                        self.destination, self.run, at=version, threads=self._threads
+                    )
+                except CorruptError:
+                    if manifest is None:
+                        raise
+                    # It may have been killed before it could look after its blobs.
+                    self._copy_refs([ref for p in _payloads(manifest) for ref in p.blobs], version)
+                    mirror = load_mirror(
+                        self.destination, self.run, at=version, threads=self._threads
+                    )
                 assert mirror is not None
                 return mirror
         return empty_mirror(self.run)
@@ -311,6 +377,23 @@ class Relay:
         )  # fmt: skip
         return 0, self.crossed - before
 
+    def _keep_blobs(self, manifest: Manifest) -> None:
+        """What retention at the destination took before the commit is carried or made again: blobs
+        that lay there already were counted on, and may have been nobody's."""
+        refs = [ref for payload in _payloads(manifest) for ref in payload.blobs]
+        refs += [BlobRef(file.blob, file.bytes) for file in files_of(self.run, manifest)]
+        if blobs_stay(self.destination, self.run, refs):
+            return
+        if manifest.anchor is not None and self.mirror.version == manifest.version:
+            self._make_anchor(manifest.version, manifest.anchor)
+        self._copy_refs(refs, manifest.version)
+        if not blobs_stay(self.destination, self.run, refs):
+            raise RetryError(
+                "blobs that were just put are gone again",
+                run=self.destination.url,
+                version=manifest.version,
+            )
+
     def _take_delta(self, manifest: Manifest, payload: Payload) -> None:
         pieces, held = decode_delta(
             self.destination, self.run, manifest, payload, self.mirror, threads=self._threads
@@ -373,6 +456,10 @@ class Relay:
                 version=manifest.version,
                 key=key,
             )
+
+
+def _payloads(manifest: Manifest) -> list[Payload]:
+    return [payload for payload in (manifest.delta, manifest.anchor) if payload is not None]
 
 
 def _wait(stop: threading.Event, seconds: float) -> None:

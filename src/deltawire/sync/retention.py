@@ -11,16 +11,19 @@ In this order, so that stopping anywhere does no harm and the same call goes on 
    each manifest, and one where a manifest is missing. The name of a committed version is so never
    free again, and a writer that was stalled all the while cannot commit under it.
 4. Delete folds that begin below it, then boundaries below it.
-5. Delete blobs that nothing refers to and that are older than the grace period, and parts of
-   commits that were never made.
+5. Delete blobs that nothing refers to and that are older than the grace period: say which (see
+   `sweeps`), look at manifests and folds once more, delete. And parts of commits that were never
+   made.
 
 Readers that planned before step 2 have the grace period to fetch what they planned; later ones
-find the tombstone of their next version and plan anew. Ages are the store's own, measured against
-an object written for the purpose: no two clocks are compared.
+find the tombstone of their next version and plan anew. Writers need no grace: what one of them
+commits behind the second look of step 5 it looks after itself. Ages are the store's own, measured
+against an object written for the purpose: no two clocks are compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -37,9 +40,10 @@ from deltawire.sync.chain import (
     with_retries,
 )
 from deltawire.sync.survey import Survey
+from deltawire.sync.sweeps import delete_blobs, drop_dead_sweeps, store_clock
 from deltawire.wire import keys
 from deltawire.wire.boundary import Boundary
-from deltawire.wire.manifest import Fold, Manifest, Payload, encode_manifest
+from deltawire.wire.manifest import Manifest, Payload, encode_manifest
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer, seal
 
@@ -69,16 +73,20 @@ def retire(
     grace_s: float = GRACE_S,
     signer: Signer | None = None,
     dry_run: bool = False,
+    tombstones: Callable[[int], bytes | None] | None = None,
 ) -> Retired:
     """Close the versions that are not needed to read version ``cutoff`` or a newer one, and take
     away those that were closed longer than ``grace_s`` ago.
 
-    Versions that a checkpoint of the trainer stands on are kept. With ``dry_run`` nothing is
+    Versions that a checkpoint of the trainer stands on are kept. A relay has no key, and gives the
+    ``tombstones`` of the bucket that it follows: the bytes for a version, None if that is not
+    retired there; what comes behind then stays too. With ``dry_run`` nothing is
     written but the object that shows the store's clock. Raises `CorruptError` if what is to be
     kept is damaged, before anything of it is deleted, and `RetryError` if the store does not
     answer; then the same call may be made again.
     """
-    check_signer(bucket, run, signer)
+    if tombstones is None:
+        check_signer(bucket, run, signer)
     if grace_s < 0:
         raise InputError(f"a grace period of {grace_s} s")
     found = Retired()
@@ -90,10 +98,14 @@ def retire(
         if not dry_run:
             _raise_boundary(bucket, run, found.anchor, signer)
             boundaries = _boundaries(bucket)
-    due = with_retries(lambda: _now(bucket)) - timedelta(seconds=grace_s)
+    now = with_retries(lambda: store_clock(bucket))
+    due = now - timedelta(seconds=grace_s)
+    if not dry_run:
+        drop_dead_sweeps(bucket, now)
     found.swept = max((v for v, modified in boundaries.items() if modified <= due), default=0)
     if found.swept:
-        _sweep_versions(bucket, run, found, signer, boundaries, dry_run)
+        _sweep_versions(bucket, run, found, tombstones, signer, dry_run)
+        _sweep_folds(bucket, found, boundaries, dry_run)
     _sweep_blobs(bucket, run, found, due, dry_run)
     return found
 
@@ -149,15 +161,6 @@ def _boundaries(bucket: Bucket) -> dict[int, datetime]:
     return found
 
 
-def _now(bucket: Bucket) -> datetime:
-    """What the store's clock shows."""
-    bucket.put(keys.CLOCK, b"\n")
-    entry = bucket.look(keys.CLOCK)
-    if entry is None:
-        raise CorruptError("an object just written is gone", run=bucket.url, key=keys.CLOCK)
-    return entry.modified
-
-
 def _checkpoints(bucket: Bucket) -> list[int]:
     """The versions of the trainer's checkpoints, by the keys alone: even a damaged one counts."""
     found = []
@@ -172,19 +175,27 @@ def _sweep_versions(
     bucket: Bucket,
     run: Run,
     found: Retired,
+    tombstones: Callable[[int], bytes | None] | None,
     signer: Signer | None,
-    boundaries: dict[int, datetime],
     dry_run: bool,
 ) -> None:
     for version in range(found.swept):
-        tombstone = _tombstone(bucket, run, version)
+        tombstone = _tombstone(bucket, run, version, fill=tombstones is None)
         if tombstone is None:
             continue
+        data = tombstones(version) if tombstones else encode_manifest(tombstone, signer=signer)
+        if data is None:
+            found.swept = version  # Not retired where it comes from: the next time, perhaps.
+            return
         found.manifests.append(version)
         if not dry_run:
-            data = encode_manifest(tombstone, signer=signer)
             key = keys.manifest(version)
             with_retries(lambda key=key, data=data: bucket.put(key, data))  # type: ignore[misc]
+
+
+def _sweep_folds(
+    bucket: Bucket, found: Retired, boundaries: dict[int, datetime], dry_run: bool
+) -> None:
     doomed = [
         key
         for key in bucket.list(keys.FOLDS)
@@ -198,12 +209,14 @@ def _sweep_versions(
             with_retries(lambda key=key: bucket.delete(key))  # type: ignore[misc]
 
 
-def _tombstone(bucket: Bucket, run: Run, version: int) -> Manifest | None:
+def _tombstone(bucket: Bucket, run: Run, version: int, *, fill: bool) -> Manifest | None:
     """What takes a manifest's place, None if it already has or cannot be read: a damaged one
-    keeps its name taken as well."""
+    keeps its name taken as well. That of one that is missing is made up to ``fill`` its name."""
     try:
         manifest = read_manifest(bucket, run, version)
     except CorruptError:
+        return None
+    if manifest is None and not fill:
         return None
     if manifest is None:
         digest = ZERO.hex() if version else run.digest
@@ -232,39 +245,56 @@ def _tombstone(bucket: Bucket, run: Run, version: int) -> Manifest | None:
 def _sweep_blobs(bucket: Bucket, run: Run, found: Retired, due: datetime, dry_run: bool) -> None:
     if not found.swept:
         return
-    kept = _references(bucket, run, found.swept, set(found.folds))
-    for entry in bucket.entries(keys.BLOBS):
-        if entry.key in kept or entry.modified > due:
-            continue
-        # Once more: a publisher that does a lost version over has perhaps just put it again.
-        again = None if dry_run else bucket.look(entry.key)
-        if again is not None and again.modified > due:
-            continue
-        found.blobs.append(entry.key)
-        found.bytes += entry.bytes
-        if not dry_run:
-            with_retries(lambda key=entry.key: bucket.delete(key))  # type: ignore[misc]
+    references = _References(bucket, run, found.swept, set(found.folds))
+    kept = references.look()
+    old = {
+        entry.key: entry.bytes
+        for entry in bucket.entries(keys.BLOBS)
+        if entry.key not in kept and entry.modified <= due
+    }
+    # Once more: a publisher that does a lost version over has perhaps just put it again. It would
+    # put it a third time if it had to.
+    doomed = [
+        key
+        for key in old
+        if dry_run or ((again := bucket.look(key)) is not None and again.modified <= due)
+    ]
+    for key in doomed if dry_run else delete_blobs(bucket, run, doomed, references.look):
+        found.blobs.append(key)
+        found.bytes += old[key]
     for entry in bucket.entries(keys.PARTS):
         if entry.modified <= due and not dry_run:
             with_retries(lambda key=entry.key: bucket.delete(key))  # type: ignore[misc]
 
 
-def _references(bucket: Bucket, run: Run, start: int, gone: set[str]) -> set[str]:
+class _References:
     """The keys of all blobs that a version from ``start`` on, a fold, or run.json needs."""
-    found = {keys.blob(file.blob) for file in run.model_files}
-    steps: list[Manifest | Fold] = [
-        manifest
-        for version in range(start, (newest_version(bucket) or 0) + 1)
-        if (manifest := read_manifest(bucket, run, version)) is not None
-    ]
-    for key in bucket.list(keys.FOLDS):
-        name = keys.fold_of(key)
-        fold = None if name is None or key in gone else read_fold(bucket, run, *name)
-        if fold is not None:
-            steps.append(fold)
-    for step in steps:
-        payloads = [step.payload] if isinstance(step, Fold) else [step.delta, step.anchor]
-        if isinstance(step, Manifest):
-            found |= {keys.blob(file.blob) for file in step.model_files or ()}
-        found |= {keys.blob(ref.hash) for p in payloads if p is not None for ref in p.blobs}
-    return found
+
+    def __init__(self, bucket: Bucket, run: Run, start: int, gone: set[str]) -> None:
+        self._bucket = bucket
+        self._run = run
+        self._next = start
+        self._folds = set(gone)
+        self._found = {keys.blob(file.blob) for file in run.model_files}
+
+    def look(self) -> set[str]:
+        """As they are now: what was not there at the look before is read."""
+        newest = newest_version(self._bucket, behind=self._next - 1 if self._next else None)
+        for version in range(self._next, (-1 if newest is None else newest) + 1):
+            manifest = read_manifest(self._bucket, self._run, version)
+            if manifest is not None:
+                self._take(manifest.delta, manifest.anchor)
+                self._found |= {keys.blob(file.blob) for file in manifest.model_files or ()}
+            self._next = version + 1
+        for key in self._bucket.list(keys.FOLDS):
+            name = keys.fold_of(key)
+            if name is None or key in self._folds:
+                continue
+            fold = read_fold(self._bucket, self._run, *name)
+            if fold is not None:
+                self._take(fold.payload)
+            self._folds.add(key)
+        return self._found
+
+    def _take(self, *payloads: Payload | None) -> None:
+        self._found |= {keys.blob(ref.hash) for p in payloads if p is not None for ref in p.blobs}

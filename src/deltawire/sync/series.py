@@ -32,8 +32,8 @@ from deltawire.sync.directory import (
 from deltawire.sync.publisher import Publisher, Receipt
 from deltawire.sync.retention import GRACE_S, retire
 from deltawire.sync.sources import open_publisher
-from deltawire.wire import keys
-from deltawire.wire.manifest import Manifest
+from deltawire.sync.sweeps import blobs_stay
+from deltawire.wire.manifest import BlobRef, Manifest
 from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
 
@@ -171,10 +171,8 @@ class Series:
             )
             publisher.flush()
         receipt = self._receipts.pop()
-        if any(
-            with_retries(lambda f=file: self.bucket.size(keys.blob(f.blob))) != file.bytes  # type: ignore[misc]
-            for file in files
-        ):
+        assert self.run is not None
+        if not blobs_stay(self.bucket, self.run, [BlobRef(f.blob, f.bytes) for f in files]):
             # Retention took them while we were stalled, as nobody's yet.
             put_files(self.bucket, checkpoint.files)
         if receipt.digest != digest.hex():

@@ -7,6 +7,7 @@ Who waits for whom::
       encode own cells, upload blobs          (the same)
       create part ──────────────────────────▶ wait for all parts, check them, add up the digests
       wait for the manifest ◀──────────────── create the manifest; delete the parts
+      look after own blobs (see `sweeps`)     (the same)
       baseline ⇄ staging                      (the same)
 
 The ranks share nothing but the bucket and the name of their ``session``. A rank that dies or
@@ -37,12 +38,12 @@ from deltawire.sync.chain import (
 )
 from deltawire.sync.encoding import (
     BLOB_BYTES,
-    BlobWriter,
     Cell,
-    anchor_cells,
     cells_of,
-    code_cells,
     digest_cells,
+    keep_blobs,
+    upload_anchor,
+    upload_delta,
 )
 from deltawire.sync.mirror import Mirror
 from deltawire.wire import keys
@@ -175,11 +176,8 @@ class ShardPublisher:
 
     def _commit(self, version: int, annex: dict[str, Any]) -> None:
         first = self._baseline.version < 0
-        sums = dict(self._sums)
-        delta = None if first else self._upload_delta(sums)
-        if first:
-            sums = digest_cells(self._cells, self._staging, threads=self._threads)
         due = first or (self._anchor_every > 0 and version % self._anchor_every == 0)
+        delta, anchor, sums = self._upload(whole=due)
         part = Part(
             run=self.run.id,
             version=version,
@@ -188,7 +186,7 @@ class ShardPublisher:
             epoch=self.epoch,
             base_digest=codec.ZERO.hex() if first else self._baseline.digest.hex(),
             delta=delta,
-            anchor=self._upload_anchor() if due else None,
+            anchor=anchor,
         )
         key = keys.part(version, self._session, self.rank)
         data = seal(part, key=key, signer=self._signer)
@@ -204,34 +202,35 @@ class ShardPublisher:
         if self.rank == LEADER:
             self._lead(version, annex)
         digest = self._await_manifest(version)
+        payloads = [payload for payload in (delta, anchor) if payload is not None]
+
+        def again() -> list[Payload]:
+            return [payload for payload in self._upload(whole=due)[:2] if payload is not None]
+
+        keep_blobs(self.bucket, self.run, payloads, again)
         self._staging.version, self._staging.digest = version, digest
         self._staging.held = sum(sums.values(), codec.ZERO)
         self._baseline, self._staging = self._staging, self._baseline
         self._sums = sums
 
-    def _upload_delta(self, sums: dict[Cell, Digest]) -> Payload:
-        changed = 0
-        with BlobWriter(self.bucket, blob_bytes=self._blob_bytes) as writer:
-            for coded in code_cells(
-                self._cells,
-                self.run,
-                self._baseline,
-                self._staging,
-                self._sums,
-                threads=self._threads,
-            ):
-                if coded.payload is not None:
-                    writer.add(coded.cell, coded.payload, coded.change)
-                    sums[coded.cell] = coded.digest
-                    changed += coded.changed
-            return writer.finish(changed)
-
-    def _upload_anchor(self) -> Payload:
-        with BlobWriter(self.bucket, blob_bytes=self._blob_bytes) as writer:
-            for coded in anchor_cells(self._cells, self.run, self._staging, threads=self._threads):
-                assert coded.payload is not None
-                writer.add(coded.cell, coded.payload, coded.change)
-            return writer.finish(sum(cell.count for cell in self._cells))
+    def _upload(self, *, whole: bool) -> tuple[Payload | None, Payload | None, dict[Cell, Digest]]:
+        """This rank's part of the delta, and of the anchor if the version is stored ``whole``; and
+        the digests of its cells."""
+        delta, sums = None, self._sums
+        if self._baseline.version >= 0:
+            delta, sums = upload_delta(
+                self.bucket, self.run, self._cells, self._baseline, self._staging, self._sums,
+                threads=self._threads, blob_bytes=self._blob_bytes,
+            )  # fmt: skip
+        else:
+            sums = digest_cells(self._cells, self._staging, threads=self._threads)
+        if not whole:
+            return delta, None, sums
+        anchor = upload_anchor(
+            self.bucket, self.run, self._cells, self._staging,
+            threads=self._threads, blob_bytes=self._blob_bytes,
+        )  # fmt: skip
+        return delta, anchor, sums
 
     def _lead(self, version: int, annex: dict[str, Any]) -> None:
         manifest = merge_parts(

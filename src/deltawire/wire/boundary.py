@@ -1,4 +1,4 @@
-"""Boundaries and parts: small objects by which writers of a run know of each other."""
+"""Boundaries, sweeps and parts: small objects by which writers of a run know of each other."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from msgspec import Meta
 from deltawire.errors import CorruptError
 from deltawire.wire.manifest import Index, Payload, Sum
 from deltawire.wire.objects import FORMAT
-from deltawire.wire.run import Identity, Run
+from deltawire.wire.run import Hash, Identity, Run
 from deltawire.wire.seal import unseal
 
 MAX_BOUNDARY_BYTES = 1 << 16
+MAX_SWEEP_BLOBS = 1 << 12
+MAX_SWEEP_BYTES = 1 << 19
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +25,15 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     run: Identity
     version: Index
+
+
+class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+    """The blobs that retention is about to delete, by hash. Never signed: it orders nothing, it
+    makes writers look once more."""
+
+    format: int = FORMAT
+    run: Identity
+    blobs: Annotated[list[Hash], Meta(max_length=MAX_SWEEP_BLOBS)]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +49,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     base_digest: Sum
     delta: Payload | None = None
     anchor: Payload | None = None
+
+
+def decode_sweep(data: bytes, *, table: Run, run: str, key: str) -> Sweep:
+    """Parse a sweep; raises `CorruptError`."""
+    sweep = unseal(data, Sweep, run=run, key=key)
+    if sweep.format != FORMAT or sweep.run != table.id:
+        raise CorruptError("a sweep of something else", run=run, key=key)
+    return sweep
 
 
 def decode_part(data: bytes, *, version: int, rank: int, table: Run, run: str, key: str) -> Part:

@@ -13,6 +13,7 @@ BLOBS = "weights/blobs/"
 FOLDS = "weights/folds/"
 PARTS = "weights/parts/"
 BOUNDARIES = "weights/boundaries/"
+SWEEPS = "weights/sweeps/"
 CLOCK = "weights/clock"
 ROLLOUTS = "rollouts/"
 FLEET = "fleet/"
@@ -86,6 +87,11 @@ def folds_behind(version: int) -> str:
 def boundary(version: int) -> str:
     """The key whose creation closes every version below ``version``, for ever."""
     return f"{BOUNDARIES}{_number(version)}.json"
+
+
+def sweep(token: str) -> str:
+    """The key under which retention announces what it is about to delete."""
+    return f"{SWEEPS}{_checked(token)}.json"
 
 
 def part(version: int, token: str, rank: int) -> str:

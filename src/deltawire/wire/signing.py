@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,21 @@ class Ed25519Signer:
             raise InputError(f"{path} holds no key of 64 hexadecimal digits") from error
 
     def write(self, path: Path) -> None:
-        """Keep the key in a new file that only its owner can read."""
-        path.touch(mode=0o600, exist_ok=False)
-        path.write_text(self._key.private_bytes_raw().hex() + "\n", encoding="ascii")
+        """Keep the key in a new file that only its owner can read.
+
+        Raises `InputError` if there is one of that name, or none can be made.
+        """
+        data = self._key.private_bytes_raw().hex().encode() + b"\n"
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+        except FileExistsError as error:
+            raise InputError(
+                f"{path} is there already", hint="a key that is lost cannot be made again"
+            ) from error
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
     @property
     def public_key(self) -> str:
