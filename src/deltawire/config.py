@@ -22,6 +22,9 @@ Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
+OnFull = Literal["end", "drop", "summary"]
+
+
 class _Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """A table of the file."""
 
@@ -51,11 +54,19 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
 
 
 class TaskConfig(_Section, frozen=True, kw_only=True):
-    """A reasoning-gym dataset by name; ``options`` are the dataset's own."""
+    """Where tasks come from: an environment by name, and its own ``options``."""
 
+    environment: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}\Z")] = "reasoning_gym"
+    """A name that `deltawire.rl.envs` knows, or ``module:attribute`` of a module that this machine
+    trusts; see docs/ENVIRONMENTS.md."""
     dataset: str = "spell_backward"
+    """Which of the environment's datasets, where it has several."""
     options: dict[str, Any] = {}
     prompt: str = "{question}\n"
+    attempts: Count = 1
+    """Answers that a question of reasoning-gym may get; each wrong one but the last is answered
+    with ``retry``."""
+    retry: str = "That is not right. Try again.\n"
     heldout: Count = 200
     """Problems that are evaluated on and never trained on."""
 
@@ -82,6 +93,27 @@ class RolloutConfig(_Section, frozen=True, kw_only=True):
     slots: Count = 64
     """Sequences that one worker decodes at a time."""
     context: Count = 256
+    """Tokens of one sequence, prompt included."""
+    concurrent: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Episodes that one worker plays at a time; 0 for as many as it has slots. More keep the slots
+    busy while environments work."""
+    on_full: OnFull = "end"
+    """When an episode's context is full: end it, drop its oldest turns, or let the model write a
+    summary that stands for them."""
+    summary_tokens: Count = 256
+    summary_prompt: Annotated[str, Meta(min_length=1, max_length=10_000)] = (
+        "Summarize what was done and found so far; only this will be kept."
+    )
+    step_limit_s: Positive = 120.0
+    """Seconds that one call of an environment may take."""
+    episode_limit_s: Positive = 7200.0
+    max_characters: Count = 20_000
+    """Of a message of an environment's, that the model gets to read."""
+    on_failure: Literal["drop", "stop"] = "drop"
+    """When an episode fails for another reason than the model: leave it out and count it, or stop
+    the run."""
+    max_failed: Fraction = 0.5
+    """Share of the last 64 episodes and more that may fail before the run stops all the same."""
 
 
 class TrainConfig(_Section, frozen=True, kw_only=True):
@@ -257,8 +289,14 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         config = msgspec.convert(raw, RunConfig)
     except msgspec.ValidationError as error:
         raise InputError(f"{source}: {str(error).replace('`$.', '`')}") from error
-    if "{question}" not in config.task.prompt:
+    if config.task.environment == "reasoning_gym" and "{question}" not in config.task.prompt:
         raise InputError(f"{source}: task.prompt must contain {{question}}")
+    rollout = config.rollout
+    if rollout.on_full == "summary" and rollout.summary_tokens >= rollout.context:
+        raise InputError(
+            f"{source}: rollout.summary_tokens {rollout.summary_tokens} leave no room in "
+            f"rollout.context {rollout.context}"
+        )
     return config
 
 

@@ -96,13 +96,16 @@ class Swapped(_Event, tag="swapped", frozen=True, kw_only=True):
 
 
 class Generated(_Event, tag="generated", frozen=True, kw_only=True):
-    """A worker stored a finished group."""
+    """A worker stored a finished group. ``failed`` of its trajectories are not trained on, and
+    ``cause`` says why the first of them is not."""
 
     at: float
     sequence: int
     versions: list[int]
     reward_mean: float
     tokens: int
+    failed: int = 0
+    cause: str = ""
 
 
 class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):

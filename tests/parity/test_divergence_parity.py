@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from deltawire.engines.transformers import Sampling, TransformersEngine
+from deltawire.engines.base import Sampling
+from deltawire.engines.transformers import TransformersEngine
 from deltawire.parity import divergence
 from deltawire.train.batch import collate
 from deltawire.train.policy import token_logprobs

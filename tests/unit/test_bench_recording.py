@@ -42,7 +42,7 @@ def _rewards(monkeypatch):
     """Models this small spell nothing; reward something that untrained ones do now and then."""
 
     async def step(self, action):
-        return Turn("", reward=float(len(action) % 2), done=True)
+        return Turn("", reward=float(len(action.text) % 2), done=True)
 
     monkeypatch.setattr(reasoning._Episode, "step", step)
     monkeypatch.setattr(warming, "_processors", lambda: 1)

@@ -24,7 +24,8 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from deltawire.engines.transformers import Sampling, TransformersEngine
+from deltawire.engines.base import Sampling
+from deltawire.engines.transformers import TransformersEngine
 from deltawire.errors import InputError
 
 WINDOW = 6

@@ -15,7 +15,7 @@ from reasoning_gym.factory import DATASETS
 
 from deltawire.config import TaskConfig
 from deltawire.errors import InputError
-from deltawire.rl.envs import ReasoningTasks, Task, reasoning
+from deltawire.rl.envs import Action, ReasoningTasks, Task, Turn, reasoning
 
 EXCLUDED = {
     "composite": "has no default: it must be told which datasets to mix",
@@ -49,7 +49,7 @@ def questions(tasks):
 
 def play(tasks, task, action):
     episode = tasks.open(task)
-    turn = asyncio.run(episode.step(action))
+    turn = asyncio.run(episode.step(Action(action)))
     return turn, episode.solved(turn.reward)
 
 
@@ -212,8 +212,22 @@ def test_the_prompt_is_the_template_with_the_question():
     tasks = ReasoningTasks(config, seed=0)
     task = Task("t", {"question": "1 {question} 2", "answer": 3})
     assert tasks.prompt(task) == "Q 1 {question} 2 {x}\nA "
-    assert asyncio.run(tasks.open(task).reset()).text == tasks.prompt(task)
+    assert asyncio.run(tasks.open(task).reset()) == Turn(tasks.prompt(task))
     assert tasks.answer(task) == "3"
+
+
+def test_a_wrong_answer_may_be_tried_again():
+    config = TaskConfig(dataset="chain_sum", heldout=1, attempts=3, retry="again")
+    tasks = ReasoningTasks(config, seed=0)
+    task = tasks.draw("w", 0)
+    right = Action(tasks.answer(task))
+    for wrong in range(4):
+        episode = tasks.open(task)
+        for _ in range(min(wrong, 2)):
+            assert asyncio.run(episode.step(Action("x"))) == Turn("again")
+        last = asyncio.run(episode.step(right if wrong < 3 else Action("x")))
+        assert last.done
+        assert (last.reward == 1.0) == (wrong < 3)
 
 
 def test_part_of_a_score_is_not_solved():

@@ -5,15 +5,15 @@ import asyncio
 import numpy as np
 import pytest
 
-from deltawire.engines.transformers import Completion, TransformersEngine
-from deltawire.errors import InputError
-from deltawire.rl.envs import Turn
-from deltawire.rl.episode import Limits, generate, run_episode
-from deltawire.rl.text import Text
+from deltawire.engines.base import Completion
+from deltawire.engines.text import Text
+from deltawire.engines.transformers import TransformersEngine
+from deltawire.rl.envs import Environment, Turn
+from deltawire.rl.episode import Limits, run_episode
 from deltawire.wire.rollouts import Group, decode_group, encode_group
 
 
-class Conversation:
+class Conversation(Environment):
     """Answers each action from a list, and is done with its end."""
 
     def __init__(self, *answers, reward=0.25, prompt="ask"):
@@ -26,7 +26,7 @@ class Conversation:
         return Turn(self.prompt, reward=0.5)
 
     async def step(self, action):
-        self.heard.append(action)
+        self.heard.append(action.text)
         await asyncio.sleep(0)
         text = self.answers[len(self.heard) - 1] if len(self.heard) <= len(self.answers) else ""
         return Turn(text, reward=self.reward, done=len(self.heard) > len(self.answers))
@@ -44,14 +44,14 @@ class ScriptedEngine:
         self.prompts = []
         self.asked = []
 
-    def submit(self, prompt, sampling, on_done):
+    async def generate(self, prompt, sampling, *, on_token=None):
         self.prompts.append(list(prompt))
         self.asked.append(sampling)
         tokens = self.script[len(self.prompts) - 1][: sampling.max_tokens]
         logprobs = [-0.5 - index for index in range(len(tokens))]
         finish = "stop" if tokens[-1] == 256 else "length"
         version = self.version + len(self.prompts)
-        on_done(Completion(tokens, logprobs, [version] * len(tokens), finish))
+        return Completion(tokens, logprobs, [version] * len(tokens), finish)
 
 
 @pytest.fixture
@@ -147,8 +147,8 @@ def test_what_comes_out_can_be_stored(text):
 
 def test_rounding_above_zero_is_no_probability_above_one(text):
     class Rounding(ScriptedEngine):
-        def submit(self, prompt, sampling, on_done):
-            on_done(Completion([65, 256], [1e-7, -0.0], [0, 0], "stop"))
+        async def generate(self, prompt, sampling, *, on_token=None):
+            return Completion([65, 256], [1e-7, -0.0], [0, 0], "stop")
 
     assert (play(Rounding(), Conversation(), text).trajectory.logprobs_T <= 0).all()
 
@@ -233,16 +233,17 @@ def test_cancelling_everything_ends_waiting_episodes(tiny, text):
 
 def test_a_prompt_that_does_not_fit_says_so(tiny, text):
     engine = TransformersEngine(tiny, stop_tokens=[], slots=1, capacity=16)
-    with pytest.raises(InputError, match=r"rollout\.context"):
-        play(engine, Conversation(prompt="p" * 16), text, context=16)
+    episode = play(engine, Conversation(prompt="p" * 16), text, context=16)
+    assert "engine refused the prompt" in episode.cause
+    assert "does not fit the engine's 16" in episode.cause
 
 
 def test_generate_waits_for_one_completion(tiny):
-    from deltawire.engines.transformers import Sampling
+    from deltawire.engines.base import Sampling
 
     async def run():
         engine = TransformersEngine(tiny, stop_tokens=[], slots=1, capacity=16)
-        return await stepped(engine, generate(engine, [1, 2], Sampling(4, 0.0)))
+        return await stepped(engine, engine.generate([1, 2], Sampling(4, 0.0)))
 
     (completion,) = asyncio.run(run())
     assert len(completion.tokens) == 4

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from deltawire.rl.text import Text
+from deltawire.engines.text import Text
 from deltawire.train.build import BYTES
 
 TEMPLATE = (

@@ -27,12 +27,12 @@ from torch import Tensor
 from deltawire.bench.pairs import Bf16Bits, save_pair
 from deltawire.config import RunConfig
 from deltawire.engines.models import load_model, load_tokenizer, stop_tokens
+from deltawire.engines.text import Text
 from deltawire.engines.transformers import TransformersEngine
 from deltawire.errors import InputError
 from deltawire.rl.envs import ReasoningTasks, Task
-from deltawire.rl.episode import Limits, run_episode
+from deltawire.rl.episode import Limits, group_of, run_episode
 from deltawire.rl.process import Process
-from deltawire.rl.text import Text
 from deltawire.rl.trainer import published_bits_of
 from deltawire.rl.warming import run_warm_start
 from deltawire.store import open_bucket
@@ -200,13 +200,12 @@ class _Session:
         drawn = [self.tasks.draw("recorded-rl", step * count + i) for i in range(count)]
         groups = asyncio.gather(*(self._sample_group(engine, task) for task in drawn))
         while not groups.done():
-            await asyncio.sleep(0)
-            engine.step()
+            await engine.advance()
         return await groups
 
     async def _sample_group(self, engine: TransformersEngine, task: Task) -> Group:
         rollout = self.config.rollout
-        limits = Limits(rollout.max_tokens, rollout.max_turns, rollout.context)
+        limits = Limits.of(rollout)
         episodes = await asyncio.gather(
             *(
                 run_episode(
@@ -219,14 +218,9 @@ class _Session:
                 for _ in range(rollout.group_size)
             )
         )
-        return Group(
-            "recording",
-            "recording",
-            task.identity,
-            rollout.temperature,
-            np.array(episodes[0].prompt, np.int32),
-            [episode.trajectory for episode in episodes],
-        )
+        if failed := [episode.cause for episode in episodes if episode.cause]:
+            raise InputError(f"an episode of task {task.identity} failed: {failed[0]}")
+        return group_of("recording", "recording", task, rollout.temperature, episodes)
 
     def save(self) -> None:
         """Write the state, all of it or nothing."""

@@ -10,47 +10,34 @@ requests (the completions of one group) are prefilled once.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from deltawire.engines.base import Completion, Sampling
 from deltawire.errors import InputError
 
-FinishReason = Literal["stop", "length"]
+IDLE_S = 0.001
+"""How long `TransformersEngine.advance` pauses when there is nothing to do."""
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _ATTENTION_CODE = {"eager", "sdpa"}
 """Attention implementations whose masks are built here: eager ones add theirs to the scores."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How to draw tokens. ``temperature`` 0 is greedy; log-probabilities are those of the
-    tempered distribution that was sampled (of the untempered one when greedy)."""
+@dataclass(eq=False)
+class Request:
+    """A sequence in the making, as `TransformersEngine.submit` returns it."""
 
-    max_tokens: int
-    temperature: float = 1.0
-
-
-@dataclass
-class Completion:
-    """What one request produced: equally long lists, one entry a generated token."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish: FinishReason = "length"
-
-
-@dataclass
-class _Request:
     prompt: tuple[int, ...]
     sampling: Sampling
     on_done: Callable[[Completion], None]
+    on_token: Callable[[int], None] | None = None
     completion: Completion = field(default_factory=Completion)
 
 
@@ -145,8 +132,8 @@ class TransformersEngine:
         self._stop = frozenset(stop_tokens)
         self._device = next(model.parameters()).device
         self._generator = torch.Generator(self._device).manual_seed(seed)
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
         self._lengths = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._last = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._temperatures = torch.ones(slots, device=self._device)
@@ -166,8 +153,10 @@ class TransformersEngine:
         prompt: Sequence[int],
         sampling: Sampling,
         on_done: Callable[[Completion], None],
-    ) -> None:
-        """Queue a request; ``on_done`` is called from inside a later `step`.
+        *,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Request:
+        """Queue a request; ``on_done`` and ``on_token`` are called from inside a later `step`.
 
         Raises `InputError` if the prompt and ``max_tokens`` exceed the engine's capacity.
         """
@@ -177,7 +166,44 @@ class TransformersEngine:
                 f"fit the engine's {self.capacity}",
                 hint="raise rollout.context or lower rollout.max_tokens",
             )
-        self._waiting.append(_Request(tuple(prompt), sampling, on_done))
+        request = Request(tuple(prompt), sampling, on_done, on_token)
+        self._waiting.append(request)
+        return request
+
+    @torch.inference_mode()
+    def cancel(self, request: Request) -> None:
+        """Forget one request without calling back; its slot is free at once."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif request in self._running:
+            self._vacate(self._running.index(request))
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Completion:
+        """See `deltawire.engines.base.Sampler.generate`."""
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+        def finish(completion: Completion) -> None:
+            if not done.done():
+                done.set_result(completion)
+
+        request = self.submit(prompt, sampling, finish, on_token=on_token)
+        try:
+            return await done
+        except asyncio.CancelledError:
+            self.cancel(request)
+            raise
+
+    async def advance(self) -> int:
+        """One `step`, then other tasks' turn; with nothing to do, a short pause."""
+        drawn = self.step()
+        await asyncio.sleep(0 if drawn or self.active else IDLE_S)
+        return drawn
 
     def cancel_all(self) -> None:
         """Forget every request without calling back."""
@@ -195,7 +221,7 @@ class TransformersEngine:
             )
         return self._decode() if self._running else 0
 
-    def _prefill(self, requests: list[_Request]) -> int:
+    def _prefill(self, requests: list[Request]) -> int:
         first, count = len(self._running), len(requests)
         unique = list(dict.fromkeys(request.prompt for request in requests))
         place = {prompt: i for i, prompt in enumerate(unique)}
@@ -281,6 +307,8 @@ class TransformersEngine:
             completion.tokens.append(token)
             completion.logprobs.append(logprob)
             completion.versions.append(self.version)
+            if request.on_token is not None:
+                request.on_token(token)
             if token in self._stop:
                 completion.finish = "stop"
                 finished.append(row)
@@ -291,19 +319,23 @@ class TransformersEngine:
     def _retire(self, rows: list[int]) -> None:
         done = [self._running[row] for row in rows]
         for row in reversed(rows):
-            last = len(self._running) - 1
-            if row != last:
-                length = int(self._lengths[last])
-                for layer in self._cache.slot_layers:
-                    layer.move(last, row, length)
-                self._lengths[row] = self._lengths[last]
-                self._last[row] = self._last[last]
-                self._temperatures[row] = self._temperatures[last]
-                self._running[row] = self._running[last]
-            self._running.pop()
-        self._cache.running = len(self._running)
+            self._vacate(row)
         for request in done:
             request.on_done(request.completion)
+
+    def _vacate(self, row: int) -> None:
+        """End a running sequence; the last one takes its row."""
+        last = len(self._running) - 1
+        if row != last:
+            length = int(self._lengths[last])
+            for layer in self._cache.slot_layers:
+                layer.move(last, row, length)
+            self._lengths[row] = self._lengths[last]
+            self._last[row] = self._last[last]
+            self._temperatures[row] = self._temperatures[last]
+            self._running[row] = self._running[last]
+        self._running.pop()
+        self._cache.running = len(self._running)
 
 
 def _attention_kinds(model: Any, config: Any) -> tuple[list[str], int]:

@@ -1,53 +1,99 @@
-"""One episode: environment and engine in turn, token-in and token-out."""
+"""One episode: environment and engine in turn, token-in and token-out.
+
+The next request's prompt is the very tokens of the last one, plus what was drawn, plus what the
+environment answered: nothing is decoded and encoded again. When the context is full, and the
+configuration says so, the episode goes on in another segment, behind a prompt that is again made
+of tokens that were there before::
+
+    end       P t₁ b₁ t₂ b₂ t₃ ┊                 the episode is over
+    drop      P t₁ b₁ t₂ b₂ t₃ ┊ P t₃ b₃ t₄ …    the oldest turns are left out
+    summary   P t₁ b₁ t₂ ? s   ┊ P s b₂ t₃ …     the model writes s, which stands for the turns
+
+P is the prompt, t a turn of the model, b what the environment answered, ? the request for a
+summary. What stands behind ┊ up to the next t is the prompt of the new segment.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
-from deltawire.engines.transformers import Completion, Sampling, TransformersEngine
-from deltawire.rl.envs import Environment
-from deltawire.rl.text import Text
-from deltawire.wire.rollouts import Trajectory
+from deltawire.config import OnFull, RolloutConfig
+from deltawire.engines.base import Completion, Sampler, Sampling
+from deltawire.engines.calls import read_calls
+from deltawire.engines.text import Text
+from deltawire.errors import InputError
+from deltawire.rl.envs.base import Action, Environment, Message, Task, Turn
+from deltawire.wire.rollouts import MAX_PROBES, Group, Trajectory
+
+MAX_CAUSE = 400
+MAX_MESSAGES = 1024
+"""Messages that an environment may answer at once."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one episode: tokens a turn, turns, and tokens in all (prompt included)."""
+    """Bounds of one episode: tokens a turn, turns, tokens in all (prompt included), seconds that
+    one call of the environment and that the whole may take, characters of a message."""
 
     max_tokens: int
     max_turns: int
     context: int
+    step_s: float = 120.0
+    episode_s: float = 7200.0
+    max_characters: int = 20_000
+    on_full: OnFull = "end"
+    summary_tokens: int = 256
+    summary_prompt: str = "Summarize what was done and found so far; only this will be kept."
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> Limits:
+        """Those of a configuration."""
+        return cls(
+            rollout.max_tokens,
+            rollout.max_turns,
+            rollout.context,
+            rollout.step_limit_s,
+            rollout.episode_limit_s,
+            rollout.max_characters,
+            rollout.on_full,
+            rollout.summary_tokens,
+            rollout.summary_prompt,
+        )
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished episode."""
+    """A finished episode: its segments in order (one, mostly), all with the whole reward.
+
+    ``cause`` says why it failed for another reason than the model; then the reward is 0, and
+    ``prompt`` may be empty.
+    """
 
     prompt: list[int]
-    trajectory: Trajectory
+    trajectories: list[Trajectory]
     solved: bool
+    cause: str = ""
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The first segment."""
+        return self.trajectories[0]
 
 
-async def generate(
-    engine: TransformersEngine, prompt: Sequence[int], sampling: Sampling
-) -> Completion:
-    """Wait for one completion; somebody else calls the engine's `step`."""
-    done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-
-    def finish(completion: Completion) -> None:
-        if not done.done():
-            done.set_result(completion)
-
-    engine.submit(prompt, sampling, finish)
-    return await done
+class EpisodeFailure(Exception):  # noqa: N818  (it names what happened to an episode)
+    """An episode cannot go on, and the model is not to blame."""
 
 
 async def run_episode(
-    engine: TransformersEngine,
+    engine: Sampler,
     environment: Environment,
     text: Text,
     *,
@@ -56,41 +102,309 @@ async def run_episode(
 ) -> Episode:
     """Play one episode to its end or its limits.
 
-    The next request's prompt is the very tokens of the last one plus what was drawn and what the
-    environment answered: nothing is decoded and encoded again.
+    Cancelling it cancels its request, and closes the environment. What goes wrong in the
+    environment makes a failed episode; what goes wrong in the engine is raised.
     """
-    turn = await environment.reset()
-    prompt = text.prompt(turn.text)
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    mask: list[int] = []
-    reward, finish = turn.reward, "length"
-    for number in range(1, limits.max_turns + 1):
-        room = limits.context - len(prompt) - len(tokens)
-        sampling = Sampling(min(limits.max_tokens, max(room, 1)), temperature)
-        completion = await generate(engine, prompt + tokens, sampling)
-        tokens += completion.tokens
-        logprobs += completion.logprobs
-        versions += completion.versions
-        mask += [1] * len(completion.tokens)
-        finish = completion.finish
-        turn = await environment.step(text.decode(completion.tokens))
-        reward += turn.reward
-        answer = text.plain(turn.text)
-        full = len(prompt) + len(tokens) + len(answer) >= limits.context
-        if turn.done or full or number == limits.max_turns:
-            break
-        tokens += answer
-        logprobs += [0.0] * len(answer)
-        versions += [completion.versions[-1]] * len(answer)
-        mask += [0] * len(answer)
-    trajectory = Trajectory(
-        np.array(tokens, np.int32),
-        np.minimum(np.array(logprobs, np.float32), 0),
-        np.array(versions, np.int32),
-        np.array(mask, np.uint8),
-        reward,
-        finish,
+    play = _Play(engine, environment, text, temperature, limits)
+    clock = asyncio.timeout(limits.episode_s)
+    try:
+        try:
+            async with clock:
+                await play.run()
+        except TimeoutError as error:
+            if not clock.expired():
+                raise
+            raise EpisodeFailure(f"it took longer than {limits.episode_s:g} s") from error
+    except EpisodeFailure as failure:
+        play.cause = str(failure)
+    finally:
+        await play.close()
+    return play.result()
+
+
+async def play_all(
+    engine: Sampler,
+    plays: Sequence[Callable[[], Awaitable[Episode]]],
+    *,
+    concurrent: int,
+    after_step: Callable[[], None] = lambda: None,
+) -> list[Episode]:
+    """The episodes that ``plays`` start, at most ``concurrent`` at a time, in their order; drives
+    the engine meanwhile, and calls ``after_step`` each time."""
+    gate = asyncio.Semaphore(concurrent)
+
+    async def one(play: Callable[[], Awaitable[Episode]]) -> Episode:
+        async with gate:
+            return await play()
+
+    together = asyncio.gather(*(one(play) for play in plays))
+    try:
+        while not together.done():
+            await engine.advance()
+            after_step()
+    finally:
+        together.cancel()
+    return await together
+
+
+@dataclass
+class _Segment:
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    turns: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    def drawn(self, completion: Completion) -> None:
+        self.tokens += completion.tokens
+        self.logprobs += completion.logprobs
+        self.versions += completion.versions
+        self.mask += [1] * len(completion.tokens)
+        self.turns += 1
+
+    def answered(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [self.versions[-1]] * len(tokens)
+        self.mask += [0] * len(tokens)
+
+
+class _Play:
+    """The state of one episode."""
+
+    def __init__(
+        self,
+        engine: Sampler,
+        environment: Environment,
+        text: Text,
+        temperature: float,
+        limits: Limits,
+    ) -> None:
+        self.cause = ""
+        self._engine = engine
+        self._environment = environment
+        self._text = text
+        self._temperature = temperature
+        self._limits = limits
+        self._prompt: list[int] = []
+        self._segments: list[_Segment] = []
+        self._turns: list[list[int]] = []
+        """Each turn that is still in the context, with the answer to it."""
+        self._reserve = 0
+        self._reward = 0.0
+        self._finish = "length"
+        self._probes: Mapping[str, float] = {}
+        self._solved = False
+
+    async def run(self) -> None:
+        """From the reset to the probes; raises `EpisodeFailure`."""
+        turn = await self._ask("reset", self._environment.reset)
+        tools = self._plainly("tools", lambda: tuple(self._environment.tools))
+        self._prompt = self._tokens(lambda: self._text.prompt(turn.messages, tools))
+        self._segments = [_Segment(self._prompt)]
+        if self._limits.on_full == "summary":
+            self._reserve = len(self._summary_request([])) + self._limits.summary_tokens
+        for number in range(1, self._limits.max_turns + 1):
+            completion = await self._draw(self._limits.max_tokens, self._reserve)
+            self._finish = completion.finish
+            action = self._read(completion, number)
+            turn = await self._ask("step", lambda action=action: self._environment.step(action))  # type: ignore[misc]
+            if turn.done:
+                break
+            if number == self._limits.max_turns:
+                self._finish = "turns"
+            elif not await self._answer(turn, completion):
+                self._finish = "context"
+                break
+        self._probes = await self._ask_probes()
+        self._solved = self._plainly("solved", lambda: bool(self._environment.solved(self._reward)))
+
+    async def close(self) -> None:
+        """Let the environment go; a failure to do so is the episode's."""
+        try:
+            await self._within("close", self._environment.close)
+        except EpisodeFailure as failure:
+            self.cause = self.cause or str(failure)
+
+    def result(self) -> Episode:
+        """The episode as it stands."""
+        cause = " ".join(self.cause.split())[:MAX_CAUSE]
+        reward = 0.0 if cause else self._reward
+        drawn = [s for s in self._segments if 1 in s.mask]
+        segments = drawn or self._segments[:1] or [_Segment([])]
+        return Episode(
+            self._prompt,
+            [self._trajectory(segment, reward, cause) for segment in segments],
+            self._solved and not cause,
+            cause,
+        )
+
+    def _trajectory(self, segment: _Segment, reward: float, cause: str) -> Trajectory:
+        own = segment.prompt if segment.prompt != self._prompt else None
+        return Trajectory(
+            np.array(segment.tokens, np.int32),
+            np.minimum(np.array(segment.logprobs, np.float32), 0),
+            np.array(segment.versions, np.int32),
+            np.array(segment.mask, np.uint8),
+            reward,
+            self._finish,
+            prompt=None if own is None else np.array(own, np.int32),
+            turns=max(1, segment.turns),
+            cause=cause,
+            probes=self._probes,
+        )
+
+    async def _draw(self, max_tokens: int, reserve: int) -> Completion:
+        segment = self._segments[-1]
+        room = self._limits.context - segment.length - reserve
+        sampling = Sampling(max(1, min(max_tokens, room)), self._temperature)
+        try:
+            completion = await self._engine.generate(segment.prompt + segment.tokens, sampling)
+        except InputError as error:
+            raise EpisodeFailure(f"the engine refused the prompt: {error}") from error
+        segment.drawn(completion)
+        return completion
+
+    def _read(self, completion: Completion, number: int) -> Action:
+        text = self._text.decode(completion.tokens)
+        written = read_calls(text, prefix=f"call-{number}")
+        return Action(text, written.content, written.calls, written.broken, completion.finish)
+
+    async def _answer(self, turn: Turn, completion: Completion) -> bool:
+        """Put the environment's answer into the context; False if there is no room for it."""
+        segment, limits = self._segments[-1], self._limits
+        bridge = self._tokens(
+            lambda: self._text.bridge(turn.messages, after=completion.tokens),
+        )
+        self._turns.append([*completion.tokens, *bridge])
+        if segment.length + len(bridge) + self._reserve < limits.context:
+            segment.answered(bridge)
+            return True
+        if limits.on_full == "drop":
+            return self._drop_turns()
+        if limits.on_full == "summary":
+            return await self._summarize(turn, completion)
+        return False
+
+    def _drop_turns(self) -> bool:
+        """A new segment behind the prompt and the newest turns, in half of what room there is."""
+        room = self._limits.context - len(self._prompt)
+        if len(self._turns[-1]) >= room:
+            return False
+        kept = [self._turns.pop()]
+        while self._turns and sum(map(len, kept)) + len(self._turns[-1]) <= room // 2:
+            kept.insert(0, self._turns.pop())
+        self._turns = kept
+        self._segments.append(_Segment(self._prompt + [t for turn in kept for t in turn]))
+        return True
+
+    def _summary_request(self, after: list[int]) -> list[int]:
+        message = Message("user", self._limits.summary_prompt)
+        return self._tokens(lambda: self._text.bridge([message], after=after))
+
+    async def _summarize(self, turn: Turn, completion: Completion) -> bool:
+        """A new segment behind the prompt and the model's own summary."""
+        segment = self._segments[-1]
+        segment.answered(self._summary_request(completion.tokens))
+        summary = await self._draw(self._limits.summary_tokens, 0)
+        bridge = self._tokens(lambda: self._text.bridge(turn.messages, after=summary.tokens))
+        prompt = [*self._prompt, *summary.tokens, *bridge]
+        self._segments.append(_Segment(prompt))
+        return len(prompt) + self._reserve < self._limits.context
+
+    def _tokens(self, encode: Callable[[], list[int]]) -> list[int]:
+        try:
+            return encode()
+        except InputError as error:
+            raise EpisodeFailure(str(error)) from error
+
+    def _plainly(self, what: str, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except Exception as error:
+            raise EpisodeFailure(f"{what} raised {type(error).__name__}: {error}") from error
+
+    async def _ask(self, what: str, call: Callable[[], Awaitable[Turn]]) -> Turn:
+        turn: Any = await self._within(what, call)
+        if not isinstance(turn, Turn):
+            raise EpisodeFailure(f"{what} returned {type(turn).__name__}, not a Turn")
+        try:
+            messages = turn.messages
+            reward = float(turn.reward)
+        except (TypeError, ValueError) as error:
+            raise EpisodeFailure(f"{what} returned a turn that is none: {error}") from error
+        if not math.isfinite(reward):
+            raise EpisodeFailure(f"{what} gave the reward {reward}")
+        if len(messages) > MAX_MESSAGES:
+            raise EpisodeFailure(f"{what} returned {len(messages)} messages at once")
+        self._reward += reward
+        return Turn(
+            tuple(shorten(message, self._limits.max_characters) for message in messages),
+            reward,
+            bool(turn.done),
+        )
+
+    async def _ask_probes(self) -> dict[str, float]:
+        found: Any = await self._within("probes", self._environment.probes)
+        try:
+            probes = {str(name)[:64]: float(value) for name, value in dict(found).items()}
+        except (TypeError, ValueError) as error:
+            raise EpisodeFailure(f"probes returned no numbers by name: {error}") from error
+        if len(probes) > MAX_PROBES:
+            raise EpisodeFailure(f"probes returned {len(probes)} values")
+        for name, value in probes.items():
+            if not math.isfinite(value):
+                raise EpisodeFailure(f"probe {name} gave {value}")
+        return probes
+
+    async def _within(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        clock = asyncio.timeout(self._limits.step_s)
+        try:
+            async with clock:
+                return await call()
+        except TimeoutError as error:
+            if clock.expired():
+                limit = f"{self._limits.step_s:g} s"
+                raise EpisodeFailure(f"{what} took longer than {limit}") from error
+            raise EpisodeFailure(f"{what} raised TimeoutError: {error}") from error
+        except Exception as error:
+            raise EpisodeFailure(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def shorten(message: Message, limit: int) -> Message:
+    """A message of at most about ``limit`` characters: its head, how much is left out, its tail."""
+    excess = len(message.content) - limit
+    if excess <= 0:
+        return message
+    head, tail = message.content[: (limit + 1) // 2], message.content[-(limit // 2) :]
+    note = f"\n[… {excess} characters left out …]\n"
+    return replace(message, content=f"{head}{note}{tail if limit > 1 else ''}")
+
+
+def group_of(
+    worker: str, nonce: str, task: Task, temperature: float, episodes: Sequence[Episode]
+) -> Group:
+    """The group of a task's episodes, failed ones among them."""
+    prompt = next((e.prompt for e in episodes if e.prompt), [0])
+    trajectories = []
+    for number, episode in enumerate(episodes):
+        several = len(episode.trajectories) > 1
+        for trajectory in episode.trajectories:
+            own = trajectory.prompt
+            if own is None and episode.prompt and episode.prompt != prompt:
+                own = np.array(episode.prompt, np.int32)
+            trajectories.append(replace(trajectory, prompt=own, episode=number if several else -1))
+    return Group(
+        worker,
+        nonce,
+        task.identity,
+        temperature,
+        np.array(prompt, np.int32),
+        trajectories,
+        task.family,
     )
-    return Episode(prompt, trajectory, environment.solved(reward))

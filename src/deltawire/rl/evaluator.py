@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from deltawire.config import RunConfig
+from deltawire.errors import InputError
 from deltawire.events import Evaluated, decode_lines
 from deltawire.rl.desk import read_trainer
-from deltawire.rl.episode import Limits, run_episode
+from deltawire.rl.envs import Task
+from deltawire.rl.episode import Episode, Limits, play_all, run_episode
 from deltawire.rl.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.rl.worker import Served, serve_model, swap
 from deltawire.sync import Follower
@@ -34,31 +37,34 @@ async def measure(
 ) -> Accuracy:
     """Every held-out problem, ``samples`` times at the rollout's temperature and once greedy.
 
-    ``mark`` is called after every engine step.
+    ``mark`` is called after every engine step. Episodes that fail count neither way; raises
+    `InputError` if all of them do.
     """
     rollout, samples = config.rollout, config.evaluate.samples
-    limits = Limits(rollout.max_tokens, rollout.max_turns, rollout.context)
+    limits = Limits.of(rollout)
     tasks = served.tasks.heldout()
 
     async def solve(temperature: float, times: int) -> float:
-        episodes = asyncio.gather(
-            *(
-                run_episode(
-                    served.engine,
-                    served.tasks.open(task),
-                    served.text,
-                    temperature=temperature,
-                    limits=limits,
-                )
-                for task in tasks
-                for _ in range(times)
+        def play(task: Task) -> Awaitable[Episode]:
+            return run_episode(
+                served.engine,
+                served.tasks.open(task),
+                served.text,
+                temperature=temperature,
+                limits=limits,
             )
+
+        plays = [partial(play, task) for task in tasks for _ in range(times)]
+        episodes = await play_all(
+            served.engine,
+            plays,
+            concurrent=rollout.concurrent or served.engine.slots,
+            after_step=lambda: mark("evaluate"),
         )
-        while not episodes.done():
-            await asyncio.sleep(0)
-            served.engine.step()
-            mark("evaluate")
-        return sum(episode.solved for episode in await episodes) / (len(tasks) * times)
+        sound = [episode for episode in episodes if not episode.cause]
+        if not sound:
+            raise InputError(f"every held-out episode failed: {episodes[0].cause}")
+        return sum(episode.solved for episode in sound) / len(sound)
 
     return Accuracy(await solve(rollout.temperature, samples), await solve(0.0, 1), len(tasks))
 

@@ -12,7 +12,7 @@ from deltawire.config import RunConfig, differences
 from deltawire.engines.live import published_bits, published_specs
 from deltawire.engines.models import load_model, load_tokenizer, read_files
 from deltawire.errors import InputError
-from deltawire.rl.envs import ReasoningTasks
+from deltawire.rl.envs import open_tasks
 from deltawire.rl.process import open_run
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, Publisher, create_run, newest_version
@@ -30,7 +30,7 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
     """
     model = load_model(model_directory)
     load_tokenizer(model_directory)
-    ReasoningTasks(config.task, seed=config.seed).draw("check", 0)
+    open_tasks(config.task, seed=config.seed).draw("check", 0)
     specs = published_specs(model, PUBLISHED_DTYPE)
     parameters = dict(model.named_parameters())
     weights = {spec.name: published_bits(parameters[spec.name], spec.dtype) for spec in specs}

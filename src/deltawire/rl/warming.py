@@ -6,7 +6,8 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 
 from deltawire.config import RunConfig
 from deltawire.engines.models import load_model, load_tokenizer, save_model, stop_tokens
+from deltawire.engines.text import Text
 from deltawire.engines.transformers import TransformersEngine
+from deltawire.errors import InputError
 from deltawire.events import WarmStep
-from deltawire.rl.envs import ReasoningTasks, Task
-from deltawire.rl.episode import Limits, run_episode
+from deltawire.rl.envs import Task, TaskSource, open_tasks
+from deltawire.rl.envs.base import AnsweredTasks
+from deltawire.rl.episode import Episode, Limits, play_all, run_episode
 from deltawire.rl.process import Process
-from deltawire.rl.text import Text
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.warm_start import Pair, Progress, warm_start
 
@@ -42,7 +45,7 @@ def run_warm_start(
     process.tell("started")
     process.heart.faults = config.faults
     torch.set_num_threads(max(config.threads, _processors()))
-    tasks = ReasoningTasks(config.task, seed=config.seed)
+    tasks = open_tasks(config.task, seed=config.seed)
     model, tokenizer = origin(config)
     mark = process.events.span("start", started)
     if config.warm_start.max_steps:
@@ -76,24 +79,30 @@ def origin(config: RunConfig) -> tuple[Any, Any]:
 def _warm(
     process: Process,
     config: RunConfig,
-    tasks: ReasoningTasks,
+    tasks: TaskSource,
     model: Any,
     tokenizer: Any,
     watch: Callable[[Progress], None],
     mark: float,
 ) -> None:
+    if not isinstance(tasks, AnsweredTasks):
+        raise InputError(
+            f"environment {config.task.environment} knows no answers to warm a model with",
+            hint="set warm_start.max_steps to 0",
+        )
+    answered: AnsweredTasks = tasks
     text = Text(tokenizer)
     stops = stop_tokens(model, tokenizer)
     validation = [tasks.draw("validation", index) for index in range(VALIDATION)]
-    reserved = {task.data["question"] for task in validation}
+    reserved = {answered.question(task) for task in validation}
     batch = config.warm_start.batch
 
     def pair(task: Task) -> Pair:
-        return text.prompt(tasks.prompt(task)), [*text.plain(tasks.answer(task)), stops[0]]
+        return text.prompt(answered.prompt(task)), [*text.plain(answered.answer(task)), stops[0]]
 
     def draw(step: int) -> list[Pair]:
         drawn = (tasks.draw("warm-start", step * batch + i) for i in range(batch))
-        return [pair(task) for task in drawn if task.data["question"] not in reserved]
+        return [pair(task) for task in drawn if answered.question(task) not in reserved]
 
     def tell(progress: Progress) -> None:
         nonlocal mark
@@ -127,7 +136,7 @@ def _warm(
 
 async def _greedy_accuracy(
     config: RunConfig,
-    tasks: ReasoningTasks,
+    tasks: TaskSource,
     problems: list[Task],
     model: Any,
     text: Text,
@@ -137,15 +146,12 @@ async def _greedy_accuracy(
     engine = TransformersEngine(
         model, stop_tokens=stops, slots=len(problems), capacity=rollout.context
     )
-    limits = Limits(rollout.max_tokens, rollout.max_turns, rollout.context)
-    episodes = asyncio.gather(
-        *(
-            run_episode(engine, tasks.open(task), text, temperature=0.0, limits=limits)
-            for task in problems
-        )
-    )
-    while not episodes.done():
-        await asyncio.sleep(0)
-        engine.step()
+    limits = Limits.of(rollout)
+
+    def play(task: Task) -> Awaitable[Episode]:
+        return run_episode(engine, tasks.open(task), text, temperature=0.0, limits=limits)
+
+    plays = [partial(play, task) for task in problems]
+    episodes = await play_all(engine, plays, concurrent=engine.slots)
     model.train()
-    return sum(episode.solved for episode in await episodes) / len(problems)
+    return sum(episode.solved for episode in episodes) / len(problems)

@@ -27,17 +27,19 @@ import torch
 
 from deltawire.codec import Digest
 from deltawire.config import RunConfig
+from deltawire.engines.base import Sampler, Weights
 from deltawire.engines.live import LiveWeights
 from deltawire.engines.models import empty_model, load_tokenizer, stop_tokens
-from deltawire.engines.transformers import TransformersEngine
+from deltawire.engines.text import Text
+from deltawire.engines.transformers import IDLE_S, TransformersEngine
 from deltawire.errors import CorruptError, DeltawireError, FencedError, InputError, RetryError
 from deltawire.events import Generated, Swapped
 from deltawire.rl.desk import read_heartbeat, read_trainer
-from deltawire.rl.envs import ReasoningTasks, TaskSource
-from deltawire.rl.episode import Limits, run_episode
+from deltawire.rl.envs import TaskSource, open_tasks
+from deltawire.rl.episode import Limits, group_of, run_episode
+from deltawire.rl.failures import Failures
 from deltawire.rl.process import RUN_PATIENCE_S, Process, fetch_model_files, open_run
 from deltawire.rl.pulse import read_pulse
-from deltawire.rl.text import Text
 from deltawire.store import Bucket
 from deltawire.sync import Follower, Subscriber, Update, load_mirror
 from deltawire.sync.chain import with_retries
@@ -133,14 +135,18 @@ class Uploader(threading.Thread):
                 self.error = error
                 return
             versions = sorted({int(v) for t in group.trajectories for v in t.versions_T})
+            sound = [t.reward for t in group.trajectories if not t.cause]
+            causes = [t.cause for t in group.trajectories if t.cause]
             self._process.events.record(
                 Generated(
                     process=self._worker,
                     at=time.time(),
                     sequence=self.stored,
                     versions=versions,
-                    reward_mean=float(np.mean([t.reward for t in group.trajectories])),
+                    reward_mean=float(np.mean(sound)) if sound else 0.0,
                     tokens=group.tokens,
+                    failed=len(causes),
+                    cause=causes[0] if causes else "",
                 )
             )
             self.stored += 1
@@ -179,8 +185,8 @@ class Uploader(threading.Thread):
 class Served:
     """The model being served and everything that samples from it."""
 
-    engine: TransformersEngine
-    live: LiveWeights
+    engine: Sampler
+    live: Weights
     text: Text
     tasks: TaskSource
 
@@ -220,7 +226,7 @@ def serve_model(
         seed=seed,
         version=mirror.version,
     )
-    tasks = ReasoningTasks(config.task, seed=config.seed)
+    tasks = open_tasks(config.task, seed=config.seed)
     return Served(engine, live, Text(tokenizer), tasks), Subscriber(bucket, run, mirror)
 
 
@@ -273,6 +279,7 @@ class Worker:
         self._drawn = 0
         self._groups: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
+        self._failures = Failures(config.rollout, process.name)
 
     def _refuse_twin(self) -> None:
         """Raise `FencedError` if another living process has this worker's name."""
@@ -316,8 +323,9 @@ class Worker:
         try:
             await self._serve(patience_s)
         finally:
-            for task in self._groups:
+            for task in list(self._groups):
                 task.cancel()
+            await asyncio.gather(*self._groups, return_exceptions=True)
             self.served.engine.cancel_all()
             self.uploader.close()
             self.follower.close()
@@ -360,24 +368,26 @@ class Worker:
         lag = max(0, (status.version if status else 0) - live.version)
         doing = self.phase if status is None or status.phase == "training" else status.phase
         stored = self.uploader.stored - self._first
-        self._say(f"version {live.version}, lag {lag}, {stored} groups stored, {doing}")
+        failed = f", {self._failures.count} episodes failed" if self._failures.count else ""
+        self._say(f"version {live.version}, lag {lag}, {stored} groups stored{failed}, {doing}")
 
     async def _advance(self) -> None:
         """One engine step, or a short sleep if there is nothing to do."""
         events, engine = self.process.events, self.served.engine
         began = events.now()
         if engine.active:
-            engine.step()
-            await asyncio.sleep(0)
+            await engine.advance()
             events.span("sample", began)
         else:
-            await asyncio.sleep(self.process.bucket.poll_s / 4)
+            # Environments that work elsewhere will want the engine any moment.
+            await asyncio.sleep(IDLE_S if self._groups else self.process.bucket.poll_s / 4)
             events.span("wait", began)
 
     def _start_groups(self, status: TrainerStatus) -> None:
-        engine, rollout = self.served.engine, self.config.rollout
+        rollout = self.config.rollout
         granted = status.credits.get(self.process.name, 0)
-        free = engine.slots - engine.active
+        concurrent = rollout.concurrent or self.served.engine.slots
+        free = concurrent - len(self._groups) * rollout.group_size
         while (
             self._started < granted
             and self.served.live.version >= status.version
@@ -396,9 +406,8 @@ class Worker:
             self._failure = self._failure or error
 
     async def _sample_group(self, number: int) -> None:
-        rollout = self.config.rollout
+        rollout, limits = self.config.rollout, Limits.of(self.config.rollout)
         task = self.served.tasks.draw(f"{self.process.name}-{self.process.nonce}", number)
-        limits = Limits(rollout.max_tokens, rollout.max_turns, rollout.context)
         episodes = await asyncio.gather(
             *(
                 run_episode(
@@ -411,15 +420,10 @@ class Worker:
                 for _ in range(rollout.group_size)
             )
         )
+        self._failures.see(task, episodes)
+        process = self.process
         self.uploader.submit(
-            Group(
-                self.process.name,
-                self.process.nonce,
-                task.identity,
-                rollout.temperature,
-                np.array(episodes[0].prompt, np.int32),
-                [episode.trajectory for episode in episodes],
-            )
+            group_of(process.name, process.nonce, task, rollout.temperature, episodes)
         )
 
     def _finish(self, status: TrainerStatus) -> bool:

@@ -1,6 +1,28 @@
 """Environments: where tasks come from and what an answer is worth."""
 
-from deltawire.rl.envs.base import Environment, Task, TaskSource, Turn
+from deltawire.rl.envs.base import (
+    Action,
+    Environment,
+    Message,
+    Task,
+    TaskSource,
+    Tool,
+    ToolCall,
+    Turn,
+)
 from deltawire.rl.envs.reasoning import ReasoningTasks
+from deltawire.rl.envs.registry import open_tasks, register
 
-__all__ = ["Environment", "ReasoningTasks", "Task", "TaskSource", "Turn"]
+__all__ = [
+    "Action",
+    "Environment",
+    "Message",
+    "ReasoningTasks",
+    "Task",
+    "TaskSource",
+    "Tool",
+    "ToolCall",
+    "Turn",
+    "open_tasks",
+    "register",
+]

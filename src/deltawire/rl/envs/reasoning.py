@@ -19,7 +19,7 @@ from reasoning_gym.factory import DATASETS
 
 from deltawire.config import TaskConfig
 from deltawire.errors import InputError
-from deltawire.rl.envs.base import Task, Turn
+from deltawire.rl.envs.base import Action, Environment, Task, Turn
 
 BLOCK = 500
 """Problems asked of one dataset object before the next seed's takes over; some datasets do work
@@ -57,25 +57,28 @@ def _seed(*parts: object) -> int:
 
 
 @dataclass
-class _Episode:
-    """One problem, one answer; the reward is the dataset's own score of it, in 0 … 1."""
+class _Episode(Environment):
+    """One problem and one answer, or several; the reward is the dataset's own score of the last,
+    in 0 … 1."""
 
     dataset: Any
     entry: dict[str, Any]
     prompt: str
+    attempts: int = 1
+    retry: str = ""
 
     async def reset(self) -> Turn:
         return Turn(self.prompt)
 
-    async def step(self, action: str) -> Turn:
+    async def step(self, action: Action) -> Turn:
+        self.attempts -= 1
         try:
-            score = float(self.dataset.score_answer(action.strip(), self.entry))
+            score = float(self.dataset.score_answer(action.text.strip(), self.entry))
         except Exception:  # some datasets parse what the model wrote without a net
             score = 0.0
-        return Turn("", reward=score, done=True)
-
-    def solved(self, total_reward: float) -> bool:
-        return total_reward >= 1.0
+        if score < 1.0 and self.attempts > 0:
+            return Turn(self.retry)
+        return Turn(reward=score, done=True)
 
 
 class ReasoningTasks:
@@ -130,7 +133,13 @@ class ReasoningTasks:
     def open(self, task: Task) -> _Episode:
         """A fresh episode of ``task``."""
         prompt = self._config.prompt.replace("{question}", task.data["question"])
-        return _Episode(self._dataset(_seed(_HELDOUT_SEED, 0)), task.data, prompt)
+        return _Episode(
+            self._dataset(_seed(_HELDOUT_SEED, 0)),
+            task.data,
+            prompt,
+            self._config.attempts,
+            self._config.retry,
+        )
 
     def answer(self, task: Task) -> str:
         """The dataset's own answer, for supervised steps; raises `InputError` if it has none."""
@@ -144,6 +153,10 @@ class ReasoningTasks:
     def prompt(self, task: Task) -> str:
         """The text before the answer."""
         return self._config.prompt.replace("{question}", task.data["question"])
+
+    def question(self, task: Task) -> str:
+        """What makes two problems the same."""
+        return str(task.data["question"])
 
     def _dataset(self, seed: int) -> Any:
         if seed not in self._datasets:
@@ -168,7 +181,7 @@ class ReasoningTasks:
         dataset = self._dataset(seed)
         with _own_randomness(_seed(seed, position)):
             entry = dataset[position % len(dataset)]
-        return Task(f"{self._config.dataset}/{seed}/{position}", entry)
+        return Task(f"{self._config.dataset}/{seed}/{position}", entry, self._config.dataset)
 
     def _hold_out(self) -> list[Task]:
         found: dict[str, Task] = {}
