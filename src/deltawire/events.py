@@ -50,8 +50,10 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     """One optimizer step: it consumed groups and made ``version``.
 
     ``staleness`` is one integer a consumed group: the version trained from, minus the oldest
-    version that generated one of its tokens. ``k3`` is the mean k3 estimate of the divergence
-    between sampler and trainer, before the step, in nats a token.
+    version that generated one of its tokens. ``queued``, group by group, is the part of it that
+    passed after the group's newest token was drawn; the rest passed while it was in flight.
+    ``k3`` is the mean k3 estimate of the divergence between sampler and trainer, before the step,
+    in nats a token.
     """
 
     at: float
@@ -68,6 +70,7 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     tokens: int
     seconds: float
     workers: dict[str, int] = {}
+    queued: list[int] = []
 
 
 class Published(_Event, tag="published", frozen=True, kw_only=True):

@@ -72,6 +72,7 @@ FLAGS = {
     "fsck": {"--quick", "--public-key", "--json"},
     "log": {"--last", "--public-key", "--json"},
     "bench": set(),
+    "status": {"--watch", "--every", "--json", "--window"},
 }
 
 

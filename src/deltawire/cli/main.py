@@ -31,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_transfers(commands)
     _add_serve(commands)
     _add_tools(commands)
+    _add_watching(commands)
     return parser
 
 
@@ -203,6 +204,21 @@ def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sync.add_argument("--bucket", default="", help="a folder or URL to use (default: temporary)")
     sync.add_argument("--threads", type=int, help="to code with (default: all cores)")
     sync.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    status = commands.add_parser("status", help="how a run stands, from its bucket alone")
+    status.set_defaults(module="deltawire.cli.status", function="status")
+    status.add_argument("--watch", action="store_true", help="again and again, until it is over")
+    status.add_argument(
+        "--every", type=float, default=2.0, metavar="S", help="between two looks with --watch"
+    )
+    status.add_argument("--json", action="store_true", help="print one JSON object a look")
+    for command in (status,):
+        command.add_argument("run", metavar="RUN_URL", help=_BUCKET)
+        command.add_argument(
+            "--window", type=float, default=300.0, metavar="S", help="figures are over so long"
+        )
 
 
 def _add_codec_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

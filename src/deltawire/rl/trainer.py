@@ -203,6 +203,7 @@ class Trainer:
                 tokens=result.tokens,
                 seconds=trained - started,
                 workers=shares,
+                queued=[self.version - 1 - group.newest_version for group in groups],
             )
         )
         if self.version % self.config.train.checkpoint_every == 0:

@@ -1,0 +1,434 @@
+"""How a run stands, from its bucket alone: what ``deltawire status`` and the exporter show.
+
+Everything is optional but ``run.json``: what is missing or damaged is named among the problems
+and the rest is shown. Figures over time are of the last minutes; a run of days has written more
+events than anybody wants to read to see how it stands. Ages compare this machine's clock with the
+processes' own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean, median
+from typing import Literal, TypeVar
+
+import msgspec
+
+from deltawire.config import FaultsConfig, RunConfig, parse_config
+from deltawire.dashboard.state import ProcessState, RunState
+from deltawire.errors import CorruptError, InputError
+from deltawire.events import Event, Life, Role, decode_lines
+from deltawire.rl.desk import read_trainer
+from deltawire.store import Bucket
+from deltawire.store.bucket import Entry
+from deltawire.sync import newest_version, read_run
+from deltawire.wire import keys
+from deltawire.wire.objects import decode_json
+from deltawire.wire.run import Run
+from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat, Pulse, TrainerStatus
+
+WINDOW_S = 300.0
+MAX_EVENT_BYTES = 256 << 20
+"""Of events, the newest first; what is beyond is not read."""
+TAIL = 3
+"""Segments of each series that are read however old they are: its last words."""
+READERS = 16
+MAX_PROCESSES = 4096
+
+State = Literal["alive", "silent", "stuck", "ended", "unknown"]
+_ROLES: tuple[Role, ...] = ("trainer", "worker", "evaluator", "warm-start")
+_T = TypeVar("_T", Heartbeat, Pulse)
+
+
+class ProcessLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One process. ``state`` is ``silent`` if its last sign of life is older than
+    ``faults.silence_s``, ``stuck`` if it says itself that its work does not go on."""
+
+    name: str
+    role: Role | None
+    state: State
+    doing: str
+    version: int | None
+    lag: int | None
+    idle: float | None
+    groups: int | None
+    restarts: int
+    supervised: bool
+    age_s: float | None
+    host: str
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean and largest of the recent steps' groups, in versions; null if no step told."""
+
+    mean: float | None
+    max: int | None
+
+
+class StalenessSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """Where staleness came from: ``in_flight`` passed between a group's oldest and its newest
+    token, ``queued`` between its newest token and the step that took it."""
+
+    bound: int | None
+    total: Spread
+    in_flight: Spread
+    queued: Spread
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it; a figure that nothing was measured for is null.
+
+    Rates and shares are over ``window_s`` seconds, the time that the events read cover. ``tokens``
+    are those that the models drew. ``failures`` counts, by cause, episodes that failed, groups
+    that were dropped, and processes that died.
+    """
+
+    format: Literal[1] = 1
+    name: str
+    bucket: str
+    at: float
+    phase: str
+    version: int | None
+    target: int | None
+    window_s: float | None
+    steps_per_minute: float | None
+    reward: float | None
+    heldout: float | None
+    heldout_version: int | None
+    staleness: StalenessSplit
+    trainer_idle: float | None
+    workers_idle: float | None
+    tokens_generated_per_s: float | None
+    tokens_trained_per_s: float | None
+    bytes_full: int | None
+    bytes_per_version: float | None
+    changed_share: float | None
+    swap_ms: float | None
+    blocked_ms: float | None
+    k3: float | None
+    k3_max: float | None
+    ratio_max: float | None
+    groups_in_flight: int | None
+    groups_stored: int
+    failures: dict[str, int]
+    probes: dict[str, float]
+    processes: list[ProcessLine]
+    problems: list[str]
+
+
+class Watch:
+    """Reads a run's state again and again; of its events, only what it has not read."""
+
+    def __init__(
+        self, bucket: Bucket, *, window_s: float = WINDOW_S, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._bucket = bucket
+        self._window_s = window_s
+        self._clock = clock
+        self._read: dict[str, list[Event]] = {}
+
+    def look(self) -> RunStatus:
+        """How the run stands now.
+
+        Raises `InputError` if there is no run, `CorruptError` if its ``run.json`` is damaged,
+        `RetryError` if the store does not answer.
+        """
+        bucket = self._bucket
+        run = read_run(bucket)
+        if run is None:
+            raise InputError("there is no run here", hint="is the path right?", run=bucket.url)
+        problems: list[str] = []
+        config = _config(bucket, run, problems)
+        trainer = _attempt(lambda: read_trainer(bucket), problems)
+        beats = _read_all(bucket, keys.FLEET, keys.worker_of, Heartbeat, problems)
+        pulses = _read_all(bucket, keys.PULSES, keys.process_of, Pulse, problems)
+        state = RunState()
+        state.fold(self._events(problems))
+        newest = newest_version(bucket)
+        faults = config.faults if config else FaultsConfig()
+        lines = [
+            _line(name, state, beats.get(name), pulses.get(name), newest, faults, self._clock())
+            for name in sorted(_names(state) | beats.keys() | pulses.keys())
+        ]
+        return self._status(run, config, trainer, beats, state, newest, lines, problems)
+
+    def _events(self, problems: list[str]) -> list[Event]:
+        wanted = _recent(self._bucket.entries(keys.EVENTS), self._window_s)
+        fresh = [entry for entry in wanted if entry.key not in self._read]
+
+        def read(entry: Entry) -> list[Event]:
+            data = self._bucket.get(entry.key, limit=MAX_EVENT_BYTES)
+            return decode_lines(data or b"")
+
+        with ThreadPoolExecutor(READERS) as pool:
+            found = dict(zip((e.key for e in fresh), pool.map(read, fresh), strict=True))
+        empty = sum(not events for events in found.values())
+        if empty:
+            problems.append(f"{empty} segments of events hold none that can be read")
+        self._read = {
+            entry.key: found[entry.key] if entry.key in found else self._read[entry.key]
+            for entry in wanted
+        }
+        return [event for events in self._read.values() for event in events]
+
+    def _status(
+        self,
+        run: Run,
+        config: RunConfig | None,
+        trainer: TrainerStatus | None,
+        beats: dict[str, Heartbeat],
+        state: RunState,
+        newest: int | None,
+        lines: list[ProcessLine],
+        problems: list[str],
+    ) -> RunStatus:
+        steps = state.steps_in_order
+        deltas = state.deltas
+        workers = state.with_role("worker")
+        swaps = [swap.swap_ms for process in workers for swap in process.swaps.values()]
+        curve = state.accuracy_curve
+        sizes = [event.bytes_delta for event in deltas]
+        shares = [event.changed / event.elements for event in deltas if event.elements > 0]
+        k3s = [step.k3 for step in steps]
+        window = state.window
+        return RunStatus(
+            name=run.name,
+            bucket=self._bucket.url,
+            at=self._clock(),
+            phase=_phase(trainer, newest, lines),
+            version=newest,
+            target=config.train.versions if config else None,
+            window_s=window[1] - window[0] if window else None,
+            steps_per_minute=state.steps_per_minute,
+            reward=steps[-1].reward_mean if steps else None,
+            heldout=curve[-1][1] if curve else None,
+            heldout_version=curve[-1][0] if curve else None,
+            staleness=_staleness(state, config),
+            trainer_idle=state.idle(state.with_role("trainer")),
+            workers_idle=state.idle(workers),
+            tokens_generated_per_s=_generated_rate(workers),
+            tokens_trained_per_s=_trained_rate(state),
+            bytes_full=state.bytes_full,
+            bytes_per_version=fmean(sizes) if sizes else None,
+            changed_share=fmean(shares) if shares else None,
+            swap_ms=median(swaps) if swaps else None,
+            blocked_ms=median([e.blocked_ms for e in deltas]) if deltas else None,
+            k3=median(k3s) if k3s else None,
+            k3_max=max(k3s, default=None),
+            ratio_max=max((step.ratio_max for step in steps), default=None),
+            groups_in_flight=_in_flight(trainer, beats),
+            groups_stored=sum(beat.stored for beat in beats.values()),
+            failures=failures_by_cause(state),
+            probes={},
+            processes=lines,
+            problems=problems,
+        )
+
+
+def _config(bucket: Bucket, run: Run, problems: list[str]) -> RunConfig | None:
+    """The configuration of a run of the loop; None of one that was published from elsewhere."""
+    if not run.config:
+        return None
+    try:
+        return parse_config(run.config, source=f"{bucket.url}/{keys.RUN}")
+    except InputError as error:
+        problems.append(error.message)
+        return None
+
+
+_V = TypeVar("_V")
+
+
+def _attempt(action: Callable[[], _V | None], problems: list[str]) -> _V | None:
+    try:
+        return action()
+    except CorruptError as error:
+        problems.append(str(error))
+        return None
+
+
+def _read_all(
+    bucket: Bucket,
+    prefix: str,
+    name_of: Callable[[str], str | None],
+    kind: type[_T],
+    problems: list[str],
+) -> dict[str, _T]:
+    """Every such object that can be read, by the name in its key."""
+    named = [(key, name) for key in bucket.list(prefix) if (name := name_of(key))]
+    if len(named) > MAX_PROCESSES:
+        problems.append(f"{len(named)} objects under {prefix}; {MAX_PROCESSES} are shown")
+
+    def read(place: tuple[str, str]) -> _T | None:
+        key, _ = place
+        data = bucket.get(key, limit=MAX_STATUS_BYTES)
+        return None if data is None else decode_json(data, kind, run=bucket.url, key=key)
+
+    found: dict[str, _T] = {}
+    with ThreadPoolExecutor(READERS) as pool:
+        answers = [(name, pool.submit(read, (key, name))) for key, name in named[:MAX_PROCESSES]]
+        for name, answer in answers:
+            value = _attempt(answer.result, problems)
+            if value is not None:
+                found[name] = value
+    return found
+
+
+def _recent(entries: Sequence[Entry], window_s: float) -> list[Entry]:
+    """The segments worth reading: those of the window that ends with the newest one, by the
+    store's own clock, the last few of each series, and a supervisor's, of which there are few."""
+    series: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if (name := keys.series_of(entry.key)) is not None:
+            series.setdefault(name, []).append(entry)
+    if not series:
+        return []
+    latest = max(entry.modified.timestamp() for found in series.values() for entry in found)
+    wanted = []
+    for name, found in series.items():
+        keep = len(found) if name.startswith("supervisor-") else TAIL
+        tail = {entry.key for entry in found[-keep:]}
+        wanted += [
+            entry
+            for entry in found
+            if entry.key in tail or entry.modified.timestamp() >= latest - window_s
+        ]
+    wanted.sort(key=lambda entry: entry.modified, reverse=True)
+    chosen, total = [], 0
+    for entry in wanted:
+        total += entry.bytes
+        if total > MAX_EVENT_BYTES:
+            break
+        chosen.append(entry)
+    return chosen
+
+
+def _names(state: RunState) -> set[str]:
+    return {name for name, one in state.processes.items() if one.role not in ("supervisor", None)}
+
+
+def _line(
+    name: str,
+    state: RunState,
+    beat: Heartbeat | None,
+    pulse: Pulse | None,
+    newest: int | None,
+    faults: FaultsConfig,
+    now: float,
+) -> ProcessLine:
+    process = state.processes.get(name, ProcessState(name))
+    role: Role | None = process.role or ("worker" if beat is not None else None)
+    if role is None and pulse is not None:
+        role = next((known for known in _ROLES if known == pulse.role), None)
+    signs = [sign.at for sign in (beat, pulse) if sign is not None]
+    age_s = max(0.0, now - max(signs)) if signs else None
+    ended = process.gone if pulse is None else pulse.ended
+    ended = ended or (beat is not None and beat.phase in ("stopped", "finished"))
+    how: State = "alive"
+    if ended:
+        how = "ended"
+    elif age_s is None:
+        how = "unknown"
+    elif age_s > faults.silence_s:
+        how = "silent"
+    elif (pulse is not None and pulse.stuck) or (beat is not None and beat.stuck):
+        how = "stuck"
+    version = beat.version if beat else newest if role == "trainer" else process.version
+    lag = None
+    if role != "trainer" and how != "ended" and version is not None and newest is not None:
+        lag = max(0, newest - version)
+    return ProcessLine(
+        name=name,
+        role=role,
+        state=how,
+        doing=process.doing or (pulse.doing if pulse else ""),
+        version=version,
+        lag=lag,
+        idle=state.idle([process]),
+        groups=beat.stored if beat else None,
+        restarts=process.restarts,
+        supervised=pulse.supervised if pulse else beat.supervised if beat else process.supervised,
+        age_s=age_s,
+        host=pulse.host if pulse else beat.host if beat else "",
+    )
+
+
+def _phase(trainer: TrainerStatus | None, newest: int | None, lines: list[ProcessLine]) -> str:
+    """In a word; a trainer that says that it trains and shows no life is told apart."""
+    if trainer is None:
+        warming = any(line.role == "warm-start" and line.state == "alive" for line in lines)
+        return "warm start" if warming else "starting" if newest is None else "published"
+    state = next((line.state for line in lines if line.role == "trainer"), "unknown")
+    if trainer.phase in ("starting", "training") and state in ("silent", "stuck"):
+        return f"trainer {state}"
+    return trainer.phase
+
+
+def _spread(values: Sequence[int]) -> Spread:
+    return Spread(mean=fmean(values) if values else None, max=max(values, default=None))
+
+
+def _staleness(state: RunState, config: RunConfig | None) -> StalenessSplit:
+    total, in_flight, queued = [], [], []
+    for step in state.steps.values():
+        total += step.staleness
+        if len(step.queued) == len(step.staleness):
+            queued += step.queued
+            in_flight += [a - b for a, b in zip(step.staleness, step.queued, strict=True)]
+    return StalenessSplit(
+        bound=config.train.max_staleness if config else None,
+        total=_spread(total),
+        in_flight=_spread(in_flight),
+        queued=_spread(queued),
+    )
+
+
+def _generated_rate(workers: Iterable[ProcessState]) -> float | None:
+    """Tokens of stored groups over the time between the first and the last of them."""
+    groups = sorted(
+        ((group.at, group.tokens) for one in workers for group in one.generated.values()),
+    )
+    if len(groups) < 2 or groups[-1][0] <= groups[0][0]:
+        return None
+    return sum(tokens for _, tokens in groups[1:]) / (groups[-1][0] - groups[0][0])
+
+
+def _trained_rate(state: RunState) -> float | None:
+    if (window := state.window) is None:
+        return None
+    return sum(step.tokens for step in state.steps_in_order[1:]) / (window[1] - window[0])
+
+
+def _in_flight(trainer: TrainerStatus | None, beats: dict[str, Heartbeat]) -> int | None:
+    """Groups that living workers were granted and have not stored."""
+    if trainer is None:
+        return None
+    live = [beat for beat in beats.values() if beat.phase not in ("stopped", "finished")]
+    return sum(max(0, trainer.credits.get(beat.worker, 0) - beat.stored) for beat in live)
+
+
+def failures_by_cause(state: RunState) -> dict[str, int]:
+    """What went wrong, as far as the events read tell: episodes, groups, processes."""
+    counts: Counter[str] = Counter()
+    for process in state.processes.values():
+        for life in process.lives:
+            if life.what == "died":
+                counts[f"{process.role or 'process'} {_death(life)}"] += 1
+        for group in process.generated.values():
+            if group.failed:
+                counts[f"episode: {group.cause}"] += group.failed
+    dropped = sum(step.dropped for step in state.steps.values())
+    if dropped:
+        counts["groups dropped"] = dropped
+    return dict(counts.most_common())
+
+
+def _death(life: Life) -> str:
+    """Why a process died, without what differs from one time to the next."""
+    for word in ("no sign of life", "no progress"):
+        if word in life.detail:
+            return f"killed: {word}"
+    return f"died: {life.detail}"

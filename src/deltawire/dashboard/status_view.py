@@ -1,0 +1,158 @@
+"""How `RunStatus` looks in a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from deltawire.dashboard.status import ProcessLine, RunStatus, Spread
+from deltawire.dashboard.wording import (
+    MISSING,
+    byte_size,
+    duration,
+    figure,
+    legible,
+    milliseconds,
+    percent,
+    smaller,
+)
+
+MAX_ROWS = 40
+_STYLES = {"alive": "green", "silent": "red", "stuck": "red", "ended": "dim", "unknown": "dim"}
+
+
+def view(status: RunStatus) -> RenderableType:
+    """The whole of it: figures, processes, failures, problems."""
+    title = Text.assemble(("deltawire ", "bold cyan"), (legible(status.name), "bold"))
+    parts: list[RenderableType] = [
+        Panel(
+            _figures(status),
+            title=title,
+            title_align="left",
+            subtitle=Text(legible(status.bucket, 60), "dim"),
+            subtitle_align="right",
+            border_style="bright_black",
+            padding=(0, 1),
+        ),
+        _processes(status),
+    ]
+    if status.failures:
+        parts += [Text(), _counts("failures", status.failures)]
+    if status.probes:
+        probes = {name: percent(value) for name, value in status.probes.items()}
+        parts += [Text(), _counts("probes", probes)]
+    parts += [Text(f"problem: {legible(text, 300)}", "yellow") for text in status.problems]
+    return Group(*parts)
+
+
+def _figures(status: RunStatus) -> Table:
+    grid = Table.grid(expand=True, padding=(0, 2))
+    for width in (None, 2, None, 2):
+        style = "dim" if width is None else ""
+        grid.add_column(style=style, no_wrap=True, ratio=width)
+    of = f" of {status.target}" if status.target is not None else ""
+    version = MISSING if status.version is None else f"{status.version}{of}"
+    pace = f"{figure(status.steps_per_minute)} a minute" if status.steps_per_minute else MISSING
+    stale = status.staleness
+    bound = f" of {stale.bound}" if stale.bound is not None else ""
+    heldout = percent(status.heldout)
+    if status.heldout_version is not None:
+        heldout += f" at {status.heldout_version}"
+    bad = status.phase.startswith("trainer ")
+    in_flight = MISSING if status.groups_in_flight is None else status.groups_in_flight
+    drawn, trained = _rate(status.tokens_generated_per_s), _rate(status.tokens_trained_per_s)
+    ratio = smaller(status.bytes_full, status.bytes_per_version)
+    rows: list[tuple[RenderableType, ...]] = [
+        ("phase", Text(legible(status.phase), "bold red" if bad else "bold"), "steps", pace),
+        ("version", Text(version, "bold"), "reward", figure(status.reward)),
+        ("staleness", _spread(stale.total, bound), "held-out", heldout),
+        ("  in flight", _spread(stale.in_flight), "k3", _k3(status)),
+        ("  queued", _spread(stale.queued), "largest ratio", figure(status.ratio_max)),
+        (
+            "idle",
+            f"trainer {percent(status.trainer_idle, 0)}, workers {percent(status.workers_idle, 0)}",
+            "tokens",
+            f"{drawn} drawn, {trained} trained",
+        ),
+        (
+            "a version",
+            f"{byte_size(status.bytes_per_version)}, {ratio}",
+            "standing still",
+            f"{milliseconds(status.blocked_ms)} a publish, {milliseconds(status.swap_ms)} a swap",
+        ),
+        (
+            "groups",
+            f"{status.groups_stored} stored, {in_flight} in flight",
+            "over the last",
+            MISSING if status.window_s is None else duration(status.window_s),
+        ),
+    ]
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def _spread(spread: Spread, bound: str = "") -> str:
+    if spread.mean is None:
+        return MISSING
+    return f"mean {spread.mean:.2f}, max {spread.max}{bound}"
+
+
+def _k3(status: RunStatus) -> str:
+    if status.k3 is None:
+        return MISSING
+    return f"{figure(status.k3)} median, {figure(status.k3_max)} max"
+
+
+def _rate(value: float | None) -> str:
+    return MISSING if value is None else f"{figure(value)}/s"
+
+
+def _processes(status: RunStatus) -> Table:
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=True)
+    table.add_column("process", no_wrap=True, ratio=4)
+    table.add_column("role", no_wrap=True)
+    table.add_column("state", no_wrap=True, ratio=4)
+    for heading in ("version", "lag", "groups", "idle", "restarts"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for line in status.processes[:MAX_ROWS]:
+        table.add_row(*_row(line))
+    if len(status.processes) > MAX_ROWS:
+        table.add_row(Text(f"and {len(status.processes) - MAX_ROWS} more", "dim"))
+    return table
+
+
+def _row(line: ProcessLine) -> list[Text]:
+    words = line.state if line.state != "alive" else legible(line.doing) or "alive"
+    cell = Text.assemble(("● ", _STYLES[line.state]), words)
+    if line.state in ("silent", "stuck"):
+        cell.stylize("red")
+        cell.append(f" for {duration(line.age_s or 0.0)}" if line.state == "silent" else "")
+    role = Text(line.role or MISSING)
+    if not line.supervised:
+        role.append(", by hand", "dim")
+    return [
+        Text(legible(line.name, 24), "dim" if line.state == "ended" else "bold"),
+        role,
+        cell,
+        _number(line.version),
+        _number(line.lag),
+        _number(line.groups),
+        Text(percent(line.idle, 0)),
+        _number(line.restarts or None),
+    ]
+
+
+def _number(value: int | None) -> Text:
+    return Text(MISSING if value is None else str(value), "dim" if value is None else "")
+
+
+def _counts(title: str, counts: dict[str, int] | dict[str, str]) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
+    table.add_column(title, no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    for cause, count in list(counts.items())[:MAX_ROWS]:
+        table.add_row(legible(cause, 90), str(count))
+    return table
