@@ -5,11 +5,11 @@ import random
 import pytest
 
 from deltawire.errors import CorruptError
-from deltawire.rl import pool as pool_module
+from deltawire.rl import groups as groups_module
 from deltawire.rl.pool import Pool
 from deltawire.store import open_bucket
 from deltawire.wire import keys
-from deltawire.wire.ledger import Ledger
+from deltawire.wire.ledger import Annex, Ledger
 from deltawire.wire.rollouts import encode_group
 
 
@@ -126,7 +126,7 @@ def test_a_group_under_another_workers_name_is_damaged(bucket, store):
 
 def test_a_huge_object_is_never_read(bucket, store, monkeypatch):
     store("a", 0, 0)
-    monkeypatch.setattr(pool_module, "MAX_GROUP_BYTES", 10)
+    monkeypatch.setattr(groups_module, "MAX_GROUP_BYTES", 10)
     pool = Pool(bucket, Ledger(), limit=10)
     pool.poll(["a"])
     assert pool.damaged == [keys.rollout("a", 0)]
@@ -203,13 +203,13 @@ def test_named_groups_are_fetched_in_their_order(bucket, store):
     store("a", 0, 1)
     store("b", 0, 2)
     pool = Pool(bucket, Ledger(), limit=4)
-    found = pool.fetch([("b", 0), ("a", 0)])
+    found = pool.fetch(Annex(consumed=[("b", 0), ("a", 0)]))
     assert [(p.group.worker, p.sequence, p.group.oldest_version) for p in found] == [
         ("b", 0, 2),
         ("a", 0, 1),
     ]
     with pytest.raises(CorruptError, match="missing") as caught:
-        pool.fetch([("a", 1)])
+        pool.fetch(Annex(consumed=[("a", 1)]))
     assert keys.rollout("a", 1) in str(caught.value)
 
 

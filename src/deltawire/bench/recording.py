@@ -33,7 +33,7 @@ from deltawire.errors import InputError
 from deltawire.rl.envs import ReasoningTasks, Task
 from deltawire.rl.episode import Limits, group_of, run_episode
 from deltawire.rl.process import Process
-from deltawire.rl.trainer import published_bits_of
+from deltawire.rl.redo import published_bits_of
 from deltawire.rl.warming import run_warm_start
 from deltawire.store import open_bucket
 from deltawire.train.build import is_built

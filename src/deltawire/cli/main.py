@@ -214,6 +214,18 @@ def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--every", type=float, default=2.0, metavar="S", help="between two looks with --watch"
     )
     status.add_argument("--json", action="store_true", help="print one JSON object a look")
+    replay = commands.add_parser("replay", help="do a run's training over and compare the bits")
+    replay.set_defaults(module="deltawire.cli.replay", function="command")
+    replay.add_argument("run", metavar="RUN_URL", help=_BUCKET)
+    replay.add_argument(
+        "--from", type=int, default=1, dest="first", metavar="N", help="(default: the first)"
+    )
+    replay.add_argument("--to", type=int, metavar="N", help="(default: the newest)")
+    replay.add_argument(
+        "--dump", type=int, metavar="N", help="keep all about this version's step in --out"
+    )
+    replay.add_argument("--out", default="", metavar="DIR", help="the folder for it, to be made")
+    replay.add_argument("--json", action="store_true", help="print one JSON object")
     for command in (status,):
         command.add_argument("run", metavar="RUN_URL", help=_BUCKET)
         command.add_argument(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import msgspec
-
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_manifest, read_run
@@ -73,9 +71,4 @@ def annexes(bucket: Bucket) -> Iterator[tuple[int, Annex]]:
         manifest = read_manifest(bucket, run, version)
         if manifest is None:
             raise CorruptError("a manifest is missing", run=bucket.url, version=version)
-        try:
-            yield version, msgspec.convert(manifest.annex, Annex)
-        except msgspec.ValidationError as error:
-            raise CorruptError(
-                f"annex: {error}", run=bucket.url, version=version, key=keys.manifest(version)
-            ) from error
+        yield version, Annex.of(manifest.annex, run=bucket.url, version=version)

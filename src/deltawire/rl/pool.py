@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deltawire.errors import CorruptError
+from deltawire.rl.groups import read_group
 from deltawire.store import Bucket
 from deltawire.wire import keys
-from deltawire.wire.ledger import Ledger
-from deltawire.wire.rollouts import MAX_GROUP_BYTES, Group, decode_group
+from deltawire.wire.ledger import Annex, Ledger
+from deltawire.wire.rollouts import Group
 
 
 @dataclass
 class Pooled:
-    """A group that waits to be trained on."""
+    """A group that waits to be trained on; ``hash`` is of its bytes."""
 
     sequence: int
     group: Group
+    hash: str = ""
 
 
 @dataclass
@@ -76,19 +78,14 @@ class Pool:
     def _fetch(self, worker: str, sequence: int) -> bool:
         key = keys.rollout(worker, sequence)
         try:
-            data = self._bucket.get(key, limit=MAX_GROUP_BYTES)
-            if data is None:
+            found = read_group(self._bucket, worker, sequence, vocabulary=self._vocabulary)
+            if found is None:
                 return False
-            group = decode_group(data, run=self._bucket.url, key=key)
-            if group.worker != worker:
-                raise CorruptError("a group of another worker", run=self._bucket.url, key=key)
-            if self._vocabulary is not None and group.largest_token >= self._vocabulary:
-                raise CorruptError("a token no model has", run=self._bucket.url, key=key)
         except CorruptError:
             self.damaged.append(key)
             self._dropped.append((worker, sequence))
             return True
-        self._waiting.append(Pooled(sequence, group))
+        self._waiting.append(Pooled(sequence, *found))
         return True
 
     def take(self, count: int, *, version: int, max_staleness: int) -> Batch | None:
@@ -114,13 +111,15 @@ class Pool:
         dropped, self._dropped = self._dropped, []
         return Batch(taken, staleness, dropped)
 
-    def fetch(self, consumed: list[tuple[str, int]]) -> list[Pooled]:
-        """Named groups again, in order, for a step that is done over; raises `CorruptError`."""
+    def fetch(self, annex: Annex) -> list[Pooled]:
+        """An annex's consumed groups again, in order, for a step that is done over; raises
+        `CorruptError`."""
         again = []
-        for worker, sequence in consumed:
-            key = keys.rollout(worker, sequence)
-            data = self._bucket.get(key, limit=MAX_GROUP_BYTES)
-            if data is None:
+        for place, (worker, sequence) in enumerate(annex.consumed):
+            expected = annex.hashes[place] if annex.hashes else ""
+            found = read_group(self._bucket, worker, sequence, expected=expected)
+            if found is None:
+                key = keys.rollout(worker, sequence)
                 raise CorruptError("a consumed group is missing", run=self._bucket.url, key=key)
-            again.append(Pooled(sequence, decode_group(data, run=self._bucket.url, key=key)))
+            again.append(Pooled(sequence, *found))
         return again

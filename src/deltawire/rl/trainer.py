@@ -21,12 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
-from deltawire import codec
-from deltawire.config import ParityLimits, RunConfig
-from deltawire.engines.live import LiveWeights
+from deltawire.config import RunConfig
 from deltawire.engines.models import empty_model
 from deltawire.errors import (
     BugError,
@@ -41,9 +38,10 @@ from deltawire.parity import Parity, finite, parity_event
 from deltawire.rl.desk import Desk, Fleet, read_trainer, settle
 from deltawire.rl.pool import Batch, Pool
 from deltawire.rl.process import Process, fetch_model_files, open_run
+from deltawire.rl.redo import digest_of, redo, resume, seed_step
 from deltawire.rl.start import start_run
 from deltawire.sync import FOLD_STRIDES, Mirror, Publisher, Receipt, load_mirror, read_manifest
-from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
+from deltawire.train.checkpoint import save_checkpoint
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import train_step
 from deltawire.wire.ledger import Annex, Ledger
@@ -100,35 +98,19 @@ class Trainer:
 
     def _restore(self, model: Any, head: Mirror) -> MasterWeights:
         """Masters at the head's version: from the newest checkpoint, then step by step again."""
-        found = load_checkpoint(self.bucket, newest=head.version)
-        start = found[0].version if found else 0
-        origin = load_mirror(self.bucket, self.run, at=start)
-        assert origin is not None
-        load_into(model, self.run, origin)
-        masters = MasterWeights(model, self.config.train, dtype=self.run.tensors[0].dtype)
-        if found:
-            masters.restore(found[1])
-            self.ledger = found[0].ledger
-        pool = Pool(self.bucket, self.ledger, limit=self._limit())
-        # What is published is not judged again, by limits that may be others by now.
-        judged = msgspec.structs.replace(self.config.parity, stop=ParityLimits())
-        redo = msgspec.structs.replace(self.config, parity=judged)
-        for version in range(start + 1, head.version + 1):
-            manifest = read_manifest(self.bucket, self.run, version)
-            assert manifest is not None
-            annex = msgspec.convert(manifest.annex, Annex)
-            groups = [pooled.group for pooled in pool.fetch(annex.consumed)]
+        state = resume(self.bucket, self.run, self.config, model, newest=head.version)
+        start, same = state.version, True
+        while state.version < head.version:
             with self.process.heart.taking("redo"):
-                train_step(masters, groups, redo)
-            settle(self.ledger, annex)
+                same = redo(self.bucket, self.run, self.config, state).equal
         if start < head.version:
-            same = codec.digest_model(published_bits_of(masters)) == head.digest
             self.process.tell(
                 "started",
                 f"did steps {start + 1} to {head.version} over, "
                 + ("to the same bits" if same else "to other bits; the next delta carries them"),
             )
-        return masters
+        self.ledger = state.ledger
+        return state.masters
 
     def _on_commit(self, receipt: Receipt) -> None:
         self.desk.committed(receipt.version, receipt.digest)
@@ -173,11 +155,18 @@ class Trainer:
         events = self.process.events
         groups = [pooled.group for pooled in batch.taken]
         with self.process.heart.taking("train"):
+            seed_step(self.config, self.version + 1)
             result = train_step(self.masters, groups, self.config)
         trained = events.span("train", started)
         self._tell_parity(batch, result.parity)
         consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
-        annex = Annex(step=self.version + 1, consumed=consumed, dropped=batch.dropped)
+        annex = Annex(
+            step=self.version + 1,
+            consumed=consumed,
+            dropped=batch.dropped,
+            hashes=[pooled.hash for pooled in batch.taken],
+            threads=torch.get_num_threads(),
+        )
         self.desk.expect(self.version + 1, annex)
         with self.process.heart.taking("publish"):
             self.version = self.publisher.publish(self.masters.published(), annex=annex.plain())
@@ -248,8 +237,7 @@ class Trainer:
         with self.process.heart.taking("finish"):
             self.publisher.close()
             self._checkpoint()
-        held = codec.digest_model(published_bits_of(self.masters))
-        if held != self.publisher.digest:
+        if digest_of(self.masters) != self.publisher.digest:
             raise BugError("the trainer's weights are not what it published", run=self.bucket.url)
         last = self.version >= self.config.train.versions
         self.desk.write("finished" if last else "stopped")
@@ -270,17 +258,6 @@ class Trainer:
         )
 
 
-def published_bits_of(masters: MasterWeights) -> dict[str, Any]:
-    """The published bits by name, read from the model itself."""
-    return {name: codec.bits_of(t, masters.dtype) for name, t in masters.published().items()}
-
-
-def load_into(model: Any, run: Run, mirror: Mirror) -> None:
-    """Set a model's parameters from a mirror."""
-    live = LiveWeights(model, run.tensors, version=mirror.version, digest=mirror.digest)
-    live.load(mirror.tensors)
-
-
 def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None:
     """The trainer process, from its start to the last version or a signal.
 
@@ -295,7 +272,6 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
     config = config if source is None else source[0]
     process.heart.faults = config.faults
     torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
     with fetch_model_files(process.bucket, run) as folder:
         model = empty_model(Path(folder)).train()
     trainer = Trainer(process, run, config, model)

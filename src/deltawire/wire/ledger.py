@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from deltawire.errors import CorruptError
+from deltawire.wire import keys
 from deltawire.wire.manifest import Index
+
+GROUP_HASH_DIGITS = 32
 
 Sequence = Annotated[int, Meta(ge=0, le=10**10 - 1)]
 
@@ -48,11 +53,32 @@ class Ledger(msgspec.Struct):
 class Annex(msgspec.Struct, frozen=True, kw_only=True):
     """What a version's manifest says of the loop: the groups it consumed and dropped, each as
     (worker, sequence), in the order of training. Committed by the manifest itself, so that a
-    group is consumed exactly if the version exists."""
+    group is consumed exactly if the version exists.
+
+    ``hashes`` are the first `GROUP_HASH_DIGITS` hexadecimal digits of the BLAKE3 of each consumed
+    group's bytes, so that whoever does the step over knows that it is the same step; ``threads``
+    is how many the tensor library had, because sums depend on it. Empty and 0 in older manifests.
+    """
 
     step: Index = 0
     consumed: list[tuple[str, Sequence]] = []
     dropped: list[tuple[str, Sequence]] = []
+    hashes: list[Annotated[str, Meta(max_length=64)]] = []
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any], *, run: str, version: int) -> Annex:
+        """A manifest's annex, checked; raises `CorruptError`."""
+        key = keys.manifest(version)
+        try:
+            annex = msgspec.convert(plain, cls)
+        except msgspec.ValidationError as error:
+            raise CorruptError(f"annex: {error}", run=run, version=version, key=key) from error
+        odd = [name for name, _ in (*annex.consumed, *annex.dropped) if not keys.valid_name(name)]
+        if odd or (annex.hashes and len(annex.hashes) != len(annex.consumed)):
+            fault = f"{odd[0][:40]!r} names no worker" if odd else "not one hash a group"
+            raise CorruptError(f"annex: {fault}", run=run, version=version, key=key)
+        return annex
 
     def plain(self) -> dict[str, Any]:
         """As the manifest carries it."""

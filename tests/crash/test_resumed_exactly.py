@@ -1,0 +1,234 @@
+"""A trainer that comes back continues to the very bits of one that was never gone, or says what
+is in the way."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from deltawire.config import BuildConfig, RunConfig, parse_config
+from deltawire.engines.models import empty_model, save_model
+from deltawire.errors import CorruptError, FencedError, InputError, ResyncError
+from deltawire.rl import redo as redoing
+from deltawire.rl.process import Process, fetch_model_files, open_run
+from deltawire.rl.replay import Dump, replay
+from deltawire.rl.start import start_run
+from deltawire.rl.trainer import Trainer
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import newest_version, read_manifest, read_run
+from deltawire.train.build import build_model, byte_tokenizer
+from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
+from deltawire.wire import keys
+from deltawire.wire.objects import encode_json
+from deltawire.wire.rollouts import Group, Trajectory, encode_group
+from deltawire.wire.status import Heartbeat
+
+VERSIONS = 6
+CONFIG = {
+    "name": "exact",
+    "model": {"path": "model"},
+    "train": {
+        "versions": VERSIONS,
+        "groups_per_step": 2,
+        "max_staleness": 100,
+        "checkpoint_every": 2,
+        "learning_rate": 1e-3,
+        "warmup_steps": 1,
+        "micro_batch_groups": 1,
+    },
+}
+
+
+def group(number: int) -> Group:
+    rng = np.random.default_rng(number)
+    trajectories = [
+        Trajectory(
+            rng.integers(0, 256, 6, np.int32),
+            np.full(6, -5.0, np.float32),
+            np.zeros(6, np.int32),
+            np.ones(6, np.uint8),
+            float(place % 2),
+            "stop",
+        )
+        for place in range(4)
+    ]
+    return Group("w0", "n", f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """A bucket with a run at version 0 and enough groups; its model drops attention at random."""
+    folder = tmp_path_factory.mktemp("exact")
+    sizes = BuildConfig(hidden_size=32, layers=1, head_size=16, feed_forward_size=48, context=64)
+    model = build_model(sizes, seed=0)
+    model.config.attention_dropout = 0.3
+    save_model(model, byte_tokenizer(), folder / "model")
+    bucket = open_bucket(str(folder / "bucket"), create=True)
+    config = {**CONFIG, "model": {"path": str(folder / "model")}}
+    start_run(bucket, parse_config(config, source="test"), folder / "model")
+    for number in range(2 * VERSIONS):
+        bucket.put(keys.rollout("w0", number), encode_group(group(number)))
+    beat = Heartbeat(
+        worker="w0",
+        nonce="n",
+        phase="sampling",
+        version=0,
+        digest="",
+        attested=False,
+        lag=0,
+        stored=2 * VERSIONS,
+        supervised=False,
+        host="h",
+        pid=1,
+        started_at=0.0,
+        at=1.0,
+    )
+    bucket.put(keys.heartbeat("w0"), encode_json(beat))
+    return folder / "bucket"
+
+
+@pytest.fixture
+def bucket(begun, tmp_path) -> Bucket:
+    shutil.copytree(begun, tmp_path / "bucket")
+    return open_bucket(str(tmp_path / "bucket"))
+
+
+def trainer_of(bucket: Bucket, **settings: int) -> Trainer:
+    torch.set_num_threads(1)
+    run, config = open_run(bucket)
+    train = msgspec.structs.replace(config.train, **settings)
+    config: RunConfig = msgspec.structs.replace(config, train=train)
+    process = Process(bucket, "trainer", "trainer", supervised=False)
+    with fetch_model_files(bucket, run) as folder:
+        model = empty_model(Path(folder)).train()
+    return Trainer(process, run, config, model)
+
+
+def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False) -> list[str]:
+    """Train up to a version; what dies leaves no checkpoint of its end."""
+    torch.manual_seed(time.monotonic_ns())  # Nothing may hang on what was drawn before.
+    trainer = trainer_of(bucket, versions=to)
+    if die:
+        trainer._finish = trainer.publisher.close  # type: ignore[method-assign]
+    trainer.loop()
+    return digests(bucket)
+
+
+def digests(bucket: Bucket) -> list[str]:
+    run = read_run(bucket)
+    found = [read_manifest(bucket, run, n) for n in range(newest_version(bucket) + 1)]
+    return [manifest.digest for manifest in found]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(begun, tmp_path_factory) -> list[str]:
+    place = tmp_path_factory.mktemp("whole") / "bucket"
+    shutil.copytree(begun, place)
+    found = train(open_bucket(str(place)))
+    assert len(set(found)) == VERSIONS + 1, "each step moves some weights"
+    return found
+
+
+@pytest.mark.parametrize("crashes", [(1,), (3,), (5,), (1, 2, 3, 4, 5)])
+def test_after_a_crash_the_same_bits(bucket, uninterrupted, crashes) -> None:
+    for version in crashes:
+        train(bucket, to=version, die=True)
+    assert train(bucket) == uninterrupted
+    assert replay(bucket).exact
+
+
+def flip(bucket: Bucket, key: str) -> None:
+    data = bytearray(bucket.get(key, limit=1 << 26))
+    data[len(data) // 2] ^= 4
+    bucket.put(key, bytes(data))
+
+
+@pytest.mark.parametrize("part", ["state", "commit"])
+def test_a_damaged_checkpoint_is_passed_over(bucket, uninterrupted, part) -> None:
+    train(bucket, to=5, die=True)
+    flip(bucket, keys.checkpoint(4, part))
+    assert load_checkpoint(bucket, newest=5)[0].version == 2
+    assert train(bucket) == uninterrupted
+
+
+def test_a_checkpoint_of_other_weights_is_passed_over(bucket, uninterrupted) -> None:
+    """Whole in itself, and of a trainer whose version 4 is not the one that was committed."""
+    train(bucket, to=5, die=True)
+    commit, state = load_checkpoint(bucket, newest=4)
+    other = {name: tensor * 2 if "master" in name else tensor for name, tensor in state.items()}
+    save_checkpoint(bucket, other, commit.ledger, version=4, digest=commit.digest)
+    assert train(bucket) == uninterrupted
+
+
+def test_a_group_damaged_at_rest_is_named_and_never_trained_on(bucket) -> None:
+    """A flipped bit in a log-probability leaves a group that can be read."""
+    train(bucket, to=3, die=True)
+    key = keys.rollout("w0", 4)
+    changed = group(4)
+    changed.trajectories[0].logprobs_T[2] = -5.5
+    bucket.put(key, encode_group(changed))
+    with pytest.raises(CorruptError, match=f"not the one that was trained on.*{key}"):
+        trainer_of(bucket)
+    with pytest.raises(CorruptError, match=key):
+        replay(bucket)
+    assert replay(bucket, last=2).exact
+
+
+def test_replay_from_a_checkpoint_redoes_only_what_it_must(bucket, uninterrupted) -> None:
+    train(bucket)
+    seen = []
+    found = replay(bucket, first=5, progress=lambda *told: seen.append(told))
+    assert (found.origin, found.first, found.last, found.exact) == (4, 5, 6, True)
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+
+
+def test_replay_names_the_first_version_that_differs(bucket, monkeypatch) -> None:
+    train(bucket)
+    honest = redoing.seed_step
+    monkeypatch.setattr(
+        redoing, "seed_step", lambda config, version: honest(config, version + (version == 3))
+    )
+    found = replay(bucket)
+    assert (found.exact, found.differs) == (False, 3)
+    assert "the arithmetic differs" in found.reason
+    assert sum(found.tensors.values()) > 0
+
+
+def test_a_dump_holds_all_that_a_step_was_made_of(bucket, tmp_path) -> None:
+    import safetensors.torch
+
+    train(bucket)
+    assert replay(bucket, dump=Dump(6, tmp_path / "step")).exact
+    record = msgspec.json.decode((tmp_path / "step" / "step.json").read_bytes())
+    assert record["equal"]
+    assert [found["sequence"] for found in record["groups"]] == [10, 11]
+    assert len(list((tmp_path / "step").glob("group-*.msgpack"))) == 2
+    state = safetensors.torch.load_file(tmp_path / "step" / "state.safetensors")
+    assert int(state["steps"]) == 5
+    with pytest.raises(InputError, match="is there already"):
+        replay(bucket, dump=Dump(6, tmp_path / "step"))
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 3), (4, 3), (1, 9)])
+def test_versions_that_are_not_there_are_refused(bucket, first, last) -> None:
+    train(bucket, to=3)
+    with pytest.raises(InputError, match="the run has 1 to 3"):
+        replay(bucket, first=first, last=last)
+
+
+def test_a_predecessors_late_commit_is_no_rival(bucket) -> None:
+    """The new trainer starts again behind it; a rival with a higher epoch stops it for good."""
+    old, new = trainer_of(bucket, versions=1), trainer_of(bucket, versions=1)
+    new.epoch = new.publisher.epoch = old.epoch + 1
+    old.loop()
+    with pytest.raises(FencedError) as fenced:
+        new.loop()
+    assert isinstance(new.unfenced(fenced.value), ResyncError)
+    new.epoch = old.epoch
+    assert new.unfenced(fenced.value) is fenced.value
