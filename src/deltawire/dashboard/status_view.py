@@ -48,10 +48,10 @@ def view(status: RunStatus) -> RenderableType:
 
 
 def _figures(status: RunStatus) -> Table:
-    grid = Table.grid(expand=True, padding=(0, 2))
+    grid = Table.grid(expand=True, padding=(0, 1))
     for width in (None, 2, None, 2):
         style = "dim" if width is None else ""
-        grid.add_column(style=style, no_wrap=True, ratio=width)
+        grid.add_column(style=style, no_wrap=width is None, ratio=width)
     of = f" of {status.target}" if status.target is not None else ""
     version = MISSING if status.version is None else f"{status.version}{of}"
     pace = f"{figure(status.steps_per_minute)} a minute" if status.steps_per_minute else MISSING

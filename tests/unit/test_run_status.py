@@ -1,0 +1,290 @@
+"""``deltawire status``: what it shows of a run, of what is left of one, and of none."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from deltawire.cli.main import main
+from deltawire.dashboard.status import RunStatus, Watch
+from deltawire.dashboard.status_view import view
+from deltawire.errors import CorruptError, InputError
+from deltawire.events import Event, Generated, Life, Published, Span, Step, Swapped, encode_lines
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import create_run
+from deltawire.wire import keys
+from deltawire.wire.objects import encode_json
+from deltawire.wire.run import Run, TensorSpec
+from deltawire.wire.status import Heartbeat, Pulse, TrainerStatus
+
+NOW = 1_000_000.0
+CONFIG = {"name": "seen", "model": {"path": "m"}, "train": {"versions": 9, "max_staleness": 3}}
+
+
+def pulse(name: str, role: str, *, age_s: float = 1.0, quiet_s: float = 0.0) -> Pulse:
+    return Pulse(
+        process=name,
+        role=role,
+        nonce="n",
+        tenure=0,
+        supervised=True,
+        host="h",
+        pid=1,
+        started_at=NOW - 100,
+        at=NOW - age_s,
+        beat=3,
+        doing="train",
+        quiet_s=quiet_s,
+        allowed_s=5.0,
+    )
+
+
+def step(version: int, staleness: list[int], queued: list[int]) -> Step:
+    return Step(
+        process="trainer",
+        at=NOW - 20 + version,
+        version=version,
+        groups=len(staleness),
+        dropped=1,
+        reward_mean=0.5,
+        loss=0.0,
+        grad_norm=1.0,
+        k3=1e-7 * version,
+        ratio_max=1.5,
+        clipped=0.0,
+        staleness=staleness,
+        tokens=100,
+        seconds=0.5,
+        queued=queued,
+    )
+
+
+def events_of_a_run() -> dict[str, list[Event]]:
+    published = [
+        Published(
+            process="trainer",
+            at=NOW - 20 + version,
+            version=version,
+            bytes_delta=1000,
+            bytes_full=50_000,
+            bytes_anchor=0,
+            changed=10,
+            elements=1000,
+            blocked_ms=2.0,
+            encode_ms=1.0,
+            upload_ms=1.0,
+        )
+        for version in (1, 2, 3)
+    ]
+    trainer = [
+        Life(process="trainer", at=NOW - 30, role="trainer", what="started"),
+        Span(process="trainer", activity="train", start=NOW - 19, end=NOW - 18.5),
+        Span(process="trainer", activity="wait", start=NOW - 18.5, end=NOW - 17),
+        *published,
+        step(1, [0, 0], [0, 0]),
+        step(2, [1, 1], [1, 0]),
+        step(3, [2, 3], [2, 1]),
+    ]
+    worker = [
+        Life(process="w0", at=NOW - 30, role="worker", what="started"),
+        Swapped(process="w0", at=NOW - 18, version=1, running=3, swap_ms=4.0, prepare_ms=1.0),
+        Span(process="w0", activity="sample", start=NOW - 19, end=NOW - 17),
+        *(
+            Generated(
+                process="w0",
+                at=NOW - 20 + 5 * number,
+                sequence=number,
+                versions=[0],
+                reward_mean=1.0,
+                tokens=50,
+                failed=number,
+                cause="took longer than 5 s" if number else "",
+            )
+            for number in range(3)
+        ),
+    ]
+    supervisor = [
+        Life(
+            process="w0",
+            at=NOW - 40,
+            role="worker",
+            what="died",
+            detail="killed: no sign of life for 31 s",
+        )
+    ]
+    return {"trainer-a": trainer, "w0-a": worker, "supervisor-1": supervisor}
+
+
+@pytest.fixture
+def bucket(tmp_path) -> Bucket:
+    found = open_bucket(str(tmp_path / "bucket"), create=True)
+    tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
+    create_run(
+        found,
+        Run(name="seen", created_at=0.0, tensors=tensors, digest="0" * 32, config=CONFIG),
+    )
+    for series, events in events_of_a_run().items():
+        found.put(keys.events(series, 0), encode_lines(events))
+    for one in (pulse("trainer", "trainer"), pulse("w0", "worker")):
+        found.put(keys.pulse(one.process), encode_json(one))
+    status = TrainerStatus(
+        phase="training", version=3, digest="", epoch=1, credits={"w0": 7, "gone": 9}, at=NOW
+    )
+    found.put(keys.TRAINER, encode_json(status))
+    beat = Heartbeat(
+        worker="w0",
+        nonce="n",
+        phase="sampling",
+        version=1,
+        digest="",
+        attested=False,
+        lag=2,
+        stored=3,
+        supervised=True,
+        host="h",
+        pid=1,
+        started_at=0.0,
+        at=NOW - 1,
+    )
+    found.put(keys.heartbeat("w0"), encode_json(beat))
+    return found
+
+
+def look(bucket: Bucket) -> RunStatus:
+    return Watch(bucket, clock=lambda: NOW).look()
+
+
+def shown(status: RunStatus, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
+    with console.file:
+        console.print(view(status))
+        return console.export_text()
+
+
+def test_every_figure(bucket) -> None:
+    found = look(bucket)
+    assert (found.phase, found.target, found.steps_per_minute) == ("training", 9, 60.0)
+    stale = found.staleness
+    assert (stale.bound, stale.total.max, stale.in_flight.max, stale.queued.max) == (3, 3, 2, 2)
+    assert stale.total.mean == pytest.approx(7 / 6)
+    assert stale.in_flight.mean == pytest.approx(3 / 6)
+    assert stale.queued.mean == pytest.approx(4 / 6)
+    assert found.trainer_idle == pytest.approx(0.75)
+    assert found.workers_idle == 0
+    assert found.tokens_trained_per_s == pytest.approx(100)
+    assert found.tokens_generated_per_s == pytest.approx(10)
+    assert (found.bytes_per_version, found.bytes_full, found.swap_ms) == (1000, 50_000, 4.0)
+    assert (found.k3, found.k3_max, found.ratio_max) == pytest.approx((2e-7, 3e-7, 1.5))
+    assert found.groups_in_flight == 4
+    assert found.failures == {
+        "episode: took longer than 5 s": 3,
+        "groups dropped": 3,
+        "worker killed: no sign of life": 1,
+    }
+    assert found.problems == []
+    states = {line.name: (line.role, line.state) for line in found.processes}
+    assert states == {"trainer": ("trainer", "alive"), "w0": ("worker", "alive")}
+    text = shown(found)
+    for word in ("in flight", "queued", "trainer 75 %", "50x smaller", "took longer than 5 s"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("of", "state", "phase"),
+    [
+        (pulse("trainer", "trainer", age_s=31), "silent", "trainer silent"),
+        (pulse("trainer", "trainer", quiet_s=6), "stuck", "trainer stuck"),
+        (
+            msgspec.structs.replace(pulse("trainer", "trainer"), ended=True, at=0.0),
+            "ended",
+            "training",
+        ),
+    ],
+)
+def test_a_trainer_that_shows_no_life_is_told_apart(bucket, of, state, phase) -> None:
+    bucket.put(keys.pulse("trainer"), encode_json(of))
+    found = look(bucket)
+    assert next(line.state for line in found.processes if line.name == "trainer") == state
+    assert found.phase == phase
+
+
+def test_what_is_damaged_is_named_and_the_rest_shown(bucket) -> None:
+    for key in (keys.TRAINER, keys.heartbeat("w0"), keys.pulse("w0"), keys.events("w0-a", 0)):
+        bucket.put(key, b"\x1b[31m{")
+    found = look(bucket)
+    assert len(found.problems) == 4
+    for word in ("trainer.json", "fleet/w0.json", "pulses/w0.json", "segments of events"):
+        assert any(word in problem for problem in found.problems)
+    assert found.bytes_per_version == 1000
+    assert "\x1b" not in shown(found)
+
+
+def test_only_the_window_is_read_and_nothing_twice(bucket, monkeypatch) -> None:
+    watch = Watch(bucket, clock=lambda: NOW)
+    watch.look()
+    read: list[str] = []
+    get = bucket.get
+
+    def spy(key: str, *, limit: int) -> bytes | None:
+        read.append(key)
+        return get(key, limit=limit)
+
+    monkeypatch.setattr(bucket, "get", spy)
+    bucket.put(keys.events("trainer-a", 1), encode_lines([step(4, [1], [1])]))
+    assert watch.look().reward == 0.5
+    assert [key for key in read if key.startswith(keys.EVENTS)] == [keys.events("trainer-a", 1)]
+
+
+def test_old_segments_are_left_out_but_for_each_series_last_words(bucket, monkeypatch) -> None:
+    import os
+
+    folder = Path(bucket.url.removeprefix("file://")) / "events" / "trainer-a"
+    for number in range(1, 9):
+        bucket.put(keys.events("trainer-a", number), encode_lines([step(4, [1], [1])]))
+        os.utime(folder / f"{number:010d}.jsonl", (NOW, NOW))
+    watch = Watch(bucket, window_s=60, clock=lambda: NOW)
+    watch.look()
+    kept = [key for key in watch._read if "trainer-a" in key]
+    assert kept == [keys.events("trainer-a", n) for n in (0, 6, 7, 8)] or sorted(kept) == [
+        keys.events("trainer-a", n) for n in (0, 6, 7, 8)
+    ]
+
+
+def test_a_run_that_was_published_from_elsewhere(tmp_path) -> None:
+    bucket = open_bucket(str(tmp_path / "other"), create=True)
+    tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
+    create_run(bucket, Run(name="other", created_at=0.0, tensors=tensors, digest="0" * 32))
+    found = look(bucket)
+    assert (found.phase, found.target, found.processes) == ("starting", None, [])
+    assert "other" in shown(found)
+
+
+def test_no_run_and_a_damaged_one(tmp_path, capsys) -> None:
+    bucket = open_bucket(str(tmp_path / "empty"), create=True)
+    with pytest.raises(InputError, match="there is no run here"):
+        look(bucket)
+    assert main(["status", bucket.url]) == 2
+    assert main(["status", str(tmp_path / "nowhere")]) == 2
+    assert main(["status", bucket.url, "--watch", "--every", "nan"]) == 2
+    bucket.put(keys.RUN, b"{}")
+    with pytest.raises(CorruptError):
+        look(bucket)
+    assert main(["status", bucket.url]) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_json_is_one_object_and_watching_ends_with_the_run(bucket, capsys) -> None:
+    ended = TrainerStatus(phase="finished", version=3, digest="", epoch=1, credits={}, at=NOW)
+    bucket.put(keys.TRAINER, encode_json(ended))
+    assert main(["status", bucket.url, "--json", "--watch"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["phase"] == "finished"
+    assert found["at"] == pytest.approx(time.time(), abs=60)
+    assert {line["state"] for line in found["processes"]} == {"silent"}
