@@ -137,10 +137,13 @@ class PlacedWeights:
         for name in self.placement.unplaced:
             self._load_dense({name: _dense(self._specs[name], _whole(mirror, name, self._specs))})
         for region, part in self._parts():
-            name = self.placement.tensors[region.tensor].name
-            bits = encode_bits(_gather(mirror, name, part), region.dtypes)
-            self._view(region, part).copy_(_tensor(bits).view(part.shape))
+            self._set(region, part, mirror)
         self.adopt(mirror)
+
+    def _set(self, region: Region, part: AffineMap, mirror: Mirror) -> None:
+        name = self.placement.tensors[region.tensor].name
+        bits = encode_bits(_gather(mirror, name, part), region.dtypes)
+        self._view(region, part).copy_(_tensor(bits).view(part.shape))
 
     @torch.no_grad()
     def adopt(self, mirror: Mirror) -> None:
@@ -151,6 +154,9 @@ class PlacedWeights:
         """
         self.version = -1
         self.verify(mirror)
+        for region, part in self._parts():
+            if not region.exact:  # Their NaNs may be others than a swap would write.
+                self._set(region, part, mirror)
         self._believed = self._believe(mirror)
         self._live = self._attest_live()
         self.version = mirror.version
@@ -163,6 +169,9 @@ class PlacedWeights:
             name = self.placement.tensors[region.tensor].name
             expected = encode_bits(_gather(mirror, name, part), region.dtypes)
             found = self._view(region, part).contiguous().view(-1)
+            if not region.exact:
+                values = found.view(TORCH_DTYPES[region.dtypes[-1]])
+                found = _plain_nans(values).view(found.dtype)
             if not torch.equal(found, _tensor(expected).to(found.device)):
                 raise CorruptError(
                     f"the live weights of {name} are not the mirror's", version=mirror.version
@@ -262,17 +271,17 @@ class PlacedWeights:
             )
         self.version = -1
         try:
-            self._scatter([(move, move.new) for move in prepared.moves])
             if prepared.dense:
                 self._load_dense({name: new for name, (_, new) in prepared.dense.items()})
+            self._scatter([(move, move.new) for move in prepared.moves])
             if not self._holds([(move, move.new) for move in prepared.moves]):
                 raise ResyncError(
                     "the new bits did not reach the weights", version=prepared.version
                 )
         except BaseException:
-            self._scatter([(move, move.old) for move in prepared.moves])
             if prepared.dense:
                 self._load_dense({name: old for name, (old, _) in prepared.dense.items()})
+            self._scatter([(move, move.old) for move in prepared.moves])
             self.version = prepared.base
             raise
         self._believed = prepared.believed
@@ -501,7 +510,14 @@ def encode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits:
     values = _tensor(bits).view(TORCH_DTYPES[dtypes[0]])
     for dtype in dtypes[1:]:
         values = values.to(TORCH_DTYPES[dtype])
-    return _array(values.view(_CARRIER[values.element_size()]))
+    return _array(_plain_nans(values).view(_CARRIER[values.element_size()]))
+
+
+def _plain_nans(values: Tensor) -> Tensor:
+    """All NaNs made one: which of them a conversion gives depends on the kernel that did it."""
+    if not values.is_floating_point():
+        return values
+    return torch.where(values.isnan(), torch.full_like(values, torch.nan), values)
 
 
 def decode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits | None:

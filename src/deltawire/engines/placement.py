@@ -345,7 +345,7 @@ def probe(
             _blame(blamed, failed, tensors, f"the loader fails: {_first_line(error)}")
             continue
         finally:
-            _require_same(live, held)
+            _require_same(live, held, flats)
         table = _Table(tensors, storages, held, memories)
         return table.finish(tracer, failed, fingerprint_of(tensors, live, about or {}))
     raise InputError(f"the model's loader fails on more than {MAX_ATTEMPTS} kinds of tensors")
@@ -385,10 +385,20 @@ def _kind(name: str) -> str:
     return ".".join("#" if part.isdecimal() else part for part in name.split("."))
 
 
-def _require_same(live: Mapping[str, Tensor], held: Sequence[LiveTensor]) -> None:
+def _require_same(
+    live: Mapping[str, Tensor], held: Sequence[LiveTensor], flats: Sequence[Tensor]
+) -> None:
+    """Raise `InputError` if a live tensor has become another; its memory is put back."""
     for tensor in held:
-        now = live[tensor.name]
-        if tuple(now.shape) != tensor.shape or tuple(now.stride()) != tensor.strides:
+        now, flat = live[tensor.name], flats[tensor.storage]
+        if (
+            tuple(now.shape) != tensor.shape
+            or tuple(now.stride()) != tensor.strides
+            or now.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
+        ):
+            memory = torch.empty(0, dtype=TORCH_DTYPES[tensor.dtype], device=flat.device)
+            memory.set_(flat.untyped_storage(), tensor.offset, tensor.shape, tensor.strides)
+            now.data = memory
             raise InputError(f"the model's loader replaces the live tensor {tensor.name}")
 
 
@@ -408,7 +418,6 @@ class _Table:
         self.memories = memories
         self.regions: list[Region] = []
         self.unplaced: dict[int, str] = {}
-        self.uncovered: dict[str, int] = {}
 
     def finish(self, tracer: Tracer, failed: Mapping[int, str], fingerprint: str) -> Placement:
         """The table."""
@@ -430,7 +439,7 @@ class _Table:
             live=self.held,
             regions=sorted(regions, key=lambda r: (r.tensor, r.storage, r.map.source)),
             unplaced={self.tensors[n].name: why for n, why in sorted(self.unplaced.items())},
-            uncovered=self.uncovered,
+            uncovered=self._count_uncovered(regions),
         )
 
     def _read(self, number: int, memory: Memory) -> None:
@@ -443,30 +452,24 @@ class _Table:
         for write in reversed(memory.writes):
             if not write.map.count:
                 continue
+            origin = write.origin
             try:
-                free = [
-                    part
-                    for box in boxes_of(write.map, chain, "target")
-                    for part in written.take(box)
-                ]
+                boxes = boxes_of(write.map, chain, "target")
+                free = [part for box in boxes for part in written.take(box)]
                 self._take(write, free, found, self.storages[number].dtype)
             except NotAffineError as error:
-                self._give_up(write.origin, str(error))
+                self._give_up(origin, str(error))
                 continue
-            if isinstance(write.origin, Copied):
+            if isinstance(origin, Copied):
                 for part in free:
                     copied.take(part)
+            elif origin.tensors and any(copied.shared(box) for box in boxes):
+                raise InputError(
+                    f"the model's loader computes with {self._names(origin)} and copies over it in "
+                    f"{self.storages[number].name}"
+                )
         for (tensor, dtypes), maps in found.items():
             self.regions += [Region(tensor, number, part, dtypes) for part in join(maps)]
-        for held in inside:
-            nowhere = (0,) * len(held.shape)
-            outline = AffineMap(0, held.offset, held.shape, nowhere, held.strides)
-            boxes = boxes_of(outline, chain, "target")
-            missing = sum(
-                box.count - sum(part.count for part in copied.shared(box)) for box in boxes
-            )
-            if missing:
-                self.uncovered[held.name] = missing
 
     def _take(
         self,
@@ -488,6 +491,34 @@ class _Table:
         parts = [write.map] if whole else [part.to_map("target") for part in free]
         simple = [final for part in parts for final in simplify(part)]
         found.setdefault((origin.tensor, dtypes), []).extend(simple)
+
+    def _count_uncovered(self, regions: Sequence[Region]) -> dict[str, int]:
+        """How many elements of each live tensor no region leads to."""
+        by_storage: dict[int, list[AffineMap]] = {}
+        for region in regions:
+            by_storage.setdefault(region.storage, []).append(region.map)
+        covers: dict[int, Cover] = {}
+        found: dict[str, int] = {}
+        for tensor in self.held:
+            if tensor.storage not in covers:
+                maps = by_storage.get(tensor.storage, [])
+                chain = chain_of(maps, "target", tensor.strides)
+                covers[tensor.storage] = cover = Cover(chain)
+                for box in (box for m in maps for box in boxes_of(m, chain, "target")):
+                    cover.take(box)
+            cover = covers[tensor.storage]
+            nowhere = (0,) * len(tensor.shape)
+            outline = AffineMap(0, tensor.offset, tensor.shape, nowhere, tensor.strides)
+            missing = sum(
+                box.count - sum(part.count for part in cover.shared(box))
+                for box in boxes_of(outline, cover.chain, "target")
+            )
+            if missing:
+                found[tensor.name] = missing
+        return found
+
+    def _names(self, origin: Copied | Mixed) -> str:
+        return ", ".join(self.tensors[number].name for number in sorted(origin.tensors)[:3])
 
     def _give_up(self, origin: Copied | Mixed, why: str) -> None:
         for number in origin.tensors:

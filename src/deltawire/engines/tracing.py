@@ -433,7 +433,8 @@ def _look_up(read: AffineMap, writes: Sequence[Write]) -> list[Write]:
             left = remaining
         if not left:
             break
-    return found
+    unknown = Mixed(frozenset())
+    return [*found, *(Write(unknown, box.to_map("source")) for box in left)]
 
 
 def _boxes_written(found: AffineMap, chain: tuple[int, ...]) -> list[Box]:
