@@ -154,7 +154,7 @@ def test_a_scalar_read_by_value_is_found_where_it_was_filled_in():
         else:
             target.data.copy_(weight)
 
-    engine, fresh = both(load, scale=(1,), w=(3, 3))
+    engine, _ = both(load, scale=(1,), w=(3, 3))
     # A value of bf16 goes through a float and back, in which NaNs lose their payload.
     placement = probed(engine, specs_of(scale=(1,), w=(3, 3)))
     assert not placement.unplaced
