@@ -149,7 +149,7 @@ def test_a_drifted_bit_under_a_patch_stops_the_swap_before_it_writes():
     prepared = weights[0].prepare(patches, parts[0], 1, digest=newer.digest)
     modules[0].qkv.data.view(torch.int16)[0, 0] ^= 1
     before = bits_of(modules[0])
-    with pytest.raises(ResyncError, match="not those of version 0"):
+    with pytest.raises(ResyncError, match="not the mirror's"):
         weights[0].swap(prepared)
     assert same_bits(before, bits_of(modules[0]))
     assert weights[0].version == 0
@@ -160,14 +160,17 @@ def test_a_failure_while_scattering_puts_the_old_bits_back(monkeypatch):
     newer, patches = next_version(mirror, specs, np.random.default_rng(8))
     prepared = weights[0].prepare(patches, parts[0], 1, digest=newer.digest)
     before = bits_of(modules[0])
-    scatter = weights[0]._scatter
+    exchange = weights[0]._exchange_on_host
+    calls = []
 
-    def break_down(writes):
-        monkeypatch.undo()
-        scatter(writes[: len(writes) // 2])
-        raise MemoryError("planted")
+    def break_down(move, written):
+        calls.append(move)
+        exchange(move, written)
+        if len(calls) == 3:
+            monkeypatch.undo()
+            raise MemoryError("planted")
 
-    monkeypatch.setattr(weights[0], "_scatter", break_down)
+    monkeypatch.setattr(weights[0], "_exchange_on_host", break_down)
     with pytest.raises(MemoryError):
         weights[0].swap(prepared)
     assert same_bits(before, bits_of(modules[0]))
