@@ -1,0 +1,121 @@
+"""What goes to the launcher and what comes back: one frame each way, over its pipes.
+
+A frame is the length of a JSON header (8 bytes, little-endian), the header, and then the contents
+of the files that the header lists, in order. Only the standard library: the launcher imports this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MAX_HEADER_BYTES = 16 << 20
+MAX_PATH = 512
+MAX_DEPTH = 32
+
+Files = Mapping[str, bytes]
+"""A folder as a value: regular files by relative path, with ``/`` between names. No modes, no
+links, no empty folders."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one command may use, all its processes together unless it says otherwise.
+
+    ``memory_bytes`` bounds each process's address space by the kernel and the resident sum by
+    looking every `launcher.LOOK_S`; files are apart, under ``disk_bytes``. ``cpu_s`` likewise.
+    ``cores`` is how many processors the command is tied to. ``output_bytes`` of what it prints are
+    kept, half from the front and half from the end; a command that prints `PRINTED_TIMES` that
+    much is ended.
+    """
+
+    wall_s: float = 20.0
+    cpu_s: float = 20.0
+    cores: int = 1
+    memory_bytes: int = 512 << 20
+    processes: int = 32
+    open_files: int = 128
+    disk_bytes: int = 32 << 20
+    files: int = 2000
+    output_bytes: int = 64 << 10
+
+
+PRINTED_TIMES = 256
+
+
+@dataclass(frozen=True)
+class Request:
+    """One command over one folder. ``isolation`` is ``namespaces`` or ``process``; ``uid`` is the
+    user that a command becomes if the launcher is root, None to stay."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    limits: Limits
+    isolation: str
+    user_namespace: bool
+    uid: int | None
+    python: str
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a command.
+
+    ``status`` is its exit code, or minus the signal that ended it; ``cause`` names the limit that
+    it broke (time, cpu, memory, processes, output), or is empty. ``lost`` counts what it left that
+    is not a file of the value `Files`, or is beyond the limits. ``fault`` says why it was never
+    started, ``unsupported`` that it never will be on this machine.
+    """
+
+    status: int = 0
+    cause: str = ""
+    seconds: float = 0.0
+    printed: int = 0
+    lost: int = 0
+    fault: str = ""
+    unsupported: bool = False
+
+
+def valid_path(path: str) -> bool:
+    """Whether a path is relative, plain, and stays below where it starts."""
+    names = path.split("/")
+    return (
+        0 < len(path.encode(errors="replace")) <= MAX_PATH
+        and len(names) <= MAX_DEPTH
+        and path.isprintable()
+        and not any(name in ("", ".", "..") or len(name.encode()) > 255 for name in names)
+    )
+
+
+def pack(header: Mapping[str, Any], parts: list[bytes]) -> bytes:
+    """A frame."""
+    text = json.dumps(header).encode()
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+
+
+def pack_request(request: Request, files: Files) -> bytes:
+    """The frame that starts a command; the caller has checked the paths."""
+    table = [[path, len(data)] for path, data in files.items()]
+    return pack({"request": asdict(request), "files": table}, list(files.values()))
+
+
+def read_header(read: Callable[[int], bytes]) -> dict[str, Any]:
+    """The header of the next frame; raises `ValueError` if it is none."""
+    length = int.from_bytes(read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes")
+    header = json.loads(read(length))
+    if not isinstance(header, dict):
+        raise ValueError("a header that is no object")  # noqa: TRY004
+    return header
+
+
+def request_of(header: Mapping[str, Any]) -> Request:
+    """The request in a header."""
+    raw = dict(header["request"])
+    raw["limits"] = Limits(**raw["limits"])
+    raw["command"] = tuple(raw["command"])
+    return Request(**raw)
