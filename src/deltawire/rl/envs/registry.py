@@ -25,7 +25,10 @@ TRUSTED = "DELTAWIRE_TRUSTED_MODULES"
 Factory = Callable[..., TaskSource]
 """Called with the `TaskConfig`, and with the run's seed as ``seed``."""
 
-_BUILT_IN = {"reasoning_gym": "deltawire.rl.envs.reasoning:ReasoningTasks"}
+_BUILT_IN = {
+    "reasoning_gym": "deltawire.rl.envs.reasoning:ReasoningTasks",
+    "workspace": "deltawire.rl.envs.workspace:WorkspaceTasks",
+}
 _registered: dict[str, Factory] = {}
 
 
