@@ -18,7 +18,7 @@ and mend it in the package. Each function must do what its docstring says, for o
 those in the tests, too; you are graded by tests that you do not see. The tests are run by \
 `python -m unittest -q`. Call submit when you are done; you have {turns} turns.
 """
-NO_CALL = "Nothing was done: call one of the tools, or submit."
+NO_CALL = "Nothing was done: call one of the tools, or submit.\n"
 LAST = "The turns are used up; the workspace is graded as it is."
 
 
@@ -48,7 +48,8 @@ class Workspace(Environment):
 
     def prompt(self) -> str:
         """What the agent is told."""
-        return PROMPT.format(package=self.problem.package, turns=self.settings.turns)
+        text = PROMPT.format(package=self.problem.package, turns=self.settings.turns)
+        return text + tools.described() if self.settings.describe_tools else text
 
     async def reset(self) -> Turn:
         """The task; the files are for the agent to look at."""
@@ -65,7 +66,7 @@ class Workspace(Environment):
                 return await self._end("Submitted.", cost)
             text, fault = await self._do(call)
             cost += self._charge(int(fault))
-            said.append(Message("tool", text, name=call.name, call=call.identity))
+            said.append(Message("tool", f"{text}\n", name=call.name, call=call.identity))
         self._idle = 0 if action.calls else self._idle + 1
         if self._turns >= self.settings.turns or self._idle >= self.settings.idle_turns:
             return await self._end(LAST, cost)

@@ -24,6 +24,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     turns: Annotated[int, Meta(ge=1, le=10_000)] = 50
     idle_turns: Annotated[int, Meta(ge=1, le=10_000)] = 3
+    describe_tools: bool = False
+    """Whether the prompt says how to call the tools, for models without a chat template."""
     broken_call_cost: Annotated[float, Meta(ge=0, le=1)] = 0.02
     isolation: Isolation = "namespaces"
     at_once: Annotated[int, Meta(ge=0, le=4096)] = 0

@@ -66,6 +66,16 @@ SUBMIT = Tool("submit", "Say that the work is done. It is then graded, and this 
 TOOLS = (LIST, READ, SEARCH, EDIT, RUN, SUBMIT)
 
 
+def described() -> str:
+    """How to call the tools, for a model whose chat template does not say."""
+    lines = ["Tools:"]
+    for tool in TOOLS:
+        names = ", ".join(tool.parameters["properties"])
+        lines.append(f"{tool.name}({names}): {tool.description}")
+    example = '<tool_call>{"name": "list_files", "arguments": {}}</tool_call>'
+    return "\n".join([*lines, f"Write a call as {example}", ""])
+
+
 def text_argument(arguments: Mapping[str, Any], name: str) -> str:
     """A required text; raises `Refused`."""
     value = arguments.get(name)

@@ -1,0 +1,37 @@
+"""An agent without a model mends a workspace: what the environment says and does, turn by turn.
+
+python examples/workspace/solve.py [SEED]
+"""
+
+import asyncio
+import sys
+
+from deltawire.config import TaskConfig
+from deltawire.engines.messages import ToolCall
+from deltawire.rl.envs.base import Action
+from deltawire.rl.envs.workspace import WorkspaceTasks
+
+
+async def main(seed: int) -> None:
+    tasks = WorkspaceTasks(TaskConfig(environment="workspace", heldout=10), seed=seed)
+    task = tasks.draw("example", 0)
+    workspace = tasks.open(task)
+    path, wrong, right = workspace.problem.repair  # what a model would have to find out
+    turn = await workspace.reset()
+    print(f"{task.identity}, family {task.family}\n\n{turn.messages[0].content}")
+    for call in (
+        ToolCall("list_files", {}),
+        ToolCall("run", {"command": "python -m unittest -q 2>&1 | tail -5"}),
+        ToolCall("read_file", {"path": path}),
+        ToolCall("edit_file", {"path": path, "old": wrong, "new": right}),
+        ToolCall("run", {"command": "python -m unittest -q"}),
+        ToolCall("submit", {}),
+    ):
+        turn = await workspace.step(Action("", calls=(call,)))
+        print(f"--- {call.name}\n{''.join(message.content for message in turn.messages)}")
+    print(f"reward {turn.reward:g}, probes {dict(await workspace.probes())}")
+    await workspace.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 0))
