@@ -4,6 +4,7 @@ python examples/workspace/solve.py [SEED]
 """
 
 import asyncio
+import functools
 import sys
 
 from deltawire.config import TaskConfig
@@ -11,14 +12,17 @@ from deltawire.engines.messages import ToolCall
 from deltawire.rl.envs.base import Action
 from deltawire.rl.envs.workspace import WorkspaceTasks
 
+say = functools.partial(print, flush=True)
+
 
 async def main(seed: int) -> None:
+    """Play the seed's first task."""
     tasks = WorkspaceTasks(TaskConfig(environment="workspace", heldout=10), seed=seed)
     task = tasks.draw("example", 0)
     workspace = tasks.open(task)
     path, wrong, right = workspace.problem.repair  # what a model would have to find out
     turn = await workspace.reset()
-    print(f"{task.identity}, family {task.family}\n\n{turn.messages[0].content}")
+    say(f"{task.identity}, family {task.family}\n\n{turn.messages[0].content}")
     for call in (
         ToolCall("list_files", {}),
         ToolCall("run", {"command": "python -m unittest -q 2>&1 | tail -5"}),
@@ -28,8 +32,8 @@ async def main(seed: int) -> None:
         ToolCall("submit", {}),
     ):
         turn = await workspace.step(Action("", calls=(call,)))
-        print(f"--- {call.name}\n{''.join(message.content for message in turn.messages)}")
-    print(f"reward {turn.reward:g}, probes {dict(await workspace.probes())}")
+        say(f"--- {call.name}\n{''.join(message.content for message in turn.messages)}")
+    say(f"reward {turn.reward:g}, probes {dict(await workspace.probes())}")
     await workspace.close()
 
 

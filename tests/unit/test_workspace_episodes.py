@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deltawire.config import TaskConfig
+from deltawire.config import TaskConfig, parse_config
 from deltawire.engines.base import Completion
 from deltawire.engines.messages import ToolCall
 from deltawire.engines.text import Text
 from deltawire.rl.envs.base import Action
+from deltawire.rl.envs.registry import open_tasks
 from deltawire.rl.envs.workspace import Settings, Workspace, WorkspaceTasks, problem
 from deltawire.rl.episode import Limits, group_of, run_episode
 from deltawire.rl.sandbox.box import Sandbox
@@ -257,3 +260,22 @@ def test_a_tiny_model_acts_in_it(byte_tokenizer, steps):
     heard = bytes(int(t) for t in trajectory.tokens_T[trajectory.mask_T == 0] if t < 256)
     listed = b"README.md (" in heard
     assert listed == (steps > 0)
+
+
+def test_the_example_solves_its_task():
+    example = Path(__file__).parents[2] / "examples/workspace/solve.py"
+    done = subprocess.run(
+        [sys.executable, example, "4"], capture_output=True, text=True, check=True, timeout=200
+    )
+    assert "FAILED" in done.stdout
+    assert "reward 1, probes {'heldout_tests': 1.0" in done.stdout
+
+
+def test_a_configuration_names_it():
+    config = parse_config(
+        {"name": "w", "task": {"environment": "workspace", "options": {"turns": 7}, "heldout": 2}},
+        source="test",
+    )
+    tasks = open_tasks(config.task, seed=config.seed)
+    assert isinstance(tasks, WorkspaceTasks)
+    assert tasks.open(tasks.draw("w", 0)).settings.turns == 7
