@@ -29,9 +29,12 @@ from deltawire.engines.calls import read_calls
 from deltawire.engines.text import Text
 from deltawire.errors import InputError
 from deltawire.rl.envs.base import Action, Environment, Message, Task, Turn
+from deltawire.rl.leftovers import brood
 from deltawire.wire.rollouts import MAX_PROBES, Group, Trajectory
 
 MAX_CAUSE = 400
+CANCEL_S = 1.0
+"""How long a call that was cancelled may still take."""
 MAX_MESSAGES = 1024
 """Messages that an environment may answer at once."""
 
@@ -107,18 +110,20 @@ async def run_episode(
     """
     play = _Play(engine, environment, text, temperature, limits)
     clock = asyncio.timeout(limits.episode_s)
-    try:
+    with brood() as processes:
         try:
             async with clock:
                 await play.run()
-        except TimeoutError as error:
+        except TimeoutError:
             if not clock.expired():
                 raise
-            raise EpisodeFailure(f"it took longer than {limits.episode_s:g} s") from error
-    except EpisodeFailure as failure:
-        play.cause = str(failure)
-    finally:
-        await play.close()
+            play.fail(f"it took longer than {limits.episode_s:g} s")
+        except EpisodeFailure as failure:
+            play.fail(str(failure))
+        finally:
+            await play.close()
+            if left := processes.end():
+                play.fail(f"it left {left} processes behind")
     return play.result()
 
 
@@ -185,7 +190,7 @@ class _Play:
         temperature: float,
         limits: Limits,
     ) -> None:
-        self.cause = ""
+        self._cause = ""
         self._engine = engine
         self._environment = environment
         self._text = text
@@ -229,11 +234,15 @@ class _Play:
         try:
             await self._within("close", self._environment.close)
         except EpisodeFailure as failure:
-            self.cause = self.cause or str(failure)
+            self.fail(str(failure))
+
+    def fail(self, cause: str) -> None:
+        """The episode has failed; the first cause stands."""
+        self._cause = self._cause or cause
 
     def result(self) -> Episode:
         """The episode as it stands."""
-        cause = " ".join(self.cause.split())[:MAX_CAUSE]
+        cause = " ".join(self._cause.split())[:MAX_CAUSE]
         reward = 0.0 if cause else self._reward
         drawn = [s for s in self._segments if 1 in s.mask]
         segments = drawn or self._segments[:1] or [_Segment([])]
@@ -363,17 +372,35 @@ class _Play:
         return probes
 
     async def _within(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        clock = asyncio.timeout(self._limits.step_s)
+        """Await a call under the limit; one that does not even end when cancelled is left alone."""
+
+        async def calling() -> T:
+            return await call()
+
+        task = asyncio.ensure_future(calling())
         try:
-            async with clock:
-                return await call()
-        except TimeoutError as error:
-            if clock.expired():
-                limit = f"{self._limits.step_s:g} s"
-                raise EpisodeFailure(f"{what} took longer than {limit}") from error
-            raise EpisodeFailure(f"{what} raised TimeoutError: {error}") from error
-        except Exception as error:
+            await asyncio.wait({task}, timeout=self._limits.step_s)
+        finally:
+            in_time = task.done()
+            if not in_time:
+                task.cancel()
+                task.add_done_callback(_overhear)
+                await asyncio.wait({task}, timeout=CANCEL_S)
+        if not in_time:
+            raise EpisodeFailure(f"{what} took longer than {self._limits.step_s:g} s")
+        if task.cancelled():
+            raise EpisodeFailure(f"{what} cancelled itself")
+        if (error := task.exception()) is not None:
+            if not isinstance(error, Exception):
+                raise error
             raise EpisodeFailure(f"{what} raised {type(error).__name__}: {error}") from error
+        return task.result()
+
+
+def _overhear(task: asyncio.Task[Any]) -> None:
+    """Take note of how an abandoned call ends, or the event loop complains."""
+    if not task.cancelled():
+        task.exception()
 
 
 def shorten(message: Message, limit: int) -> Message:

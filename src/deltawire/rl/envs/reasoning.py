@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import io
 import json
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import reasoning_gym
 from reasoning_gym.composite import DatasetSpec
+from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
 from deltawire.config import TaskConfig
 from deltawire.errors import InputError
 from deltawire.rl.envs.base import Action, Environment, Task, Turn
+from deltawire.rl.envs.judge import Judge, JudgeTimeoutError
 
 BLOCK = 500
 """Problems asked of one dataset object before the next seed's takes over; some datasets do work
@@ -28,6 +32,13 @@ _CACHED = 8
 _SEARCH_PER_HELDOUT = 50
 _HELDOUT_SEED = 977_003
 """Where held-out problems are drawn from, whatever the run's seed: runs compare on the same."""
+
+SCORE_LIMIT_S = 10.0
+"""How long a dataset may take over one answer."""
+
+_HARMLESS = {"chain_sum", "products", "spell_backward"}
+"""Scorers that compare and count, as their code shows, besides those that datasets inherit. All
+others work in a process of their own: some of them evaluate the answer."""
 
 _HASH_ORDERED = {"isomorphic_strings", "polynomial_multiplication", "ransom_note"}
 """Datasets that iterate over sets of strings: their problems follow the interpreter's hash seed."""
@@ -45,7 +56,8 @@ def _own_randomness(seed: int) -> Iterator[None]:
     random.seed(seed)
     np.random.seed(seed)
     try:
-        yield
+        with redirect_stdout(io.StringIO()):  # some print what they make
+            yield
     finally:
         random.setstate(plain)
         np.random.set_state(arrays)
@@ -61,8 +73,7 @@ class _Episode(Environment):
     """One problem and one answer, or several; the reward is the dataset's own score of the last,
     in 0 … 1."""
 
-    dataset: Any
-    entry: dict[str, Any]
+    score: Callable[[str], Awaitable[float]]
     prompt: str
     attempts: int = 1
     retry: str = ""
@@ -72,13 +83,44 @@ class _Episode(Environment):
 
     async def step(self, action: Action) -> Turn:
         self.attempts -= 1
-        try:
-            score = float(self.dataset.score_answer(action.text.strip(), self.entry))
-        except Exception:  # some datasets parse what the model wrote without a net
-            score = 0.0
+        score = await self.score(action.text.strip())
         if score < 1.0 and self.attempts > 0:
             return Turn(self.retry)
         return Turn(reward=score, done=True)
+
+
+_judge = Judge("deltawire.rl.envs.reasoning:score_elsewhere", limit_s=SCORE_LIMIT_S)
+_scorers: dict[str, Any] = {}
+
+
+def score_elsewhere(name: str, options: str, entry: dict[str, Any], answer: str) -> float:
+    """A dataset's own score of an answer; what `Judge` calls in its child process. ``options``
+    are JSON."""
+    key = f"{name} {options}"
+    if key not in _scorers:
+        while len(_scorers) >= _CACHED:
+            _scorers.pop(next(iter(_scorers)))
+        _scorers[key] = _create(name, _seed(_HELDOUT_SEED, 0), json.loads(options))
+    return _score(_scorers[key], entry, answer)
+
+
+def _score(dataset: Any, entry: dict[str, Any], answer: str) -> float:
+    try:
+        with redirect_stdout(io.StringIO()):
+            score = float(dataset.score_answer(answer, entry))
+    except Exception:  # some datasets parse what the model wrote without a net
+        return 0.0
+    # A score that is no number is the dataset's fault, and told as such.
+    return min(max(score, 0.0), 1.0) if score == score else score  # noqa: PLR0124
+
+
+def _create(name: str, seed: int, options: dict[str, Any]) -> Any:
+    settings = {"size": BLOCK, "seed": seed, **options}
+    if name == "composite":
+        specs = settings.get("datasets", ())
+        settings["datasets"] = [DatasetSpec(**{"config": {}, **spec}) for spec in specs]
+    with _own_randomness(seed):
+        return reasoning_gym.create_dataset(name, **settings)
 
 
 class ReasoningTasks:
@@ -94,6 +136,7 @@ class ReasoningTasks:
         self._config = config
         self._seed = seed
         self._datasets: dict[int, Any] = {}
+        self._options = json.dumps(config.options, default=str)
         if config.dataset not in DATASETS:
             near = difflib.get_close_matches(config.dataset, DATASETS, n=1, cutoff=0.4)
             raise InputError(
@@ -110,6 +153,8 @@ class ReasoningTasks:
                 "task.options.seed would give every worker the same problems",
                 hint="set the run's own seed",
             )
+        scorer = type(self._dataset(_seed(_HELDOUT_SEED, 0))).score_answer
+        self._scores_here = config.dataset in _HARMLESS or scorer is ProceduralDataset.score_answer
         self._heldout = self._hold_out()
         self._reserved = {task.data["question"] for task in self._heldout}
 
@@ -132,14 +177,21 @@ class ReasoningTasks:
 
     def open(self, task: Task) -> _Episode:
         """A fresh episode of ``task``."""
-        prompt = self._config.prompt.replace("{question}", task.data["question"])
         return _Episode(
-            self._dataset(_seed(_HELDOUT_SEED, 0)),
-            task.data,
-            prompt,
+            partial(self._score, task.data),
+            self.prompt(task),
             self._config.attempts,
             self._config.retry,
         )
+
+    async def _score(self, entry: dict[str, Any], answer: str) -> float:
+        dataset = self._dataset(_seed(_HELDOUT_SEED, 0))
+        if self._scores_here:
+            return _score(dataset, entry, answer)
+        try:
+            return await _judge(self._config.dataset, self._options, entry, answer)
+        except JudgeTimeoutError:
+            return 0.0  # The model wrote something that takes for ever; it must not pay.
 
     def answer(self, task: Task) -> str:
         """The dataset's own answer, for supervised steps; raises `InputError` if it has none."""
@@ -162,15 +214,8 @@ class ReasoningTasks:
         if seed not in self._datasets:
             while len(self._datasets) >= _CACHED:
                 self._datasets.pop(next(iter(self._datasets)))
-            settings = {"size": BLOCK, "seed": seed, **self._config.options}
             try:
-                if self._config.dataset == "composite":
-                    specs = settings.get("datasets", ())
-                    settings["datasets"] = [DatasetSpec(**{"config": {}, **spec}) for spec in specs]
-                with _own_randomness(seed):
-                    self._datasets[seed] = reasoning_gym.create_dataset(
-                        self._config.dataset, **settings
-                    )
+                self._datasets[seed] = _create(self._config.dataset, seed, self._config.options)
             except Exception as error:  # datasets check their options by assert and otherwise
                 raise InputError(
                     f"dataset {self._config.dataset} refuses task.options: {error}"
