@@ -6,8 +6,9 @@ import torch
 from loaders import same_bits
 from versions import checkpoint, first_version, next_version
 
+from deltawire.engines.layout import survey_live
 from deltawire.engines.placed import PlacedWeights
-from deltawire.engines.placement import ownership, probe, survey_live
+from deltawire.engines.placement import ownership, probe
 from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.wire.run import TensorSpec
 

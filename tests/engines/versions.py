@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from deltawire import codec
-from deltawire.engines.placement import TORCH_DTYPES
+from deltawire.engines.layout import TORCH_DTYPES
 from deltawire.sync.mirror import Mirror, select, starts_of
 from deltawire.wire.run import Run
 

@@ -16,7 +16,7 @@ from deltawire.engines.affine import (
     row_major,
     simplify,
 )
-from deltawire.engines.placed import chunks, digest_part, locate, positions_of
+from deltawire.engines.elements import chunks, digest_part, locate, positions_of
 
 
 def pairs(found):

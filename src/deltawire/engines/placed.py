@@ -27,30 +27,32 @@ from torch import Tensor
 from deltawire import codec
 from deltawire.codec import Bits, Digest, Patch
 from deltawire.engines.affine import AffineMap, row_major
+from deltawire.engines.elements import (
+    CARRIER,
+    array_of,
+    chunks,
+    decode_bits,
+    digest_on_device,
+    digest_part,
+    encode_bits,
+    equal_bits,
+    locate,
+    plain_nans,
+    tensor_of,
+)
+from deltawire.engines.layout import TORCH_DTYPES, survey_live
 from deltawire.engines.placement import (
-    TORCH_DTYPES,
     LoadWeights,
     Placement,
     Region,
     Share,
     ownership,
-    survey_live,
 )
 from deltawire.errors import BugError, CorruptError, InputError, ResyncError
 from deltawire.sync.mirror import Mirror
 
-CHUNK_ELEMENTS = 1 << 21
-"""Elements that are handled at once where all of them are."""
-
-_ROW_ELEMENTS = 256
-"""Rows of so many elements are worth a call of the vector kernel each."""
-
 _BLOCK = 8192
 """Changes that are written at once: what they touch stays in the second-level cache."""
-
-_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_HALF = np.uint32(16)
-_LOWER = np.uint32(0xFFFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class PlacedWeights:
         self._believed = codec.ZERO
         self._load_weights = load_weights
         self._specs = {spec.name: spec for spec in placement.tensors}
-        self._flats = [flat.view(_CARRIER[flat.element_size()]) for flat in survey_live(live)[2]]
+        self._flats = [flat.view(CARRIER[flat.element_size()]) for flat in survey_live(live)[2]]
         self._believed_shares: dict[str, list[Share]] = {}
         for share in placement.believed:
             name = placement.tensors[share.tensor].name
@@ -146,7 +148,7 @@ class PlacedWeights:
     def _set(self, region: Region, part: AffineMap, mirror: Mirror) -> None:
         name = self.placement.tensors[region.tensor].name
         bits = encode_bits(_gather(mirror, name, part), region.dtypes)
-        self._view(region, part).copy_(_tensor(bits).view(part.shape))
+        self._view(region, part).copy_(tensor_of(bits).view(part.shape))
 
     @torch.no_grad()
     def adopt(self, mirror: Mirror) -> None:
@@ -174,8 +176,8 @@ class PlacedWeights:
             found = self._view(region, part).contiguous().view(-1)
             if not region.exact:
                 values = found.view(TORCH_DTYPES[region.dtypes[-1]])
-                found = _plain_nans(values).view(found.dtype)
-            if not _equal(found, _tensor(expected)):
+                found = plain_nans(values).view(found.dtype)
+            if not equal_bits(found, tensor_of(expected)):
                 raise CorruptError(
                     f"the live weights of {name} are not the mirror's", version=mirror.version
                 )
@@ -197,7 +199,7 @@ class PlacedWeights:
             if found.device.type != "cpu":
                 total += digest_on_device(spec.name, part, found, region)
                 continue
-            bits = decode_bits(_array(found), region.dtypes)
+            bits = decode_bits(array_of(found), region.dtypes)
             if bits is None:
                 raise CorruptError(f"tensor {spec.name} holds bits that were never published")
             total += digest_part(spec.name, part, bits)
@@ -384,8 +386,8 @@ class _Stage:
                 continue
             device = flats[storage].device
             index = torch.from_numpy(np.concatenate([part[0] for part in parts]))
-            old = _tensor(np.concatenate([part[1] for part in parts]))
-            new = _tensor(np.concatenate([part[2] for part in parts]))
+            old = tensor_of(np.concatenate([part[1] for part in parts]))
+            new = tensor_of(np.concatenate([part[2] for part in parts]))
             parts.clear()
             moves.append(Move(storage, index.to(device), old.to(device), new.to(device)))
         return moves
@@ -396,178 +398,6 @@ def _change(name: str, patch: Patch, old: Bits, inside: slice | NDArray[np.intp]
         np.ascontiguousarray(patch.positions[inside]), np.ascontiguousarray(patch.bits[inside])
     )
     return codec.digest_patch(name, part, np.ascontiguousarray(old[inside]))
-
-
-def locate(
-    found: AffineMap, positions: NDArray[np.int64]
-) -> tuple[slice | NDArray[np.intp], NDArray[np.int64]]:
-    """Which of ``positions``, int64[N] ascending, a map knows, and their targets, int64[M].
-
-    The map is in its simplest form: source dimensions are nested, so that dividing finds them.
-    """
-    first, last = np.searchsorted(positions, (found.source, found.source + found.source_extent))
-    rest = positions[first:last] - found.source
-    if found.source_strides in ((), (1,)):
-        step = found.target_strides[0] if found.shape else 1
-        return slice(int(first), int(last)), rest * step + found.target
-    targets = np.full(rest.size, found.target, np.int64)
-    known = np.ones(rest.size, np.bool_)
-    for size, source, target in zip(
-        found.shape, found.source_strides, found.target_strides, strict=True
-    ):
-        number = rest // source
-        rest -= number * source
-        known &= number < size
-        targets += number * target
-    known &= rest == 0
-    inside = np.flatnonzero(known)
-    return inside + first, targets[inside]
-
-
-def chunks(found: AffineMap, limit: int = CHUNK_ELEMENTS) -> Iterator[AffineMap]:
-    """A map in parts of at most ``limit`` elements, in the order of its source."""
-    if found.count <= limit:
-        yield found
-        return
-    size, source, target = found.shape[0], found.source_strides[0], found.target_strides[0]
-    rows = max(1, limit // (found.count // size))
-    for first in range(0, size, rows):
-        part = AffineMap(
-            found.source + first * source,
-            found.target + first * target,
-            (min(rows, size - first), *found.shape[1:]),
-            found.source_strides,
-            found.target_strides,
-        )
-        if rows > 1 or part.count <= limit:
-            yield part
-        else:
-            inner = AffineMap(
-                part.source,
-                part.target,
-                part.shape[1:],
-                part.source_strides[1:],
-                part.target_strides[1:],
-            )
-            yield from chunks(inner, limit)
-
-
-def positions_of(part: AffineMap) -> NDArray[np.int64]:
-    """The source positions of a map, int64[N]."""
-    found = np.full((), part.source, np.int64)
-    for size, stride in zip(part.shape, part.source_strides, strict=True):
-        found = found[..., None] + np.arange(size, dtype=np.int64) * stride
-    return np.ascontiguousarray(found).reshape(-1)
-
-
-def digest_part(name: str, part: AffineMap, bits: Bits) -> Digest:
-    """The share of ``bits``, uint[N], that lie at the source positions of ``part``."""
-    if not part.shape or part.source_strides == (1,):
-        return codec.digest_bits(name, bits, part.source)
-    if part.source_strides[-1] != 1 or part.shape[-1] < _ROW_ELEMENTS:
-        return codec.digest_at(name, positions_of(part), bits)
-    width = part.shape[-1]
-    outer = AffineMap(part.source, 0, part.shape[:-1], part.source_strides[:-1], part.shape[:-1])
-    total = codec.ZERO
-    for row, start in enumerate(positions_of(outer).tolist()):
-        total += codec.digest_bits(name, bits[row * width : (row + 1) * width], start)
-    return total
-
-
-def digest_on_device(name: str, part: AffineMap, found: Tensor, region: Region) -> Digest:
-    """As `digest_part`, of live bits where they lie. Raises `CorruptError` as `attest` does."""
-    bits = found.to(torch.int64)
-    if region.widened:
-        if bool((bits & 0xFFFF).any()):
-            raise CorruptError(f"tensor {name} holds bits that were never published")
-        bits = bits >> 16
-    width = 8 * codec.ITEMSIZE[region.dtypes[0]]
-    positions = torch.full((1,), part.source, dtype=torch.int64, device=found.device)
-    for size, stride in zip(part.shape, part.source_strides, strict=True):
-        steps = torch.arange(size, dtype=torch.int64, device=found.device) * stride
-        positions = (positions[:, None] + steps).view(-1)
-    return digest_tensor(name, positions, bits, width)
-
-
-_STEP = 0x9E3779B97F4A7C15
-_LOW = 0xFFFFFFFF
-
-
-def digest_tensor(name: str, positions: Tensor, bits: Tensor, width: int) -> Digest:
-    """The digest of elements of ``width`` bits at ``positions``, int64[N], by torch alone.
-
-    ``bits`` is int64[N]; what lies above ``width`` is ignored.
-    """
-    if width == 64:
-        positions = torch.stack([2 * positions, 2 * positions + 1], 1).view(-1)
-        bits = torch.stack([bits, _shifted(bits, 32)], 1).view(-1)
-    bits = bits & (_LOW if width >= 32 else (1 << width) - 1)
-    words = (positions + 1) * _signed(_STEP) + _signed(codec.tensor_key(name))
-    low = words & _LOW
-    product = (low ^ bits) * (_shifted(words, 32) | 1)
-    folded = product ^ _shifted(product, 29)
-    second = (folded & _LOW) * (_shifted(folded, 32) ^ low)
-    lanes = torch.stack([folded.sum(), second.sum()]).tolist()
-    return Digest(lanes[0] & (1 << 64) - 1, lanes[1] & (1 << 64) - 1)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-def _shifted(words: Tensor, by: int) -> Tensor:
-    """A logical shift to the right of int64."""
-    return (words >> by) & ((1 << (64 - by)) - 1)
-
-
-def encode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits:
-    """Published bits, uint[N], as the live dtype has them."""
-    if len(dtypes) == 1:
-        return bits
-    if dtypes == ("BF16", "F32"):
-        return bits.astype(np.uint32) << _HALF
-    values = _tensor(bits).view(TORCH_DTYPES[dtypes[0]])
-    for dtype in dtypes[1:]:
-        values = values.to(TORCH_DTYPES[dtype])
-    return _array(_plain_nans(values).view(_CARRIER[values.element_size()]))
-
-
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    """Whether integers are alike, wherever they are; on the CPU NumPy is several times faster."""
-    if found.device.type == "cpu":
-        return np.array_equal(found.numpy(), expected.numpy())
-    return torch.equal(found, expected.to(found.device))
-
-
-def _plain_nans(values: Tensor) -> Tensor:
-    """All NaNs made one: which of them a conversion gives depends on the kernel that did it."""
-    if not values.is_floating_point():
-        return values
-    return torch.where(values.isnan(), torch.full_like(values, torch.nan), values)
-
-
-def decode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits | None:
-    """Live bits as the published dtype has them; None if they were never published.
-
-    Of `Region.exact` regions only.
-    """
-    if len(dtypes) == 1:
-        return bits
-    if (bits & _LOWER).any():
-        return None
-    return (bits >> _HALF).astype(np.uint16)
-
-
-def _tensor(bits: NDArray[Any]) -> Tensor:
-    """Bits as a tensor of integers, sharing memory where that may be written."""
-    writable = np.require(bits, requirements=["C", "W"])
-    kind = np.uint8 if bits.dtype.itemsize == 1 else f"i{bits.dtype.itemsize}"
-    return torch.from_numpy(writable.view(kind))
-
-
-def _array(tensor: Tensor) -> Bits:
-    array: NDArray[Any] = tensor.numpy()
-    return array.view(f"u{array.itemsize}")
 
 
 def _share_map(share: Share) -> AffineMap:
@@ -605,4 +435,4 @@ def _whole(mirror: Mirror, name: str, specs: Mapping[str, Any]) -> Bits:
 
 def _dense(spec: Any, bits: Bits) -> Tensor:
     """A checkpoint tensor, of its own memory."""
-    return _tensor(bits.copy()).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+    return tensor_of(bits.copy()).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)

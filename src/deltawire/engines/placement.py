@@ -12,7 +12,6 @@ digest of its rank takes its elements in: of copies of an element only one may.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -35,6 +34,19 @@ from deltawire.engines.affine import (
     row_major,
     simplify,
 )
+from deltawire.engines.layout import (
+    TORCH_DTYPES,
+    WIRE_DTYPES,
+    DtypeName,
+    Index,
+    LiveTensor,
+    Name,
+    Sizes,
+    Storage,
+    address_range,
+    require_same,
+    survey_live,
+)
 from deltawire.engines.tracing import Copied, LiveMemory, Memory, Mixed, Tracer, Write
 from deltawire.errors import CorruptError, InputError
 from deltawire.wire.run import TensorSpec
@@ -47,50 +59,6 @@ MAX_REGIONS = 1 << 21
 MAX_ATTEMPTS = 64
 """So often the loader is run again without the tensors that it failed on."""
 
-TORCH_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-}
-"""Wire dtypes as torch's."""
-
-_WIRE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_Name = Annotated[str, Meta(max_length=1024)]
-_Dtype = Annotated[str, Meta(max_length=16)]
-_Index = Annotated[int, Meta(ge=0, le=1 << 48)]
-_Sizes = Annotated[tuple[_Index, ...], Meta(max_length=16)]
-
-
-class LiveTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A live tensor: which storage it lies in and how."""
-
-    name: _Name
-    storage: _Index
-    offset: _Index
-    shape: _Sizes
-    strides: _Sizes
-    dtype: _Dtype
-
-
-class Storage(msgspec.Struct, frozen=True, array_like=True):
-    """The memory of live tensors: ``elements`` of ``dtype``."""
-
-    name: _Name
-    elements: _Index
-    dtype: _Dtype
-
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """``map`` leads from checkpoint tensor number ``tensor`` to storage number ``storage``.
@@ -99,10 +67,10 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     one alone means that bits are moved as they are.
     """
 
-    tensor: _Index
-    storage: _Index
+    tensor: Index
+    storage: Index
     map: AffineMap
-    dtypes: Annotated[tuple[_Dtype, ...], Meta(min_length=1, max_length=8)]
+    dtypes: Annotated[tuple[DtypeName, ...], Meta(min_length=1, max_length=8)]
     counts: bool = True
 
     @property
@@ -120,10 +88,10 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     """Elements of a checkpoint tensor, from ``start`` on: no live ones, or none that can be
     read back, for which a rank answers by its mirror."""
 
-    tensor: _Index
-    start: _Index
-    shape: _Sizes
-    strides: _Sizes
+    tensor: Index
+    start: Index
+    shape: Sizes
+    strides: Sizes
 
 
 class Placement(msgspec.Struct, frozen=True, dict=True):
@@ -135,13 +103,13 @@ class Placement(msgspec.Struct, frozen=True, dict=True):
     model that no rank can read back and that this rank counts from its mirror.
     """
 
-    fingerprint: _Name
+    fingerprint: Name
     tensors: list[TensorSpec]
     storages: list[Storage]
     live: list[LiveTensor]
     regions: Annotated[list[Region], Meta(max_length=MAX_REGIONS)]
-    unplaced: dict[_Name, str]
-    uncovered: dict[_Name, int]
+    unplaced: dict[Name, str]
+    uncovered: dict[Name, int]
     believed: list[Share] = []
     owned: bool = False
     """Whether `ownership` has said which regions count."""
@@ -188,52 +156,6 @@ def _rows(spec: TensorSpec, start: int, stop: int) -> tuple[int, int] | None:
         return None
     width = spec.count // spec.shape[0]
     return start // width, -(-stop // width)
-
-
-def survey_live(
-    live: Mapping[str, Tensor],
-) -> tuple[list[Storage], list[LiveTensor], list[Tensor]]:
-    """The storages of live tensors, how the tensors lie in them, and each storage as one flat
-    tensor. Tensors of no elements, or without memory, are left out.
-
-    Raises `InputError` if two storages overlap, or a tensor has no place on the wire.
-    """
-    found: dict[tuple[str, int, int], int] = {}
-    storages: list[Storage] = []
-    tensors: list[LiveTensor] = []
-    flats: list[Tensor] = []
-    for name in sorted(live):
-        tensor = live[name].detach()
-        if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
-            continue
-        memory = tensor.untyped_storage()
-        place = (str(tensor.device), memory.data_ptr(), memory.nbytes())
-        if tensor.dtype not in _WIRE_DTYPES:
-            continue
-        dtype = _WIRE_DTYPES[tensor.dtype]
-        number = found.setdefault(place, len(storages))
-        if number == len(storages):
-            elements = memory.nbytes() // tensor.element_size()
-            storages.append(Storage(name, elements, dtype))
-            flats.append(tensor.as_strided((elements,), (1,), 0))
-        strides = tuple(tensor.stride())
-        tensors.append(
-            LiveTensor(
-                name, number, int(tensor.storage_offset()), tuple(tensor.shape), strides, dtype
-            )
-        )
-    _require_apart(list(found), storages)
-    return storages, tensors, flats
-
-
-def _require_apart(places: list[tuple[str, int, int]], storages: list[Storage]) -> None:
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    for before, after in itertools.pairwise(order):
-        device, start, size = places[before]
-        if places[after][0] == device and places[after][1] < start + size:
-            raise InputError(
-                f"live tensors {storages[before].name} and {storages[after].name} overlap"
-            )
 
 
 def fingerprint_of(
@@ -332,7 +254,7 @@ def probe(
         memories = [
             Memory(flat.dtype, number, flat, real=True) for number, flat in enumerate(flats)
         ]
-        ranges = [_range_of(flat) for flat in flats]
+        ranges = [address_range(flat) for flat in flats]
         tracer = Tracer(memories, LiveMemory(ranges).find)
         current: list[int] = []
         try:
@@ -345,15 +267,10 @@ def probe(
             _blame(blamed, failed, tensors, f"the loader fails: {_first_line(error)}")
             continue
         finally:
-            _require_same(live, held, flats)
+            require_same(live, held, flats)
         table = _Table(tensors, storages, held, memories)
         return table.finish(tracer, failed, fingerprint_of(tensors, live, about or {}))
     raise InputError(f"the model's loader fails on more than {MAX_ATTEMPTS} kinds of tensors")
-
-
-def _range_of(flat: Tensor) -> tuple[int, int]:
-    start = flat.untyped_storage().data_ptr()
-    return start, start + flat.untyped_storage().nbytes()
 
 
 def _stream(
@@ -383,23 +300,6 @@ def _blame(
 def _kind(name: str) -> str:
     """A tensor's name without its numbers."""
     return ".".join("#" if part.isdecimal() else part for part in name.split("."))
-
-
-def _require_same(
-    live: Mapping[str, Tensor], held: Sequence[LiveTensor], flats: Sequence[Tensor]
-) -> None:
-    """Raise `InputError` if a live tensor has become another; its memory is put back."""
-    for tensor in held:
-        now, flat = live[tensor.name], flats[tensor.storage]
-        if (
-            tuple(now.shape) != tensor.shape
-            or tuple(now.stride()) != tensor.strides
-            or now.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
-        ):
-            memory = torch.empty(0, dtype=TORCH_DTYPES[tensor.dtype], device=flat.device)
-            memory.set_(flat.untyped_storage(), tensor.offset, tensor.shape, tensor.strides)
-            now.data = memory
-            raise InputError(f"the model's loader replaces the live tensor {tensor.name}")
 
 
 class _Table:
@@ -529,16 +429,16 @@ def _dtypes(origin: Copied, published: str, live: str) -> tuple[str, ...] | None
     """The dtypes that a value goes through; None if its bits are taken for another dtype's between
     two conversions."""
     first, *steps = origin.dtypes
-    if _WIRE_DTYPES[first] != published:
+    if WIRE_DTYPES[first] != published:
         return None
     passed = [first]
     for read, written in zip(steps[::2], steps[1::2], strict=True):
         if read != passed[-1]:
             return None
         passed.append(written)
-    if any(dtype not in _WIRE_DTYPES for dtype in passed):
+    if any(dtype not in WIRE_DTYPES for dtype in passed):
         return None
-    names = [_WIRE_DTYPES[dtype] for dtype in passed]
+    names = [WIRE_DTYPES[dtype] for dtype in passed]
     if len(names) > 1 and names[-1] != live:
         return None
     return tuple(names) if codec.ITEMSIZE[names[-1]] == codec.ITEMSIZE[live] else None

@@ -1,0 +1,127 @@
+"""How live tensors lie in memory: which storages there are, and what views of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from deltawire.errors import InputError
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+"""Wire dtypes as torch's."""
+
+WIRE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+Name = Annotated[str, Meta(max_length=1024)]
+DtypeName = Annotated[str, Meta(max_length=16)]
+Index = Annotated[int, Meta(ge=0, le=1 << 48)]
+Sizes = Annotated[tuple[Index, ...], Meta(max_length=16)]
+
+
+class LiveTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A live tensor: which storage it lies in and how."""
+
+    name: Name
+    storage: Index
+    offset: Index
+    shape: Sizes
+    strides: Sizes
+    dtype: DtypeName
+
+
+class Storage(msgspec.Struct, frozen=True, array_like=True):
+    """The memory of live tensors: ``elements`` of ``dtype``."""
+
+    name: Name
+    elements: Index
+    dtype: DtypeName
+
+
+def survey_live(
+    live: Mapping[str, Tensor],
+) -> tuple[list[Storage], list[LiveTensor], list[Tensor]]:
+    """The storages of live tensors, how the tensors lie in them, and each storage as one flat
+    tensor. Tensors of no elements, or without memory, are left out.
+
+    Raises `InputError` if two storages overlap, or a tensor has no place on the wire.
+    """
+    found: dict[tuple[str, int, int], int] = {}
+    storages: list[Storage] = []
+    tensors: list[LiveTensor] = []
+    flats: list[Tensor] = []
+    for name in sorted(live):
+        tensor = live[name].detach()
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
+            continue
+        memory = tensor.untyped_storage()
+        place = (str(tensor.device), memory.data_ptr(), memory.nbytes())
+        if tensor.dtype not in WIRE_DTYPES:
+            continue
+        dtype = WIRE_DTYPES[tensor.dtype]
+        number = found.setdefault(place, len(storages))
+        if number == len(storages):
+            elements = memory.nbytes() // tensor.element_size()
+            storages.append(Storage(name, elements, dtype))
+            flats.append(tensor.as_strided((elements,), (1,), 0))
+        strides = tuple(tensor.stride())
+        tensors.append(
+            LiveTensor(
+                name, number, int(tensor.storage_offset()), tuple(tensor.shape), strides, dtype
+            )
+        )
+    _require_apart(list(found), storages)
+    return storages, tensors, flats
+
+
+def _require_apart(places: list[tuple[str, int, int]], storages: list[Storage]) -> None:
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    for before, after in itertools.pairwise(order):
+        device, start, size = places[before]
+        if places[after][0] == device and places[after][1] < start + size:
+            raise InputError(
+                f"live tensors {storages[before].name} and {storages[after].name} overlap"
+            )
+
+
+def address_range(flat: Tensor) -> tuple[int, int]:
+    """The addresses from its storage's first byte to behind its last."""
+    start = flat.untyped_storage().data_ptr()
+    return start, start + flat.untyped_storage().nbytes()
+
+
+def require_same(
+    live: Mapping[str, Tensor], held: Sequence[LiveTensor], flats: Sequence[Tensor]
+) -> None:
+    """Raise `InputError` if a live tensor has become another; its memory is put back."""
+    for tensor in held:
+        now, flat = live[tensor.name], flats[tensor.storage]
+        if (
+            tuple(now.shape) != tensor.shape
+            or tuple(now.stride()) != tensor.strides
+            or now.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
+        ):
+            memory = torch.empty(0, dtype=TORCH_DTYPES[tensor.dtype], device=flat.device)
+            memory.set_(flat.untyped_storage(), tensor.offset, tensor.shape, tensor.strides)
+            now.data = memory
+            raise InputError(f"the model's loader replaces the live tensor {tensor.name}")
