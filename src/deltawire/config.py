@@ -116,6 +116,79 @@ class RolloutConfig(_Section, frozen=True, kw_only=True):
     """Share of the last 64 episodes and more that may fail before the run stops all the same."""
 
 
+class CorrectionConfig(_Section, frozen=True, kw_only=True):
+    """One off-policy correction by w = old / sampler (`deltawire.rl.loss.correction_weights`)."""
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    action: Literal["truncate", "clip", "mask"] = "truncate"
+    low: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    high: Positive = 2.0
+    weigh: bool = True
+    """Multiply by the weight; false only rejects what lies outside the bounds (``mask``)."""
+
+
+class LossConfig(_Section, frozen=True, kw_only=True):
+    """The loss by its names (`deltawire.rl.loss`)."""
+
+    advantage: Literal["group_mean", "group_std", "leave_one_out"] = "group_std"
+    anchor: Literal["old", "rollout"] = "rollout"
+    """What the ratio is against: the policy before the step, or the sampler's log-probabilities."""
+    surrogate: Literal["ppo", "cispo", "gspo", "dppo", "importance_sampling", "reinforce"] = "ppo"
+    clip_low: Annotated[float, Meta(ge=0, le=1e9)] = 0.2
+    clip_high: Positive = 0.28
+    dual_clip: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    """The dual clip's c, above 1; 0 is off. ``ppo`` only."""
+    corrections: list[CorrectionConfig] = []
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "dr_grpo"] = "token_mean"
+    horizon: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    """The constant length of ``dr_grpo``; 0 is rollout.max_tokens times rollout.max_turns."""
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    """A penalty for leaving version 0, which the trainer then holds a second time."""
+    kl_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1e-3
+
+    def contradiction(self, max_staleness: int) -> tuple[str, str] | None:
+        """Why these settings make no sense together, and what to do; None if they do."""
+        weighing = [c for c in self.corrections if c.weigh]
+        ratio = self.surrogate != "reinforce"
+        if self.anchor == "rollout" and weighing and ratio:
+            reason = (
+                "anchor = rollout already divides by the sampler's probability, and a correction "
+                "that weighs would divide by it again"
+            )
+            return reason, 'set anchor = "old", or weigh = false to reject without weighing'
+        if len(weighing) > 1:
+            return (
+                "two corrections weigh, which counts the way from sampler to trainer twice",
+                "set weigh = false on all but one",
+            )
+        for number, correction in enumerate(self.corrections):
+            where = f"corrections[{number}]"
+            if correction.low >= correction.high:
+                return f"{where}: low is not below high", "low is the smaller bound"
+            if not correction.weigh and correction.action != "mask":
+                return f"{where}: without a weight there is nothing to {correction.action}", (
+                    'set action = "mask"'
+                )
+        corrected = bool(self.corrections) or (self.anchor == "rollout" and ratio)
+        if max_staleness > UNCORRECTED_STALENESS and not corrected:
+            reason = (
+                f"groups up to {max_staleness} versions old would be trained on as if the policy "
+                "had just drawn them"
+            )
+            lower = f"lower train.max_staleness to {UNCORRECTED_STALENESS}"
+            return reason, f'set anchor = "rollout", add a [[train.loss.corrections]], or {lower}'
+        if self.dual_clip and (self.dual_clip <= 1 or self.surrogate != "ppo"):
+            return "dual_clip is a bound above 1 on the surrogate ppo", "set dual_clip = 0"
+        if self.clip_low > 1 and self.surrogate in ("ppo", "gspo"):
+            return "1 - clip_low would be a ratio below 0", "set clip_low within 0 and 1"
+        return None
+
+
+UNCORRECTED_STALENESS = 1
+"""How old a group may be at most where nothing in the loss knows that it is old: with one step of
+lag the ratio stays within PPO's bounds for almost every token; deeper queues need a correction."""
+
+
 class TrainConfig(_Section, frozen=True, kw_only=True):
     """The trainer: how many versions to make, from what, and how far off-policy."""
 
@@ -128,8 +201,6 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.99
     weight_decay: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    clip_low: Fraction = 0.2
-    clip_high: Positive = 0.28
     max_grad_norm: Positive = 1.0
     micro_batch_groups: Count = 16
     anchor_every: Count = 50
@@ -137,6 +208,10 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     """Whether the trainer also folds its deltas over longer strides, for readers far behind. That
     takes a core and a model's memory, and pays where few weights change a step."""
     checkpoint_every: Count = 20
+    max_failed_groups: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Stop the run once so many groups in a row had fewer than two episodes that did not fail; 0
+    goes on for ever."""
+    loss: LossConfig = LossConfig()
 
 
 class EvaluateConfig(_Section, frozen=True, kw_only=True):
@@ -289,6 +364,8 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         config = msgspec.convert(raw, RunConfig)
     except msgspec.ValidationError as error:
         raise InputError(f"{source}: {str(error).replace('`$.', '`')}") from error
+    if found := config.train.loss.contradiction(config.train.max_staleness):
+        raise InputError(f"{source}: train.loss: {found[0]}", hint=found[1])
     if config.task.environment == "reasoning_gym" and "{question}" not in config.task.prompt:
         raise InputError(f"{source}: task.prompt must contain {{question}}")
     rollout = config.rollout
@@ -312,12 +389,11 @@ def _refuse_unknown(raw: dict[str, Any], kind: type[Any], prefix: str, source: s
             )
             raise InputError(f"{source}: unknown key {prefix}{key}", hint=hint)
         for option in (hints[key], *getattr(hints[key], "__args__", ())):
-            if (
-                isinstance(option, type)
-                and issubclass(option, _Section)
-                and isinstance(value, dict)
-            ):
-                _refuse_unknown(value, option, f"{prefix}{key}.", source)
+            if not (isinstance(option, type) and issubclass(option, _Section)):
+                continue
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, dict):
+                    _refuse_unknown(item, option, f"{prefix}{key}.", source)
 
 
 def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
@@ -328,7 +404,7 @@ def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
         if isinstance(value, msgspec.Struct):
             flat.update(flatten(value, f"{prefix}{name}."))
         else:
-            flat[f"{prefix}{name}"] = value
+            flat[f"{prefix}{name}"] = msgspec.to_builtins(value)
     return flat
 
 

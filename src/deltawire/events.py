@@ -53,7 +53,8 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     version that generated one of its tokens. ``queued``, group by group, is the part of it that
     passed after the group's newest token was drawn; the rest passed while it was in flight.
     ``k3`` is the mean k3 estimate of the divergence between sampler and trainer, before the step,
-    in nats a token.
+    in nats a token. ``clipped`` and ``rejected`` are shares of the tokens, ``kl`` is the mean
+    penalty (`deltawire.rl.loss.PolicyLoss`).
     """
 
     at: float
@@ -71,6 +72,8 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     seconds: float
     workers: dict[str, int] = {}
     queued: list[int] = []
+    rejected: float = 0.0
+    kl: float = 0.0
 
 
 class Published(_Event, tag="published", frozen=True, kw_only=True):

@@ -45,7 +45,8 @@ def refusal(raw):
 
 def test_the_tables_were_found():
     # The tests below are only as good as these lists.
-    assert len(DEFAULTS) == len(NUMBERS) + len(WORDS) + 2  # task.options, train.folds
+    # task.options, train.folds and train.loss.corrections are neither
+    assert len(DEFAULTS) == len(NUMBERS) + len(WORDS) + 3
     assert len(NUMBERS) > 30
     assert {"train.learning_rate", "rollout.temperature"} <= set(FLOATS)
     assert {"name", "model.path", "model.build.family", "task.prompt"} <= set(WORDS)
@@ -123,14 +124,29 @@ def test_options_are_the_datasets_own():
     assert parse_config(with_key("task.options", options), source="s").task.options == options
 
 
-OTHER_CHOICES = {"rollout.on_full": "drop", "rollout.on_failure": "stop"}
+OTHER = {
+    "rollout.on_full": "drop",
+    "rollout.on_failure": "stop",
+    "train.loss.advantage": "leave_one_out",
+    "train.loss.aggregation": "dr_grpo",
+    "train.loss.corrections": [
+        {"level": "geometric", "action": "mask", "low": 0.9, "high": 1.1, "weigh": False}
+    ],
+    "train.loss.dual_clip": 3.0,
+    "train.loss.kl": "k3",
+    "train.loss.surrogate": "cispo",
+}
+"""What a key is changed to where its default says too little."""
 
 
-@pytest.mark.parametrize("dotted", sorted(DEFAULTS.keys() - {"model.build.family"}))
+# An anchor of its own goes with other keys; `SENSIBLE` has it.
+@pytest.mark.parametrize(
+    "dotted", sorted(DEFAULTS.keys() - {"model.build.family", "train.loss.anchor"})
+)
 def test_round_trip_with_every_key_changed(dotted):
     default = DEFAULTS[dotted]
-    if dotted in OTHER_CHOICES:
-        value = OTHER_CHOICES[dotted]
+    if dotted in OTHER:
+        value = OTHER[dotted]
     elif isinstance(default, dict):
         value = {"size": 3}
     elif isinstance(default, str):
@@ -210,3 +226,55 @@ def test_a_file_without_a_model(tmp_path):
     path.write_text('name = "run"')
     with pytest.raises(InputError, match="names no model"):
         load_config(path)
+
+
+CONTRADICTIONS = {
+    "twice": ({"corrections": [{}]}, 2, "again"),
+    "twice, bounded": ({"surrogate": "cispo", "corrections": [{"action": "mask"}]}, 0, "again"),
+    "two weights": ({"anchor": "old", "corrections": [{}, {"level": "sequence"}]}, 2, "twice"),
+    "deep": ({"anchor": "old"}, 2, "2 versions old"),
+    "deep without a ratio": ({"surrogate": "reinforce"}, 5, "5 versions old"),
+    "bounds": ({"anchor": "old", "corrections": [{"low": 3.0}]}, 2, "low is not below high"),
+    "nothing": ({"anchor": "old", "corrections": [{"weigh": False}]}, 2, "nothing to truncate"),
+    "dual": ({"surrogate": "gspo", "dual_clip": 3.0}, 2, "dual_clip"),
+    "dual below 1": ({"dual_clip": 0.5}, 2, "dual_clip"),
+    "negative ratio": ({"clip_low": 1.5}, 2, "below 0"),
+}
+SENSIBLE = {
+    "TIS": ({"anchor": "old", "corrections": [{}]}, 8),
+    "PPO": ({}, 8),
+    "rejection beside the anchor": (
+        {"corrections": [{"level": "geometric", "action": "mask", "low": 0.9, "weigh": False}]},
+        8,
+    ),
+    "rejection beside a weight": (
+        {"anchor": "old", "corrections": [{}, {"action": "mask", "weigh": False}]},
+        8,
+    ),
+    "one step behind": ({"anchor": "old"}, 1),
+    "truncated REINFORCE": ({"surrogate": "reinforce", "corrections": [{"high": 1.02}]}, 8),
+    "CISPO, free below": ({"surrogate": "cispo", "clip_low": 2.0}, 4),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_losses_that_make_no_sense_are_refused_with_the_reason(name):
+    loss, staleness, reason = CONTRADICTIONS[name]
+    raw = {**SMALLEST, "train": {"max_staleness": staleness, "loss": loss}}
+    with pytest.raises(InputError, match=reason) as caught:
+        parse_config(raw, source="here")
+    assert "here: train.loss: " in str(caught.value)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("name", SENSIBLE)
+def test_losses_that_make_sense_are_taken(name):
+    loss, staleness = SENSIBLE[name]
+    parse_config({**SMALLEST, "train": {"max_staleness": staleness, "loss": loss}}, source="here")
+
+
+def test_an_unknown_key_of_a_correction_is_named():
+    raw = {**SMALLEST, "train": {"loss": {"corrections": [{"hihg": 2.0}]}}}
+    with pytest.raises(InputError, match=r"corrections\.hihg") as caught:
+        parse_config(raw, source="here")
+    assert "high" in caught.value.hint

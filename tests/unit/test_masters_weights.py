@@ -1,13 +1,14 @@
 """Masters and rounded weights, and the step that moves them: to the bit."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from deltawire.config import RolloutConfig, RunConfig, TrainConfig
-from deltawire.errors import CorruptError
+from deltawire.config import LossConfig, RolloutConfig, RunConfig, TrainConfig
+from deltawire.errors import CorruptError, InputError
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import train_step
 from deltawire.wire.rollouts import Group, Trajectory
@@ -238,3 +239,47 @@ def test_a_step_raises_what_was_rewarded(tiny):
         np.mean([t.reward for group in groups for t in group.trajectories])
     )
     assert results[0].tokens == sum(group.tokens for group in groups)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "dr_grpo"])
+@pytest.mark.parametrize("surrogate", ["gspo", "cispo", "dppo"])
+def test_any_loss_is_the_same_over_micro_batches(tiny, aggregation, surrogate):
+    found = []
+    for micro in (1, 16):
+        loss = LossConfig(aggregation=aggregation, surrogate=surrogate)
+        train = TrainConfig(warmup_steps=0, micro_batch_groups=micro, loss=loss)
+        masters = MasterWeights(copy.deepcopy(tiny), train)
+        found.append(train_step(masters, sampled(3), RunConfig(name="t", train=train)))
+    many, one = found
+    assert many.loss == pytest.approx(one.loss, rel=1e-4, abs=1e-6)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-3)
+    assert many.members == one.members
+
+
+def test_segments_and_failures_in_a_step(tiny):
+    """What is left out changes nothing: not the weights, not a figure."""
+    groups = sampled(5)
+    failed = replace(groups[0].trajectories[1], cause="timeout", reward=50.0)
+    broken = replace(groups[0], trajectories=[*groups[0].trajectories, failed])
+    config = RunConfig(name="test", train=TrainConfig(warmup_steps=0))
+    results = []
+    for batch in ([groups[0], *groups[1:]], [broken, *groups[1:]]):
+        masters = MasterWeights(copy.deepcopy(tiny), config.train)
+        results.append((train_step(masters, batch, config), bits(masters.model)))
+    assert results[0][0] == results[1][0]
+    assert equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_penalty_is_against_the_reference(tiny, kind):
+    train = TrainConfig(
+        learning_rate=1e-2, warmup_steps=0, loss=LossConfig(kl=kind, kl_coefficient=0.1)
+    )
+    config = RunConfig(name="test", train=train)
+    masters = MasterWeights(tiny, train)
+    reference = copy.deepcopy(tiny).requires_grad_(False)
+    results = [train_step(masters, sampled(s), config, reference=reference) for s in range(3)]
+    assert results[0].kl == pytest.approx(0, abs=1e-6)
+    assert abs(results[2].kl) > 1e-4
+    with pytest.raises(InputError, match="reference"):
+        train_step(masters, sampled(0), config)

@@ -1,6 +1,7 @@
 """The trainer's pool: oldest first, too old never, damaged never, everything once."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -180,8 +181,8 @@ def test_every_group_is_handed_out_once_across_restarts(bucket, store):
             assert not ledger.settled(worker, sequence)
             ledger.settle(worker, sequence)
             seen.append((worker, sequence))
-    for worker, sequence in pool._dropped:  # what nothing was left to be reported with
-        seen.append((worker, sequence))
+    # What nothing was left to be reported with.
+    seen += [(drop.worker, drop.sequence) for drop in pool._dropped]
     left = {(pooled.group.worker, pooled.sequence) for pooled in pool._waiting}
     assert len(seen) == len(set(seen))
     assert {*seen, *left} == {(w, s) for w, count in counts.items() for s in range(count)}
@@ -249,3 +250,54 @@ def test_a_token_that_no_model_has_is_damage(bucket, make_group):
     refused.poll(["a"])
     assert refused.waiting == 0
     assert refused.damaged == [keys.rollout("a", 0)]
+
+
+def failing(make_group, worker, causes):
+    """A group with an episode for each cause; the empty one is that of an episode that went well.
+    What failed before a token was drawn has none."""
+    group = make_group(worker, [0] * len(causes))
+    for place, (t, cause) in enumerate(zip(group.trajectories, causes, strict=True)):
+        tokens = slice(0) if cause == "reset" else slice(None)
+        group.trajectories[place] = replace(
+            t,
+            tokens_T=t.tokens_T[tokens],
+            logprobs_T=t.logprobs_T[tokens],
+            versions_T=t.versions_T[tokens],
+            mask_T=t.mask_T[tokens],
+            cause=cause,
+        )
+    return group
+
+
+@pytest.mark.parametrize("causes", [["reset"] * 3, ["tool", "", "tool"], ["tool"], ["tool", ""]])
+def test_a_group_that_failures_left_too_small_is_settled_by_its_cause(bucket, make_group, causes):
+    bucket.create(keys.rollout("a", 0), encode_group(failing(make_group, "a", causes)))
+    pool = Pool(bucket, Ledger(), limit=10)
+    pool.poll(["a"])
+    assert (pool.waiting, pool.stored("a"), pool.dropping("a")) == (0, 1, 1)
+    assert (pool.failed, pool.failure) == (1, causes[0])
+    bucket.create(keys.rollout("a", 1), encode_group(failing(make_group, "a", ["", "tool", ""])))
+    pool.poll(["a"])
+    assert pool.failed == 0
+    batch = pool.take(1, version=0, max_staleness=0)
+    assert batch.dropped == [("a", 0)]
+    assert (batch.drops[0].cause, batch.drops[0].detail) == ("failed", causes[0])
+    assert names(batch) == [("a", 1)]
+
+
+def test_drops_say_why(bucket, store, make_group):
+    store("a", 0, 0)
+    store("a", 1, 9)
+    bucket.put(keys.rollout("a", 2), b"x")
+    bucket.create(keys.rollout("a", 3), encode_group(failing(make_group, "a", ["tool"])))
+    store("a", 4, 5)
+    pool = Pool(bucket, Ledger(), limit=10)
+    pool.poll(["a"])
+    found = pool.take(1, version=5, max_staleness=2)
+    assert {drop.sequence: drop.cause for drop in found.drops} == {
+        0: "stale",
+        1: "unknown version",
+        2: "damaged",
+        3: "failed",
+    }
+    assert {drop.sequence: drop.tokens for drop in found.drops} == {0: 2, 1: 2, 2: 0, 3: 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from deltawire.errors import CorruptError
 from deltawire.rl.groups import read_group
@@ -10,6 +11,11 @@ from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import Annex, Ledger
 from deltawire.wire.rollouts import Group
+
+DropCause = Literal["stale", "failed", "damaged", "unknown version"]
+
+MIN_EPISODES = 2
+"""Where failures left fewer episodes, there is nothing to compare with and no advantage."""
 
 
 @dataclass
@@ -21,19 +27,47 @@ class Pooled:
     hash: str = ""
 
 
+@dataclass(frozen=True)
+class Drop:
+    """A group that is not trained on, and why: too old (``stale``), too few episodes that did not
+    fail (``failed``, with the first one's cause as ``detail``), not readable (``damaged``), or
+    drawn by a version that does not exist. ``tokens`` are those that the model drew."""
+
+    worker: str
+    sequence: int
+    cause: DropCause
+    detail: str = ""
+    family: str = ""
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, pooled: Pooled, cause: DropCause, detail: str = "") -> Drop:
+        """The record of a group that was read."""
+        group = pooled.group
+        return cls(group.worker, pooled.sequence, cause, detail, group.family[:64], group.tokens)
+
+
 @dataclass
 class Batch:
-    """What one step trains on, and what was found too old on the way."""
+    """What one step trains on, and what was dropped on the way."""
 
     taken: list[Pooled]
     staleness: list[int]
-    dropped: list[tuple[str, int]] = field(default_factory=list)
+    drops: list[Drop] = field(default_factory=list)
+
+    @property
+    def dropped(self) -> list[tuple[str, int]]:
+        """The dropped groups as an annex names them."""
+        return [(drop.worker, drop.sequence) for drop in self.drops]
 
 
 class Pool:
     """Fetches groups by polling each worker's next sequence, and hands out batches.
 
-    A group that is damaged is dropped and its key kept in `damaged`.
+    A group that is damaged is dropped and its key kept in `damaged`. One of which failures
+    left fewer than `MIN_EPISODES` episodes is dropped too; `failed` counts those in a row, and
+    `failure` is the last one's first cause. Whatever is dropped counts as settled, so that its
+    credit comes back.
     """
 
     def __init__(
@@ -45,8 +79,10 @@ class Pool:
         self._limit = limit
         self._next: dict[str, int] = {}
         self._waiting: list[Pooled] = []
-        self._dropped: list[tuple[str, int]] = []
+        self._dropped: list[Drop] = []
         self.damaged: list[str] = []
+        self.failed = 0
+        self.failure = ""
 
     @property
     def waiting(self) -> int:
@@ -59,7 +95,7 @@ class Pool:
 
     def dropping(self, worker: str) -> int:
         """How many of a worker's groups were dropped and not yet reported with a batch."""
-        return sum(name == worker for name, _ in self._dropped)
+        return sum(drop.worker == worker for drop in self._dropped)
 
     def poll(self, workers: list[str]) -> int:
         """Fetch what these workers, and all that were ever named, have stored since the last look;
@@ -83,9 +119,17 @@ class Pool:
                 return False
         except CorruptError:
             self.damaged.append(key)
-            self._dropped.append((worker, sequence))
+            self._dropped.append(Drop(worker, sequence, "damaged"))
             return True
-        self._waiting.append(Pooled(sequence, *found))
+        group, digest = found
+        pooled = Pooled(sequence, group, digest)
+        causes = [t.cause for t in group.trajectories if t.cause]
+        if causes and len({episode for _, episode, _ in group.trained()}) < MIN_EPISODES:
+            self.failed, self.failure = self.failed + 1, causes[0]
+            self._dropped.append(Drop.of(pooled, "failed", causes[0]))
+        else:
+            self.failed = 0
+            self._waiting.append(pooled)
         return True
 
     def take(self, count: int, *, version: int, max_staleness: int) -> Batch | None:
@@ -97,9 +141,10 @@ class Pool:
         fresh = []
         for pooled in self._waiting:
             group = pooled.group
-            too_old = version - group.oldest_version > max_staleness
-            if too_old or group.newest_version > version:
-                self._dropped.append((pooled.group.worker, pooled.sequence))
+            if group.newest_version > version:
+                self._dropped.append(Drop.of(pooled, "unknown version"))
+            elif version - group.oldest_version > max_staleness:
+                self._dropped.append(Drop.of(pooled, "stale"))
             else:
                 fresh.append(pooled)
         self._waiting = fresh

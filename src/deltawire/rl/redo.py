@@ -8,6 +8,7 @@ kind of machine with the same libraries.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass
 from typing import Any
@@ -39,11 +40,12 @@ def seed_step(config: RunConfig, version: int) -> None:
 
 @dataclass
 class Resumed:
-    """The trainer's state at ``version``."""
+    """The trainer's state at ``version``; ``reference`` as `load_reference` gives it."""
 
     masters: MasterWeights
     ledger: Ledger
     version: int
+    reference: Any | None = None
 
 
 def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: int) -> Resumed:
@@ -52,6 +54,7 @@ def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: i
 
     Raises `CorruptError` if there is neither.
     """
+    reference = load_reference(bucket, run, config, model)
     before = newest
     while (found := load_checkpoint(bucket, newest=before)) is not None:
         commit, state = found
@@ -65,7 +68,7 @@ def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: i
         except CorruptError:
             continue
         if digest_of(masters) == origin.digest:
-            return Resumed(masters, commit.ledger, commit.version)
+            return Resumed(masters, commit.ledger, commit.version, reference)
     origin = load_mirror(bucket, run, at=0)
     if origin is None:
         raise CorruptError(
@@ -73,7 +76,26 @@ def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: i
             hint="versions that retention has taken cannot be done over",
             run=bucket.url,
         )
-    return Resumed(_masters_at(origin, run, config, model), Ledger(), 0)
+    return Resumed(_masters_at(origin, run, config, model), Ledger(), 0, reference)
+
+
+def load_reference(bucket: Bucket, run: Run, config: RunConfig, model: Any) -> Any | None:
+    """Version 0 as a frozen model beside ``model``, if the loss penalises leaving it; else None.
+
+    Raises `CorruptError` if the bucket no longer has it.
+    """
+    if config.train.loss.kl == "none":
+        return None
+    origin = load_mirror(bucket, run, at=0)
+    if origin is None:
+        raise CorruptError(
+            "the reference of train.loss.kl is version 0, which is gone",
+            hint="versions that retention has taken cannot be referred to",
+            run=bucket.url,
+        )
+    reference = copy.deepcopy(model)
+    load_into(reference, run, origin)
+    return reference.requires_grad_(False)
 
 
 def _masters_at(origin: Mirror, run: Run, config: RunConfig, model: Any) -> MasterWeights:
@@ -126,7 +148,12 @@ def redo(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> Redone:
     torch.set_num_threads(annex.threads or threads)
     try:
         seed_step(config, version)
-        result = train_step(state.masters, [pooled.group for pooled in groups], config)
+        result = train_step(
+            state.masters,
+            [pooled.group for pooled in groups],
+            config,
+            reference=state.reference,
+        )
     finally:
         torch.set_num_threads(threads)
     settle(state.ledger, annex)

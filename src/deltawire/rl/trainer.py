@@ -34,7 +34,7 @@ from deltawire.errors import (
     RetryError,
 )
 from deltawire.events import Published, Step
-from deltawire.parity import Parity, finite, parity_event
+from deltawire.parity import finite, parity_event
 from deltawire.rl.desk import Desk, Fleet, read_trainer, settle
 from deltawire.rl.pool import Batch, Pool
 from deltawire.rl.process import Process, fetch_model_files, open_run
@@ -43,7 +43,7 @@ from deltawire.rl.start import start_run
 from deltawire.sync import FOLD_STRIDES, Mirror, Publisher, Receipt, load_mirror, read_manifest
 from deltawire.train.checkpoint import save_checkpoint
 from deltawire.train.masters import MasterWeights
-from deltawire.train.step import train_step
+from deltawire.train.step import StepResult, train_step
 from deltawire.wire.ledger import Annex, Ledger
 from deltawire.wire.run import Run
 
@@ -109,7 +109,7 @@ class Trainer:
                 f"did steps {start + 1} to {head.version} over, "
                 + ("to the same bits" if same else "to other bits; the next delta carries them"),
             )
-        self.ledger = state.ledger
+        self.ledger, self.reference = state.ledger, state.reference
         return state.masters
 
     def _on_commit(self, receipt: Receipt) -> None:
@@ -139,6 +139,7 @@ class Trainer:
             self.process.heart.mark("wait")
             alive = self.fleet.look()
             self.pool.poll(sorted(alive | self.ledger.below.keys()))
+            self._stop_if_all_fail()
             batch = self.pool.take(
                 train.groups_per_step, version=self.version, max_staleness=train.max_staleness
             )
@@ -151,14 +152,25 @@ class Trainer:
             mark = self._step(batch, events.now())
         self._finish()
 
+    def _stop_if_all_fail(self) -> None:
+        """Raises `InputError` once as many groups in a row failed as the configuration allows."""
+        limit = self.config.train.max_failed_groups
+        if limit and self.pool.failed >= limit:
+            raise InputError(
+                f"{self.pool.failed} groups in a row failed, the last one by: {self.pool.failure}",
+                hint="mend the environment, or set train.max_failed_groups = 0 to go on",
+                run=self.bucket.url,
+                version=self.version,
+            )
+
     def _step(self, batch: Batch, started: float) -> float:
         events = self.process.events
         groups = [pooled.group for pooled in batch.taken]
         with self.process.heart.taking("train"):
             seed_step(self.config, self.version + 1)
-            result = train_step(self.masters, groups, self.config)
+            result = train_step(self.masters, groups, self.config, reference=self.reference)
         trained = events.span("train", started)
-        self._tell_parity(batch, result.parity)
+        self._tell_parity(batch, result)
         consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
         annex = Annex(
             step=self.version + 1,
@@ -188,6 +200,8 @@ class Trainer:
                 k3=finite(result.parity.drift.k3),
                 ratio_max=finite(result.parity.drift.ratio_max),
                 clipped=result.clipped,
+                rejected=result.rejected,
+                kl=result.kl,
                 staleness=batch.staleness,
                 tokens=result.tokens,
                 seconds=trained - started,
@@ -201,12 +215,12 @@ class Trainer:
             done = events.span("checkpoint", done)
         return done
 
-    def _tell_parity(self, batch: Batch, parity: Parity) -> None:
+    def _tell_parity(self, batch: Batch, result: StepResult) -> None:
         """Record it; raises `InputError` if it stops the run."""
+        parity = result.parity
         names = [
-            f"{pooled.group.worker}/{pooled.sequence}#{place}"
-            for pooled in batch.taken
-            for place in range(len(pooled.group.trajectories))
+            f"{batch.taken[group].group.worker}/{batch.taken[group].sequence}#{place}"
+            for group, place in result.members
         ]
         version = self.version + 1
         self.process.events.record(

@@ -1,7 +1,10 @@
 """Groups as padded tensors, every prompt once.
 
-Shapes: G groups, N trajectories, P prompt tokens (padded on the left), C tokens behind the prompt
-(padded on the right).
+Shapes: G distinct prompts of P tokens (padded on the left), N trajectories of C tokens behind
+their prompts (padded on the right), E episodes.
+
+A trajectory of an episode that states a cause is not in a batch at all: it enters neither the loss
+nor the group's statistics.
 """
 
 from __future__ import annotations
@@ -11,38 +14,98 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from deltawire.wire.rollouts import Group
+from deltawire.errors import BugError
+from deltawire.wire.rollouts import Group, Trajectory
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What one forward pass needs. ``groups_N`` is each trajectory's row in ``prompts_GP``;
-    ``versions_NC`` int64, -1 where the model drew nothing."""
+    """What one forward pass and the loss need.
+
+    ``prompts_N`` is each trajectory's row in ``prompts_GP``; each distinct prompt has one, whoever
+    shares it. ``episodes_N`` is each trajectory's episode, and every episode has one reward in
+    ``rewards_E`` and one group in ``groups_E``, however many segments it is. ``versions_NC`` is
+    int64, -1 where the model drew nothing. ``members_N`` says whence each row came: (place of its
+    group among those collated, place of the trajectory in that group).
+    """
 
     prompts_GP: Tensor
     prompt_mask_GP: Tensor
-    groups_N: Tensor
+    prompts_N: Tensor
     tokens_NC: Tensor
     token_mask_NC: Tensor
     loss_mask_NC: Tensor
     sampler_logprobs_NC: Tensor
-    rewards_N: Tensor
-    temperature: float
     versions_NC: Tensor
+    episodes_N: Tensor
+    rewards_E: Tensor
+    groups_E: Tensor
+    temperature: float
+    members_N: list[tuple[int, int]]
 
 
 def collate(groups: Sequence[Group]) -> TokenBatch:
-    """Pad groups of one temperature into a batch; the arrays are copied."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    width = max(len(group.prompt) for group in groups)
+    """Pad groups of one temperature into a batch; the arrays are copied.
+
+    At least one episode must be one that is trained on.
+    """
+    prompts: dict[bytes, int] = {}
+    shared: list[NDArray[np.int32]] = []
+    episodes: dict[tuple[int, int], int] = {}
+    rewards: list[float] = []
+    members: list[tuple[int, int]] = []
+    trajectories: list[Trajectory] = []
+    prompts_N: list[int] = []
+    episodes_N: list[int] = []
+    for number, group in enumerate(groups):
+        for place, episode, trajectory in group.trained():
+            prompt = group.prompt_of(trajectory)
+            row = prompts.setdefault(prompt.tobytes(), len(prompts))
+            if row == len(shared):
+                shared.append(prompt)
+            entry = episodes.setdefault((number, episode), len(episodes))
+            if entry == len(rewards):
+                rewards.append(trajectory.reward)
+            members.append((number, place))
+            trajectories.append(trajectory)
+            prompts_N.append(row)
+            episodes_N.append(entry)
+    if not trajectories:
+        raise BugError("groups without an episode to train on were put in a batch")
+    prompts_GP, prompt_mask_GP = _pad_prompts(shared)
+    return TokenBatch(
+        prompts_GP,
+        prompt_mask_GP,
+        torch.tensor(prompts_N),
+        *_pad_tokens(trajectories),
+        torch.tensor(episodes_N),
+        torch.tensor(rewards, dtype=torch.float32),
+        torch.tensor([number for number, _ in episodes]),
+        groups[0].temperature,
+        members,
+    )
+
+
+def _pad_prompts(prompts: Sequence[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, int64[G, P]."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.from_numpy(prompt.copy())
+        mask[row, width - len(prompt) :] = 1
+    return ids, mask
+
+
+def _pad_tokens(
+    trajectories: Sequence[Trajectory],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, their mask, the loss mask, the sampler's log-probabilities and the versions, each
+    [N, C]."""
     length = max(len(t.tokens_T) for t in trajectories)
-    prompts = torch.zeros(len(groups), width, dtype=torch.long)
-    prompt_mask = torch.zeros(len(groups), width, dtype=torch.long)
-    for row, group in enumerate(groups):
-        prompts[row, width - len(group.prompt) :] = torch.from_numpy(group.prompt.copy())
-        prompt_mask[row, width - len(group.prompt) :] = 1
     tokens = torch.zeros(len(trajectories), length, dtype=torch.long)
     token_mask = torch.zeros(len(trajectories), length, dtype=torch.long)
     loss_mask = torch.zeros(len(trajectories), length)
@@ -54,18 +117,7 @@ def collate(groups: Sequence[Group]) -> TokenBatch:
         token_mask[row, :count] = 1
         loss_mask[row, :count] = torch.from_numpy(t.mask_T.copy())
         # Where the environment wrote, anything may stand; NaN would survive the mask's zero.
-        logprobs[row, :count] = torch.from_numpy(np.where(t.mask_T == 1, t.logprobs_T, 0))
-        versions[row, :count] = torch.from_numpy(np.where(t.mask_T == 1, t.versions_T, -1))
-    sizes = torch.tensor([len(group.trajectories) for group in groups])
-    return TokenBatch(
-        prompts,
-        prompt_mask,
-        torch.arange(len(groups)).repeat_interleave(sizes),
-        tokens,
-        token_mask,
-        loss_mask,
-        logprobs,
-        torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
-        groups[0].temperature,
-        versions,
-    )
+        drawn = t.mask_T == 1
+        logprobs[row, :count] = torch.from_numpy(np.where(drawn, t.logprobs_T, 0))
+        versions[row, :count] = torch.from_numpy(np.where(drawn, t.versions_T, -1))
+    return tokens, token_mask, loss_mask, logprobs, versions

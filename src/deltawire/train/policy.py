@@ -21,7 +21,7 @@ def token_logprobs(model: Any, batch: TokenBatch) -> Tensor:
 
     Entries where ``token_mask_NC`` is 0 are meaningless.
     """
-    prompts, groups = batch.prompts_GP, batch.groups_N
+    prompts, rows = batch.prompts_GP, batch.prompts_N
     cache = DynamicCache()
     first = model(
         input_ids=prompts,
@@ -30,18 +30,18 @@ def token_logprobs(model: Any, batch: TokenBatch) -> Tensor:
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
-    ).logits[groups]
+    ).logits[rows]
     logits = first
     length = batch.tokens_NC.shape[1]
     if length > 1:
         layers: list[Any] = cache.layers
         for layer in layers:
-            layer.keys, layer.values = layer.keys[groups], layer.values[groups]
-        starts = batch.prompt_mask_GP.sum(1)[groups]
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        starts = batch.prompt_mask_GP.sum(1)[rows]
         rest = model(
             input_ids=batch.tokens_NC[:, :-1],
             attention_mask=torch.cat(
-                [batch.prompt_mask_GP[groups], batch.token_mask_NC[:, :-1]], dim=1
+                [batch.prompt_mask_GP[rows], batch.token_mask_NC[:, :-1]], dim=1
             ),
             position_ids=starts[:, None] + torch.arange(length - 1),
             past_key_values=cache,

@@ -9,7 +9,7 @@ with one number: each has the prompt that the model really read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -110,6 +110,15 @@ class Group:
             numbers.setdefault(t.episode if t.episode >= 0 else -1 - i, len(numbers))
             for i, t in enumerate(self.trajectories)
         ]
+
+    def trained(self) -> Iterator[tuple[int, int, Trajectory]]:
+        """(place, episode, trajectory) of those that can be trained on: of episodes none of whose
+        segments states a cause."""
+        episodes = self.episodes
+        failed = {e for e, t in zip(episodes, self.trajectories, strict=True) if t.cause}
+        for place, (episode, t) in enumerate(zip(episodes, self.trajectories, strict=True)):
+            if episode not in failed:
+                yield place, episode, t
 
     @property
     def oldest_version(self) -> int:
