@@ -146,8 +146,9 @@ class LossConfig(_Section, frozen=True, kw_only=True):
     """A penalty for leaving version 0, which the trainer then holds a second time."""
     kl_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1e-3
 
-    def contradiction(self, max_staleness: int) -> tuple[str, str] | None:
-        """Why these settings make no sense together, and what to do; None if they do."""
+    def contradiction(self, largest_age: int) -> tuple[str, str] | None:
+        """Why these settings make no sense together, or for groups of that age, and what to do;
+        None if they do."""
         weighing = [c for c in self.corrections if c.weigh]
         ratio = self.surrogate != "reinforce"
         if self.anchor == "rollout" and weighing and ratio:
@@ -170,12 +171,12 @@ class LossConfig(_Section, frozen=True, kw_only=True):
                     'set action = "mask"'
                 )
         corrected = bool(self.corrections) or (self.anchor == "rollout" and ratio)
-        if max_staleness > UNCORRECTED_STALENESS and not corrected:
+        if largest_age > UNCORRECTED_STALENESS and not corrected:
             reason = (
-                f"groups up to {max_staleness} versions old would be trained on as if the policy "
+                f"groups up to {largest_age} versions old would be trained on as if the policy "
                 "had just drawn them"
             )
-            lower = f"lower train.max_staleness to {UNCORRECTED_STALENESS}"
+            lower = f"let none be older than {UNCORRECTED_STALENESS}"
             return reason, f'set anchor = "rollout", add a [[train.loss.corrections]], or {lower}'
         if self.dual_clip and (self.dual_clip <= 1 or self.surrogate != "ppo"):
             return "dual_clip is a bound above 1 on the surrogate ppo", "set dual_clip = 0"
@@ -187,6 +188,18 @@ class LossConfig(_Section, frozen=True, kw_only=True):
 UNCORRECTED_STALENESS = 1
 """How old a group may be at most where nothing in the loss knows that it is old: with one step of
 lag the ratio stays within PPO's bounds for almost every token; deeper queues need a correction."""
+
+
+class StalenessConfig(_Section, frozen=True, kw_only=True):
+    """What becomes of groups that finish late (`deltawire.rl.staleness`)."""
+
+    policy: Literal["strict", "windowed_fifo", "requeue"] = "strict"
+    window: Fraction = 0.3
+    """Of ``windowed_fifo``: the share of the outstanding groups that may be overtaken."""
+    requeue_share: Fraction = 0.25
+    """Of ``requeue``: the share of a step that groups older than max_staleness make at most."""
+    requeue_age: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Of ``requeue``: how old a group may be; 0 is four times max_staleness."""
 
 
 class TrainConfig(_Section, frozen=True, kw_only=True):
@@ -212,6 +225,34 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     """Stop the run once so many groups in a row had fewer than two episodes that did not fail; 0
     goes on for ever."""
     loss: LossConfig = LossConfig()
+    staleness: StalenessConfig = StalenessConfig()
+
+    @property
+    def largest_age(self) -> int:
+        """The age that no group exceeds when it is trained on, by the policy of its staleness."""
+        match self.staleness.policy:
+            case "strict":
+                return self.max_staleness
+            case "windowed_fifo":
+                limit = (self.max_staleness + 1) * self.groups_per_step
+                window = max(1, int(self.staleness.window * limit))
+                return self.max_staleness + -(-(window - 1) // self.groups_per_step)
+            case "requeue":
+                return self.staleness.requeue_age or 4 * self.max_staleness
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """Why staleness and loss make no sense together, and what to do; None if they do."""
+        policy = self.staleness.policy
+        if policy != "strict" and self.max_staleness == 0:
+            reason = f"{policy} lets groups be older than max_staleness = 0"
+            return reason, 'set staleness.policy = "strict", or raise max_staleness'
+        if policy == "requeue":
+            if self.largest_age <= self.max_staleness:
+                return "requeue_age is not above max_staleness", "set it to 0 for a default"
+            if self.loss.anchor == "rollout" or not self.loss.corrections:
+                reason = "requeue trains on groups too old to be anchored on their own sampler"
+                return reason, 'set loss.anchor = "old" and add a [[train.loss.corrections]]'
+        return self.loss.contradiction(self.largest_age)
 
 
 class EvaluateConfig(_Section, frozen=True, kw_only=True):
@@ -364,8 +405,8 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         config = msgspec.convert(raw, RunConfig)
     except msgspec.ValidationError as error:
         raise InputError(f"{source}: {str(error).replace('`$.', '`')}") from error
-    if found := config.train.loss.contradiction(config.train.max_staleness):
-        raise InputError(f"{source}: train.loss: {found[0]}", hint=found[1])
+    if found := config.train.contradiction():
+        raise InputError(f"{source}: train: {found[0]}", hint=found[1])
     if config.task.environment == "reasoning_gym" and "{question}" not in config.task.prompt:
         raise InputError(f"{source}: task.prompt must contain {{question}}")
     rollout = config.rollout

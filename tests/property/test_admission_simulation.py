@@ -9,10 +9,16 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deltawire.config import RunConfig, TrainConfig
+from deltawire.config import (
+    CorrectionConfig,
+    LossConfig,
+    RunConfig,
+    StalenessConfig,
+    TrainConfig,
+)
 from deltawire.rl.admission import Admission, WorkerLoad
 from deltawire.rl.desk import Desk, read_trainer, settle
 from deltawire.rl.pool import Pool
@@ -51,18 +57,27 @@ class Simulation:
     commit_ticks: tuple[int, int] = (1, 3)
     lag_ticks: int = 2
     mortality: float = 0.0
+    policy: str = "strict"
+    amnesia: float = 0.0
+    """How likely the trainer dies in a tick, with all but the bucket and its ledger."""
 
     def __post_init__(self):
         self.random = random.Random(self.seed)
         self.now = 0
         self.bucket = open_bucket("memory://")
         self.ledger = Ledger()
-        train = TrainConfig(groups_per_step=self.groups_per_step, max_staleness=self.staleness)
-        config = RunConfig(name="simulated", train=train)
-        self.desk = Desk(self.bucket, config, self.ledger.copy(), epoch=1, granted={})
-        limit = (self.staleness + 1) * self.groups_per_step
-        self.pool = Pool(self.bucket, self.ledger, limit=limit)
+        train = TrainConfig(
+            groups_per_step=self.groups_per_step,
+            max_staleness=self.staleness,
+            staleness=StalenessConfig(policy=self.policy),
+            loss=LossConfig(anchor="old", corrections=[CorrectionConfig()]),
+        )
+        assert train.contradiction() is None
+        self.config = RunConfig(name="simulated", train=train)
+        self.bound = train.largest_age
+        self._start_trainer({})
         self.version = 0
+        self.resumes = 0
         self.batch = None
         self.trained_at = 0
         self.committing = None
@@ -72,6 +87,25 @@ class Simulation:
         self.started_while_training = 0
         self.immortal = self.workers[0].name
         self.desk.observe(self.pool, self._alive())
+        self.desk.write("training")
+
+    def _start_trainer(self, granted):
+        ledger = self.ledger.copy()
+        self.desk = Desk(self.bucket, self.config, ledger, epoch=1, granted=granted)
+        policy = self.desk.staleness
+        assert policy.largest_age == self.bound
+        self.pool = Pool(self.bucket, self.ledger, limit=policy.limit, arrive=policy.arrive)
+
+    def _resume_trainer(self):
+        """A batch that was not published is lost; a commit under way has happened."""
+        status = read_trainer(self.bucket)
+        self._start_trainer(dict(status.credits))
+        self.desk.version = self.version
+        self.batch = self.committing = None
+        self.resumes += 1
+        alive = self._alive()
+        self.pool.poll(sorted(alive | self.ledger.below.keys()))
+        self.desk.observe(self.pool, alive)
         self.desk.write("training")
 
     def _alive(self):
@@ -87,6 +121,8 @@ class Simulation:
             self._live_or_die(worker)
             if worker.alive:
                 self._work(worker, status)
+        if self.random.random() < self.amnesia:
+            self._resume_trainer()
         self._train()
 
     def _live_or_die(self, worker):
@@ -128,9 +164,7 @@ class Simulation:
             return
         alive = self._alive()
         self.pool.poll(sorted(alive | self.ledger.below.keys()))
-        self.batch = self.pool.take(
-            self.groups_per_step, version=self.version, max_staleness=self.staleness
-        )
+        self.batch = self.pool.take(self.desk.staleness, version=self.version, alive=alive)
         self.desk.observe(self.pool, alive)
         self.desk.write()
         if self.batch is not None:
@@ -160,7 +194,7 @@ class Simulation:
         settled = self.taken + self.dropped
         assert len(settled) == len(set(settled)), "a group was settled twice"
         assert min(self.staleness_seen) >= 0
-        assert max(self.staleness_seen) <= self.staleness
+        assert max(self.staleness_seen) <= self.bound
         return self
 
 
@@ -186,11 +220,16 @@ def fleet(sizes):
     groups=st.integers(1, 5),
     sizes=fleets,
     mortality=st.sampled_from([0.0, 0.02, 0.2]),
+    policy=st.sampled_from(["strict", "windowed_fifo", "requeue"]),
+    amnesia=st.sampled_from([0.0, 0.05]),
 )
 def test_no_group_is_too_old_and_nothing_deadlocks(
-    make_group, seed, staleness, groups, sizes, mortality
+    make_group, seed, staleness, groups, sizes, mortality, policy, amnesia
 ):
+    assume(staleness > 0 or policy == "strict")
     Simulation(
+        policy=policy,
+        amnesia=amnesia,
         seed=seed,
         staleness=staleness,
         groups_per_step=groups,
@@ -268,6 +307,125 @@ def test_the_dead_hold_no_claim(make_group):
         worker.running.clear()
     simulation.run(5, patience=100)
     assert workers[0].stored >= 40
+
+
+MIXED = {"versions": 120, "groups_per_step": 4, "patience": 900}
+
+
+def mixed(slowness):
+    """A worker of quick tasks, and one whose tasks take up to ``slowness`` ticks."""
+    return [FakeWorker("w0", 4, 3), FakeWorker("w1", 4, slowness)]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 2**20),
+    staleness=st.integers(1, 4),
+    groups=st.integers(1, 5),
+    sizes=fleets,
+)
+def test_the_windowed_fifo_drops_nothing_and_keeps_its_bound(
+    make_group, seed, staleness, groups, sizes
+):
+    """The derivation's own case: nobody dies. Groups take from one tick to any number."""
+    done = Simulation(
+        seed=seed,
+        staleness=staleness,
+        groups_per_step=groups,
+        workers=fleet(sizes),
+        make_group=make_group,
+        policy="windowed_fifo",
+    ).run(15, patience=500)
+    assert done.dropped == []
+
+
+def test_the_windowed_fifo_reaches_its_bound(simulate):
+    """The bound is not merely safe: with a straggler some group is as old as it allows."""
+    ages = [
+        max(
+            simulate(
+                **MIXED, seed=seed, staleness=1, workers=mixed(40), policy="windowed_fifo"
+            ).staleness_seen
+        )
+        for seed in range(2)
+    ]
+    assert max(ages) == 2
+
+
+def test_slow_tasks_are_trained_on_as_often_as_they_finish(simulate):
+    """What strict drops, requeueing trains on, and the windowed FIFO waits for."""
+    kept = {}
+    for policy in ("strict", "windowed_fifo", "requeue"):
+        done = simulate(**MIXED, seed=1, staleness=2, workers=mixed(30), policy=policy)
+        slow = [worker for worker, _ in done.taken if worker == "w1"]
+        lost = [worker for worker, _ in done.dropped if worker == "w1"]
+        kept[policy] = len(slow) / (len(slow) + len(lost))
+    assert kept["strict"] < 0.9
+    assert kept["windowed_fifo"] == 1.0
+    assert kept["requeue"] > kept["strict"]
+
+
+def test_a_requeued_group_that_was_kept_is_never_dropped_later(simulate, monkeypatch):
+    waited, dropped = set(), set()
+    take = Pool.take
+
+    def watched(pool, policy, **settings_):
+        batch = take(pool, policy, **settings_)
+        waited.update((p.group.worker, p.sequence) for p in pool._requeued)
+        dropped.update(batch.dropped if batch else ())
+        return batch
+
+    monkeypatch.setattr(Pool, "take", watched)
+    done = simulate(**MIXED, seed=2, staleness=1, workers=mixed(60), policy="requeue")
+    assert len(waited) > 10
+    assert not waited & dropped
+    assert dropped
+    assert max(done.staleness_seen) > 1
+
+
+def test_requeued_groups_are_a_bounded_share_of_a_step(simulate, monkeypatch):
+    old = []
+    take = Pool.take
+
+    def watched(pool, policy, **settings_):
+        batch = take(pool, policy, **settings_)
+        if batch is not None:
+            old.append(sum(age > policy.max_staleness for age in batch.staleness))
+        return batch
+
+    monkeypatch.setattr(Pool, "take", watched)
+    simulate(
+        versions=60,
+        patience=900,
+        seed=3,
+        staleness=1,
+        groups_per_step=8,
+        workers=mixed(40),
+        policy="requeue",
+    )
+    assert max(old) == 2  # a quarter of 8
+
+
+def test_after_a_resume_the_first_step_knows_how_old_its_groups_are(make_group):
+    """Groups stored under the trainer before this one are aged by the version resumed from."""
+    simulation = Simulation(
+        seed=5, staleness=3, groups_per_step=4, workers=fleet([(6, 4)]), make_group=make_group
+    )
+    while simulation.version < 4:
+        simulation.tick()
+    simulation._resume_trainer()
+    first = len(simulation.staleness_seen)
+    outstanding = simulation.desk.staleness._admission.outstanding(simulation.desk._loads())
+    assert outstanding <= simulation.desk.staleness.limit
+    while simulation.version < 5:
+        simulation.tick()
+    ages = simulation.staleness_seen[first:]
+    stored = [
+        pooled.oldest
+        for pooled in simulation.pool.fetch(Annex(consumed=simulation.taken[first : first + 4]))
+    ]
+    assert ages == [4 - oldest for oldest in stored]
+    assert max(ages) >= 1
 
 
 loads = st.builds(

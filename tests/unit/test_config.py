@@ -10,12 +10,15 @@ from deltawire.config import (
     MAX_CONFIG_BYTES,
     RESUMABLE,
     RunConfig,
+    StalenessConfig,
+    TrainConfig,
     differences,
     flatten,
     load_config,
     parse_config,
 )
 from deltawire.errors import InputError
+from deltawire.rl.staleness import policy_of
 
 SMALLEST = {"name": "run", "model": {"build": {}}}
 DEFAULTS = flatten(parse_config(SMALLEST, source="s"))
@@ -135,6 +138,7 @@ OTHER = {
     "train.loss.dual_clip": 3.0,
     "train.loss.kl": "k3",
     "train.loss.surrogate": "cispo",
+    "train.staleness.policy": "windowed_fifo",
 }
 """What a key is changed to where its default says too little."""
 
@@ -263,7 +267,7 @@ def test_losses_that_make_no_sense_are_refused_with_the_reason(name):
     raw = {**SMALLEST, "train": {"max_staleness": staleness, "loss": loss}}
     with pytest.raises(InputError, match=reason) as caught:
         parse_config(raw, source="here")
-    assert "here: train.loss: " in str(caught.value)
+    assert "here: train: " in str(caught.value)
     assert caught.value.hint
 
 
@@ -271,6 +275,51 @@ def test_losses_that_make_no_sense_are_refused_with_the_reason(name):
 def test_losses_that_make_sense_are_taken(name):
     loss, staleness = SENSIBLE[name]
     parse_config({**SMALLEST, "train": {"max_staleness": staleness, "loss": loss}}, source="here")
+
+
+TIS = {"anchor": "old", "corrections": [{}]}
+IMPOSSIBLE = {
+    "a window at 0": ({"staleness": {"policy": "windowed_fifo"}, "max_staleness": 0}, "= 0"),
+    "requeue at 0": (
+        {"staleness": {"policy": "requeue"}, "max_staleness": 0, "loss": TIS},
+        "max_staleness = 0",
+    ),
+    "requeue anchored on the sampler": ({"staleness": {"policy": "requeue"}}, "too old"),
+    "requeue without a correction": (
+        {"staleness": {"policy": "requeue"}, "loss": {"anchor": "old"}},
+        "too old",
+    ),
+    "requeue younger than fresh": (
+        {"staleness": {"policy": "requeue", "requeue_age": 2}, "loss": TIS},
+        "requeue_age",
+    ),
+    "a window makes it deep": (
+        {
+            "staleness": {"policy": "windowed_fifo"},
+            "max_staleness": 1,
+            "loss": {"anchor": "old"},
+        },
+        "2 versions old",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_staleness_is_refused_with_the_reason(name):
+    train, reason = IMPOSSIBLE[name]
+    with pytest.raises(InputError, match=reason) as caught:
+        parse_config({**SMALLEST, "train": train}, source="here")
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize("groups", [1, 7, 16])
+@pytest.mark.parametrize("policy", ["strict", "windowed_fifo", "requeue"])
+def test_the_configuration_states_the_policys_own_bound(policy, groups, bound):
+    train = TrainConfig(
+        max_staleness=bound, groups_per_step=groups, staleness=StalenessConfig(policy=policy)
+    )
+    assert policy_of(train).largest_age == train.largest_age
 
 
 def test_an_unknown_key_of_a_correction_is_named():

@@ -7,6 +7,7 @@ from deltawire.errors import CorruptError
 from deltawire.rl import desk as desk_module
 from deltawire.rl.desk import Desk, Fleet, read_heartbeat, read_trainer
 from deltawire.rl.pool import Pool
+from deltawire.rl.staleness import Strict
 from deltawire.store import open_bucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import Annex, Ledger
@@ -76,7 +77,7 @@ def test_drops_make_room_although_no_batch_reports_them(bucket, make_group):
     desk.write("training")
     store(bucket, make_group, "a", 4, 0)
     pool.poll(["a"])
-    assert pool.take(2, version=2, max_staleness=1) is None
+    assert pool.take(Strict(2, 1), version=2) is None
     desk.observe(pool, {"a"})
     desk.write()
     assert credits_of(bucket) == {"a": 8}
@@ -84,7 +85,7 @@ def test_drops_make_room_although_no_batch_reports_them(bucket, make_group):
     assert credits_of(bucket) == {"a": 8}
     store(bucket, make_group, "a", 2, 2, first=4)
     pool.poll(["a"])
-    batch = pool.take(2, version=2, max_staleness=1)
+    batch = pool.take(Strict(2, 1), version=2)
     assert len(batch.dropped) == 4
     desk.observe(pool, {"a"})
     desk.expect(3, Annex(step=3, consumed=[("a", 4), ("a", 5)], dropped=batch.dropped))

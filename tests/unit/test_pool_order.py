@@ -8,6 +8,7 @@ import pytest
 from deltawire.errors import CorruptError
 from deltawire.rl import groups as groups_module
 from deltawire.rl.pool import Pool
+from deltawire.rl.staleness import Strict
 from deltawire.store import open_bucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import Annex, Ledger
@@ -39,10 +40,10 @@ def test_the_oldest_come_first_whoever_made_them(bucket, store):
         store("b", sequence, version)
     pool = Pool(bucket, Ledger(), limit=10)
     assert pool.poll(["a", "b"]) == 5
-    first = pool.take(2, version=5, max_staleness=2)
+    first = pool.take(Strict(2, 2), version=5)
     assert names(first) == [("a", 0), ("b", 1)]
     assert first.staleness == [2, 2]
-    second = pool.take(3, version=5, max_staleness=2)
+    second = pool.take(Strict(3, 2), version=5)
     assert names(second) == [("a", 2), ("b", 0), ("a", 1)]
     assert second.staleness == [1, 1, 0]
     assert pool.waiting == 0
@@ -53,18 +54,18 @@ def test_the_oldest_token_of_any_trajectory_is_the_groups_age(bucket, store):
     store("a", 1, 3, 3)
     pool = Pool(bucket, Ledger(), limit=10)
     pool.poll(["a"])
-    assert pool.take(2, version=6, max_staleness=4).staleness == [4, 3]
+    assert pool.take(Strict(2, 4), version=6).staleness == [4, 3]
 
 
 def test_too_few_are_left_to_wait(bucket, store):
     store("a", 0, 0)
     pool = Pool(bucket, Ledger(), limit=4)
     pool.poll(["a"])
-    assert pool.take(2, version=0, max_staleness=0) is None
+    assert pool.take(Strict(2, 0), version=0) is None
     assert pool.waiting == 1
     store("a", 1, 0)
     assert pool.poll(["a"]) == 1
-    assert names(pool.take(2, version=0, max_staleness=0)) == [("a", 0), ("a", 1)]
+    assert names(pool.take(Strict(2, 0), version=0)) == [("a", 0), ("a", 1)]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -73,7 +74,7 @@ def test_exactly_what_exceeds_the_bound_is_dropped(bucket, store, staleness):
         store("a", sequence, version)
     pool = Pool(bucket, Ledger(), limit=10)
     pool.poll(["a"])
-    batch = pool.take(1, version=6, max_staleness=staleness)
+    batch = pool.take(Strict(1, staleness), version=6)
     assert batch.staleness == [staleness]
     assert batch.dropped == [("a", sequence) for sequence in range(6 - staleness)]
 
@@ -83,16 +84,16 @@ def test_drops_are_told_once_with_the_next_batch(bucket, store):
     store("a", 1, 0)
     pool = Pool(bucket, Ledger(), limit=10)
     pool.poll(["a", "b"])
-    assert pool.take(1, version=5, max_staleness=2) is None
+    assert pool.take(Strict(1, 2), version=5) is None
     assert (pool.waiting, pool.dropping("a"), pool.dropping("b")) == (0, 2, 0)
-    assert pool.take(1, version=5, max_staleness=2) is None
+    assert pool.take(Strict(1, 2), version=5) is None
     assert pool.dropping("a") == 2
     store("b", 0, 5)
     store("b", 1, 5)
     pool.poll(["a", "b"])
-    assert pool.take(1, version=5, max_staleness=2).dropped == [("a", 0), ("a", 1)]
+    assert pool.take(Strict(1, 2), version=5).dropped == [("a", 0), ("a", 1)]
     assert pool.dropping("a") == 0
-    assert pool.take(1, version=5, max_staleness=2).dropped == []
+    assert pool.take(Strict(1, 2), version=5).dropped == []
 
 
 DAMAGE = {
@@ -112,7 +113,7 @@ def test_damaged_groups_are_dropped_and_named(bucket, store, make_group, damage)
     pool.poll(["a"])
     assert pool.damaged == [keys.rollout("a", 1)]
     assert pool.dropping("a") == 1
-    batch = pool.take(2, version=0, max_staleness=0)
+    batch = pool.take(Strict(2, 0), version=0)
     assert names(batch) == [("a", 0), ("a", 2)]
     assert batch.dropped == [("a", 1)]
 
@@ -140,7 +141,7 @@ def test_no_more_are_held_than_can_be_of_use(bucket, store):
     assert pool.poll(["a"]) == 8
     assert pool.stored("a") == 8
     assert pool.poll(["a"]) == 0
-    assert len(pool.take(4, version=0, max_staleness=0).taken) == 4
+    assert len(pool.take(Strict(4, 0), version=0).taken) == 4
     assert pool.poll(["a"]) == 4
 
 
@@ -149,7 +150,7 @@ def test_the_last_groups_of_a_worker_that_left_are_found(bucket, store):
     assert pool.poll(["a", "b"]) == 0
     store("b", 0, 0)
     assert pool.poll(["a"]) == 1
-    assert names(pool.take(1, version=0, max_staleness=0)) == [("b", 0)]
+    assert names(pool.take(Strict(1, 0), version=0)) == [("b", 0)]
 
 
 def test_a_hole_is_waited_for(bucket, store):
@@ -174,7 +175,7 @@ def test_every_group_is_handed_out_once_across_restarts(bucket, store):
     for _ in range(20):
         pool = Pool(bucket, ledger.copy(), limit=6)
         pool.poll(sorted(counts))
-        batch = pool.take(rng.randint(1, 4), version=3, max_staleness=2)
+        batch = pool.take(Strict(rng.randint(1, 4), 2), version=3)
         if batch is None:
             break
         for worker, sequence in [*names(batch), *batch.dropped]:
@@ -194,10 +195,10 @@ def test_a_batch_that_was_not_committed_comes_again(bucket, store):
     ledger = Ledger()
     pool = Pool(bucket, ledger, limit=4)
     pool.poll(["a"])
-    lost = names(pool.take(2, version=0, max_staleness=0))
+    lost = names(pool.take(Strict(2, 0), version=0))
     again = Pool(bucket, ledger, limit=4)
     again.poll(["a"])
-    assert names(again.take(2, version=0, max_staleness=0)) == lost
+    assert names(again.take(Strict(2, 0), version=0)) == lost
 
 
 def test_named_groups_are_fetched_in_their_order(bucket, store):
@@ -235,7 +236,7 @@ def test_a_version_that_does_not_exist_yet_is_dropped(bucket, store):
     store("a", 1, 2, 4)
     pool = Pool(bucket, Ledger(), limit=10)
     pool.poll(["a"])
-    batch = pool.take(1, version=3, max_staleness=2)
+    batch = pool.take(Strict(1, 2), version=3)
     assert names(batch) == [("a", 0)]
     assert batch.dropped == [("a", 1)]
 
@@ -279,7 +280,7 @@ def test_a_group_that_failures_left_too_small_is_settled_by_its_cause(bucket, ma
     bucket.create(keys.rollout("a", 1), encode_group(failing(make_group, "a", ["", "tool", ""])))
     pool.poll(["a"])
     assert pool.failed == 0
-    batch = pool.take(1, version=0, max_staleness=0)
+    batch = pool.take(Strict(1, 0), version=0)
     assert batch.dropped == [("a", 0)]
     assert (batch.drops[0].cause, batch.drops[0].detail) == ("failed", causes[0])
     assert names(batch) == [("a", 1)]
@@ -293,7 +294,7 @@ def test_drops_say_why(bucket, store, make_group):
     store("a", 4, 5)
     pool = Pool(bucket, Ledger(), limit=10)
     pool.poll(["a"])
-    found = pool.take(1, version=5, max_staleness=2)
+    found = pool.take(Strict(1, 2), version=5)
     assert {drop.sequence: drop.cause for drop in found.drops} == {
         0: "stale",
         1: "unknown version",

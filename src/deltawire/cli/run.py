@@ -105,7 +105,7 @@ class Watcher:
         self.state = RunState()
         self.view = LiveView(
             job.config.train.versions,
-            job.config.train.max_staleness,
+            job.config.train.largest_age,
             name=job.config.name,
             warm_steps=job.config.warm_start.max_steps or None,
         )
@@ -357,7 +357,7 @@ def summary_of(
             for verdict in verdicts
         ],
         wall_s=watcher.wall_s,
-        bound=config.train.max_staleness,
+        bound=config.train.largest_age,
         target_versions=config.train.versions,
         name=config.name,
         seed=config.seed,

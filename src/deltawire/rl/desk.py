@@ -10,8 +10,9 @@ import msgspec
 
 from deltawire.config import RunConfig
 from deltawire.errors import CorruptError
-from deltawire.rl.admission import Admission, WorkerLoad
+from deltawire.rl.admission import WorkerLoad
 from deltawire.rl.pool import Pool
+from deltawire.rl.staleness import policy_of
 from deltawire.store import Bucket
 from deltawire.sync.chain import with_retries
 from deltawire.wire import keys
@@ -45,9 +46,7 @@ class Desk:
         self._bucket = bucket
         self._epoch = epoch
         self._credits = granted
-        self._admission = Admission(
-            groups_per_step=config.train.groups_per_step, max_staleness=config.train.max_staleness
-        )
+        self.staleness = policy_of(config.train)
         self._annexes: dict[int, Annex] = {}
         self._stored: dict[str, int] = {}
         self._dropping: dict[str, int] = {}
@@ -86,7 +85,7 @@ class Desk:
         with self._lock:
             self._phase = phase or self._phase
             if self._phase == "training":
-                self._credits = self._admission.grant(self._loads())
+                self._credits = self.staleness.admit(self._loads(), version=self.version)
             status = TrainerStatus(
                 phase=self._phase,
                 version=self.version,

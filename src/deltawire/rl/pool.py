@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 from deltawire.errors import CorruptError
 from deltawire.rl.groups import read_group
+from deltawire.rl.staleness import StalenessPolicy
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import Annex, Ledger
@@ -20,11 +22,18 @@ MIN_EPISODES = 2
 
 @dataclass
 class Pooled:
-    """A group that waits to be trained on; ``hash`` is of its bytes."""
+    """A group that waits to be trained on; ``hash`` is of its bytes. ``place`` is its place in the
+    order of granting, for policies that ask; ``oldest`` and ``newest`` are versions in it."""
 
     sequence: int
     group: Group
     hash: str = ""
+    place: int = 0
+    oldest: int = field(init=False)
+    newest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.oldest, self.newest = self.group.oldest_version, self.group.newest_version
 
 
 @dataclass(frozen=True)
@@ -67,11 +76,18 @@ class Pool:
     A group that is damaged is dropped and its key kept in `damaged`. One of which failures
     left fewer than `MIN_EPISODES` episodes is dropped too; `failed` counts those in a row, and
     `failure` is the last one's first cause. Whatever is dropped counts as settled, so that its
-    credit comes back.
+    credit comes back. ``arrive`` is told of each stored group once, and answers its place
+    (`deltawire.rl.staleness.StalenessPolicy.arrive`).
     """
 
     def __init__(
-        self, bucket: Bucket, ledger: Ledger, *, limit: int, vocabulary: int | None = None
+        self,
+        bucket: Bucket,
+        ledger: Ledger,
+        *,
+        limit: int,
+        vocabulary: int | None = None,
+        arrive: Callable[[str, int | None], int] = lambda _worker, _oldest: 0,
     ) -> None:
         self._bucket = bucket
         self._vocabulary = vocabulary
@@ -79,7 +95,9 @@ class Pool:
         self._limit = limit
         self._next: dict[str, int] = {}
         self._waiting: list[Pooled] = []
+        self._requeued: list[Pooled] = []
         self._dropped: list[Drop] = []
+        self._arrive = arrive
         self.damaged: list[str] = []
         self.failed = 0
         self.failure = ""
@@ -87,15 +105,17 @@ class Pool:
     @property
     def waiting(self) -> int:
         """How many groups wait."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._requeued)
 
     def stored(self, worker: str) -> int:
         """How many groups the worker has stored, as far as was seen."""
         return self._next.get(worker, 0)
 
     def dropping(self, worker: str) -> int:
-        """How many of a worker's groups were dropped and not yet reported with a batch."""
-        return sum(drop.worker == worker for drop in self._dropped)
+        """How many of a worker's groups hold no credit although nothing has settled them yet: they
+        were dropped and not yet reported with a batch, or were requeued."""
+        dropped = sum(drop.worker == worker for drop in self._dropped)
+        return dropped + sum(pooled.group.worker == worker for pooled in self._requeued)
 
     def poll(self, workers: list[str]) -> int:
         """Fetch what these workers, and all that were ever named, have stored since the last look;
@@ -120,9 +140,11 @@ class Pool:
         except CorruptError:
             self.damaged.append(key)
             self._dropped.append(Drop(worker, sequence, "damaged"))
+            self._arrive(worker, None)
             return True
         group, digest = found
         pooled = Pooled(sequence, group, digest)
+        pooled.place = self._arrive(worker, pooled.oldest if pooled.oldest >= 0 else None)
         causes = [t.cause for t in group.trajectories if t.cause]
         if causes and len({episode for _, episode, _ in group.trained()}) < MIN_EPISODES:
             self.failed, self.failure = self.failed + 1, causes[0]
@@ -132,29 +154,30 @@ class Pool:
             self._waiting.append(pooled)
         return True
 
-    def take(self, count: int, *, version: int, max_staleness: int) -> Batch | None:
-        """The ``count`` oldest groups for a step from ``version``, None if there are not enough.
+    def take(
+        self, policy: StalenessPolicy, *, version: int, alive: Collection[str] = ()
+    ) -> Batch | None:
+        """What ``policy`` gives a step from ``version``, None if it waits for more.
 
-        Groups older than ``max_staleness`` versions are dropped, and so are any that claim a
-        version which does not exist yet; they are reported with the next batch that is returned.
+        What it evicts is dropped, and so is any group that claims a version which does not exist
+        yet; they are reported with the next batch that is returned.
         """
-        fresh = []
+        known = []
         for pooled in self._waiting:
-            group = pooled.group
-            if group.newest_version > version:
+            if pooled.newest > version:
                 self._dropped.append(Drop.of(pooled, "unknown version"))
-            elif version - group.oldest_version > max_staleness:
-                self._dropped.append(Drop.of(pooled, "stale"))
             else:
-                fresh.append(pooled)
-        self._waiting = fresh
-        if len(fresh) < count:
+                known.append(pooled)
+        choice = policy.choose(known, self._requeued, version=version, alive=alive)
+        self._dropped += [Drop.of(pooled, "stale") for pooled in choice.evicted]
+        gone = {id(pooled) for pooled in (*choice.taken, *choice.evicted, *choice.requeued)}
+        self._waiting = [pooled for pooled in known if id(pooled) not in gone]
+        self._requeued = choice.requeued
+        if not choice.taken:
             return None
-        fresh.sort(key=lambda pooled: pooled.group.oldest_version)
-        taken, self._waiting = fresh[:count], fresh[count:]
-        staleness = [version - pooled.group.oldest_version for pooled in taken]
-        dropped, self._dropped = self._dropped, []
-        return Batch(taken, staleness, dropped)
+        staleness = [version - pooled.oldest for pooled in choice.taken]
+        drops, self._dropped = self._dropped, []
+        return Batch(choice.taken, staleness, drops)
 
     def fetch(self, annex: Annex) -> list[Pooled]:
         """An annex's consumed groups again, in order, for a step that is done over; raises

@@ -80,7 +80,13 @@ class Trainer:
         )
         self.desk.version, self.desk.digest = head.version, head.digest.hex()
         vocabulary = model.get_input_embeddings().num_embeddings
-        self.pool = Pool(self.bucket, self.ledger, limit=self._limit(), vocabulary=vocabulary)
+        self.pool = Pool(
+            self.bucket,
+            self.ledger,
+            limit=self.desk.staleness.limit,
+            vocabulary=vocabulary,
+            arrive=self.desk.staleness.arrive,
+        )
         self.fleet = Fleet(self.bucket)
         self.publisher = Publisher(
             self.bucket,
@@ -92,9 +98,6 @@ class Trainer:
             on_commit=self._on_commit,
         )
         self._saved = -1
-
-    def _limit(self) -> int:
-        return (self.config.train.max_staleness + 1) * self.config.train.groups_per_step
 
     def _restore(self, model: Any, head: Mirror) -> MasterWeights:
         """Masters at the head's version: from the newest checkpoint, then step by step again."""
@@ -133,16 +136,14 @@ class Trainer:
     def loop(self) -> None:
         """Train until the last version or until told to stop."""
         events, train = self.process.events, self.config.train
+        self.desk.observe(self.pool, self._look())
         self.desk.write("training")
         mark = events.now()
         while self.version < train.versions and not self.process.stopping:
             self.process.heart.mark("wait")
-            alive = self.fleet.look()
-            self.pool.poll(sorted(alive | self.ledger.below.keys()))
+            alive = self._look()
             self._stop_if_all_fail()
-            batch = self.pool.take(
-                train.groups_per_step, version=self.version, max_staleness=train.max_staleness
-            )
+            batch = self.pool.take(self.desk.staleness, version=self.version, alive=alive)
             self.desk.observe(self.pool, alive)
             self.desk.write()
             if batch is None:
@@ -151,6 +152,12 @@ class Trainer:
                 continue
             mark = self._step(batch, events.now())
         self._finish()
+
+    def _look(self) -> set[str]:
+        """Take in what was stored since the last look; names of the living workers."""
+        alive = self.fleet.look()
+        self.pool.poll(sorted(alive | self.ledger.below.keys()))
+        return alive
 
     def _stop_if_all_fail(self) -> None:
         """Raises `InputError` once as many groups in a row failed as the configuration allows."""
