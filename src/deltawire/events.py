@@ -46,6 +46,15 @@ class Span(_Event, tag="span", frozen=True, kw_only=True):
     end: float
 
 
+class FamilyCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Of one family of tasks: groups trained on and too old, and the tokens drawn in them."""
+
+    trained: int = 0
+    trained_tokens: int = 0
+    dropped: int = 0
+    dropped_tokens: int = 0
+
+
 class Step(_Event, tag="step", frozen=True, kw_only=True):
     """One optimizer step: it consumed groups and made ``version``.
 
@@ -74,6 +83,11 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     queued: list[int] = []
     rejected: float = 0.0
     kl: float = 0.0
+    families: dict[str, FamilyCounts] = {}
+    causes: dict[str, int] = {}
+    """Of the dropped groups."""
+    failures: dict[str, int] = {}
+    """Causes of failed episodes in trained groups."""
 
 
 class Published(_Event, tag="published", frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from deltawire.dashboard.wording import (
     percent,
     smaller,
 )
+from deltawire.rl.mix import PolicyCost
 
 _STYLE = Path(__file__).with_name("report.css")
 
@@ -264,11 +265,27 @@ def _figures(summary: Summary) -> str:
         ("Groups consumed", f"{summary.groups_consumed:,}"),
         *_proof(summary),
         ("Groups dropped", f"{summary.groups_dropped:,}"),
+        *_policy_cost(summary.policy_cost),
         ("Tokens trained on", f"{summary.tokens:,}"),
         ("All deltas together", byte_size(size.delta_total)),
         ("Restarts", f"{summary.restarts}"),
     ]
     return f'<section class="card"><h2>Figures</h2>{_pairs(rows)}</section>'
+
+
+def _policy_cost(cost: PolicyCost) -> list[tuple[str, str]]:
+    """What was dropped, and how far that skewed the mix; nothing where nothing was."""
+    rows = [(f"· dropped: {_safe(cause)}", f"{count:,}") for cause, count in cost.dropped.items()]
+    rows += [
+        (f"· episodes failed: {_safe(cause)}", f"{count:,}")
+        for cause, count in cost.episodes_failed.items()
+    ]
+    if cost.length_dropped is not None:
+        rows += [
+            ("· length trained, against all that finished", f"{cost.length_skew or 0:+.1%}"),
+            ("· families shifted by dropping", percent(cost.family_distance)),
+        ]
+    return rows
 
 
 def _parity(summary: Summary) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import msgspec
 
 from deltawire.dashboard.state import RunState
 from deltawire.rl.audit import Consumption
+from deltawire.rl.mix import PolicyCost, cost_of
 
 
 class WorkerVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +132,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerVerdict]
     groups_consumed: int
     groups_dropped: int
+    policy_cost: PolicyCost
     tokens: int
     restarts: int
     trainer_blocked_ms: float | None
@@ -178,6 +180,11 @@ def summarize(
         workers=sorted(workers, key=lambda worker: worker.id),
         groups_consumed=audit.groups if audit else sum(step.groups for step in steps),
         groups_dropped=sum(step.dropped for step in steps),
+        policy_cost=cost_of(
+            [step.families for step in steps],
+            [step.causes for step in steps],
+            [step.failures for step in steps],
+        ),
         tokens=sum(step.tokens for step in steps),
         restarts=sum(process.restarts for process in state.processes.values()),
         trainer_blocked_ms=_median([event.blocked_ms for event in state.deltas]),

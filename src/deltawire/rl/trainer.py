@@ -36,6 +36,7 @@ from deltawire.errors import (
 from deltawire.events import Published, Step
 from deltawire.parity import finite, parity_event
 from deltawire.rl.desk import Desk, Fleet, read_trainer, settle
+from deltawire.rl.mix import causes_of, failures_of, families_of
 from deltawire.rl.pool import Batch, Pool
 from deltawire.rl.process import Process, fetch_model_files, open_run
 from deltawire.rl.redo import digest_of, redo, resume, seed_step
@@ -209,6 +210,9 @@ class Trainer:
                 clipped=result.clipped,
                 rejected=result.rejected,
                 kl=result.kl,
+                families=families_of(batch),
+                causes=causes_of(batch),
+                failures=failures_of(batch),
                 staleness=batch.staleness,
                 tokens=result.tokens,
                 seconds=trained - started,
