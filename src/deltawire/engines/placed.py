@@ -131,6 +131,11 @@ class PlacedWeights:
         """What this rank adds to the model's digest, as of the last load or swap."""
         return self._live + self._believed
 
+    @property
+    def believed(self) -> Digest:
+        """The part of `share` that cannot be read back from live memory."""
+        return self._believed
+
     @torch.no_grad()
     def load(self, mirror: Mirror) -> None:
         """Set every placed element from ``mirror``, the rest by the engine's loader, and attest.

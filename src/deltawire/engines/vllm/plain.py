@@ -1,0 +1,119 @@
+"""On a CPU: weights that stay where and as the loader put them.
+
+vLLM packs linear and expert weights for its CPU kernels once they are loaded, and drops the
+parameters they came from, so that nothing is left to be changed in place. Where deltawire is in
+use, plain kernels over plain parameters take their place. GPUs need none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deltawire.engines.vllm.settings import in_use
+
+
+def keep_plain() -> None:
+    """Replace what packs, in this process."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    utils.dispatch_cpu_unquantized_gemm = _plain_linear(utils.dispatch_cpu_unquantized_gemm)
+    experts = cpu_moe.CPUUnquantizedExperts
+    experts.process_weights_after_loading = _unpacked(experts.process_weights_after_loading)
+    experts.apply = _plain_experts(experts.apply)
+
+
+def _current_in_use() -> bool:
+    from vllm.config import get_current_vllm_config_or_none
+
+    return in_use(get_current_vllm_config_or_none())
+
+
+def _plain_linear(packing: Callable[..., None]) -> Callable[..., None]:
+    def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
+        weight: Any = layer.weight
+        if weight.ndim == 2 and _current_in_use():
+            layer.__dict__["cpu_linear"] = torch.nn.functional.linear
+        else:
+            packing(layer, remove_weight)
+
+    return dispatch_cpu_unquantized_gemm
+
+
+def _unpacked(packing: Callable[..., None]) -> Callable[..., None]:
+    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
+        self._plain = _current_in_use()
+        self._use_zentorch = False
+        if not self._plain:
+            packing(self, layer)
+
+    return process_weights_after_loading
+
+
+def _plain_experts(packed: Callable[..., None]) -> Callable[..., None]:
+    def apply(self: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(self, "_plain", False):
+            run_experts(self, *args, **kwargs)
+        else:
+            packed(self, *args, **kwargs)
+
+    return apply
+
+
+def run_experts(
+    self: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    a1q_scale: torch.Tensor | None,
+    a2_scale: torch.Tensor | None,
+    workspace13: torch.Tensor,
+    workspace2: torch.Tensor,
+    expert_tokens_meta: Any,
+    apply_router_weight_on_input: bool,
+) -> None:
+    """The experts that live on this rank, one after the other, into ``output``, [T, H].
+
+    ``w1`` is [E, 2I, H], ``w2`` [E, H, I], ``topk_ids`` [T, K]; ``expert_map`` leads from an
+    expert's number in the model to that on this rank, -1 if it lives elsewhere.
+    """
+    del global_num_experts, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta
+    local_TK = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+    summed_TH = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    for expert in torch.unique(local_TK[local_TK >= 0]).tolist():
+        rows, places = (local_TK == expert).nonzero(as_tuple=True)
+        gate_up = torch.nn.functional.linear(
+            hidden_states[rows], w1[expert], None if self.w1_bias is None else self.w1_bias[expert]
+        )
+        inner = _activate(self, activation, gate_up)
+        answer = torch.nn.functional.linear(
+            inner, w2[expert], None if self.w2_bias is None else self.w2_bias[expert]
+        ).float()
+        if not apply_router_weight_on_input:
+            answer *= topk_weights[rows, places].unsqueeze(1).float()
+        summed_TH.index_add_(0, rows, answer)
+    output.copy_(summed_TH)
+
+
+def _activate(self: Any, activation: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    """[N, 2I] to [N, I], as vLLM's own operators do; the one for gpt-oss is not built for CPUs."""
+    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+
+    if activation.value == "swigluoai":
+        config = self.moe_config
+        limit = 7.0 if config.swiglu_limit is None else float(config.swiglu_limit)
+        alpha = 1.702 if config.swiglu_alpha is None else float(config.swiglu_alpha)
+        gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(gate * alpha)
+    inner = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    apply_moe_activation(activation, inner, gate_up)
+    return inner

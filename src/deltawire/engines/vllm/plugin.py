@@ -1,0 +1,28 @@
+"""The entry point ``vllm.general_plugins``, which vLLM runs once in each of its processes."""
+
+from __future__ import annotations
+
+BACKEND = "deltawire"
+
+
+def register() -> None:
+    """Make the backend ``deltawire`` known, and be there when an engine starts.
+
+    An engine that was not told to use deltawire runs as if it were not installed.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
+    WeightTransferEngineFactory.register_engine(
+        BACKEND, "deltawire.engines.vllm.transfer", "DeltawireTransferEngine"
+    )
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from deltawire.engines.vllm import plain
+
+        plain.keep_plain()
+    from deltawire.engines.vllm import conductor
+
+    conductor.hook()
