@@ -1,10 +1,11 @@
 # make demo   sets everything up and runs asynchronous RL on this machine
 # make test   sets everything up and checks everything
+# make test-engines   follows runs with vLLM, for every family of models, on one rank and on two
 # make fuzz   fuzzes the native kernels, each target for SECONDS=600
 BIN := .venv/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 
-.PHONY: setup demo test lint format bench fuzz clean
+.PHONY: setup demo test test-engines engines lint format bench fuzz clean
 
 setup: .venv/.ready
 
@@ -16,6 +17,13 @@ demo: setup
 
 test: lint
 	$(BIN)/python -m pytest
+
+# vLLM's CPU build in an environment of its own; `make test` builds it on first use too.
+engines:
+	@sh scripts/setup-vllm.sh
+
+test-engines: setup engines
+	DELTAWIRE_ENGINES=1 $(BIN)/python -m pytest tests/engines/test_vllm.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -34,4 +42,4 @@ fuzz:
 	@$(MAKE) -C native/fuzz -j2 run SECONDS=$(or $(SECONDS),600)
 
 clean:
-	rm -rf .venv build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,81 @@
+"""vLLM itself, in an environment of its own that is built on first use and cached."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MATRIX = [
+    (family, ranks)
+    for family in [
+        "qwen3", "llama", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3",
+    ]
+    for ranks in (1, 2)
+]  # fmt: skip
+
+LIVE = "test_live_weights.py"
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.fixture(scope="session")
+def vllm_python():
+    """The Python of vLLM's environment."""
+    if sys.platform != "linux" or shutil.which("sh") is None:
+        pytest.skip("vLLM's CPU build is for Linux")
+    done = subprocess.run(
+        ["sh", str(ROOT / "scripts" / "setup-vllm.sh")], capture_output=True, text=True, check=False
+    )
+    if done.returncode == 3:
+        pytest.skip(f"NOT TESTED: vLLM's CPU build could not be had: {done.stderr[-2000:]}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.split()[-1]
+
+
+def run_tests(python, file, *arguments):
+    """The tests of one file under `tests/engines/vllm`, in vLLM's environment."""
+    environment = {**os.environ, "PYTHONWARNINGS": "default"}
+    environment.pop("OMP_NUM_THREADS", None)
+    done = subprocess.run(
+        [
+            python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=",
+            "-o", "filterwarnings=", "-o", "timeout=900",
+            str(Path(__file__).parent / "vllm" / file),
+            *arguments,
+        ],
+        cwd=ROOT, capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-12000:] + done.stderr[-4000:]
+
+
+def test_a_dense_model_on_one_rank_follows_its_run(vllm_python):
+    run_tests(vllm_python, LIVE, "--family", "qwen3", "--tensor-parallel", "1")
+
+
+def test_experts_on_two_ranks_follow_their_run(vllm_python):
+    run_tests(
+        vllm_python, LIVE, "--family", "qwen3_moe", "--tensor-parallel", "2", "--versions", "20"
+    )
+
+
+def test_vllm_serve_is_moved_by_its_own_calls(vllm_python):
+    run_tests(vllm_python, "test_served_over_http.py", "-k", "own_calls")
+
+
+@pytest.mark.skipif(
+    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
+)
+@pytest.mark.parametrize(("family", "ranks"), MATRIX)
+def test_every_family_follows_its_run(vllm_python, family, ranks):
+    run_tests(vllm_python, LIVE, "--family", family, "--tensor-parallel", str(ranks))
+
+
+@pytest.mark.skipif(
+    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
+)
+def test_vllm_serve_follows_its_run(vllm_python):
+    run_tests(vllm_python, "test_served_over_http.py", "-k", "not own_calls")

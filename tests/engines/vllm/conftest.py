@@ -1,0 +1,45 @@
+"""Tests that need vLLM: run by `tests/engines/test_vllm.py` in an environment of their own."""
+
+import importlib.util
+import os
+
+import pytest
+
+HERE = os.path.dirname(__file__)  # noqa: PTH120
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
+# Read by vLLM and torch when they are first imported, and by the processes that vLLM starts.
+os.environ.update(
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_CPU_CI_ENV="1",  # no warming up
+    TORCHDYNAMO_DISABLE="1",  # nothing is compiled for a few tokens
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]),
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--family", default="qwen3", help="a model of shapes.FAMILIES")
+    parser.addoption("--tensor-parallel", type=int, default=1)
+    parser.addoption("--expert-parallel", action="store_true")
+    parser.addoption("--versions", type=int, default=50, help="random versions to follow")
+
+
+@pytest.fixture(scope="session")
+def family(request):
+    return request.config.getoption("family")
+
+
+@pytest.fixture(scope="session")
+def ranks(request):
+    count = request.config.getoption("tensor_parallel")
+    if count > 1:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(rank % os.cpu_count()) for rank in range(count)
+        )
+    else:
+        # One rank needs no process of its own, and so no second import of everything.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return count

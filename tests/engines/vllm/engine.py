@@ -1,0 +1,105 @@
+"""An engine under test, and how to wait for it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from shapes import VOCABULARY
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request gave: bits of the log-probabilities count, so they are kept as they are."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[tuple[int, int, int], ...]
+    cached: int
+
+
+class Engine:
+    """vLLM's offline engine on a model directory, following ``run`` if there is one."""
+
+    def __init__(self, model, *, ranks=1, run=None, experts=False, **settings):
+        from vllm import LLM
+
+        told = {} if run is None else {"run": str(run), **settings}
+        self.llm = LLM(
+            str(model),
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enforce_eager=True,
+            tensor_parallel_size=ranks,
+            enable_expert_parallel=experts,
+            max_model_len=256,
+            kv_cache_memory_bytes=64 << 20,
+            block_size=32,
+            max_num_seqs=16,
+            seed=0,
+            disable_log_stats=True,
+            worker_extension_cls="planting.PlantingWorker",
+            additional_config={"deltawire": told},
+        )
+
+    def call(self, method, *args):
+        """``collective_rpc``: a dictionary of each rank, or of the engine for its own methods."""
+        return self.llm.collective_rpc(method, args=args)
+
+    def status(self):
+        """The conductor's own word."""
+        return self.call("deltawire_status")[0]
+
+    def generate(self, prompts, *, tokens=24, **sampling):
+        """Greedy answers to prompts of token ids."""
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(
+            temperature=0.0, max_tokens=tokens, logprobs=0, detokenize=False, **sampling
+        )
+        found = self.llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts], wanted, use_tqdm=False
+        )
+        return [_answer(output) for output in found]
+
+    def reach(self, version, *, within_s=60.0):
+        """Let the engine go on until it serves ``version``; its status then."""
+        deadline = time.monotonic() + within_s
+        while True:
+            status = self.status()
+            if status["version"] == version and status["phase"] == "serving":
+                return status
+            if time.monotonic() > deadline:
+                raise AssertionError(f"version {version} was not reached: {status}")
+            self.generate([[1, 2, 3]], tokens=2)
+
+    def fail(self, *, within_s=60.0):
+        """Let the engine go on until something went wrong; what it says of it."""
+        deadline = time.monotonic() + within_s
+        while not (failure := self.status()["failure"]):
+            assert time.monotonic() < deadline, f"nothing went wrong: {self.status()}"
+            self.generate([[1, 2, 3]], tokens=2)
+        return failure
+
+    def close(self):
+        """Let go of it."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+
+def _answer(output):
+    given = output.outputs[0]
+    spans = tuple((int(s.version), s.start, s.end) for s in given.weight_versions or ()
+                  if s.version != "default")  # fmt: skip
+    logprobs = tuple(
+        step[token].logprob for step, token in zip(given.logprobs, given.token_ids, strict=True)
+    )
+    return Answer(tuple(given.token_ids), logprobs, spans, output.num_cached_tokens or 0)
+
+
+def prompts(count, *, length=70, seed=0):
+    """Prompts of random tokens, long enough to fill blocks of the cache."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCABULARY, length).tolist() for _ in range(count)]

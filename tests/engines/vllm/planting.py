@@ -1,0 +1,72 @@
+"""A worker on which tests plant faults, as strings say over vLLM's own ``collective_rpc``."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+
+from deltawire.engines.vllm import rank
+from deltawire.engines.vllm.worker import DeltawireWorker
+from deltawire.errors import ResyncError
+
+
+class PlantingWorker(DeltawireWorker):
+    """Each fault strikes on one rank, once."""
+
+    def _held(self):
+        return rank.rank_of(self.get_model())
+
+    def plant_bit(self, number: int, seed: int):
+        """Turn one bit of a live parameter on rank ``number``; says of which."""
+        held = self._held()
+        if held.peers.number != number:
+            return {}
+        rng = np.random.default_rng(seed)
+        regions = held.placed.placement.regions
+        region = regions[int(rng.integers(len(regions)))]
+        flat = held.placed._flats[region.storage]
+        flat[region.map.target] ^= 1 << int(rng.integers(16))
+        return {"tensor": held.placed.placement.tensors[region.tensor].name}
+
+    def plant_failure(self, number: int, stage: str):
+        """Have ``stage`` fail on rank ``number``: prepare, scatter, attest, or die-<stage>."""
+        held = self._held()
+        if held.peers.number != number:
+            return {}
+        kind, _, at = stage.rpartition("-")
+        placed = held.placed
+        name = {
+            "prepare": "prepare",
+            "swap": "swap",
+            "scatter": "_exchange_on_host",
+            "readback": "_exchange",
+        }[at]
+        original = getattr(placed, name)
+        calls = []
+
+        def fails(*args, **kwargs):
+            calls.append(1)
+            if at == "scatter" and len(calls) < 3:
+                return original(*args, **kwargs)
+            if kind == "die":
+                os._exit(9)
+            if at == "readback":
+                original(*args, **kwargs)
+            setattr(placed, name, original)
+            raise ResyncError(f"planted: {stage}")
+
+        setattr(placed, name, fails)
+        return {"planted": stage}
+
+    def weigh(self):
+        """A hash of every parameter's live bits, by name."""
+        import hashlib
+
+        return {
+            name: hashlib.sha256(
+                parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            ).hexdigest()
+            for name, parameter in self.get_model().named_parameters()
+        }

@@ -1,0 +1,183 @@
+"""A vLLM that follows a run: what it serves is the trainer's, whatever goes wrong."""
+
+import itertools
+import shutil
+
+import pytest
+from engine import Engine, prompts
+from shapes import Trainer, build
+
+from deltawire.store import open_bucket
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory, family):
+    folder = tmp_path_factory.mktemp("trainer")
+    bucket = open_bucket(str(folder / "bucket"), create=True)
+    trainer = Trainer(bucket, build(family, folder / "model"), anchor_every=10)
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture(scope="module")
+def engine(trainer, ranks, request):
+    engine = Engine(
+        trainer.model,
+        ranks=ranks,
+        run=trainer.publisher.bucket.url,
+        experts=request.config.getoption("expert_parallel"),
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def fresh(trainer, ranks, request, tmp_path_factory):
+    """``fresh(…)`` weighs an engine newly loaded from the trainer's checkpoint, and has it
+    answer."""
+    folders = tmp_path_factory.mktemp("checkpoints")
+    kept = []
+
+    def ask(questions):
+        written = trainer.write(folders / str(trainer.version))
+        other = Engine(written, ranks=ranks, experts=request.config.getoption("expert_parallel"))
+        try:
+            return other.call("weigh"), other.generate(questions)
+        finally:
+            if ranks > 1:
+                other.close()
+            else:  # It shares its process, and what closing takes down, with the one under test.
+                kept.append(other)
+            shutil.rmtree(written)
+
+    return ask
+
+
+def whole(answer, version):
+    """Whether one version alone made the answer."""
+    return answer.spans == ((version, 0, len(answer.tokens)),)
+
+
+def test_random_versions_land_while_serving_bit_for_bit(engine, trainer, fresh, request):
+    questions = prompts(3)
+    last = trainer.version + request.config.getoption("versions")
+    seen = set()
+    for count in itertools.cycle((1, 5, 2)):  # one step, or several at once
+        trainer.publish(min(count, last - trainer.version))
+        for answer in engine.generate(questions, tokens=12):
+            assert [start for _, start, _ in answer.spans][:1] == [0]
+            assert answer.spans[-1][2] == len(answer.tokens)
+            assert all(a[2] == b[1] for a, b in itertools.pairwise(answer.spans))
+            seen.update(version for version, _, _ in answer.spans)
+        status = engine.reach(trainer.version)
+        if trainer.version == last:
+            break
+    assert status["failure"] == ""
+    assert status["digest"] == trainer.publisher.digest.hex()
+    assert len(seen) > 3
+    weights, answers = fresh(questions)
+    live = engine.call("weigh")
+    odd = [
+        (rank, name)
+        for rank, held in enumerate(live)
+        for name, weight in held.items()
+        if weight != weights[rank][name]
+    ]
+    assert odd == []
+    assert live == weights
+    served = engine.generate(questions)
+    assert all(whole(answer, last) for answer in served)
+    assert [(a.tokens, a.logprobs) for a in served] == [(a.tokens, a.logprobs) for a in answers]
+
+
+def test_no_prompt_meets_the_cache_of_older_weights(engine, trainer):
+    question = prompts(1, seed=1)
+    engine.generate(question)
+    again = engine.generate(question)[0]
+    assert again.cached >= 64
+    version = trainer.publish()
+    engine.reach(version)
+    after = engine.generate(question)[0]
+    assert after.cached == 0
+    assert whole(after, version)
+    assert engine.generate(question)[0].cached >= 64
+
+
+def test_a_sequence_that_runs_on_shares_nothing_with_later_ones(engine, trainer):
+    """Kept keys and values are of several versions: what they fill goes to nobody else."""
+    question = prompts(1, seed=2, length=40)
+    before = trainer.version
+    trainer.publish()
+    mixed = engine.generate(question, tokens=120)[0]
+    engine.reach(trainer.version)
+    assert {version for version, _, _ in mixed.spans} <= {before, trainer.version}
+    longer = [[*question[0], *mixed.tokens[:100]]]
+    later = engine.generate(longer)[0]
+    assert whole(later, trainer.version)
+    assert later.cached == 0 or mixed.spans[0][0] == trainer.version
+
+
+def test_a_corrupt_blob_is_never_served_and_the_next_anchor_leads_on(engine, trainer):
+    bucket = trainer.publisher.bucket
+    held = trainer.version
+    before = engine.generate(prompts(2))
+    known = set(bucket.list("weights/blobs/"))
+    trainer.publish()
+    damaged = held + 1
+    fresh_blobs = set(bucket.list("weights/blobs/")) - known
+    assert fresh_blobs
+    for key in fresh_blobs:
+        blob = bytearray(bucket.get(key, limit=1 << 30))
+        blob[len(blob) // 2] ^= 16
+        bucket.put(key, bytes(blob))
+    assert str(damaged) in engine.fail()
+    assert engine.status()["version"] == held
+    assert [a.tokens for a in engine.generate(prompts(2))] == [a.tokens for a in before]
+    while trainer.version % 10:
+        trainer.publish()
+    engine.reach(trainer.version)
+
+
+@pytest.mark.parametrize("stage", ["prepare", "swap", "scatter", "readback"])
+def test_a_failing_rank_holds_all_back_and_the_next_try_succeeds(engine, trainer, ranks, stage):
+    question = prompts(2, seed=3)
+    before, held = engine.generate(question), trainer.version
+    weights = engine.call("weigh")
+    engine.call("plant_failure", ranks - 1, stage)
+    version = trainer.publish()
+    engine.fail()
+    status = engine.status()
+    if status["version"] == held:
+        assert engine.call("weigh") == weights
+        same = engine.generate(question, tokens=2)
+        if all(whole(answer, held) for answer in same):
+            assert [a.tokens for a in same] == [a.tokens[:2] for a in before]
+    engine.reach(version)
+    assert engine.call("weigh") != weights
+
+
+def test_one_turned_bit_is_found_on_the_rank_that_holds_it(engine, trainer, ranks):
+    engine.reach(trainer.version)
+    weights = engine.call("weigh")
+    for seed in range(4):
+        number = seed % ranks
+        planted = next(answer for answer in engine.call("plant_bit", number, seed) if answer)
+        assert engine.call("weigh") != weights
+        found = engine.call("deltawire_attest")[0]
+        assert not found["sound"]
+        assert [answer["sound"] for answer in found["ranks"]] == [n != number for n in range(ranks)]
+        assert planted["tensor"] in found["ranks"][number]["failure"]
+        assert engine.call("weigh") == weights
+        assert engine.call("deltawire_attest")[0]["sound"]
+
+
+def test_a_swap_finds_a_turned_bit_where_it_writes_and_mends_it(engine, trainer, ranks):
+    for seed in range(100, 103):
+        engine.call("plant_bit", ranks - 1, seed)
+    version = trainer.publish()
+    engine.reach(version)
+    # Bits that no swap has touched are the full attestation's to find.
+    engine.call("deltawire_attest")
+    assert engine.call("deltawire_attest")[0]["sound"]
