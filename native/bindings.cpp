@@ -15,6 +15,7 @@
 
 #include "delta.hpp"
 #include "digest.hpp"
+#include "exchange.hpp"
 #include "simd.hpp"
 #include "whole.hpp"
 
@@ -148,6 +149,23 @@ void decode_whole(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>&
   deltawire::decode_whole(body_of(body, lengths), bits.size(), {low, width}, threads, bits.data());
 }
 
+// 0 if all is done, 1 if `live` holds other bits than `old`, 2 if not `fresh` afterwards.
+template <typename Bits>
+int exchange(const Writable<Bits>& live, const Vector<std::int64_t>& index, const Vector<Bits>& old,
+             const Vector<Bits>& fresh, unsigned threads) {
+  if (index.size() != old.size() || index.size() != fresh.size()) {
+    throw nb::value_error("index, old and fresh must have the same length");
+  }
+  deltawire::Exchanged found;
+  {
+    const nb::gil_scoped_release unlocked;
+    found = deltawire::exchange(live.data(), live.size(), index.data(), old.data(), fresh.data(),
+                                index.size(), threads);
+  }
+  if (found == deltawire::Exchanged::outside) throw nb::value_error("a place outside of live");
+  return static_cast<int>(found);
+}
+
 std::string simd() {
   switch (deltawire::simd_path()) {
     case deltawire::Simd::avx512:
@@ -173,6 +191,8 @@ void bind(nb::module_& module) {
              "threads"_a);
   module.def("decode_whole", &decode_whole<Bits>, "body"_a, "lengths"_a, "bits"_a.noconvert(),
              "low"_a, "width"_a, "threads"_a);
+  module.def("exchange", &exchange<Bits>, "live"_a.noconvert(), "index"_a.noconvert(),
+             "old"_a.noconvert(), "fresh"_a.noconvert(), "threads"_a);
   module.def("digest_at", &digest_at<Bits>, "positions"_a.noconvert(), "bits"_a.noconvert(),
              "key"_a);
 }

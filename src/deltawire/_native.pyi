@@ -13,6 +13,17 @@ def digest_at(
 ) -> tuple[int, int]:
     """Both lanes of the digest of ``bits``, uint[N], at flat ``positions``, int64[N]."""
 
+def exchange(
+    live: NDArray[np.unsignedinteger[Any]],
+    index: NDArray[np.int64],
+    old: NDArray[np.unsignedinteger[Any]],
+    fresh: NDArray[np.unsignedinteger[Any]],
+    threads: int,
+) -> int:
+    """Puts ``fresh`` in the place of ``old`` at different places of ``live``, and reads it back: 0.
+    1 if other bits lie there, 2 if others do afterwards; then, and if it raises `ValueError` for a
+    place outside, nothing has changed."""
+
 BLOCK: int
 """Elements of a delta's block, at most."""
 

@@ -24,7 +24,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltawire import codec
+from deltawire import _native, codec
 from deltawire.codec import Bits, Digest, Patch
 from deltawire.engines.affine import AffineMap, row_major
 from deltawire.engines.elements import (
@@ -51,8 +51,8 @@ from deltawire.engines.placement import (
 from deltawire.errors import BugError, CorruptError, InputError, ResyncError
 from deltawire.sync.mirror import Mirror
 
-_BLOCK = 8192
-"""Changes that are written at once: what they touch stays in the second-level cache."""
+_DRIFTED = "live bits are not the mirror's; attest, and load again"
+_LOST = "new bits did not reach the weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,36 +294,34 @@ class PlacedWeights:
         """Put new bits in the place of old ones, telling in ``written`` how many of each move may
         have been. Raises `ResyncError` if live bits are not the old ones before, or not the new
         ones afterwards."""
-        on_host = [m for m in moves if self._flats[m.storage].device.type == "cpu"]
-        on_device = [m for m in moves if self._flats[m.storage].device.type != "cpu"]
-        for move in on_host:
-            self._exchange_on_host(move, written)
+        on_device = []
+        for move in moves:
+            if self._flats[move.storage].device.type == "cpu":
+                self._exchange_on_host(move, written)
+            else:
+                on_device.append(move)
         if not on_device:
             return
-        self._require([(m, m.old) for m in on_device], "live bits are not the mirror's")
+        self._require([(m, m.old) for m in on_device], _DRIFTED)
         for move in on_device:
             written.append((move, move.index.numel()))
             self._flats[move.storage].index_copy_(0, move.index, move.new)
-        self._require([(m, m.new) for m in on_device], "new bits did not reach the weights")
+        self._require([(m, m.new) for m in on_device], _LOST)
 
     def _exchange_on_host(self, move: Move, written: list[tuple[Move, int]]) -> None:
-        """In blocks, so that each place is fetched into the cache once and not three times."""
-        flat, index = self._flats[move.storage].numpy(), move.index.numpy()
-        old, new = move.old.numpy(), move.new.numpy()
-        buffer = np.empty(_BLOCK, flat.dtype)
-        written.append((move, 0))
-        for start in range(0, index.size, _BLOCK):
-            block = slice(start, start + _BLOCK)
-            where = index[block]
-            found = buffer[: where.size]
-            flat.take(where, out=found, mode="clip")
-            if not np.array_equal(found, old[block]):
-                raise ResyncError("live bits are not the mirror's", hint="attest, and load again")
-            written[-1] = (move, start + where.size)
-            flat[where] = new[block]
-            flat.take(where, out=found, mode="clip")
-            if not np.array_equal(found, new[block]):
-                raise ResyncError("new bits did not reach the weights")
+        """All of a move, or nothing of it."""
+        written.append((move, move.index.numel()))  # Should a signal come before the answer.
+        fault = _native.exchange(
+            array_of(self._flats[move.storage]),
+            move.index.numpy(),
+            array_of(move.old),
+            array_of(move.new),
+            torch.get_num_threads(),
+        )
+        if fault:
+            written[-1] = (move, 0)
+            name = self.placement.storages[move.storage].name
+            raise ResyncError(f"{name}: {_DRIFTED if fault == 1 else _LOST}")
 
     def _require(self, expected: Sequence[tuple[Move, Tensor]], fault: str) -> None:
         """Raise `ResyncError` unless a device holds these bits; it is asked once."""
@@ -332,7 +330,7 @@ class PlacedWeights:
             for move, bits in expected
         ]
         if bool(torch.stack(odd).any()):
-            raise ResyncError(fault, hint="attest, and load again")
+            raise ResyncError(fault)
 
     def _load_dense(self, tensors: Mapping[str, Tensor]) -> None:
         if self._load_weights is None:
