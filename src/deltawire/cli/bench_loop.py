@@ -4,22 +4,31 @@ Alternating is the staleness bound 0: a step's groups are sampled at its own ver
 workers wait for the next one (`deltawire.rl.admission` derives it). Pipelined is the configured
 bound. The trainer is pinned to one core and the workers to the other, so that neither way gets
 more of the machine; the two ways take turns over the seeds, so that a slow hour hits both.
+
+Beside it stand figures that need no run, and that ``--seeds 0`` prints alone: the loop's own cost
+(`deltawire.bench.loop_cost`) and the trainer's idle time by simulation
+(`deltawire.bench.loop_idle`).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median, stdev, variance
+from typing import get_args, get_type_hints
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from deltawire.bench.loop_cost import measure_loop_cost, measure_rollouts_at_once
+from deltawire.bench.loop_idle import simulate_idle
 from deltawire.cli.run import Job, Pins, execute
-from deltawire.config import RunConfig, load_config
+from deltawire.config import RunConfig, StalenessConfig, TrainConfig, load_config
 from deltawire.dashboard.summary import Summary
 from deltawire.errors import InputError
 from deltawire.store import open_bucket
@@ -34,14 +43,31 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     pipelined: float
 
 
-class LoopFigures(msgspec.Struct, frozen=True, kw_only=True):
+class CostFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What needs no run. ``trainer_idle_simulated`` is the worst over staleness policies, whose own
+    are in ``idle_by_policy``; ``dropped_by_policy`` are shares of the groups that finished."""
+
+    trainer_idle_simulated: float
+    idle_by_policy: dict[str, float]
+    dropped_by_policy: dict[str, float]
+    rollouts_at_once: int
+    rollouts_at_once_seconds: float
+    overhead_ms_per_group: float
+    overhead_worker_ms: float
+    overhead_trainer_ms: float
+
+
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Medians over the seeds; ``pipelined_speedup`` is that of the ratios within one seed.
 
-    Idle shares, and accuracies in 0 … 1; ``heldout_spread`` is the standard deviation over seeds.
+    Idle shares, and accuracies in 0 … 1; ``heldout_spread`` is the standard deviation over seeds,
+    ``heldout_standard_error`` that of the difference between the two ways' means.
     """
 
     pipelined_speedup: float
     speedups: list[float]
+    heldout_async_minus_sync: float
+    heldout_standard_error: float | None
     steps_per_minute: Pair
     trainer_idle: Pair
     worker_idle: Pair
@@ -57,20 +83,68 @@ def bench_loop(arguments: argparse.Namespace) -> int:
     path = Path(arguments.config)
     config = load_config(path)
     console = Console(stderr=True)
-    if arguments.seeds < 1:
-        raise InputError("--seeds must be at least 1")
+    if arguments.seeds < 0:
+        raise InputError("--seeds must not be negative")
+    console.print("the loop's own cost", style="bold")
+    costs = _costs(config)
+    if not arguments.seeds:
+        _print(costs, None, as_json=arguments.json)
+        return 0
     results: dict[str, list[Summary]] = {way: [] for way in WAYS}
     for seed in range(arguments.seeds):
         for way in WAYS if seed % 2 == 0 else reversed(WAYS):
             console.print(f"seed {seed}, {way}", style="bold")
             out = Path(arguments.out) / f"{way}-{seed}"
             results[way].append(_one(config, way, seed, out, console))
-    figures = _figures(results, arguments.seeds)
-    if arguments.json:
-        Console().print_json(msgspec.json.encode(figures).decode())
-    else:
-        Console().print(_table(figures))
+    _print(costs, _figures(results, arguments.seeds), as_json=arguments.json)
     return 0
+
+
+def _print(costs: CostFigures, runs: RunFigures | None, *, as_json: bool) -> None:
+    if as_json:
+        both = msgspec.to_builtins(costs) | (msgspec.to_builtins(runs) if runs else {})
+        Console().print_json(data=both)
+        return
+    Console().print(_cost_table(costs))
+    if runs:
+        Console().print(_table(runs))
+
+
+def _costs(config: RunConfig) -> CostFigures:
+    """Simulated with a step of sixteen groups at staleness 4; the cost with the configuration's
+    own groups."""
+    torch.set_num_threads(1)
+    idle = {}
+    for policy in get_args(get_type_hints(StalenessConfig)["policy"]):
+        train = TrainConfig(
+            groups_per_step=16, max_staleness=4, staleness=StalenessConfig(policy=policy)
+        )
+        idle[policy] = simulate_idle(train)
+    at_once = measure_rollouts_at_once()
+    cost = measure_loop_cost(config)
+    return CostFigures(
+        trainer_idle_simulated=max(found.trainer_idle for found in idle.values()),
+        idle_by_policy={policy: found.trainer_idle for policy, found in idle.items()},
+        dropped_by_policy={policy: found.dropped for policy, found in idle.items()},
+        rollouts_at_once=at_once.most,
+        rollouts_at_once_seconds=at_once.seconds,
+        overhead_ms_per_group=cost.total_ms,
+        overhead_worker_ms=cost.worker_ms,
+        overhead_trainer_ms=cost.trainer_ms,
+    )
+
+
+def _cost_table(costs: CostFigures) -> Table:
+    table = Table("", "", title="bench loop, without a run", box=None)
+    for policy, share in costs.idle_by_policy.items():
+        dropped = costs.dropped_by_policy[policy]
+        table.add_row(
+            f"trainer idle, simulated, {policy}", f"{share:.1%}, {dropped:.1%} of groups dropped"
+        )
+    seconds = costs.rollouts_at_once_seconds
+    table.add_row("fifty-turn rollouts at once", f"{costs.rollouts_at_once} in {seconds:.1f} s")
+    table.add_row("overhead a group", f"{costs.overhead_ms_per_group:.2f} ms")
+    return table
 
 
 def _one(config: RunConfig, way: str, seed: int, out: Path, console: Console) -> Summary:
@@ -101,7 +175,7 @@ def _cores() -> tuple[str, str]:
     return str(allowed[0]), str(allowed[1])
 
 
-def _figures(results: dict[str, list[Summary]], seeds: int) -> LoopFigures:
+def _figures(results: dict[str, list[Summary]], seeds: int) -> RunFigures:
     alternating, pipelined = results["alternating"], results["pipelined"]
     ratios = [
         (fast.steps_per_minute or 0.0) / (slow.steps_per_minute or 1.0)
@@ -114,9 +188,15 @@ def _figures(results: dict[str, list[Summary]], seeds: int) -> LoopFigures:
     def pair(figure: dict[str, float]) -> Pair:
         return Pair(alternating=figure["alternating"], pipelined=figure["pipelined"])
 
-    return LoopFigures(
+    spreads = {way: accuracies(results[way]) for way in WAYS}
+    error = None
+    if seeds > 1:
+        error = math.sqrt(sum(variance(values) / seeds for values in spreads.values()))
+    return RunFigures(
         pipelined_speedup=median(ratios),
         speedups=ratios,
+        heldout_async_minus_sync=fmean(spreads["pipelined"]) - fmean(spreads["alternating"]),
+        heldout_standard_error=error,
         steps_per_minute=pair(
             {way: median(run.steps_per_minute or 0.0 for run in results[way]) for way in WAYS}
         ),
@@ -138,7 +218,7 @@ def _figures(results: dict[str, list[Summary]], seeds: int) -> LoopFigures:
     )
 
 
-def _table(figures: LoopFigures) -> Table:
+def _table(figures: RunFigures) -> Table:
     table = Table(
         "", "alternating", "pipelined", title=f"bench loop, {figures.seeds} seeds", box=None
     )
@@ -151,6 +231,10 @@ def _table(figures: LoopFigures) -> Table:
     row("workers idle", figures.worker_idle, "{:.1%}")
     row("held-out accuracy (mean)", figures.heldout, "{:.1%}")
     row("  standard deviation over seeds", figures.heldout_spread, "{:.1%}")
+    error = figures.heldout_standard_error
+    if error is not None:
+        difference = figures.heldout_async_minus_sync
+        table.add_row("  difference of the means", "", f"{difference:+.1%} ± {error:.1%}")
     row("largest staleness", figures.staleness_max, "{:.0f}")
     table.add_row("speed-up, median of seeds", "1.00", f"{figures.pipelined_speedup:.2f}")
     return table

@@ -189,7 +189,9 @@ def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     loop.set_defaults(module="deltawire.cli.bench_loop", function="bench_loop")
     loop.add_argument("--config", default="examples/bench_loop.toml")
     loop.add_argument("--out", default="runs/bench-loop")
-    loop.add_argument("--seeds", type=int, default=3, help="how many seeds each way")
+    loop.add_argument(
+        "--seeds", type=int, default=3, help="how many seeds each way; 0 for what needs no run"
+    )
     loop.add_argument("--json", action="store_true", help="print figures as JSON")
     _add_codec_benches(benches)
     sync = benches.add_parser("sync", help="publishing, following and relaying, beside other ways")
