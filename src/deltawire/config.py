@@ -328,6 +328,22 @@ class FaultsConfig(_Section, frozen=True, kw_only=True):
     """The most that anything may take, and the first of what may take long: loading, a step."""
 
 
+class ProbesConfig(_Section, frozen=True, kw_only=True):
+    """Probes: checks of an environment that the reward does not see, and what is done when reward
+    and probe come apart (`deltawire.rl.probes`)."""
+
+    action: Literal["warn", "downweight", "stop"] = "warn"
+    """Say so; say so and train on fewer groups of the family; or say so and stop."""
+    false_alarm: Annotated[float, Meta(gt=0, le=0.5)] = 0.01
+    """The chance, at most, that a whole run without divergence is flagged, however long it is."""
+    tolerance: Annotated[float, Meta(gt=0, le=0.5)] = 0.05
+    """How much the reward may exceed a probe on average, as a share of its scale."""
+    reward_scale: Positive = 1.0
+    """The reward of a task that is solved."""
+    keep: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """Share of a flagged family's groups that ``downweight`` still trains on."""
+
+
 class RunConfig(_Section, frozen=True, kw_only=True):
     """All of it. ``threads`` is what each process gives to its tensor library."""
 
@@ -340,6 +356,7 @@ class RunConfig(_Section, frozen=True, kw_only=True):
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    probes: ProbesConfig = ProbesConfig()
     parity: ParityConfig = ParityConfig()
     faults: FaultsConfig = FaultsConfig()
 
@@ -353,6 +370,8 @@ RESUMABLE = frozenset(
         "train.versions",
         "rollout.workers",
         "evaluate.every",
+        "probes.action",
+        "probes.keep",
         "threads",
         "faults.silence_s",
         "faults.stall_s",

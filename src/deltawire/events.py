@@ -141,6 +141,25 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     seconds: float
 
 
+class Diverged(_Event, tag="diverged", frozen=True, kw_only=True):
+    """Reward and a probe have come apart in a family of tasks (``*`` for all together).
+
+    ``reward``, ``value`` (the probe's) and ``excess`` are means over the ``groups`` seen so far;
+    ``examples`` name rollouts as worker/sequence#episode.
+    """
+
+    at: float
+    version: int
+    family: str
+    probe: str
+    groups: int
+    reward: float
+    value: float
+    excess: float
+    evidence: float
+    examples: list[str] = []
+
+
 class WarmStep(_Event, tag="warm_step", frozen=True, kw_only=True):
     """Progress of the supervised warm start; ``accuracy`` is on its own validation problems."""
 
@@ -185,7 +204,9 @@ class Parity(_Event, tag="parity", frozen=True, kw_only=True):
     stopped: list[str] = []
 
 
-Event = Life | Span | Step | Published | Swapped | Generated | Evaluated | WarmStep | Parity
+Event = (
+    Life | Span | Step | Published | Swapped | Generated | Evaluated | WarmStep | Parity | Diverged
+)
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)

@@ -72,6 +72,7 @@ FLAGS = {
     "fsck": {"--quick", "--public-key", "--json"},
     "log": {"--last", "--public-key", "--json"},
     "bench": set(),
+    "probes": {"--json"},
     "replay": {"--from", "--to", "--dump", "--out", "--json"},
     "status": {"--watch", "--every", "--json", "--window"},
 }

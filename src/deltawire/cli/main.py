@@ -228,6 +228,10 @@ def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     replay.add_argument("--out", default="", metavar="DIR", help="the folder for it, to be made")
     replay.add_argument("--json", action="store_true", help="print one JSON object")
+    probes = commands.add_parser("probes", help="reward against what the reward does not see")
+    probes.set_defaults(module="deltawire.cli.probes", function="command")
+    probes.add_argument("run", metavar="RUN_URL", help=_BUCKET)
+    probes.add_argument("--json", action="store_true", help="print one JSON object")
     for command in (status,):
         command.add_argument("run", metavar="RUN_URL", help=_BUCKET)
         command.add_argument(

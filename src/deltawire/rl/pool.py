@@ -14,7 +14,7 @@ from deltawire.wire import keys
 from deltawire.wire.ledger import Annex, Ledger
 from deltawire.wire.rollouts import Group
 
-DropCause = Literal["stale", "failed", "damaged", "unknown version"]
+DropCause = Literal["stale", "failed", "damaged", "unknown version", "withheld"]
 
 MIN_EPISODES = 2
 """Where failures left fewer episodes, there is nothing to compare with and no advantage."""
@@ -76,7 +76,8 @@ class Pool:
     A group that is damaged is dropped and its key kept in `damaged`. One of which failures
     left fewer than `MIN_EPISODES` episodes is dropped too; `failed` counts those in a row, and
     `failure` is the last one's first cause. Whatever is dropped counts as settled, so that its
-    credit comes back. ``arrive`` is told of each stored group once, and answers its place
+    credit comes back. What ``withhold`` names (`deltawire.rl.probes.watch`) is dropped when it comes.
+    ``arrive`` is told of each stored group once, and answers its place
     (`deltawire.rl.staleness.StalenessPolicy.arrive`).
     """
 
@@ -88,7 +89,9 @@ class Pool:
         limit: int,
         vocabulary: int | None = None,
         arrive: Callable[[str, int | None], int] = lambda _worker, _oldest: 0,
+        withhold: Callable[[Group, int], bool] = lambda _group, _sequence: False,
     ) -> None:
+        self._withhold = withhold
         self._bucket = bucket
         self._vocabulary = vocabulary
         self._ledger = ledger
@@ -149,6 +152,8 @@ class Pool:
         if causes and len({episode for _, episode, _ in group.trained()}) < MIN_EPISODES:
             self.failed, self.failure = self.failed + 1, causes[0]
             self._dropped.append(Drop.of(pooled, "failed", causes[0]))
+        elif self._withhold(group, sequence):
+            self._dropped.append(Drop.of(pooled, "withheld"))
         else:
             self.failed = 0
             self._waiting.append(pooled)

@@ -161,6 +161,12 @@ def redo(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> Redone:
     return Redone(version, groups, result, digest_of(state.masters), published)
 
 
+def groups_of(bucket: Bucket, run: Run, version: int) -> list[Pooled]:
+    """The groups that a step consumed; raises `CorruptError` if they are gone."""
+    annex, _ = annex_at(bucket, run, version)
+    return Pool(bucket, Ledger(), limit=1).fetch(annex)
+
+
 def published_bits_of(masters: MasterWeights) -> dict[str, Any]:
     """The published bits by name, read from the model itself."""
     return {name: codec.bits_of(t, masters.dtype) for name, t in masters.published().items()}

@@ -38,8 +38,9 @@ from deltawire.parity import finite, parity_event
 from deltawire.rl.desk import Desk, Fleet, read_trainer, settle
 from deltawire.rl.mix import causes_of, failures_of, families_of
 from deltawire.rl.pool import Batch, Pool
+from deltawire.rl.probes.watch import ProbeWatch
 from deltawire.rl.process import Process, fetch_model_files, open_run
-from deltawire.rl.redo import digest_of, redo, resume, seed_step
+from deltawire.rl.redo import digest_of, groups_of, redo, resume, seed_step
 from deltawire.rl.start import start_run
 from deltawire.sync import FOLD_STRIDES, Mirror, Publisher, Receipt, load_mirror, read_manifest
 from deltawire.train.checkpoint import save_checkpoint
@@ -81,12 +82,20 @@ class Trainer:
         )
         self.desk.version, self.desk.digest = head.version, head.digest.hex()
         vocabulary = model.get_input_embeddings().num_embeddings
+        self.probes = ProbeWatch(
+            self.bucket,
+            config.probes,
+            version=self.version,
+            again=lambda version: groups_of(self.bucket, run, version),
+            record=process.events.record,
+        )
         self.pool = Pool(
             self.bucket,
             self.ledger,
             limit=self.desk.staleness.limit,
             vocabulary=vocabulary,
             arrive=self.desk.staleness.arrive,
+            withhold=self.probes.withholds,
         )
         self.fleet = Fleet(self.bucket)
         self.publisher = Publisher(
@@ -192,6 +201,7 @@ class Trainer:
             self.version = self.publisher.publish(self.masters.published(), annex=annex.plain())
         settle(self.ledger, annex)
         done = events.span("publish", trained)
+        self._watch_probes(batch)
         shares: dict[str, int] = {}
         for worker, _ in consumed:
             shares[worker] = shares.get(worker, 0) + 1
@@ -245,6 +255,17 @@ class Trainer:
             self.desk.write("stopped")
             parity.raise_if_stopped(run=self.bucket.url, version=version)
 
+    def _watch_probes(self, batch: Batch) -> None:
+        """Hold rewards against probes; raises `InputError` if that stops the run."""
+        try:
+            self.probes.observe(batch.taken, version=self.version)
+        except InputError:
+            self.process.events.flush()
+            self.publisher.flush()
+            self.probes.close()
+            self.desk.write("stopped")
+            raise
+
     def _checkpoint(self) -> None:
         self.publisher.flush()
         if self._saved != self.version:
@@ -262,6 +283,7 @@ class Trainer:
         with self.process.heart.taking("finish"):
             self.publisher.close()
             self._checkpoint()
+            self.probes.close()
         if digest_of(self.masters) != self.publisher.digest:
             raise BugError("the trainer's weights are not what it published", run=self.bucket.url)
         last = self.version >= self.config.train.versions
