@@ -128,6 +128,7 @@ def test_options_are_the_datasets_own():
 
 
 OTHER = {
+    "probes.action": "stop",
     "rollout.on_full": "drop",
     "rollout.on_failure": "stop",
     "train.loss.advantage": "leave_one_out",

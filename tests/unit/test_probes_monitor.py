@@ -243,7 +243,7 @@ def test_stopping_says_why_and_stays_stopped_until_told_otherwise():
     found = watch(bucket, ProbesConfig(action="stop"))
     for step in range(1, 3):
         found.observe(pooled([group(CHEATING)], step), version=step)
-    said = r"probe 'heldout' in all tasks, for example in w/3#0, w/4#0, w/5#0"
+    said = r"probe 'heldout' in all tasks together, for example in w/3#0, w/4#0, w/5#0"
     with pytest.raises(InputError, match=said):
         found.observe(pooled([group(CHEATING)] * 3, 3), version=3)
     found.close()

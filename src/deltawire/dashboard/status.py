@@ -22,6 +22,8 @@ from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.errors import CorruptError, InputError
 from deltawire.events import Event, Life, Role, decode_lines
 from deltawire.rl.desk import read_trainer
+from deltawire.rl.probes.monitor import ProbeState
+from deltawire.rl.probes.watch import apart, excesses, flagged_in, read_probes
 from deltawire.store import Bucket
 from deltawire.store.bucket import Entry
 from deltawire.sync import newest_version, read_run
@@ -83,7 +85,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Rates and shares are over ``window_s`` seconds, the time that the events read cover. ``tokens``
     are those that the models drew. ``failures`` counts, by cause, episodes that failed, groups
-    that were dropped, and processes that died.
+    that were dropped, and processes that died. ``probes`` is by how much rewards exceed each probe.
     """
 
     format: Literal[1] = 1
@@ -143,6 +145,8 @@ class Watch:
         problems: list[str] = []
         config = _config(bucket, run, problems)
         trainer = _attempt(lambda: read_trainer(bucket), problems)
+        probes = _attempt(lambda: read_probes(bucket), problems)
+        problems += [f"{apart(stream)}; see deltawire probes" for stream in flagged_in(probes)]
         beats = _read_all(bucket, keys.FLEET, keys.worker_of, Heartbeat, problems)
         pulses = _read_all(bucket, keys.PULSES, keys.process_of, Pulse, problems)
         state = RunState()
@@ -153,7 +157,7 @@ class Watch:
             _line(name, state, beats.get(name), pulses.get(name), newest, faults, self._clock())
             for name in sorted(_names(state) | beats.keys() | pulses.keys())
         ]
-        return self._status(run, config, trainer, beats, state, newest, lines, problems)
+        return self._status(run, config, trainer, beats, probes, state, newest, lines, problems)
 
     def _events(self, problems: list[str]) -> list[Event]:
         wanted = _recent(self._bucket.entries(keys.EVENTS), self._window_s)
@@ -180,6 +184,7 @@ class Watch:
         config: RunConfig | None,
         trainer: TrainerStatus | None,
         beats: dict[str, Heartbeat],
+        probes: ProbeState | None,
         state: RunState,
         newest: int | None,
         lines: list[ProcessLine],
@@ -222,7 +227,7 @@ class Watch:
             groups_in_flight=_in_flight(trainer, beats),
             groups_stored=sum(beat.stored for beat in beats.values()),
             failures=failures_by_cause(state),
-            probes={},
+            probes=excesses(probes),
             processes=lines,
             problems=problems,
         )

@@ -39,8 +39,8 @@ class Pooled:
 @dataclass(frozen=True)
 class Drop:
     """A group that is not trained on, and why: too old (``stale``), too few episodes that did not
-    fail (``failed``, with the first one's cause as ``detail``), not readable (``damaged``), or
-    drawn by a version that does not exist. ``tokens`` are those that the model drew."""
+    fail (``failed``, with the first one's cause as ``detail``), not readable (``damaged``), drawn
+    by a version that does not exist, or of a family that is down-weighted (``withheld``). ``tokens`` are those that the model drew."""
 
     worker: str
     sequence: int
@@ -76,9 +76,9 @@ class Pool:
     A group that is damaged is dropped and its key kept in `damaged`. One of which failures
     left fewer than `MIN_EPISODES` episodes is dropped too; `failed` counts those in a row, and
     `failure` is the last one's first cause. Whatever is dropped counts as settled, so that its
-    credit comes back. What ``withhold`` names (`deltawire.rl.probes.watch`) is dropped when it comes.
-    ``arrive`` is told of each stored group once, and answers its place
-    (`deltawire.rl.staleness.StalenessPolicy.arrive`).
+    credit comes back. ``arrive`` is told of each stored group once, and answers its place
+    (`deltawire.rl.staleness.StalenessPolicy.arrive`). What ``withhold`` names is dropped when it
+    comes (`deltawire.rl.probes.watch`).
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import msgspec
 from deltawire.config import ProbesConfig
 from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
 from deltawire.events import Diverged, Event
-from deltawire.rl.probes.monitor import Monitor, ProbeState, Stream
+from deltawire.rl.probes.monitor import ALL, Monitor, ProbeState, Stream
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.objects import FORMAT, decode_json, encode_json
@@ -130,8 +130,7 @@ class ProbeWatch:
     def _stopping(self, stream: Stream) -> InputError:
         names = ", ".join(example.name for example in stream.examples[-3:])
         return InputError(
-            f"reward has come apart from probe {stream.probe!r} in {family_words(stream)}, "
-            f"for example in {names}",
+            f"{apart(stream)}, for example in {names}",
             hint="look with deltawire probes; to go on all the same, change probes.action",
             run=self._bucket.url,
             version=stream.flagged_at,
@@ -152,9 +151,25 @@ class ProbeWatch:
         self._waiting = None
 
 
-def family_words(stream: Stream) -> str:
-    """A stream's family, in words."""
-    return "all tasks" if stream.family == "*" else f"family {stream.family or 'unnamed'!r}"
+def apart(stream: Stream) -> str:
+    """What a flag says, in words."""
+    family = f"family {stream.family or 'unnamed'!r}"
+    where = "all tasks together" if stream.family == ALL else family
+    return f"reward has come apart from probe {stream.probe!r} in {where}"
+
+
+def flagged_in(state: ProbeState | None) -> list[Stream]:
+    """The streams that are flagged."""
+    return state.flagged if state is not None else []
+
+
+def excesses(state: ProbeState | None) -> dict[str, float]:
+    """Mean excess by "family probe", as a share of the reward's scale."""
+    streams = state.streams if state is not None else []
+    return {
+        f"{'all' if s.family == ALL else s.family or 'unnamed'} {s.probe}": s.means[2]
+        for s in streams
+    }
 
 
 def diverged(stream: Stream) -> Diverged:
