@@ -40,7 +40,8 @@ class Pooled:
 class Drop:
     """A group that is not trained on, and why: too old (``stale``), too few episodes that did not
     fail (``failed``, with the first one's cause as ``detail``), not readable (``damaged``), drawn
-    by a version that does not exist, or of a family that is down-weighted (``withheld``). ``tokens`` are those that the model drew."""
+    by a version that does not exist, or of a family that is down-weighted (``withheld``).
+    ``tokens`` are those that the model drew."""
 
     worker: str
     sequence: int
