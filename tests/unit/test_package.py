@@ -73,6 +73,18 @@ FLAGS = {
     "log": {"--last", "--public-key", "--json"},
     "bench": set(),
     "probes": {"--json"},
+    "metrics": {
+        "--host",
+        "--port",
+        "--token-file",
+        "--no-token",
+        "--every",
+        "--window",
+        "--to",
+        "--out",
+        "--project",
+        "--offline",
+    },
     "replay": {"--from", "--to", "--dump", "--out", "--json"},
     "status": {"--watch", "--every", "--json", "--window"},
 }

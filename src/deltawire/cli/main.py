@@ -12,7 +12,14 @@ from deltawire.errors import DeltawireError
 
 INTERRUPTED = 130
 
-_EXTRA_OF = {"aiohttp": "serve", "cryptography": "sign"}
+_EXTRA_OF = {
+    "aiohttp": "serve",
+    "cryptography": "sign",
+    "prometheus_client": "metrics",
+    "tensorboardX": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
 """Which extra brings a module; what is not named here comes with ``rl``."""
 
 _BUCKET = "a folder, or a file://, s3://, gs:// or az:// URL"
@@ -232,7 +239,27 @@ def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     probes.set_defaults(module="deltawire.cli.probes", function="command")
     probes.add_argument("run", metavar="RUN_URL", help=_BUCKET)
     probes.add_argument("--json", action="store_true", help="print one JSON object")
-    for command in (status,):
+    metrics = commands.add_parser("metrics", help="a run's figures for Prometheus, or a tracker")
+    metrics.set_defaults(module="deltawire.cli.metrics", function="metrics")
+    metrics.add_argument("--host", default="127.0.0.1", help="to listen on")
+    metrics.add_argument("--port", type=int, default=9464, help="to listen on; 0 is any")
+    metrics.add_argument(
+        "--token-file", default="", metavar="FILE", help="(default: $DELTAWIRE_TOKEN, or made up)"
+    )
+    metrics.add_argument("--no-token", action="store_true", help="for anybody on this machine")
+    metrics.add_argument(
+        "--every", type=float, default=5.0, metavar="S", help="at least, between two looks"
+    )
+    metrics.add_argument(
+        "--to",
+        choices=("tensorboard", "wandb", "trackio"),
+        default="",
+        help="hand each version on to it, instead of serving",
+    )
+    metrics.add_argument("--out", default="", metavar="DIR", help="where it keeps its files")
+    metrics.add_argument("--project", default="deltawire", help="of wandb or trackio")
+    metrics.add_argument("--offline", action="store_true", help="wandb: keep it here, to sync")
+    for command in (status, metrics):
         command.add_argument("run", metavar="RUN_URL", help=_BUCKET)
         command.add_argument(
             "--window", type=float, default=300.0, metavar="S", help="figures are over so long"

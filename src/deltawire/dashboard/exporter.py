@@ -1,0 +1,246 @@
+"""A run's figures in the format that Prometheus reads, over HTTP with a bearer token.
+
+Who waits for whom::
+
+    scraper ── GET /metrics ──▶ a thread of the server ─▶ the last look, if it is fresh enough,
+                                                          else a new one (one thread at a time)
+
+The run is looked at when somebody asks, and at most once every so often however many ask. The
+names are listed in docs/WATCHING.md, and a test holds them to it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
+
+from deltawire.dashboard.status import RunStatus, Watch
+from deltawire.dashboard.wording import legible
+from deltawire.errors import DeltawireError, InputError
+
+MAX_LABELS = 64
+"""Causes and probes beyond these, and processes beyond sixteen times as many, are left out: each
+label is a time series that somebody pays for."""
+REQUEST_S = 10.0
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+Start = Callable[[str, list[tuple[str, str]]], Any]
+Application = Callable[[dict[str, Any], Start], Iterable[bytes]]
+
+
+class RunCollector:
+    """Turns a `RunStatus` into metrics; ``every_s`` is how old it may be."""
+
+    def __init__(
+        self, watch: Watch, *, every_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._watch = watch
+        self._every_s = every_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._looked_at = float("-inf")
+        self._status: RunStatus | None = None
+
+    def look(self) -> RunStatus | None:
+        """How the run stands, None if that could not be found out."""
+        with self._lock:
+            if self._clock() - self._looked_at >= self._every_s:
+                try:
+                    self._status = self._watch.look()
+                except DeltawireError:
+                    self._status = None
+                self._looked_at = self._clock()
+            return self._status
+
+    def describe(self) -> list[Metric]:
+        """Nothing is asked of the store when the collector is registered."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric; a figure that nothing was measured for is left out."""
+        status = self.look()
+        yield GaugeMetricFamily(
+            "deltawire_up", "Whether the run could be read", value=float(status is not None)
+        )
+        if status is None:
+            return
+        yield InfoMetricFamily(
+            "deltawire_run",
+            "The run",
+            value={"name": legible(status.name, 64), "phase": legible(status.phase, 64)},
+        )
+        yield from _plain(status)
+        yield from _labelled(status)
+        yield from _processes(status)
+
+
+def _plain(status: RunStatus) -> Iterator[Metric]:
+    figures: list[tuple[str, str, float | None]] = [
+        ("version", "The newest committed version", status.version),
+        ("version_target", "The last version that the run will make", status.target),
+        ("steps_per_minute", "Optimizer steps a minute", status.steps_per_minute),
+        ("reward", "Mean reward of the newest step's groups", status.reward),
+        ("heldout_accuracy", "Held-out accuracy, newest measured", status.heldout),
+        ("heldout_version", "The version that it was measured of", status.heldout_version),
+        ("staleness_bound", "The largest staleness allowed", status.staleness.bound),
+        ("model_bytes", "Size of the whole model", status.bytes_full),
+        ("version_bytes", "Mean size of a version's delta", status.bytes_per_version),
+        ("changed_share", "Mean share of the weights that a version changes", status.changed_share),
+        ("swap_seconds", "Median pause of a worker for a swap", _seconds(status.swap_ms)),
+        ("blocked_seconds", "Median pause of the trainer to publish", _seconds(status.blocked_ms)),
+        ("ratio_max", "Largest ratio of trainer to sampler probability", status.ratio_max),
+        ("window_seconds", "How long the figures over time are over", status.window_s),
+        ("problems", "Objects of the run that could not be read", len(status.problems)),
+    ]
+    for name, text, value in figures:
+        if value is not None:
+            yield GaugeMetricFamily(f"deltawire_{name}", text, value=float(value))
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _gauge(
+    name: str, text: str, labels: list[str], values: Iterable[tuple[tuple[str, ...], float | None]]
+) -> Metric:
+    family = GaugeMetricFamily(f"deltawire_{name}", text, labels=labels)
+    for of, value in values:
+        if value is not None:
+            family.add_metric(list(of), float(value))
+    return family
+
+
+def _labelled(status: RunStatus) -> Iterator[Metric]:
+    stale = status.staleness
+    parts = [("total", stale.total), ("in_flight", stale.in_flight), ("queued", stale.queued)]
+    yield _gauge(
+        "staleness_versions",
+        "Staleness of consumed groups, and where it came from",
+        ["part", "statistic"],
+        (
+            ((part, statistic), getattr(spread, statistic))
+            for part, spread in parts
+            for statistic in ("mean", "max")
+        ),
+    )
+    yield _gauge(
+        "idle_share",
+        "Share of their time that processes waited",
+        ["role"],
+        [(("trainer",), status.trainer_idle), (("worker",), status.workers_idle)],
+    )
+    yield _gauge(
+        "tokens_per_second",
+        "Tokens that the model drew",
+        ["kind"],
+        [
+            (("generated",), status.tokens_generated_per_s),
+            (("trained",), status.tokens_trained_per_s),
+        ],
+    )
+    yield _gauge(
+        "k3_nats",
+        "Divergence between sampler and trainer, nats a token",
+        ["statistic"],
+        [(("median",), status.k3), (("max",), status.k3_max)],
+    )
+    yield _gauge(
+        "groups",
+        "Groups granted and not stored, and stored",
+        ["state"],
+        [(("in_flight",), status.groups_in_flight), (("stored",), status.groups_stored)],
+    )
+    causes = _merged(status.failures)
+    yield _gauge("failures", "What failed lately, by cause", ["cause"], causes)
+    yield _gauge("probe", "Probes that the reward does not see", ["probe"], _merged(status.probes))
+
+
+def _merged(values: dict[str, float] | dict[str, int]) -> list[tuple[tuple[str, ...], float]]:
+    """One entry a legible name: two that look alike once they are made so count as one."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        shown = legible(name, 80)
+        if shown in found or len(found) < MAX_LABELS:
+            found[shown] = found.get(shown, 0.0) + value
+    return [((name,), value) for name, value in found.items()]
+
+
+def _processes(status: RunStatus) -> Iterator[Metric]:
+    lines = status.processes[: 16 * MAX_LABELS]
+    labels = ["process", "role"]
+    of = [(line.name, line.role or "") for line in lines]
+    alive = [float(line.state == "alive") for line in lines]
+    ended = [float(line.state == "ended") for line in lines]
+    each: list[tuple[str, str, list[float | None]]] = [
+        ("process_alive", "1 while it shows life and its work goes on", [*alive]),
+        ("process_ended", "1 once it has ended in order", [*ended]),
+        ("process_age_seconds", "Since its last sign of life", [line.age_s for line in lines]),
+        ("process_lag_versions", "How far it is behind", [line.lag for line in lines]),
+        ("process_restarts", "Restarts that were seen", [line.restarts for line in lines]),
+        ("process_idle_share", "Share of its time that it waited", [line.idle for line in lines]),
+    ]
+    for name, text, values in each:
+        yield _gauge(name, text, labels, zip(of, values, strict=True))
+
+
+def application(collector: RunCollector, *, token: str) -> Application:
+    """The WSGI application: ``/metrics`` for whoever holds ``token``, for anybody if it is
+    empty."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    inner: Any = make_wsgi_app(registry)
+
+    def answer(environ: dict[str, Any], start: Start) -> Iterable[bytes]:
+        if environ.get("REQUEST_METHOD") != "GET":
+            return _refuse(start, "405 Method Not Allowed")
+        given = str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1", "replace")
+        if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            return _refuse(start, "401 Unauthorized", ("WWW-Authenticate", "Bearer"))
+        if environ.get("PATH_INFO") != "/metrics":
+            return _refuse(start, "404 Not Found")
+        return list(inner(environ, start))
+
+    return answer
+
+
+def _refuse(start: Start, status: str, *headers: tuple[str, str]) -> list[bytes]:
+    start(status, [("Content-Type", "text/plain"), *headers])
+    return [status.encode() + b"\n"]
+
+
+class _Handler(WSGIRequestHandler):
+    """Quiet, and not to be kept waiting."""
+
+    timeout = REQUEST_S
+
+    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the base's name
+        """Requests are not logged: they may carry a token."""
+
+
+def listen(app: Application, *, host: str, port: int, token: str) -> WSGIServer:
+    """A server that is bound and not yet serving; its ``serve_forever`` serves.
+
+    Raises `InputError` if it cannot listen there, or would beyond this machine without a token.
+    """
+    if not token and host not in LOOPBACK:
+        raise InputError(
+            f"without a token there is no listening on {host}",
+            hint="leave --no-token out, or listen on 127.0.0.1",
+        )
+    try:
+        server = make_server(host, port, app, ThreadingWSGIServer, _Handler)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(
+            f"cannot listen on {host}:{port}: {reason}", hint="choose another --port"
+        ) from error
+    return server
