@@ -14,8 +14,10 @@ import torch
 
 from deltawire.config import BuildConfig, RunConfig, parse_config
 from deltawire.engines.models import empty_model, save_model
-from deltawire.errors import CorruptError, FencedError, InputError, ResyncError
+from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
+from deltawire.rl import audit as auditing
 from deltawire.rl import redo as redoing
+from deltawire.rl.audit import audit_fates
 from deltawire.rl.process import Process, fetch_model_files, open_run
 from deltawire.rl.replay import Dump, replay
 from deltawire.rl.start import start_run
@@ -25,6 +27,7 @@ from deltawire.sync import newest_version, read_manifest, read_run
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
 from deltawire.wire import keys
+from deltawire.wire.ledger import Annex
 from deltawire.wire.objects import encode_json
 from deltawire.wire.rollouts import Group, Trajectory, encode_group
 from deltawire.wire.status import Heartbeat
@@ -43,6 +46,22 @@ CONFIG = {
         "micro_batch_groups": 1,
     },
 }
+
+BEAT = Heartbeat(
+    worker="w0",
+    nonce="n",
+    phase="sampling",
+    version=0,
+    digest="",
+    attested=False,
+    lag=0,
+    stored=2 * VERSIONS,
+    supervised=False,
+    host="h",
+    pid=1,
+    started_at=0.0,
+    at=1.0,
+)
 
 
 def group(number: int) -> Group:
@@ -74,22 +93,7 @@ def begun(tmp_path_factory) -> Path:
     start_run(bucket, parse_config(config, source="test"), folder / "model")
     for number in range(2 * VERSIONS):
         bucket.put(keys.rollout("w0", number), encode_group(group(number)))
-    beat = Heartbeat(
-        worker="w0",
-        nonce="n",
-        phase="sampling",
-        version=0,
-        digest="",
-        attested=False,
-        lag=0,
-        stored=2 * VERSIONS,
-        supervised=False,
-        host="h",
-        pid=1,
-        started_at=0.0,
-        at=1.0,
-    )
-    bucket.put(keys.heartbeat("w0"), encode_json(beat))
+    bucket.put(keys.heartbeat("w0"), encode_json(BEAT))
     return folder / "bucket"
 
 
@@ -220,6 +224,59 @@ def test_versions_that_are_not_there_are_refused(bucket, first, last) -> None:
     train(bucket, to=3)
     with pytest.raises(InputError, match="the run has 1 to 3"):
         replay(bucket, first=first, last=last)
+
+
+def test_what_a_dead_worker_stored_is_trained_on(bucket) -> None:
+    """It died before any trainer saw it: nothing of it is settled, and it is not alive."""
+    stopped = msgspec.structs.replace(BEAT, phase="stopped")
+    bucket.put(keys.heartbeat("w0"), encode_json(stopped))
+    train(bucket)
+    fates = audit_fates(bucket, max_staleness=100)
+    assert (fates.consumed, fates.stored) == (2 * VERSIONS, 2 * VERSIONS)
+
+
+def test_an_outage_is_waited_for(bucket, uninterrupted, monkeypatch) -> None:
+    trainer = trainer_of(bucket)
+    outages = iter([True, False, True, True])
+    look = trainer.fleet.look
+
+    def unsteady() -> set[str]:
+        if next(outages, False):
+            raise RetryError("the store does not answer")
+        return look()
+
+    trainer.fleet.look = unsteady
+    trainer.process.wait = lambda seconds: None
+    trainer.loop()
+    assert digests(bucket) == uninterrupted
+
+
+def test_a_store_that_never_answers_ends_it(bucket, monkeypatch) -> None:
+    trainer = trainer_of(bucket)
+    monkeypatch.setattr("deltawire.rl.trainer.STORE_PATIENCE_S", -1.0)
+
+    def never() -> set[str]:
+        raise RetryError("the store does not answer")
+
+    trainer.fleet.look = never
+    with pytest.raises(RetryError):
+        trainer.loop()
+    trainer.publisher.close()
+
+
+def test_fates_tell_what_was_forgotten_and_what_was_settled_twice(bucket, monkeypatch) -> None:
+    train(bucket, to=3)
+    found = audit_fates(bucket, max_staleness=100)
+    assert (found.consumed, found.dropped, found.waiting) == (6, 0, 2 * VERSIONS - 6)
+    bucket.delete(keys.rollout("w0", 11))
+    annexes = [Annex(consumed=[("w0", 0), ("w0", 11)]), Annex(dropped=[("w0", 2), ("w0", 0)])]
+    monkeypatch.setattr(auditing, "annexes", lambda _: enumerate(annexes, start=1))
+    found = audit_fates(bucket, max_staleness=1)
+    assert found.twice == [("w0", 0)]
+    assert found.forgotten == [], "version 0 is recent enough for version 2"
+    monkeypatch.setattr(auditing, "annexes", lambda _: enumerate(annexes, start=5))
+    found = audit_fates(bucket, max_staleness=0)
+    assert found.forgotten == [("w0", n) for n in (1, *range(3, 11))]
 
 
 def test_a_predecessors_late_commit_is_no_rival(bucket) -> None:

@@ -29,6 +29,7 @@ from deltawire.rl.audit import audit_consumption
 from deltawire.rl.desk import read_trainer
 from deltawire.rl.supervisor import (
     COMMAND,
+    EventFeed,
     EventTail,
     Supervisor,
     Verdict,
@@ -111,6 +112,7 @@ class Watcher:
         )
         self.console = console
         self._tail = EventTail(job.bucket)
+        self._feed = EventFeed(self._tail, every_s=TICK_S)
         self._sessions: list[tuple[float, float]] = []
         self._printed_at = 0.0
         self._line = ""
@@ -118,7 +120,7 @@ class Watcher:
 
     def tick(self) -> None:
         """Take in what is new, show it, and sleep a little."""
-        self.read()
+        self._take(self._feed.take())
         if self.live is not None:
             self.live.update(self.view.render(self.state), refresh=True)
         elif time.monotonic() - self._printed_at >= PLAIN_EVERY_S:
@@ -129,9 +131,20 @@ class Watcher:
                 self._line = line
         time.sleep(TICK_S)
 
+    def begin(self) -> None:
+        """Have new events read beside everything else, until `close`."""
+        self._feed.start()
+
+    def close(self) -> None:
+        """Stop, and take in what has come meanwhile."""
+        self._feed.close()
+        self._take(self._feed.take())
+
     def read(self) -> None:
-        """Take in new events."""
-        events = self._tail.read()
+        """Take in new events, waiting for the store."""
+        self._take(self._tail.read())
+
+    def _take(self, events: list[Event]) -> None:
         self.state.fold(events)
         for event in sorted(events, key=_time_of):
             if isinstance(event, Life) and event.role == "supervisor" and event.what == "started":
@@ -238,6 +251,7 @@ def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
     watcher = Watcher(job, console, plain=plain)
     watcher.read()
     try:
+        watcher.begin()
         if watcher.live is not None:
             watcher.live.start()
         verdicts = _stages(job, supervisor, watcher, stop)
@@ -247,6 +261,7 @@ def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
         supervisor.stop()
         for number, handler in before.items():
             signal.signal(number, handler)
+        watcher.close()
     watcher.read()
     if verdicts is None:
         status = read_trainer(job.bucket)

@@ -62,6 +62,63 @@ def audit_consumption(bucket: Bucket) -> Consumption:
     return found
 
 
+@dataclass
+class Fates:
+    """What became of every group that was ever stored.
+
+    ``waiting`` ones are neither consumed nor dropped and may still be; ``forgotten`` ones should
+    have been: too old by now, though a later group of the same worker was settled.
+    """
+
+    consumed: int = 0
+    dropped: int = 0
+    waiting: int = 0
+    forgotten: list[tuple[str, int]] = field(default_factory=list)
+    twice: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def stored(self) -> int:
+        """All of them."""
+        return self.consumed + self.dropped + self.waiting + len(self.forgotten)
+
+
+def audit_fates(bucket: Bucket, *, max_staleness: int) -> Fates:
+    """Compare what lies under ``rollouts/`` with what the manifests settled."""
+    found = Fates()
+    settled: set[tuple[str, int]] = set()
+    newest = 0
+    for version, annex in annexes(bucket):
+        newest = version
+        found.consumed += len(annex.consumed)
+        found.dropped += len(annex.dropped)
+        for named in (*annex.consumed, *annex.dropped):
+            if named in settled:
+                found.twice.append(named)
+            settled.add(named)
+    last: dict[str, int] = {}
+    for worker, sequence in settled:
+        last[worker] = max(last.get(worker, -1), sequence)
+    for key in bucket.list(keys.ROLLOUTS):
+        group = keys.group_of(key)
+        if group is None or group in settled:
+            continue
+        worker, sequence = group
+        later = sequence < last.get(worker, -1)
+        if later and _too_old(bucket, key, newest - 1 - max_staleness):
+            found.forgotten.append(group)
+        else:
+            found.waiting += 1
+    return found
+
+
+def _too_old(bucket: Bucket, key: str, oldest: int) -> bool:
+    try:
+        data = bucket.get(key, limit=MAX_GROUP_BYTES)
+        return data is None or decode_group(data, run=bucket.url, key=key).oldest_version < oldest
+    except CorruptError:
+        return True
+
+
 def annexes(bucket: Bucket) -> Iterator[tuple[int, Annex]]:
     """What each committed version after 0 consumed; raises `CorruptError` for a broken chain."""
     run, newest = read_run(bucket), newest_version(bucket)

@@ -134,6 +134,9 @@ class Fleet:
         self._seen: dict[str, tuple[float, float]] = {}
         self._looked_at = float("-inf")
         self.alive: set[str] = set()
+        self.known: set[str] = set()
+        """All that have a heartbeat, the dead ones too: what they stored is there to be trained
+        on."""
 
     def look(self) -> set[str]:
         """Names of the living workers, at most `FLEET_POLL_S` old."""
@@ -145,6 +148,7 @@ class Fleet:
         for key in self._bucket.list(keys.FLEET):
             worker = keys.worker_of(key)
             beat = None if worker is None else read_heartbeat(self._bucket, key)
+            self.known |= {worker} if worker is not None else set()
             if worker is None or beat is None or beat.phase in ("stopped", "finished"):
                 continue
             if beat.stuck:  # Its heartbeat goes on; what it was granted will not come.

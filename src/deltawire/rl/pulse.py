@@ -42,7 +42,9 @@ from deltawire.wire.status import MAX_STATUS_BYTES, Pulse
 PULSE_S = 2.0
 CONFIRMED_S = 3 * PULSE_S
 SLOWER = 20.0
-REQUEST_S = 10.0
+REQUEST_S = 5.0
+"""How long a pulse's request may take. It is tried twice, and ``faults.silence_s`` must leave time
+for that: a request that hangs in a network is not a process that hangs."""
 
 
 @dataclass(frozen=True)

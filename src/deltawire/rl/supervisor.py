@@ -32,9 +32,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,7 @@ from deltawire.config import FaultsConfig
 from deltawire.errors import DeltawireError, InputError, RetryError
 from deltawire.events import Event, EventLog, Life, Role, decode_lines
 from deltawire.rl.desk import HEARTBEAT_TIMEOUT_S, read_heartbeat, read_trainer
+from deltawire.rl.pulse import impatient
 from deltawire.rl.watchman import Child, Watchman, has_ended, kill_with_its_own
 from deltawire.store import Bucket
 from deltawire.sync.chain import with_retries
@@ -125,6 +128,42 @@ class EventTail:
             self._next[series] = number
 
 
+class EventFeed(threading.Thread):
+    """An `EventTail` with a thread of its own: who looks at a run need not wait for the store."""
+
+    def __init__(self, tail: EventTail, *, every_s: float) -> None:
+        super().__init__(name="event-feed", daemon=True)
+        self._tail = tail
+        self._every_s = every_s
+        self._fresh: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self.error: DeltawireError | None = None
+
+    def run(self) -> None:
+        """The thread itself."""
+        while not self._closed.wait(self._every_s):
+            try:
+                self._fresh.put(self._tail.read())
+            except DeltawireError as error:
+                self.error = error
+                return
+
+    def take(self) -> list[Event]:
+        """What has come since the last call; raises what reading failed with."""
+        if self.error is not None:
+            raise self.error
+        fresh: list[Event] = []
+        while not self._fresh.empty():
+            fresh += self._fresh.get()
+        return fresh
+
+    def close(self) -> None:
+        """End the thread, once its last request is answered."""
+        self._closed.set()
+        if self.is_alive():
+            self.join()
+
+
 class Supervisor:
     """Runs children until the trainer has finished; `stop` ends them early and cleanly.
 
@@ -143,11 +182,16 @@ class Supervisor:
         self._logs = logs
         self._command = command
         self._children: list[Child] = []
-        self._watchman = Watchman(bucket, self._children, (faults or FaultsConfig()).silence_s)
         nonce = f"supervisor-{os.getpid()}-{int(time.time())}"
+        hasty = impatient(bucket)
+        # Stored by the watchman: who restarts processes must not wait for a store that hangs.
         self._events = EventLog(
-            "supervisor", lambda n, data: bucket.put(keys.events(nonce, n), data)
+            "supervisor",
+            lambda n, data: hasty.put(keys.events(nonce, n), data),
+            every_s=float("inf"),
         )
+        silence_s = (faults or FaultsConfig()).silence_s
+        self._watchman = Watchman(bucket, self._children, silence_s, self._events.flush)
 
     def begin(self) -> None:
         """Record that a session of the run begins; proves that the bucket can be written."""
@@ -270,7 +314,6 @@ class Supervisor:
             detail=detail,
         )
         self._events.record(life)
-        self._events.flush()
 
     def _error(self, child: Child, code: int) -> ChildError:
         log = self._logs / f"{child.name}.log"

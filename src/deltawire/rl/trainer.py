@@ -49,6 +49,8 @@ from deltawire.train.step import StepResult, train_step
 from deltawire.wire.ledger import Annex, Ledger
 from deltawire.wire.run import Run
 
+STORE_PATIENCE_S = 300.0
+
 
 class Trainer:
     """The trainer's state between two steps."""
@@ -108,6 +110,7 @@ class Trainer:
             on_commit=self._on_commit,
         )
         self._saved = -1
+        self._answered_at = time.monotonic()
 
     def _restore(self, model: Any, head: Mirror) -> MasterWeights:
         """Masters at the head's version: from the newest checkpoint, then step by step again."""
@@ -146,12 +149,15 @@ class Trainer:
     def loop(self) -> None:
         """Train until the last version or until told to stop."""
         events, train = self.process.events, self.config.train
-        self.desk.observe(self.pool, self._look())
+        self.desk.observe(self.pool, self._look() or set())
         self.desk.write("training")
+        self._answered_at = time.monotonic()
         mark = events.now()
         while self.version < train.versions and not self.process.stopping:
             self.process.heart.mark("wait")
-            alive = self._look()
+            if (alive := self._look()) is None:
+                mark = events.span("wait", mark)
+                continue
             self._stop_if_all_fail()
             batch = self.pool.take(self.desk.staleness, version=self.version, alive=alive)
             self.desk.observe(self.pool, alive)
@@ -163,10 +169,18 @@ class Trainer:
             mark = self._step(batch, events.now())
         self._finish()
 
-    def _look(self) -> set[str]:
-        """Take in what was stored since the last look; names of the living workers."""
-        alive = self.fleet.look()
-        self.pool.poll(sorted(alive | self.ledger.below.keys()))
+    def _look(self) -> set[str] | None:
+        """Who lives, and what they have stored; None while the store does not answer, which is
+        waited for as long as `STORE_PATIENCE_S`."""
+        try:
+            alive = self.fleet.look()
+            self.pool.poll(sorted(self.fleet.known | self.ledger.below.keys()))
+        except RetryError:
+            if time.monotonic() - self._answered_at > STORE_PATIENCE_S:
+                raise
+            self.process.wait(1.0)
+            return None
+        self._answered_at = time.monotonic()
         return alive
 
     def _stop_if_all_fail(self) -> None:

@@ -12,10 +12,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from deltawire.errors import RetryError
+from deltawire.errors import DeltawireError
 from deltawire.events import Role
 from deltawire.rl.pulse import REQUEST_S, impatient, read_pulse
 from deltawire.store import Bucket
@@ -72,10 +72,20 @@ class Vigil:
 
 
 class Watchman(threading.Thread):
-    """Reads the children's pulses and kills those that do not go on."""
+    """Reads the children's pulses and kills those that do not go on.
 
-    def __init__(self, bucket: Bucket, children: list[Child], silence_s: float) -> None:
+    ``each_round`` is called in this thread, which may wait for the store, `WATCH_S` apart.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        children: list[Child],
+        silence_s: float,
+        each_round: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(name="watchman", daemon=True)
+        self._each_round = each_round
         self.lock = threading.Lock()
         """Held while a child is reaped or killed: a process id means it only until then."""
         self._bucket = impatient(bucket)
@@ -89,13 +99,16 @@ class Watchman(threading.Thread):
         """The thread itself."""
         while not self._closed.wait(WATCH_S):
             for child in list(self._children):
-                with contextlib.suppress(RetryError):
+                # Whatever the store says: who watches must go on watching.
+                with contextlib.suppress(DeltawireError):
                     self.look(child)
+            with contextlib.suppress(DeltawireError):
+                self._each_round()
 
     def look(self, child: Child) -> None:
         """Read one child's pulse, and kill the child for what it says or does not say."""
         process = child.process
-        if process is None or child.done:
+        if process is None or child.done or child.killed_for:
             return
         vigil = self._vigils.get(child.name)
         if vigil is None or vigil.pid != process.pid:

@@ -110,6 +110,15 @@ def rollout(worker: str, sequence: int) -> str:
     return f"{ROLLOUTS}{_checked(worker)}/{_number(sequence)}"
 
 
+def group_of(key: str) -> tuple[str, int] | None:
+    """Worker and sequence of a group's key, None if it is no such key."""
+    worker, _, _ = key.removeprefix(ROLLOUTS).partition("/")
+    sequence = trailing_number(key)
+    if sequence is None or not valid_name(worker) or key != rollout(worker, sequence):
+        return None
+    return worker, sequence
+
+
 def rollouts_of(worker: str) -> str:
     """The prefix of all of a worker's groups."""
     return f"{ROLLOUTS}{_checked(worker)}/"
