@@ -8,6 +8,7 @@ from versions import checkpoint, first_version, next_version, part_of
 
 from deltawire import codec
 from deltawire.codec import Patch
+from deltawire.engines import placed as placed_module
 from deltawire.engines.placed import PlacedWeights
 from deltawire.engines.placement import (
     decode_placement,
@@ -106,6 +107,36 @@ def test_probing_changes_no_live_bit_and_places_everything(kind, ranks):
         )
         live = {t.data_ptr(): t.numel() for t in live_of(module).values()}
         assert held == sum(live.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_path_of_devices_equals_that_of_the_host(dtype, monkeypatch):
+    """By torch alone, as on a GPU: the slow twin of the kernels."""
+    specs, modules, weights, mirror, parts = placed("experts", 2, dtype)
+    _, others, twins, _, _ = placed("experts", 2, dtype)
+    patches = next_version(mirror, specs, np.random.default_rng(9))[1]
+    for twin, other, w, module, part in zip(twins, others, weights, modules, parts, strict=True):
+        w.swap(w.prepare(patches, part, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(placed_module, "on_host", lambda tensor: False)
+            prepared = twin.prepare(patches, part, 1)
+            old = other.norm.data.clone()
+            other.norm.data.zero_()
+            before = bits_of(other)
+            with pytest.raises(ResyncError, match="not the mirror's"):
+                twin.swap(prepared)
+            assert same_bits(before, bits_of(other))
+            carrier = {2: torch.int16, 4: torch.int32}[old.element_size()]
+            other.norm.data.view(carrier).copy_(old.view(carrier))
+            twin.swap(prepared)
+            assert twin.attest() == w.attest() == w.share
+        for name in ("qkv", "w13", "w2", "router", "out", "norm"):
+            assert torch.equal(bits_of(module)[name], bits_of(other)[name])
+    if dtype == torch.float32:
+        others[0].norm.data.view(torch.int32)[0] |= 1
+        monkeypatch.setattr(placed_module, "on_host", lambda tensor: False)
+        with pytest.raises(CorruptError, match="never published"):
+            twins[0].attest()
 
 
 def test_ranks_hold_no_more_than_their_pieces():

@@ -164,6 +164,11 @@ def encode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits:
     return array_of(plain_nans(values).view(CARRIER[values.element_size()]))
 
 
+def on_host(tensor: Tensor) -> bool:
+    """Whether NumPy and the native kernels can reach a tensor; the rest is done by torch alone."""
+    return tensor.device.type == "cpu"
+
+
 def equal_bits(found: Tensor, expected: Tensor) -> bool:
     """Whether integers are alike, wherever they are; on the CPU NumPy is several times faster."""
     if found.device.type == "cpu":

@@ -37,6 +37,7 @@ from deltawire.engines.elements import (
     encode_bits,
     equal_bits,
     locate,
+    on_host,
     plain_nans,
     tensor_of,
 )
@@ -201,7 +202,7 @@ class PlacedWeights:
         for region, part in self._parts(counting=True):
             spec = self.placement.tensors[region.tensor]
             found = self._view(region, part).contiguous().view(-1)
-            if found.device.type != "cpu":
+            if not on_host(found):
                 total += digest_on_device(spec.name, part, found, region)
                 continue
             bits = decode_bits(array_of(found), region.dtypes)
@@ -296,7 +297,7 @@ class PlacedWeights:
         ones afterwards."""
         on_device = []
         for move in moves:
-            if self._flats[move.storage].device.type == "cpu":
+            if on_host(self._flats[move.storage]):
                 self._exchange_on_host(move, written)
             else:
                 on_device.append(move)
