@@ -1,5 +1,6 @@
 """vLLM itself, in an environment of its own that is built on first use and cached."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -79,3 +80,42 @@ def test_every_family_follows_its_run(vllm_python, family, ranks):
 )
 def test_vllm_serve_follows_its_run(vllm_python):
     run_tests(vllm_python, "test_served_over_http.py", "-k", "not own_calls")
+
+
+@pytest.mark.skipif(
+    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
+)
+def test_a_killed_worker_costs_no_wrong_token(vllm_python):
+    run_tests(
+        vllm_python, "test_worker_killed.py", "--family", "qwen3_moe", "--tensor-parallel", "2"
+    )
+
+
+@pytest.mark.skipif(
+    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
+)
+def test_the_example_serves_what_it_trains(vllm_python):
+    example = ROOT / "examples" / "vllm" / "run.py"
+    done = subprocess.run(
+        [vllm_python, str(example)], capture_output=True, text=True, check=False, timeout=900
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "all of an answer by version 5" in done.stdout
+
+
+@pytest.mark.skipif(
+    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
+)
+def test_the_benchmark_of_swaps_gives_its_figures(vllm_python):
+    done = subprocess.run(
+        [
+            str(Path(vllm_python).parent / "deltawire"), "bench", "swap", "--json",
+            "--parameters", "10", "--repeats", "1",
+        ],
+        capture_output=True, text=True, check=False, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["pause_ms"] > 0
+    assert found["parameters_doubled"] > 1.5 * found["parameters"]
+    assert 0 < found["swap_allocated_bytes"] < 2 * found["parameters"]

@@ -201,6 +201,7 @@ def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     loop.add_argument("--json", action="store_true", help="print figures as JSON")
     _add_codec_benches(benches)
+    _add_swap_bench(benches)
     sync = benches.add_parser("sync", help="publishing, following and relaying, beside other ways")
     sync.set_defaults(module="deltawire.cli.bench_sync", function="bench_sync")
     sync.add_argument("--size", type=float, default=0.5, metavar="GB", help="of the model")
@@ -264,6 +265,17 @@ def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         command.add_argument(
             "--window", type=float, default=300.0, metavar="S", help="figures are over so long"
         )
+
+
+def _add_swap_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    swap = benches.add_parser("swap", help="the pause of a swap in vLLM, beside vLLM's own ways")
+    swap.set_defaults(module="deltawire.cli.bench_swap", function="bench_swap")
+    swap.add_argument(
+        "--parameters", type=float, default=100.0, metavar="MILLIONS", help="of the smaller model"
+    )
+    swap.add_argument("--density", type=float, default=0.01, help="share of weights that change")
+    swap.add_argument("--repeats", type=int, default=7)
+    swap.add_argument("--json", action="store_true")
 
 
 def _add_codec_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

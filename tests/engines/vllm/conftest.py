@@ -25,6 +25,7 @@ def pytest_addoption(parser):
     parser.addoption("--tensor-parallel", type=int, default=1)
     parser.addoption("--expert-parallel", action="store_true")
     parser.addoption("--versions", type=int, default=50, help="random versions to follow")
+    parser.addoption("--load-seconds", type=float, default=6, help="how long to swap under load")
 
 
 @pytest.fixture(scope="session")

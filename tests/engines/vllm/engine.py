@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from dataclasses import dataclass
 
@@ -34,7 +36,7 @@ class Engine:
             enable_expert_parallel=experts,
             max_model_len=256,
             kv_cache_memory_bytes=64 << 20,
-            block_size=32,
+            block_size=_block_size(model),
             max_num_seqs=16,
             seed=0,
             disable_log_stats=True,
@@ -81,10 +83,22 @@ class Engine:
             self.generate([[1, 2, 3]], tokens=2)
         return failure
 
+    def abandon(self):
+        """Let go of what has died."""
+        with contextlib.suppress(Exception):
+            self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
     def close(self):
         """Let go of it."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
+
+
+def _block_size(model):
+    """What the attention of this model takes on a CPU."""
+    latent = "kv_lora_rank" in json.loads((model / "config.json").read_text())
+    return 16 if latent else 32
 
 
 def _answer(output):

@@ -65,8 +65,8 @@ def config_of(family: str):
             **{**COMMON, "hidden_size": 128, "num_key_value_heads": 4, "num_hidden_layers": 3},
             intermediate_size=128, moe_intermediate_size=64, n_routed_experts=8,
             num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
-            first_k_dense_replace=1, kv_lora_rank=64, q_lora_rank=64, qk_nope_head_dim=32,
-            qk_rope_head_dim=32, v_head_dim=32, topk_method="noaux_tc", scoring_func="sigmoid",
+            first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=64, qk_nope_head_dim=64,
+            qk_rope_head_dim=64, v_head_dim=64, topk_method="noaux_tc", scoring_func="sigmoid",
             tie_word_embeddings=False,
         )  # fmt: skip
     raise AssertionError(family)

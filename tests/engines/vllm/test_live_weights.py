@@ -2,6 +2,8 @@
 
 import itertools
 import shutil
+import threading
+import time
 
 import pytest
 from engine import Engine, prompts
@@ -181,3 +183,54 @@ def test_a_swap_finds_a_turned_bit_where_it_writes_and_mends_it(engine, trainer,
     # Bits that no swap has touched are the full attestation's to find.
     engine.call("deltawire_attest")
     assert engine.call("deltawire_attest")[0]["sound"]
+
+
+def test_swaps_every_second_under_load_lose_no_request(engine, trainer, request):
+    """Long variant: ``--load-seconds 600``. Then memory must be flat too."""
+    seconds = request.config.getoption("load_seconds")
+    stop, failure = threading.Event(), []
+
+    def publish():
+        try:
+            while not stop.wait(1):
+                trainer.publish()
+        except BaseException as error:
+            failure.append(error)
+
+    resident = []
+    publisher = threading.Thread(target=publish)
+    publisher.start()
+    began, asked, answered, seen = time.monotonic(), 0, 0, set()
+    try:
+        while time.monotonic() - began < seconds:
+            questions = prompts(8, seed=asked, length=40)
+            asked += len(questions)
+            for answer in engine.generate(questions, tokens=48):
+                assert len(answer.tokens) == 48
+                assert answer.spans[0][1] == 0
+                assert answer.spans[-1][2] == 48
+                assert all(a[2] == b[1] for a, b in itertools.pairwise(answer.spans))
+                assert all(a[0] < b[0] for a, b in itertools.pairwise(answer.spans))
+                seen.update(span[0] for span in answer.spans)
+                answered += 1
+            resident.append(resident_bytes())
+    finally:
+        stop.set()
+        publisher.join()
+    assert failure == []
+    assert answered == asked
+    status = engine.reach(trainer.version)
+    assert status["failure"] == ""
+    assert engine.call("deltawire_attest")[0]["sound"]
+    assert len(seen) > 1
+    if seconds >= 60:
+        half = len(resident) // 2
+        assert max(resident[half:]) - max(resident[:half]) < 64 << 20
+
+
+def resident_bytes():
+    """What this process and those it started have in memory."""
+    import psutil
+
+    own = psutil.Process()
+    return sum(process.memory_info().rss for process in [own, *own.children(recursive=True)])

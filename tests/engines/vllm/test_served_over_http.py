@@ -34,7 +34,7 @@ class Server:
                 "--host", "127.0.0.1", "--port", str(self.port), "--skip-tokenizer-init",
                 "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256",
                 "--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--seed", "0",
-                "--max-num-seqs", "16", *arguments,
+                "--max-num-seqs", "16", "--enable-scale-out", *arguments,
             ],
             stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,

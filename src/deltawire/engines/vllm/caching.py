@@ -18,7 +18,7 @@ def resalt(request: Any, epoch: str) -> None:
     if not hasattr(request, "_deltawire_salt"):
         request._deltawire_salt = request.cache_salt or ""
     request._deltawire_epoch = epoch
-    request.cache_salt = f"{request._deltawire_salt}\0deltawire {epoch}"
+    request.cache_salt = f"deltawire {epoch} {request._deltawire_salt}"
     if request._block_hasher is not None:
         request.block_hashes.clear()
         request.update_block_hashes()

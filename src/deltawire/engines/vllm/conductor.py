@@ -164,6 +164,7 @@ class Conductor:
                 self._follow(settings)
         elif method == "finish_weight_update":
             self._adopt()
+            self.wanted = self.version
         return answers
 
     # What others may ask for.

@@ -6,7 +6,8 @@ Who waits for whom::
       fetch, verify, decode, stage ───────▶   swap: agree that all have staged the same version and
       (serving goes on)                       that their shares add up to the manifest's digest;
                                               scatter; agree that all hold it; else put it back
-                                      ◀────── the mirror follows
+      the mirror follows, before the
+      next is prepared
 
 All ranks enter `Rank.swap` together, so that they can agree there among themselves, whoever calls.
 An answer is a dictionary with ``failure``, empty if all is well: an exception would end vLLM's
@@ -83,6 +84,10 @@ class Rank:
         self._thread: threading.Thread | None = None
         self._failure = ""
         self._prepare_ms = 0.0
+        self._behind: Update | None = None
+        """What the live weights hold and the mirror does not yet: moving it need not be waited for
+        between two steps."""
+        self._digest = mirror.digest
         self.mend()
 
     @property
@@ -102,7 +107,7 @@ class Rank:
             "failure": self._failure,
             "rank": self.peers.number,
             "version": self.version,
-            "digest": self.mirror.digest.hex(),
+            "digest": self._digest.hex(),
             "prepared": -1 if prepared is None else prepared.version,
             "preparing": self._thread is not None and self._thread.is_alive(),
             "changes": 0 if prepared is None else prepared.changes,
@@ -131,9 +136,21 @@ class Rank:
         if self._thread is not None:
             self._thread.join()
 
+    def _follow(self) -> None:
+        """Bring the mirror to the version that is served."""
+        if self._behind is not None:
+            self.subscriber.commit(self._behind)
+            self._behind = None
+
+    def discard(self) -> None:
+        """Forget what was prepared."""
+        self.wait()
+        self._prepared = self._update = None
+
     def _prepare(self, version: int) -> None:
         began = time.perf_counter()
         try:
+            self._follow()
             update = with_retries(lambda: step_to(self.subscriber, version))
             if update is None:
                 return
@@ -171,7 +188,7 @@ class Rank:
                 self._take_back(prepared, *before)
             self._prepared = self._update = None
             return self._failed(failure)
-        self.subscriber.commit(update)
+        self._behind, self._digest = update, update.digest
         self._prepared = self._update = None
         self._failure = ""
         self.last_swap = {
@@ -226,6 +243,7 @@ class Rank:
         Copies that count on another rank are compared too. Reads everything once or twice.
         """
         self.wait()  # Which may be walking on the mirror.
+        self._follow()
         failure = ""
         try:
             self.placed.verify(self.mirror)
@@ -239,6 +257,7 @@ class Rank:
         """Write the mirror's bits into the live weights, and attest that all ranks together hold
         the model. To be entered by all. Raises `CorruptError` if they do not."""
         self.wait()
+        self._follow()
         self._prepared = self._update = None
         self.placed.load(self.mirror)
         total = _sum([[0, *words] for words in self.peers.gather(_words(self.placed.share))])

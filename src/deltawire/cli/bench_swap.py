@@ -1,0 +1,62 @@
+"""``deltawire bench swap``: the pause that a swap makes in vLLM, beside vLLM's own ways."""
+
+from __future__ import annotations
+
+import argparse
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from deltawire.bench.swap import SwapFigures
+from deltawire.bench.swap import bench_swap as measure
+from deltawire.cli.transfer import size
+
+
+def bench_swap(arguments: argparse.Namespace) -> int:
+    """Measure, and print the table or the JSON."""
+    console = Console(stderr=True, highlight=False)
+    found = measure(
+        parameters=int(arguments.parameters * 1e6),
+        changed=arguments.density,
+        repeats=arguments.repeats,
+        tell=console.print,
+    )
+    if arguments.json:
+        Console().print_json(msgspec.json.encode(found).decode())
+    else:
+        _print(found)
+    return 0
+
+
+def _print(found: SwapFigures) -> None:
+    console = Console(highlight=False)
+    table = Table("", "measured", "floor")
+    table.add_row("pause of a swap", f"{found.pause_ms:.1f} ms", "")
+    table.add_row(
+        "times shorter than loading the whole model again",
+        f"{found.pause_speedup_vs_reload:.1f}",
+        "≥ 20",
+    )
+    table.add_row(
+        "times shorter than vLLM's patch loader",
+        f"{found.pause_speedup_vs_patch_loader:.1f}",
+        "≥ 5",
+    )
+    table.add_row(
+        "longer when the model doubles and the changes stay",
+        f"{found.pause_growth_model_doubled:.1%}",
+        "< 15 %",
+    )
+    table.add_row("allocated during the swap", size(found.swap_allocated_bytes), "")
+    table.add_row("staged for it before", size(found.staged_bytes), "")
+    table.add_row("throughput lost while preparing", f"{found.throughput_lost:.1%}", "≤ 20 %")
+    table.add_row("from token to token across a swap", f"{found.token_gap_ms:.1f} ms", "")
+    table.add_row("and usually", f"{found.usual_gap_ms:.1f} ms", "")
+    console.print(table)
+    console.print(
+        f"vLLM {found.vllm}, {found.parameters / 1e6:.0f} million bf16 weights, {found.changes} "
+        f"changed ({found.changed:.1%}); reload {found.reload_ms:.0f} ms, patch loader "
+        f"{found.patch_loader_ms:.0f} ms, prepared in {found.prepare_ms:.0f} ms; "
+        f"{found.machine.processor}, {found.machine.processors} processors"
+    )
