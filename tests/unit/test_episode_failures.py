@@ -10,11 +10,12 @@ import pytest
 
 from deltawire.config import RolloutConfig
 from deltawire.engines.base import Completion
+from deltawire.engines.messages import shorten
 from deltawire.engines.text import Text
 from deltawire.engines.transformers import TransformersEngine
 from deltawire.errors import InputError
 from deltawire.rl.envs import Environment, Message, Task, Turn
-from deltawire.rl.episode import Limits, group_of, play_all, run_episode, shorten
+from deltawire.rl.episode import Limits, group_of, play_all, run_episode
 from deltawire.rl.failures import WINDOW, Failures
 from deltawire.rl.leftovers import VARIABLE, brood
 from deltawire.wire.rollouts import decode_group, encode_group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -50,3 +50,13 @@ class Tool:
             "parameters": dict(self.parameters),
         }
         return {"type": "function", "function": function}
+
+
+def shorten(message: Message, limit: int) -> Message:
+    """A message of at most about ``limit`` characters: its head, how much is left out, its tail."""
+    excess = len(message.content) - limit
+    if excess <= 0:
+        return message
+    head, tail = message.content[: (limit + 1) // 2], message.content[-(limit // 2) :]
+    note = f"\n[… {excess} characters left out …]\n"
+    return replace(message, content=f"{head}{note}{tail if limit > 1 else ''}")

@@ -26,9 +26,10 @@ import numpy as np
 from deltawire.config import OnFull, RolloutConfig
 from deltawire.engines.base import Completion, Sampler, Sampling
 from deltawire.engines.calls import read_calls
+from deltawire.engines.messages import shorten
 from deltawire.engines.text import Text
 from deltawire.errors import InputError
-from deltawire.rl.envs.base import Action, Environment, Message, Task, Turn
+from deltawire.rl.envs.base import Action, Driven, Environment, Message, Task, Turn
 from deltawire.rl.leftovers import brood
 from deltawire.wire.rollouts import MAX_PROBES, Group, Trajectory
 
@@ -97,7 +98,7 @@ class EpisodeFailure(Exception):  # noqa: N818  (it names what happened to an ep
 
 async def run_episode(
     engine: Sampler,
-    environment: Environment,
+    environment: Environment | Driven,
     text: Text,
     *,
     temperature: float,
@@ -108,6 +109,16 @@ async def run_episode(
     Cancelling it cancels its request, and closes the environment. What goes wrong in the
     environment makes a failed episode; what goes wrong in the engine is raised.
     """
+    if isinstance(environment, Driven):
+        try:
+            from deltawire.rl.driven import run_driven
+        except ModuleNotFoundError as error:
+            raise InputError(
+                f"a harness needs the package {error.name}",
+                hint="pip install 'deltawire[serve]'",
+            ) from error
+
+        return await run_driven(engine, environment, text, temperature=temperature, limits=limits)
     play = _Play(engine, environment, text, temperature, limits)
     clock = asyncio.timeout(limits.episode_s)
     with brood() as processes:
@@ -226,13 +237,13 @@ class _Play:
             elif not await self._answer(turn, completion):
                 self._finish = "context"
                 break
-        self._probes = await self._ask_probes()
+        self._probes = await ask_probes(self._environment.probes, self._limits.step_s)
         self._solved = self._plainly("solved", lambda: bool(self._environment.solved(self._reward)))
 
     async def close(self) -> None:
         """Let the environment go; a failure to do so is the episode's."""
         try:
-            await self._within("close", self._environment.close)
+            await within("close", self._environment.close, self._limits.step_s)
         except EpisodeFailure as failure:
             self.fail(str(failure))
 
@@ -242,7 +253,7 @@ class _Play:
 
     def result(self) -> Episode:
         """The episode as it stands."""
-        cause = " ".join(self._cause.split())[:MAX_CAUSE]
+        cause = one_line(self._cause)
         reward = 0.0 if cause else self._reward
         drawn = [s for s in self._segments if 1 in s.mask]
         segments = drawn or self._segments[:1] or [_Segment([])]
@@ -339,7 +350,7 @@ class _Play:
             raise EpisodeFailure(f"{what} raised {type(error).__name__}: {error}") from error
 
     async def _ask(self, what: str, call: Callable[[], Awaitable[Turn]]) -> Turn:
-        turn: Any = await self._within(what, call)
+        turn: Any = await within(what, call, self._limits.step_s)
         if not isinstance(turn, Turn):
             raise EpisodeFailure(f"{what} returned {type(turn).__name__}, not a Turn")
         try:
@@ -358,59 +369,60 @@ class _Play:
             bool(turn.done),
         )
 
-    async def _ask_probes(self) -> dict[str, float]:
-        found: Any = await self._within("probes", self._environment.probes)
-        try:
-            probes = {str(name)[:64]: float(value) for name, value in dict(found).items()}
-        except (TypeError, ValueError) as error:
-            raise EpisodeFailure(f"probes returned no numbers by name: {error}") from error
-        if len(probes) > MAX_PROBES:
-            raise EpisodeFailure(f"probes returned {len(probes)} values")
-        for name, value in probes.items():
-            if not math.isfinite(value):
-                raise EpisodeFailure(f"probe {name} gave {value}")
-        return probes
 
-    async def _within(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Await a call under the limit; one that does not even end when cancelled is left alone."""
+async def ask_probes(
+    call: Callable[[], Awaitable[Mapping[str, float]]], seconds: float
+) -> dict[str, float]:
+    """What the probes say; raises `EpisodeFailure` unless that is finite numbers by name."""
+    found: Any = await within("probes", call, seconds)
+    try:
+        probes = {str(name)[:64]: float(value) for name, value in dict(found).items()}
+    except (TypeError, ValueError) as error:
+        raise EpisodeFailure(f"probes returned no numbers by name: {error}") from error
+    if len(probes) > MAX_PROBES:
+        raise EpisodeFailure(f"probes returned {len(probes)} values")
+    for name, value in probes.items():
+        if not math.isfinite(value):
+            raise EpisodeFailure(f"probe {name} gave {value}")
+    return probes
 
-        async def calling() -> T:
-            return await call()
 
-        task = asyncio.ensure_future(calling())
-        try:
-            await asyncio.wait({task}, timeout=self._limits.step_s)
-        finally:
-            in_time = task.done()
-            if not in_time:
-                task.cancel()
-                task.add_done_callback(_overhear)
-                await asyncio.wait({task}, timeout=CANCEL_S)
+async def within(what: str, call: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Await what the environment does, for so long. Raises `EpisodeFailure`; a call that does not
+    even end when it is cancelled is left alone."""
+
+    async def calling() -> T:
+        return await call()
+
+    task = asyncio.ensure_future(calling())
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        in_time = task.done()
         if not in_time:
-            raise EpisodeFailure(f"{what} took longer than {self._limits.step_s:g} s")
-        if task.cancelled():
-            raise EpisodeFailure(f"{what} cancelled itself")
-        if (error := task.exception()) is not None:
-            if not isinstance(error, Exception):
-                raise error
-            raise EpisodeFailure(f"{what} raised {type(error).__name__}: {error}") from error
-        return task.result()
+            task.cancel()
+            task.add_done_callback(_overhear)
+            await asyncio.wait({task}, timeout=CANCEL_S)
+    if not in_time:
+        raise EpisodeFailure(f"{what} took longer than {seconds:g} s")
+    if task.cancelled():
+        raise EpisodeFailure(f"{what} cancelled itself")
+    if (error := task.exception()) is not None:
+        if not isinstance(error, Exception):
+            raise error
+        raise EpisodeFailure(f"{what} raised {type(error).__name__}: {error}") from error
+    return task.result()
+
+
+def one_line(cause: str) -> str:
+    """A cause as it is stored."""
+    return " ".join(cause.split())[:MAX_CAUSE]
 
 
 def _overhear(task: asyncio.Task[Any]) -> None:
     """Take note of how an abandoned call ends, or the event loop complains."""
     if not task.cancelled():
         task.exception()
-
-
-def shorten(message: Message, limit: int) -> Message:
-    """A message of at most about ``limit`` characters: its head, how much is left out, its tail."""
-    excess = len(message.content) - limit
-    if excess <= 0:
-        return message
-    head, tail = message.content[: (limit + 1) // 2], message.content[-(limit // 2) :]
-    note = f"\n[… {excess} characters left out …]\n"
-    return replace(message, content=f"{head}{note}{tail if limit > 1 else ''}")
 
 
 def group_of(

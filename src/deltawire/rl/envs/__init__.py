@@ -1,7 +1,9 @@
 """Environments: where tasks come from and what an answer is worth."""
 
 from deltawire.rl.envs.base import (
+    Access,
     Action,
+    Driven,
     Environment,
     Message,
     Task,
@@ -14,7 +16,9 @@ from deltawire.rl.envs.reasoning import ReasoningTasks
 from deltawire.rl.envs.registry import open_tasks, register
 
 __all__ = [
+    "Access",
     "Action",
+    "Driven",
     "Environment",
     "Message",
     "ReasoningTasks",

@@ -15,6 +15,7 @@ failure: answer it with a message and the reward that it deserves.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -22,8 +23,10 @@ from typing import Any, Protocol, runtime_checkable
 from deltawire.engines.messages import Message, Tool, ToolCall
 
 __all__ = [
+    "Access",
     "Action",
     "AnsweredTasks",
+    "Driven",
     "Environment",
     "Message",
     "Task",
@@ -110,6 +113,37 @@ class Environment(Protocol):
         return total_reward >= 1.0
 
 
+@dataclass(frozen=True)
+class Access:
+    """Where a harness finds the model: an OpenAI-compatible endpoint of its episode's own."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+class Driven(ABC):
+    """One episode of a harness that asks the model itself, by HTTP, as often and in whatever
+    conversations it likes. It is one call under the episode's time limit, then as an `Environment`.
+    """
+
+    @abstractmethod
+    async def drive(self, access: Access) -> float:
+        """Run the harness; returns the reward."""
+
+    async def probes(self) -> Mapping[str, float]:
+        """See `Environment.probes`."""
+        return {}
+
+    async def close(self) -> None:
+        """See `Environment.close`."""
+        return
+
+    def solved(self, total_reward: float) -> bool:
+        """See `Environment.solved`."""
+        return total_reward >= 1.0
+
+
 class TaskSource(Protocol):
     """Draws tasks; everything it returns follows from its own settings and the arguments."""
 
@@ -121,7 +155,7 @@ class TaskSource(Protocol):
         """The tasks that are evaluated on and never drawn."""
         ...
 
-    def open(self, task: Task) -> Environment:
+    def open(self, task: Task) -> Environment | Driven:
         """A fresh episode of ``task``."""
         ...
 
