@@ -18,7 +18,6 @@ import contextlib
 import importlib
 import json
 import os
-import pickle
 import select
 import signal
 import struct
@@ -47,7 +46,7 @@ class JudgeError(Exception):
 
 
 class Judge:
-    """``module:function``, called in a child process with what can be pickled; the answer must be
+    """``module:function``, called in a child process with what JSON can hold; the answer must be
     a number. Calls wait for one another."""
 
     def __init__(self, function: str, *, limit_s: float = 10.0, memory_bytes: int = 4 << 30):
@@ -57,16 +56,16 @@ class Judge:
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    async def __call__(self, *arguments: Any) -> float:
-        """Call the function. Raises `JudgeTimeoutError` or `JudgeError`, and is then as good as
-        before."""
-        return await asyncio.to_thread(self.call, *arguments)
+    async def __call__(self, *arguments: Any, limit_s: float | None = None) -> float:
+        """Call the function, under another limit if one is given. Raises `JudgeTimeoutError` or
+        `JudgeError`, and is then as good as before."""
+        return await asyncio.to_thread(self.call, *arguments, limit_s=limit_s)
 
-    def call(self, *arguments: Any) -> float:
+    def call(self, *arguments: Any, limit_s: float | None = None) -> float:
         """The same, waiting."""
         with self._lock:
             try:
-                return self._ask(arguments)
+                return self._ask(arguments, limit_s or self._limit_s)
             except BaseException as error:
                 if not isinstance(error, _RaisedError):
                     self._kill()
@@ -79,13 +78,14 @@ class Judge:
         with self._lock:
             self._kill()
 
-    def _ask(self, arguments: tuple[Any, ...]) -> float:
+    def _ask(self, arguments: tuple[Any, ...], limit_s: float) -> float:
         child = self._child or self._start()
         assert child.stdin is not None
-        data = pickle.dumps(arguments)
+        request = {"arguments": arguments, "alarm_s": limit_s + _GRACE_S}
+        data = json.dumps(request).encode()
         child.stdin.write(_HEADER.pack(len(data)) + data)
         child.stdin.flush()
-        answer = self._read(child, self._limit_s)
+        answer = self._read(child, limit_s)
         if "error" in answer:
             raise _RaisedError(str(answer["error"]))
         return float(answer["value"])
@@ -94,9 +94,8 @@ class Judge:
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         # As a file, so that the child imports nothing but what the function needs.
-        limits = [str(self._limit_s + _GRACE_S), str(self._memory_bytes)]
         self._child = subprocess.Popen(  # noqa: S603  (our own interpreter and file)
-            [sys.executable, "-P", __file__, self._function, *limits],
+            [sys.executable, "-P", __file__, self._function, str(self._memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -157,7 +156,7 @@ def _answer(out: BinaryIO, **content: Any) -> None:
     out.flush()
 
 
-def _serve(function: str, alarm_s: float, memory_bytes: int) -> None:
+def _serve(function: str, memory_bytes: int) -> None:
     """The child: answer requests until there are no more."""
     out = os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -171,10 +170,12 @@ def _serve(function: str, alarm_s: float, memory_bytes: int) -> None:
         return
     _answer(out, value=0)
     while header := sys.stdin.buffer.read(_HEADER.size):
-        arguments = pickle.loads(sys.stdin.buffer.read(*_HEADER.unpack(header)))  # noqa: S301
-        signal.setitimer(signal.ITIMER_REAL, alarm_s)  # its default action ends the process
+        request = json.loads(sys.stdin.buffer.read(*_HEADER.unpack(header)))
+        signal.setitimer(
+            signal.ITIMER_REAL, request["alarm_s"]
+        )  # its default action ends the process
         try:
-            answer: dict[str, Any] = {"value": float(call(*arguments))}
+            answer: dict[str, Any] = {"value": float(call(*request["arguments"]))}
         except Exception as error:  # as it says
             answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -182,4 +183,4 @@ def _serve(function: str, alarm_s: float, memory_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    _serve(sys.argv[1], int(sys.argv[2]))

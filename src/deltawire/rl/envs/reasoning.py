@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import reasoning_gym
@@ -35,6 +35,10 @@ _HELDOUT_SEED = 977_003
 
 SCORE_LIMIT_S = 10.0
 """How long a dataset may take over one answer."""
+MAKE_LIMIT_S = 100.0
+"""How long one may take to make a problem; some search for theirs."""
+
+T = TypeVar("T")
 
 _HARMLESS = {"chain_sum", "products", "spell_backward"}
 """Scorers that compare and count, as their code shows, besides those that datasets inherit. All
@@ -91,17 +95,46 @@ class _Episode(Environment):
 
 _judge = Judge("deltawire.rl.envs.reasoning:score_elsewhere", limit_s=SCORE_LIMIT_S)
 _scorers: dict[str, Any] = {}
+_entries: dict[str, dict[str, Any]] = {}
 
 
-def score_elsewhere(name: str, options: str, entry: dict[str, Any], answer: str) -> float:
-    """A dataset's own score of an answer; what `Judge` calls in its child process. ``options``
-    are JSON."""
-    key = f"{name} {options}"
-    if key not in _scorers:
-        while len(_scorers) >= _CACHED:
-            _scorers.pop(next(iter(_scorers)))
-        _scorers[key] = _create(name, _seed(_HELDOUT_SEED, 0), json.loads(options))
-    return _score(_scorers[key], entry, answer)
+def score_elsewhere(
+    name: str, options: str, seed: int, position: int, entry: Any, answer: str | None
+) -> float:
+    """A dataset's own score of an answer; what `Judge` calls in its child process.
+
+    ``options`` are JSON. A problem that JSON cannot hold (``entry`` None) is made again from its
+    ``seed`` and ``position``; without an ``answer``, that is all.
+    """
+    dataset = _remember(
+        _scorers, f"{name} {seed} {options}", lambda: _create(name, seed, json.loads(options))
+    )
+    if entry is None:
+        key = f"{name} {seed} {options} {position}"
+        entry = _remember(_entries, key, lambda: _entry(dataset, seed, position))
+    return 0.0 if answer is None else _score(dataset, entry, answer)
+
+
+def _remember(memory: dict[str, T], key: str, make: Callable[[], T]) -> T:
+    if key not in memory:
+        while len(memory) >= _CACHED:
+            memory.pop(next(iter(memory)))
+        memory[key] = make()
+    return memory[key]
+
+
+def _entry(dataset: Any, seed: int, position: int) -> dict[str, Any]:
+    with _own_randomness(_seed(seed, position)):
+        entry: dict[str, Any] = dataset[position % len(dataset)]
+    return entry
+
+
+def _as_json(entry: dict[str, Any]) -> dict[str, Any] | None:
+    """The entry, if it comes back from JSON as it was."""
+    try:
+        return entry if json.loads(json.dumps(entry)) == entry else None
+    except (TypeError, ValueError):
+        return None
 
 
 def _score(dataset: Any, entry: dict[str, Any], answer: str) -> float:
@@ -178,18 +211,22 @@ class ReasoningTasks:
     def open(self, task: Task) -> _Episode:
         """A fresh episode of ``task``."""
         return _Episode(
-            partial(self._score, task.data),
+            partial(self._score, task),
             self.prompt(task),
             self._config.attempts,
             self._config.retry,
         )
 
-    async def _score(self, entry: dict[str, Any], answer: str) -> float:
-        dataset = self._dataset(_seed(_HELDOUT_SEED, 0))
+    async def _score(self, task: Task, answer: str) -> float:
         if self._scores_here:
-            return _score(dataset, entry, answer)
+            return _score(self._dataset(_seed(_HELDOUT_SEED, 0)), task.data, answer)
+        name, entry = self._config.dataset, _as_json(task.data)
+        seed, position = _HELDOUT_SEED, 0
+        if entry is None:
+            seed, position = map(int, task.identity.split("/")[-2:])
+            await _judge(name, self._options, seed, position, None, None, limit_s=MAKE_LIMIT_S)
         try:
-            return await _judge(self._config.dataset, self._options, entry, answer)
+            return await _judge(name, self._options, seed, position, entry, answer)
         except JudgeTimeoutError:
             return 0.0  # The model wrote something that takes for ever; it must not pay.
 
@@ -223,9 +260,7 @@ class ReasoningTasks:
         return self._datasets[seed]
 
     def _task(self, seed: int, position: int) -> Task:
-        dataset = self._dataset(seed)
-        with _own_randomness(_seed(seed, position)):
-            entry = dataset[position % len(dataset)]
+        entry = _entry(self._dataset(seed), seed, position)
         return Task(f"{self._config.dataset}/{seed}/{position}", entry, self._config.dataset)
 
     def _hold_out(self) -> list[Task]:

@@ -28,6 +28,7 @@ Factory = Callable[..., TaskSource]
 _BUILT_IN = {
     "reasoning_gym": "deltawire.rl.envs.reasoning:ReasoningTasks",
     "workspace": "deltawire.rl.envs.workspace:WorkspaceTasks",
+    "verifiers": "deltawire.rl.envs.verifiers_tasks:VerifiersTasks",
 }
 _registered: dict[str, Factory] = {}
 
@@ -55,12 +56,7 @@ def _factory(name: str) -> Factory:
         if entry.name == name:
             return _attribute(entry.value)
     if ":" in name:
-        module = name.partition(":")[0]
-        if module not in os.environ.get(TRUSTED, "").split(","):
-            raise InputError(
-                f"the run wants environment {name}, whose module this machine does not trust",
-                hint=f"if you do, set {TRUSTED}={module} for every process of the run",
-            )
+        require_trust(name.partition(":")[0])
         return _attribute(name)
     known = [*_BUILT_IN, *_registered, *entry_points(group=ENTRY_POINTS).names]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
@@ -68,6 +64,15 @@ def _factory(name: str) -> Factory:
         f"there is no environment {name!r}",
         hint=f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}",
     )
+
+
+def require_trust(module: str) -> None:
+    """Raises `InputError` unless this machine's user has named ``module`` as trusted."""
+    if module not in os.environ.get(TRUSTED, "").split(","):
+        raise InputError(
+            f"the run wants code of module {module}, which this machine does not trust",
+            hint=f"if you do, set {TRUSTED}={module} for every process of the run",
+        )
 
 
 def _attribute(place: str) -> Factory:
