@@ -93,23 +93,47 @@ deltawire::Body body_of(const Vector<std::uint8_t>& bytes, const Vector<std::uin
 
 constexpr const char* kNotOfThisBase = "the payload is not a delta for this base";
 
+// Positions, new bits, and what the digest gains for a tensor of `key` (if any) whose element
+// `start` is the first.
 template <typename Bits>
 nb::tuple decode(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
                  const Vector<Bits>& base, std::size_t columns, unsigned mantissa,
-                 unsigned exponent, std::size_t first, std::size_t last, unsigned threads) {
+                 unsigned exponent, std::size_t first, std::size_t last,
+                 std::optional<std::uint64_t> key, std::uint64_t start, unsigned threads) {
   const deltawire::Sections sections =
       deltawire::sections_of(body_of(body, lengths), {base.size(), columns}, first, last);
   auto positions = std::make_unique_for_overwrite<std::int64_t[]>(sections.changed);
   auto bits = std::make_unique_for_overwrite<Bits[]>(sections.changed);
+  deltawire::Lanes moved;
   bool sound;
   {
     const nb::gil_scoped_release unlocked;
+    const deltawire::DigestOf digest_of{key.value_or(0), start};
     sound = deltawire::decode(sections.all, base.data(), columns, {mantissa, exponent}, threads,
-                              positions.get(), bits.get());
+                              positions.get(), bits.get(), key ? &digest_of : nullptr, &moved);
   }
   if (!sound) throw nb::value_error(kNotOfThisBase);
   return nb::make_tuple(owned(std::move(positions), sections.changed),
-                        owned(std::move(bits), sections.changed));
+                        owned(std::move(bits), sections.changed), moved.lane0, moved.lane1);
+}
+
+// Each of `bits` to its place in `target`. False, and nothing is written, if a place is none.
+template <typename Bits>
+bool scatter(const Vector<std::uint32_t>& positions, const Vector<Bits>& bits,
+             const Writable<Bits>& target) {
+  if (positions.size() != bits.size()) {
+    throw nb::value_error("positions and bits must have the same length");
+  }
+  const nb::gil_scoped_release unlocked;
+  std::uint32_t furthest = 0;
+  for (std::size_t k = 0; k < positions.size(); ++k) {
+    furthest = std::max(furthest, positions.data()[k]);
+  }
+  if (positions.size() != 0 && furthest >= target.size()) return false;
+  for (std::size_t k = 0; k < positions.size(); ++k) {
+    target.data()[positions.data()[k]] = bits.data()[k];
+  }
+  return true;
 }
 
 template <typename Bits>
@@ -184,7 +208,8 @@ void bind(nb::module_& module) {
   module.def("encode", &encode<Bits>, "base"_a.noconvert(), "target"_a.noconvert(), "columns"_a,
              "mantissa"_a, "exponent"_a, "key"_a.none(), "start"_a, "threads"_a);
   module.def("decode", &decode<Bits>, "body"_a, "lengths"_a, "base"_a.noconvert(), "columns"_a,
-             "mantissa"_a, "exponent"_a, "first"_a, "last"_a, "threads"_a);
+             "mantissa"_a, "exponent"_a, "first"_a, "last"_a, "key"_a.none(), "start"_a,
+             "threads"_a);
   module.def("advance", &advance<Bits>, "body"_a, "lengths"_a, "base"_a.noconvert(), "columns"_a,
              "mantissa"_a, "exponent"_a, "threads"_a);
   module.def("encode_whole", &encode_whole<Bits>, "bits"_a.noconvert(), "low"_a, "width"_a,
@@ -193,6 +218,8 @@ void bind(nb::module_& module) {
              "low"_a, "width"_a, "threads"_a);
   module.def("exchange", &exchange<Bits>, "live"_a.noconvert(), "index"_a.noconvert(),
              "old"_a.noconvert(), "fresh"_a.noconvert(), "threads"_a);
+  module.def("scatter", &scatter<Bits>, "positions"_a.noconvert(), "bits"_a.noconvert(),
+             "target"_a.noconvert());
   module.def("digest_at", &digest_at<Bits>, "positions"_a.noconvert(), "bits"_a.noconvert(),
              "key"_a);
 }

@@ -272,15 +272,27 @@ Sections sections_of(const Body& body, Shape shape, std::size_t first, std::size
 
 template <typename Bits>
 bool decode(const std::vector<Section>& sections, const Bits* base, std::size_t columns,
-            Layout layout, unsigned threads, std::int64_t* positions, Bits* bits) {
+            Layout layout, unsigned threads, std::int64_t* positions, Bits* bits,
+            const DigestOf* digest_of, Lanes* moved) {
+  std::vector<Lanes> gains(digest_of == nullptr ? 0 : sections.size());
   const auto use = [&](const Section& section, const Changes<Bits>& changes) {
     const auto from = static_cast<std::int64_t>(section.first);
     for (std::size_t k = 0; k < changes.size; ++k) {
       positions[section.room + k] = from + changes.positions.get()[k];
     }
     std::copy_n(changes.magnitudes.get(), changes.size, bits + section.room);
+    if (digest_of != nullptr) {
+      gains[static_cast<std::size_t>(&section - sections.data())] =
+          digest_moves(changes.positions.get(), changes.before.get(), changes.magnitudes.get(),
+                       changes.size, digest_of->key, digest_of->start + section.first);
+    }
   };
-  return decode_each(sections, base, columns, layout, threads, use);
+  const bool sound = decode_each(sections, base, columns, layout, threads, use);
+  for (const Lanes& gain : gains) {
+    moved->lane0 += gain.lane0;
+    moved->lane1 += gain.lane1;
+  }
+  return sound;
 }
 
 template <typename Bits>
@@ -297,7 +309,7 @@ bool advance(const std::vector<Section>& sections, Bits* base, std::size_t colum
 
 #define DELTAWIRE_INSTANTIATE(Bits)                                                         \
   template bool decode<Bits>(const std::vector<Section>&, const Bits*, std::size_t, Layout, \
-                             unsigned, std::int64_t*, Bits*);                               \
+                             unsigned, std::int64_t*, Bits*, const DigestOf*, Lanes*);      \
   template bool advance<Bits>(const std::vector<Section>&, Bits*, std::size_t, Layout, unsigned);
 DELTAWIRE_INSTANTIATE(std::uint8_t)
 DELTAWIRE_INSTANTIATE(std::uint16_t)

@@ -79,11 +79,13 @@ struct Sections {
 // for a body that is not of such blocks; what memory is taken follows from the shape alone.
 Sections sections_of(const Body& body, Shape shape, std::size_t first, std::size_t last);
 
-// The changes of some blocks, ascending, into `positions` and `bits`. False if one
-// of them is not a block for such a base; what was written by then means nothing.
+// The changes of some blocks, ascending, into `positions` and `bits`, and with `digest_of` what the
+// digest gains by them into `moved`. False if one of them is not a block for such a base; what was
+// written by then means nothing.
 template <typename Bits>
 bool decode(const std::vector<Section>& sections, const Bits* base, std::size_t columns,
-            Layout layout, unsigned threads, std::int64_t* positions, Bits* bits);
+            Layout layout, unsigned threads, std::int64_t* positions, Bits* bits,
+            const DigestOf* digest_of = nullptr, Lanes* moved = nullptr);
 
 // The same straight into the base. False may leave some blocks advanced.
 template <typename Bits>

@@ -54,9 +54,19 @@ def decode(
     exponent: int,
     first: int,
     last: int,
+    key: int | None,
+    start: int,
     threads: int,
-) -> tuple[NDArray[np.int64], NDArray[np.unsignedinteger[Any]]]:
-    """Positions and new bits of blocks ``first`` to ``last``; `ValueError` for a bad payload."""
+) -> tuple[NDArray[np.int64], NDArray[np.unsignedinteger[Any]], int, int]:
+    """Positions and new bits of blocks ``first`` to ``last``, and both lanes of what the digest
+    gains; `ValueError` for a bad payload."""
+
+def scatter(
+    positions: NDArray[np.uint32],
+    bits: NDArray[np.unsignedinteger[Any]],
+    target: NDArray[np.unsignedinteger[Any]],
+) -> bool:
+    """Each of ``bits`` to its place in ``target``; False, with nothing written, if one is none."""
 
 def advance(
     body: NDArray[np.uint8],

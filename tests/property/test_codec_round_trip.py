@@ -158,6 +158,11 @@ def test_anchor_equals_reference(both):
 def test_the_digest_gained_is_that_of_the_patch(both, start):
     base, target, name = both
     coded = codec.encode_named("w", base, target, start=start, dtype=name)
+    patch, moved = codec.decode_named(coded.payload, "w", base, start=start, dtype=name)
+    assert moved == coded.moved == codec.digest_patch("w", patch, base[patch.positions], start)
+    there = base.copy()
+    codec.scatter(patch.positions.astype(np.uint32), patch.bits, there)
+    assert (there == target).all()
     assert coded.payload == codec.encode(base, target, dtype=name)
     assert coded.changed == np.count_nonzero(base != target)
     gained = codec.digest_bits("w", target, start) - codec.digest_bits("w", base, start)

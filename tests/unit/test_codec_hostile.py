@@ -273,7 +273,7 @@ def test_the_kernels_refuse_layouts_that_do_not_fit(width, mantissa, exponent):
     with pytest.raises(ValueError, match="such as there are"):
         _native.encode(base, base, 0, mantissa, exponent, None, 0, 1)
     with pytest.raises(ValueError, match="not a delta for this base"):
-        _native.decode(body, lengths, base, 0, mantissa, exponent, 0, 1, 1)
+        _native.decode(body, lengths, base, 0, mantissa, exponent, 0, 1, None, 0, 1)
     with pytest.raises(ValueError, match="not a delta for this base"):
         _native.advance(body, lengths, base, 0, mantissa, exponent, 1)
     assert _native.advance(body, lengths, base, 0, 0, 0, 1) == 0

@@ -27,7 +27,7 @@ from deltawire.codec.digest import (
     tensor_key,
 )
 from deltawire.codec.dtypes import ITEMSIZE, Bits, bits_of, dtype_of, unsigned_of
-from deltawire.codec.patch import Patch, diff, undo
+from deltawire.codec.patch import Patch, diff, scatter, undo
 
 __all__ = [
     "ITEMSIZE",
@@ -41,6 +41,7 @@ __all__ = [
     "bits_of",
     "decode",
     "decode_full",
+    "decode_named",
     "decode_patch",
     "diff",
     "digest_at",
@@ -51,6 +52,7 @@ __all__ = [
     "encode",
     "encode_full",
     "encode_named",
+    "scatter",
     "tensor_key",
     "undo",
     "unsigned_of",
@@ -142,6 +144,20 @@ def decode_patch(
     ``base`` is the whole tensor all the same.
     """
     return delta.decode_patch(payload, bits_of(base, dtype), rows=rows, threads=threads)
+
+
+def decode_named(
+    payload: bytes | memoryview,
+    name: str,
+    base: object,
+    *,
+    start: int = 0,
+    dtype: str | None = None,
+    threads: int | None = None,
+) -> tuple[Patch, Digest]:
+    """`decode_patch` of a delta for elements ``start`` and on of the tensor ``name``, in one pass
+    with what its model's digest gains."""
+    return delta.decode_moved(payload, bits_of(base, dtype), name, start=start, threads=threads)
 
 
 def advance(

@@ -57,12 +57,18 @@ def encode_full(bits: Bits, dtype: str = "", *, threads: int | None = None) -> b
 
 
 def decode_full(
-    payload: bytes | memoryview, count: int, itemsize: int, *, threads: int | None = None
+    payload: bytes | memoryview,
+    count: int,
+    itemsize: int,
+    *,
+    threads: int | None = None,
+    into: Bits | None = None,
 ) -> Bits:
     """The bits that ``encode_full`` was given: uint[count] of ``itemsize`` bytes each.
 
-    Takes memory in proportion to ``count``, whatever the payload says. Raises CorruptError if
-    the payload is not one of ``count`` elements of ``itemsize`` bytes.
+    Takes memory in proportion to ``count``, whatever the payload says; with ``into``, uint[count],
+    none: that is filled and returned. Raises CorruptError if the payload is not one of ``count``
+    elements of ``itemsize`` bytes; ``into`` then holds nothing that means anything.
     """
     dtype = unsigned(itemsize)
     view = memoryview(payload).cast("B")
@@ -77,12 +83,16 @@ def decode_full(
     if mode == RAW:
         if len(body) != count * itemsize:
             raise CorruptError("a raw anchor of another length than its tensor")
-        return np.require(np.frombuffer(body, dtype), requirements="A")
+        raw = np.frombuffer(body, dtype)
+        if into is None:
+            return np.require(raw, requirements="A")
+        into[:] = raw
+        return into
     at = -(-count // _native.WHOLE_BLOCK) * LENGTH.itemsize
     if len(body) < at:
         raise CorruptError("an anchor ends within its lengths")
     lengths = np.frombuffer(body[:at], LENGTH).astype(np.uint32)
-    bits = np.empty(count, dtype)
+    bits = np.empty(count, dtype) if into is None else into
     rest = np.frombuffer(body[at:], np.uint8)
     try:
         _native.decode_whole(rest, lengths, bits, low, width, threads or cores())

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltawire import _native
-from deltawire.codec.digest import Digest, tensor_key
+from deltawire.codec.digest import Digest, digest_patch, tensor_key
 from deltawire.codec.dtypes import Bits, require_alike
 from deltawire.codec.patch import Patch, diff
 from deltawire.errors import CorruptError, InputError
@@ -144,13 +144,38 @@ def decode_patch(
         patch = _decode_raw(body, base_bits)
     else:
         block = block_elements(header.columns)
-        patch = _decode_blocks(
+        patch, _ = _decode_blocks(
             body, base_bits, header, (first // block, -(-last // block)), threads or cores()
         )
     whole = (first, last) == (0, base_bits.size)
-    if whole and len(patch) != header.changed:
-        raise CorruptError(f"a delta of {len(patch)} changes that says {header.changed}")
+    if whole:
+        _check_changed(len(patch), header)
     return patch if whole else _within(patch, first, last)
+
+
+def decode_moved(
+    payload: bytes | memoryview,
+    base_bits: Bits,
+    name: str,
+    *,
+    start: int = 0,
+    threads: int | None = None,
+) -> tuple[Patch, Digest]:
+    """`decode_patch` for elements ``start`` and on of the tensor ``name``, in one pass with what
+    its model's digest gains."""
+    view = memoryview(payload).cast("B")
+    header = _read_header(view, base_bits)
+    body = view[HEADER.size :]
+    if header.mode == RAW:
+        patch = _decode_raw(body, base_bits)
+        moved = digest_patch(name, patch, base_bits[patch.positions], start=start)
+    else:
+        blocks = -(-base_bits.size // block_elements(header.columns))
+        patch, moved = _decode_blocks(
+            body, base_bits, header, (0, blocks), threads or cores(), tensor_key(name), start
+        )
+    _check_changed(len(patch), header)
+    return patch, moved
 
 
 def advance(payload: bytes | memoryview, bits: Bits, *, threads: int | None = None) -> int:
@@ -176,8 +201,7 @@ def advance(payload: bytes | memoryview, bits: Bits, *, threads: int | None = No
             )
         except ValueError as error:
             raise CorruptError(str(error)) from error
-    if changed != header.changed:
-        raise CorruptError(f"a delta of {changed} changes that says {header.changed}")
+    _check_changed(changed, header)
     return changed
 
 
@@ -228,16 +252,27 @@ def _split(body: memoryview, count: int, columns: int) -> tuple[NDArray[np.uint3
 
 
 def _decode_blocks(
-    body: memoryview, base_bits: Bits, header: _Header, span: tuple[int, int], threads: int
-) -> Patch:
+    body: memoryview,
+    base_bits: Bits,
+    header: _Header,
+    span: tuple[int, int],
+    threads: int,
+    key: int | None = None,
+    start: int = 0,
+) -> tuple[Patch, Digest]:
     lengths, rest = _split(body, base_bits.size, header.columns)
     try:
-        positions, bits = _native.decode(
-            rest, lengths, base_bits, header.columns, *header.layout, *span, threads
+        positions, bits, *lanes = _native.decode(
+            rest, lengths, base_bits, header.columns, *header.layout, *span, key, start, threads
         )
     except ValueError as error:
         raise CorruptError(str(error)) from error
-    return Patch(positions, bits)
+    return Patch(positions, bits), Digest(*lanes)
+
+
+def _check_changed(found: int, header: _Header) -> None:
+    if found != header.changed:
+        raise CorruptError(f"a delta of {found} changes that says {header.changed}")
 
 
 def _within(patch: Patch, first: int, last: int) -> Patch:

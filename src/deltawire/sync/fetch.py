@@ -162,8 +162,7 @@ def decode_piece(
     name = run.tensors[piece.tensor].name
     base = mirror.find(name, piece.start, piece.count)
     assert base is not None
-    patch = codec.decode_patch(coded, base, threads=1)
-    change = codec.digest_patch(name, patch, base[patch.positions], start=piece.start)
+    patch, change = codec.decode_named(coded, name, base, start=piece.start, threads=1)
     _check_sum(bucket, version, name, piece, change)
     return PiecePatch(name, piece.start, patch.positions.astype(np.uint32), patch.bits), change
 
@@ -174,19 +173,22 @@ def decode_anchor(
     step: Manifest | Fold,
     payload: Payload,
     mirror: Mirror,
-    take: Callable[[str, int, codec.Bits], None],
+    take: Callable[[str, int, codec.Bits], None] | None,
     *,
     threads: int | None = None,
 ) -> Digest:
     """Hand every piece that the mirror holds to ``take(name, start, bits)``, decoded and checked;
-    the digest of all of them. Raises `CorruptError`."""
+    the digest of all of them. Without ``take`` they are decoded into the mirror's own memory, and
+    checked there. Raises `CorruptError`; the mirror may then hold some of each."""
     count = threads_of(threads)
     held = codec.ZERO
 
     def decode(item: tuple[Piece, memoryview]) -> tuple[Piece, codec.Bits, Digest]:
         piece, coded = item
         spec = run.tensors[piece.tensor]
-        bits = codec.decode_full(coded, piece.count, codec.ITEMSIZE[spec.dtype], threads=1)
+        into = mirror.find(spec.name, piece.start, piece.count) if take is None else None
+        itemsize = codec.ITEMSIZE[spec.dtype]
+        bits = codec.decode_full(coded, piece.count, itemsize, threads=1, into=into)
         found = codec.digest_bits(spec.name, bits, piece.start)
         _check_sum(bucket, step.version, spec.name, piece, found)
         return piece, bits, found
@@ -195,7 +197,8 @@ def decode_anchor(
         pieces = wanted_pieces(run, payload, mirror)
         for batch in fetch_pieces(bucket, payload, pieces, version=step.version):
             for piece, bits, found in in_order(pool, decode, batch, ahead=count):
-                take(run.tensors[piece.tensor].name, piece.start, bits)
+                if take is not None:
+                    take(run.tensors[piece.tensor].name, piece.start, bits)
                 held += found
     return held
 

@@ -90,8 +90,7 @@ class _Way:
             for piece in by_cell.get(cell, ()):
                 part = bits[piece.start - first : piece.end - first]
                 coded = self._blobs.coded(payload, piece, step.version)
-                patch = codec.decode_patch(coded, part, threads=1)
-                change = codec.digest_patch(name, patch, part[patch.positions], start=piece.start)
+                patch, change = codec.decode_named(coded, name, part, start=piece.start, threads=1)
                 if change.hex() != piece.sum:
                     raise CorruptError("a piece does not add up", version=step.version)
                 codec.apply(patch, part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from deltawire import codec
 from deltawire.errors import CorruptError, ResyncError
 from deltawire.store import Bucket
-from deltawire.sync.chain import newest_version
+from deltawire.sync.chain import newest_version, with_retries
 from deltawire.sync.fetch import decode_anchor, decode_delta
 from deltawire.sync.mirror import Bits, Mirror, PiecePatch, empty_mirror, select
 from deltawire.sync.plan import Edge
@@ -38,9 +39,10 @@ def load_mirror(
     ``into`` is a mirror to be filled or moved forward instead of a new one; with ``resume``, what
     it holds of an anchor already, by its digest, is not fetched. None if nothing is committed yet.
     What is damaged is got around if anything leads around it; raises `CorruptError` naming the
-    first such object when no way is left, and `RetryError` if the store does not answer.
+    first such object when no way is left, and `RetryError` if the store does not answer, though it
+    was asked again (`with_retries`).
     """
-    target = newest_version(bucket) if at is None else at
+    target = with_retries(lambda: newest_version(bucket)) if at is None else at
     if target is None:
         return None
     mirror = empty_mirror(run, select(run, wanted)) if into is None else into
@@ -48,12 +50,12 @@ def load_mirror(
     survey = Survey(bucket, run, mirror, held, target)
     for _ in range(MAX_REPLANS):
         survey.held = held
-        route = survey.find()
+        route = with_retries(survey.find)
         if route is None:
             break
         for edge in route.edges:
             try:
-                _take(bucket, run, survey, edge, mirror, threads, resume)
+                with_retries(partial(_take, bucket, run, survey, edge, mirror, threads, resume))
             except CorruptError as error:
                 survey.ban(edge, error)
                 held = mirror.version if mirror.version >= 0 else None
@@ -101,13 +103,7 @@ def fetch_anchor(
     kept = codec.ZERO
     if resume:
         payload, kept = _missing(run, payload, mirror)
-
-    def take(name: str, start: int, bits: Bits) -> None:
-        target = mirror.find(name, start, bits.size)
-        assert target is not None
-        target[:] = bits
-
-    held = decode_anchor(bucket, run, step, payload, mirror, take, threads=threads)
+    held = decode_anchor(bucket, run, step, payload, mirror, None, threads=threads)
     mirror.finish(step.version, codec.Digest.from_hex(step.digest), kept + held)
 
 

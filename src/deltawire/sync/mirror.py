@@ -101,7 +101,7 @@ class Mirror:
         for piece in pieces:
             target = self.find(piece.name, piece.start, 1 + int(piece.positions[-1]))
             assert target is not None
-            target[piece.positions] = piece.bits
+            codec.scatter(piece.positions, piece.bits, target)
         self.finish(version, digest, held)
 
     def begin(self) -> None:
