@@ -182,7 +182,7 @@ class Wire(RuleBasedStateMachine):
             retire(self.inner, self.run, cutoff=self.committed(), grace_s=0)
             self.closed = chain.newest_boundary(self.inner)
         else:
-            Relay(self.inner, self.region, start=0, strides=(), grace_s=0).advance()
+            Relay(self.inner, self.region, strides=(), grace_s=0).advance()
 
     def follow_up(self):
         """Take into the model what has been committed: one of those that were tried."""
@@ -265,6 +265,8 @@ class Wire(RuleBasedStateMachine):
     def start_relay(self, start):
         """The first, another beside it, or one again after it was stopped."""
         source, region = FaultyBucket(self.inner), FaultyBucket(self.region)
+        if start is not None and start < self.closed:
+            start = None
         return Relay(source, region, start=start, strides=(), grace_s=0)
 
     @rule(

@@ -72,6 +72,7 @@ def _open(arguments: argparse.Namespace, bar: Bars) -> Series:
         threads=arguments.threads,
         progress=bar.more,
         on_digest=lambda path: bar.begin(f"uploading {path.name}"),
+        on_version=lambda done, total: bar.count("reading versions", done, total),
         anchor_every=arguments.anchor_every,
         anchor_share=arguments.anchor_share,
         fold_strides=strides_of(arguments.fold_strides),

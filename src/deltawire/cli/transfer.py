@@ -36,6 +36,12 @@ class Bars:
         """So many bytes more are done."""
         self._progress.advance(self._task, count)
 
+    def count(self, what: str, done: int, total: int) -> None:
+        """So many of something that is not bytes are done."""
+        self._progress.update(
+            self._task, description=f"{what} {done} of {total}", completed=0, visible=done < total
+        )
+
     def hide(self) -> None:
         """Nothing is going on."""
         self._progress.update(self._task, visible=False)

@@ -305,6 +305,12 @@ class Relay:
             found = self._read(version, count=False)
             if found is not None and found[1].anchor is not None:
                 return version
+        if start is not None and start < newest:
+            raise InputError(
+                f"no version up to {start} is stored whole at the source, or not any more",
+                hint="begin with a newer one, or with the newest there is",
+                run=self.source.url,
+            )
         raise CorruptError("no version is stored whole", run=self.source.url)
 
     def _read(self, version: int, *, count: bool = True) -> tuple[bytes, Manifest] | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ from deltawire.sync.directory import (
     same_files,
     weight_files,
 )
+from deltawire.sync.fetch import in_order
 from deltawire.sync.publisher import Publisher, Receipt
 from deltawire.sync.retention import GRACE_S, retire
 from deltawire.sync.sources import open_publisher
+from deltawire.sync.survey import READERS
 from deltawire.sync.sweeps import blobs_stay
 from deltawire.wire.manifest import BlobRef, Manifest
 from deltawire.wire.run import ModelFile, Run
@@ -60,8 +63,9 @@ class Series:
 
     ``retain`` keeps so many of the newest versions readable and retires older ones after each
     anchor; 0 keeps all. ``options`` go to `Publisher`. ``progress`` is told of bytes that were
-    looked at, ``on_digest`` of a directory that is to be uploaded. Not for use by several threads
-    at once.
+    looked at, ``on_digest`` of a directory that is to be uploaded, ``on_version``, while what is
+    published already is read, of the versions done and in all. Not for use by several threads at
+    once.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Series:
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
         on_digest: Callable[[Path], None] | None = None,
+        on_version: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> None:
         """Raises `InputError` if the run is signed by another key, or asks for one."""
@@ -100,7 +105,7 @@ class Series:
         self._at = -1
         """The version that the directory before was, or has become."""
         if self.run is not None:
-            self._there = _identities(bucket, self.run)
+            self._there = _identities(bucket, self.run, on_version or (lambda *_: None))
 
     def __enter__(self) -> Series:
         return self
@@ -213,18 +218,27 @@ class Series:
         )
 
 
-def _identities(bucket: Bucket, run: Run) -> list[tuple[str, list[ModelFile]]]:
+def _identities(
+    bucket: Bucket, run: Run, tell: Callable[[int, int], None]
+) -> list[tuple[str, list[ModelFile]]]:
     """Digest and files of every version there is."""
     newest = with_retries(lambda: newest_version(bucket))
-    found: list[tuple[str, list[ModelFile]]] = []
-    for version in range(-1 if newest is None else newest + 1):
+    count = 0 if newest is None else newest + 1
+
+    def read(version: int) -> tuple[str, list[ModelFile]]:
         manifest: Manifest | None = None
         try:
-            manifest = with_retries(lambda v=version: read_manifest(bucket, run, v))  # type: ignore[misc]
+            manifest = with_retries(lambda: read_manifest(bucket, run, version))
         except CorruptError:
             if version == newest:
                 raise  # What comes next would build on it.
-        found.append(("", []) if manifest is None else (manifest.digest, files_of(run, manifest)))
+        return ("", []) if manifest is None else (manifest.digest, files_of(run, manifest))
+
+    found: list[tuple[str, list[ModelFile]]] = []
+    with ThreadPoolExecutor(1 if bucket.local else READERS, thread_name_prefix="reader") as pool:
+        for identity in in_order(pool, read, range(count), ahead=2 * READERS):
+            found.append(identity)
+            tell(len(found), count)
     return found
 
 

@@ -64,6 +64,9 @@ class Subscriber:
 
     With ``stepwise`` every version is visited while that is possible; else the mirror takes the
     cheapest way to the newest version, which may lead over folds and anchors. ``threads`` decode.
+
+    Beside the mirror a step takes two of its blobs, and 4 bytes and its width for each element that
+    changes: of bf16 5 % of the mirror at 1.6 % changed, three mirrors if everything does.
     """
 
     def __init__(
