@@ -118,6 +118,42 @@ def test_an_operators_mistakes_are_one_line(
         assert capsys.readouterr().err.count("\n") == 1, arguments
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["pull", "run", "out", "--version", "-1"],
+        ["relay", "run", "copy", "--start", "-1"],
+        ["relay", "run", "copy", "--grace", "-1"],
+        ["relay", "run", "copy", "--grace", "nan"],
+        ["publish", "step-0", "--to", "run", "--retain", "-1"],
+        ["publish", "step-0", "--to", "run", "--anchor-every", "x"],
+        ["publish", "step-0", "--to", "run", "--threads", "0"],
+        ["log", "run", "--last", "0"],
+    ],
+    ids=lambda arguments: " ".join(arguments[-2:]),
+)
+def test_numbers_that_mean_nothing_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert f"argument {arguments[-2]}" in capsys.readouterr().err
+
+
+def test_a_run_is_not_relayed_onto_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    path = write_checkpoint(tmp_path / "step-0", 0)
+    assert main(["publish", str(path), "--to", str(run), "--fold-strides", "3,5"]) == 2
+    assert "not multiples of each other" in capsys.readouterr().err
+    assert main(["publish", str(path), "--to", str(run)]) == 0
+    assert main(["relay", str(run), str(tmp_path / "x" / ".." / "run")]) == 2
+    assert main(["relay", str(run), f"file://{run}"]) == 2
+    assert "the same bucket" in capsys.readouterr().err
+
+
 def command(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "deltawire", *arguments, "--json"], stdout=subprocess.DEVNULL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from deltawire import __version__
@@ -23,6 +23,25 @@ _EXTRA_OF = {
 """Which extra brings a module; what is not named here comes with ``rl``."""
 
 _BUCKET = "a folder, or a file://, s3://, gs:// or az:// URL"
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """What argparse makes a number of, and refuses below ``least``."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    number.__name__ = "number"  # It calls it so where the text is none.
+    return number
+
+
+def _seconds(text: str) -> float:
+    """What argparse makes a length of time of."""
+    if not 0 <= (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no length of time")
+    return value
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,23 +109,33 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     publish.add_argument("--to", required=True, metavar="RUN_URL", help=_BUCKET)
     publish.add_argument("--watch", default="", metavar="FOLDER", help="and its new subfolders")
     publish.add_argument(
-        "--settle", type=float, default=5.0, metavar="S", help="a subfolder is whole when unchanged"
+        "--settle",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="a subfolder is whole when unchanged",
     )
     publish.add_argument(
-        "--idle", type=float, default=0.0, metavar="S", help="end when nothing came for so long"
+        "--idle", type=_seconds, default=0.0, metavar="S", help="end when nothing came for so long"
     )
     publish.add_argument("--name", default="", help="a new run's name (default: the bucket's)")
-    publish.add_argument("--anchor-every", type=int, default=25, metavar="N", help="0 is never")
+    publish.add_argument(
+        "--anchor-every", type=_at_least(0), default=25, metavar="N", help="0 is never"
+    )
     publish.add_argument(
         "--anchor-share", type=float, default=0.0, metavar="X", help="when deltas exceed it"
     )
-    publish.add_argument("--retain", type=int, default=0, metavar="N", help="versions; 0 is all")
+    publish.add_argument(
+        "--retain", type=_at_least(0), default=0, metavar="N", help="versions; 0 is all"
+    )
     publish.add_argument("--dry-run", action="store_true", help="say what would be published")
     pull = commands.add_parser("pull", help="keep a Hugging Face directory at a run's version")
     pull.set_defaults(module="deltawire.cli.pull", function="pull")
     pull.add_argument("run", metavar="RUN_URL", help=_BUCKET)
     pull.add_argument("directory", metavar="DIR", help="becomes a link to the version's files")
-    pull.add_argument("--version", type=int, metavar="N", help="which one (default: the newest)")
+    pull.add_argument(
+        "--version", type=_at_least(0), metavar="N", help="which one (default: the newest)"
+    )
     pull.add_argument("--follow", action="store_true", help="and every newer one as it comes")
     relay = commands.add_parser("relay", help="keep a copy of a run in another bucket current")
     relay.set_defaults(module="deltawire.cli.relay", function="relay")
@@ -114,7 +143,10 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     relay.add_argument("destination", metavar="DST_URL", help=_BUCKET)
     relay.add_argument("--follow", action="store_true", help="go on until interrupted")
     relay.add_argument(
-        "--start", type=int, metavar="N", help="begin at the anchor before it (default: the newest)"
+        "--start",
+        type=_at_least(0),
+        metavar="N",
+        help="begin at the anchor before it (default: the newest)",
     )
     relay.add_argument(
         "--keep-all", action="store_true", help="keep also what the source has retired"
@@ -123,8 +155,12 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     export.set_defaults(module="deltawire.cli.snapshots", function="export")
     export.add_argument("run", metavar="RUN_URL", help=_BUCKET)
     export.add_argument("directory", metavar="DIR", help="the snapshot's folder, to be made")
-    export.add_argument("--version", type=int, metavar="N", help="which one (default: the newest)")
-    export.add_argument("--base", type=int, metavar="N", help="as an arc_v2 delta to this version")
+    export.add_argument(
+        "--version", type=_at_least(0), metavar="N", help="which one (default: the newest)"
+    )
+    export.add_argument(
+        "--base", type=_at_least(0), metavar="N", help="as an arc_v2 delta to this version"
+    )
     export.add_argument("--public-key", default="", help="refuse what is not signed by it")
     export.add_argument("--json", action="store_true", help="no progress, only the request's body")
     back = commands.add_parser("import", help="make a directory of a snapshot and its base")
@@ -138,14 +174,20 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     keygen.add_argument("--json", action="store_true", help="print one JSON object")
     for command in (publish, relay):
         command.add_argument(
-            "--grace", type=float, default=24.0, metavar="HOURS", help="for readers of old versions"
+            "--grace",
+            type=_seconds,
+            default=24.0,
+            metavar="HOURS",
+            help="for readers of old versions",
         )
         command.add_argument("--fold-strides", default="4,16,64", metavar="N,N,…")
         command.add_argument("--key", default="", metavar="FILE", help="sign with this private key")
     for command in (pull, relay):
         command.add_argument("--public-key", default="", help="refuse what is not signed by it")
     for command in (publish, pull, relay):
-        command.add_argument("--threads", type=int, help="to code with (default: all cores)")
+        command.add_argument(
+            "--threads", type=_at_least(1), help="to code with (default: all cores)"
+        )
         command.add_argument("--json", action="store_true", help="a JSON object for each version")
 
 
@@ -185,7 +227,7 @@ def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     check.add_argument("--quick", action="store_true", help="names and sizes alone, no bits")
     log = commands.add_parser("log", help="a run's versions, and who holds which")
     log.set_defaults(module="deltawire.cli.inspect", function="log")
-    log.add_argument("--last", type=int, default=50, metavar="N", help="how many versions")
+    log.add_argument("--last", type=_at_least(1), default=50, metavar="N", help="how many versions")
     for tool in (check, log):
         tool.add_argument("run", metavar="RUN_URL", help=_BUCKET)
         tool.add_argument("--public-key", default="", help="refuse what is not signed by it")

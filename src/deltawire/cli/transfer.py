@@ -18,6 +18,7 @@ from rich.progress import (
 )
 
 from deltawire.errors import InputError
+from deltawire.sync.folding import nested
 from deltawire.wire.seal import Signer
 
 
@@ -79,7 +80,7 @@ def signer_of(path: str) -> Signer | None:
 def strides_of(text: str) -> tuple[int, ...]:
     """Strides as ``4,16,64``; none for an empty text."""
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        return nested(tuple(int(part) for part in text.split(",") if part.strip()))
     except ValueError as error:
         raise InputError(f"--fold-strides {text}: give numbers with commas between them") from error
 

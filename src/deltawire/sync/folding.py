@@ -116,9 +116,7 @@ class Folder:
             check_signer(bucket, run, signer)
         self.bucket = bucket
         self.run = run
-        self.strides = tuple(sorted(strides))
-        if any(small < 2 or large % small for small, large in _neighbours(self.strides)):
-            raise InputError(f"strides {self.strides} are not multiples of each other")
+        self.strides = nested(strides)
         self._signer = signer
         self._sealed = sealed
         self._threads = threads
@@ -228,8 +226,16 @@ class Folder:
         return Cell(number, spec.name, start, count), bits.copy()
 
 
-def _neighbours(strides: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(strides, strides[1:] or strides, strict=False))
+def nested(strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides in order. Raises `InputError` unless each is a multiple of the one before."""
+    ordered = tuple(sorted(strides))
+    pairs = zip(ordered, ordered[1:] or ordered, strict=False)
+    if any(small < 2 or large % small for small, large in pairs):
+        raise InputError(
+            f"strides {','.join(map(str, ordered))} are not multiples of each other",
+            hint="such as 4,16,64",
+        )
+    return ordered
 
 
 class FoldingThread:

@@ -26,6 +26,7 @@ there, and its tombstones are the source's. So a region does not grow for ever.
 
 from __future__ import annotations
 
+import posixpath
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -118,6 +119,12 @@ class Relay:
     ) -> None:
         """Raises `InputError` if there is no run at the source, or another one at the destination,
         `CorruptError` if the destination's newest version cannot be read there."""
+        if source is destination or _same_place(source.url, destination.url):
+            raise InputError(
+                "source and destination are the same bucket",
+                hint="choose another destination",
+                run=source.url,
+            )
         self.source = source
         self.destination = destination
         self._threads = threads
@@ -462,6 +469,13 @@ class Relay:
                 version=manifest.version,
                 key=key,
             )
+
+
+def _same_place(left: str, right: str) -> bool:
+    """Whether two URLs name one bucket. Those of memory name none."""
+    if left.startswith("memory:"):
+        return False
+    return posixpath.normpath(left) == posixpath.normpath(right)
 
 
 def _payloads(manifest: Manifest) -> list[Payload]:
