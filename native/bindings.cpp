@@ -117,25 +117,6 @@ nb::tuple decode(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& 
                         owned(std::move(bits), sections.changed), moved.lane0, moved.lane1);
 }
 
-// Each of `bits` to its place in `target`. False, and nothing is written, if a place is none.
-template <typename Bits>
-bool scatter(const Vector<std::uint32_t>& positions, const Vector<Bits>& bits,
-             const Writable<Bits>& target) {
-  if (positions.size() != bits.size()) {
-    throw nb::value_error("positions and bits must have the same length");
-  }
-  const nb::gil_scoped_release unlocked;
-  std::uint32_t furthest = 0;
-  for (std::size_t k = 0; k < positions.size(); ++k) {
-    furthest = std::max(furthest, positions.data()[k]);
-  }
-  if (positions.size() != 0 && furthest >= target.size()) return false;
-  for (std::size_t k = 0; k < positions.size(); ++k) {
-    target.data()[positions.data()[k]] = bits.data()[k];
-  }
-  return true;
-}
-
 template <typename Bits>
 std::uint64_t advance(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
                       const Writable<Bits>& base, std::size_t columns, unsigned mantissa,
@@ -218,8 +199,6 @@ void bind(nb::module_& module) {
              "low"_a, "width"_a, "threads"_a);
   module.def("exchange", &exchange<Bits>, "live"_a.noconvert(), "index"_a.noconvert(),
              "old"_a.noconvert(), "fresh"_a.noconvert(), "threads"_a);
-  module.def("scatter", &scatter<Bits>, "positions"_a.noconvert(), "bits"_a.noconvert(),
-             "target"_a.noconvert());
   module.def("digest_at", &digest_at<Bits>, "positions"_a.noconvert(), "bits"_a.noconvert(),
              "key"_a);
 }

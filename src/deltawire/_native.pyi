@@ -61,13 +61,6 @@ def decode(
     """Positions and new bits of blocks ``first`` to ``last``, and both lanes of what the digest
     gains; `ValueError` for a bad payload."""
 
-def scatter(
-    positions: NDArray[np.uint32],
-    bits: NDArray[np.unsignedinteger[Any]],
-    target: NDArray[np.unsignedinteger[Any]],
-) -> bool:
-    """Each of ``bits`` to its place in ``target``; False, with nothing written, if one is none."""
-
 def advance(
     body: NDArray[np.uint8],
     lengths: NDArray[np.uint32],

@@ -23,21 +23,6 @@ def test_diff_spans_chunks(monkeypatch):
     assert len(patch) == 6
 
 
-@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8"])
-def test_scatter_writes_all_or_nothing(dtype):
-    target = np.zeros(5, dtype)
-    codec.scatter(np.array([4, 1], np.uint32), np.array([7, 9], dtype), target)
-    assert target.tolist() == [0, 9, 0, 0, 7]
-    with pytest.raises(CorruptError):
-        codec.scatter(np.array([0, 5], np.uint32), np.array([1, 1], dtype), target)
-    assert target.tolist() == [0, 9, 0, 0, 7]
-    codec.scatter(np.empty(0, np.uint32), np.empty(0, dtype), np.empty(0, dtype))
-    with pytest.raises(ValueError, match="length"):
-        codec.scatter(np.zeros(1, np.uint32), np.zeros(2, dtype), target)
-    with pytest.raises(TypeError):
-        codec.scatter(np.zeros(1, np.int64), np.zeros(1, dtype), target)
-
-
 def test_diff_needs_two_alike():
     with pytest.raises(InputError):
         codec.diff(np.zeros(3, np.uint16), np.zeros(4, np.uint16))

@@ -11,7 +11,14 @@ import pytest
 from deltawire import codec
 from deltawire.errors import FencedError, InputError, RetryError
 from deltawire.store import open_bucket
-from deltawire.sync import Publisher, chain, create_run, load_mirror, read_manifest
+from deltawire.sync import (
+    Publisher,
+    chain,
+    create_run,
+    load_mirror,
+    open_publisher,
+    read_manifest,
+)
 from deltawire.sync.mirror import empty_mirror
 from deltawire.testing.faulty import FaultyBucket, disk_full
 from deltawire.testing.tiny import (
@@ -238,6 +245,31 @@ def test_nan_payloads_and_negative_zeros_survive(bucket, publisher):
     for name, bits in odd.items():
         assert mirror.tensors[name][: len(bits)].tolist() == bits
     assert not same_bits(first, second)
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "existing"])
+@pytest.mark.parametrize("policy", ["wait", "fold"])
+def test_no_publish_touches_memory_for_the_first_time(there, policy):
+    """A page that was never written costs the trainer several times its copy."""
+    resource = pytest.importorskip("resource")
+    if not hasattr(resource, "RUSAGE_THREAD"):
+        pytest.skip("page faults are not counted by thread here")
+
+    def faults():
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+    bucket = open_bucket("memory://")
+    tensors = {"w": np.ones(1 << 22, np.uint32)}
+    if there:
+        open_publisher(bucket, tensors, fold_strides=()).close()
+    publisher = open_publisher(bucket, tensors, fold_strides=(), policy=policy)
+    for _ in range(3):
+        before = faults()
+        publisher.publish(tensors)
+        taken = faults() - before
+        publisher.flush()
+        assert taken < 400  # Of 4096 pages; Python itself takes a few.
+    publisher.close()
 
 
 def test_the_first_version_must_be_the_runs(bucket, publisher):

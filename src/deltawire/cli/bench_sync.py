@@ -53,8 +53,15 @@ def bench_sync(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _buckets(arguments: argparse.Namespace) -> Iterator[Callable[[str], Bucket]]:
-    """Empty buckets: in a folder that is gone afterwards, or under a URL, where what they hold
-    stays its owner's."""
+    """Empty buckets: in a folder that is gone afterwards, on a server that keeps all in memory, or
+    under a URL, where what they hold stays its owner's."""
+    if arguments.s3:
+        from deltawire.testing.s3_server import S3Server
+
+        with S3Server() as server:
+            server.make_bucket("bench")
+            yield lambda name: server.open(f"s3://bench/{name}")
+        return
     if "://" in arguments.bucket:
         root = arguments.bucket.rstrip("/")
         yield lambda name: open_bucket(f"{root}/{name}")

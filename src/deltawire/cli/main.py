@@ -253,7 +253,9 @@ def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sync.add_argument(
         "--rivals", default="sparse-int32,xor-zstd1", help="formats as in bench codec"
     )
-    sync.add_argument("--bucket", default="", help="a folder or URL to use (default: temporary)")
+    where = sync.add_mutually_exclusive_group()
+    where.add_argument("--bucket", default="", help="a folder or URL to use (default: temporary)")
+    where.add_argument("--s3", action="store_true", help="an S3 server of its own, on loopback")
     sync.add_argument("--threads", type=int, help="to code with (default: all cores)")
     sync.add_argument("--json", action="store_true", help="print figures as JSON")
 

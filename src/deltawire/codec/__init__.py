@@ -27,7 +27,7 @@ from deltawire.codec.digest import (
     tensor_key,
 )
 from deltawire.codec.dtypes import ITEMSIZE, Bits, bits_of, dtype_of, unsigned_of
-from deltawire.codec.patch import Patch, diff, scatter, undo
+from deltawire.codec.patch import Patch, diff, undo
 
 __all__ = [
     "ITEMSIZE",
@@ -52,7 +52,6 @@ __all__ = [
     "encode",
     "encode_full",
     "encode_named",
-    "scatter",
     "tensor_key",
     "undo",
     "unsigned_of",

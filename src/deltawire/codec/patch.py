@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deltawire import _native
 from deltawire.codec.dtypes import Bits, require_alike, require_bits
 from deltawire.errors import CorruptError, InputError
 
@@ -66,15 +65,6 @@ def apply(patch: Patch, target_bits: Bits) -> None:
     if not target_bits.flags.writeable:
         raise InputError("the array to be patched is read-only")
     target_bits[patch.positions] = patch.bits
-
-
-def scatter(positions: NDArray[np.uint32], bits: Bits, target_bits: Bits) -> None:
-    """Write ``bits``, uint[N], to ``positions``, uint32[N], of ``target_bits``, in place.
-
-    Raises CorruptError if a position is out of bounds; then nothing has been written.
-    """
-    if not _native.scatter(positions, bits, target_bits):
-        raise CorruptError(f"the patch reaches outside of {target_bits.size} elements")
 
 
 def undo(patch: Patch, base_bits: Bits) -> Patch:

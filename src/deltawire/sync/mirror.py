@@ -101,7 +101,7 @@ class Mirror:
         for piece in pieces:
             target = self.find(piece.name, piece.start, 1 + int(piece.positions[-1]))
             assert target is not None
-            codec.scatter(piece.positions, piece.bits, target)
+            target[piece.positions] = piece.bits
         self.finish(version, digest, held)
 
     def begin(self) -> None:
