@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_processes(commands)
     _add_transfers(commands)
+    _add_snapshots(commands)
     _add_serve(commands)
     _add_tools(commands)
     _add_watching(commands)
@@ -151,6 +152,26 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     relay.add_argument(
         "--keep-all", action="store_true", help="keep also what the source has retired"
     )
+    for command in (publish, relay):
+        command.add_argument(
+            "--grace",
+            type=_seconds,
+            default=24.0,
+            metavar="HOURS",
+            help="for readers of old versions",
+        )
+        command.add_argument("--fold-strides", default="4,16,64", metavar="N,N,…")
+        command.add_argument("--key", default="", metavar="FILE", help="sign with this private key")
+    for command in (pull, relay):
+        command.add_argument("--public-key", default="", help="refuse what is not signed by it")
+    for command in (publish, pull, relay):
+        command.add_argument(
+            "--threads", type=_at_least(1), help="to code with (default: all cores)"
+        )
+        command.add_argument("--json", action="store_true", help="a JSON object for each version")
+
+
+def _add_snapshots(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     export = commands.add_parser("export", help="write a version for a hosted provider to hot-load")
     export.set_defaults(module="deltawire.cli.snapshots", function="export")
     export.add_argument("run", metavar="RUN_URL", help=_BUCKET)
@@ -172,23 +193,6 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     keygen.set_defaults(module="deltawire.cli.keygen", function="keygen")
     keygen.add_argument("file", metavar="FILE", help="for the private key, to be made")
     keygen.add_argument("--json", action="store_true", help="print one JSON object")
-    for command in (publish, relay):
-        command.add_argument(
-            "--grace",
-            type=_seconds,
-            default=24.0,
-            metavar="HOURS",
-            help="for readers of old versions",
-        )
-        command.add_argument("--fold-strides", default="4,16,64", metavar="N,N,…")
-        command.add_argument("--key", default="", metavar="FILE", help="sign with this private key")
-    for command in (pull, relay):
-        command.add_argument("--public-key", default="", help="refuse what is not signed by it")
-    for command in (publish, pull, relay):
-        command.add_argument(
-            "--threads", type=_at_least(1), help="to code with (default: all cores)"
-        )
-        command.add_argument("--json", action="store_true", help="a JSON object for each version")
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
