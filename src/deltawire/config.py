@@ -114,6 +114,8 @@ class RolloutConfig(_Section, frozen=True, kw_only=True):
     the run."""
     max_failed: Fraction = 0.5
     """Share of the last 64 episodes and more that may fail before the run stops all the same."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What the embedded engine computes in. The trainer computes in float32."""
 
 
 class CorrectionConfig(_Section, frozen=True, kw_only=True):
@@ -314,6 +316,12 @@ class ParityConfig(_Section, frozen=True, kw_only=True):
     extreme_ratio: Annotated[float, Meta(ge=1, le=1e9)] = 2.0
     min_tokens: Count = 32
     """A batch's means are judged from this many tokens on; largest gaps always are."""
+    routes: Literal["off", "record", "replay"] = "off"
+    """Of models with experts: whether workers send their expert choices with the tokens, and
+    whether the trainer only compares them with its own or takes them."""
+    plausible: Fraction = 0.0
+    """A recorded expert is taken only if the trainer's score of it is at least this share of the
+    weakest among its own choices; 0 takes every one."""
 
 
 class FaultsConfig(_Section, frozen=True, kw_only=True):

@@ -140,6 +140,8 @@ OTHER = {
     "train.loss.kl": "k3",
     "train.loss.surrogate": "cispo",
     "train.staleness.policy": "windowed_fifo",
+    "rollout.precision": "bfloat16",
+    "parity.routes": "record",
 }
 """What a key is changed to where its default says too little."""
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deltawire.codec import Digest, Patch
 
 FinishReason = Literal["stop", "length"]
@@ -29,6 +32,11 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: FinishReason = "length"
+    experts: int = 0
+    routes: list[NDArray[np.int32]] = field(default_factory=list)
+    """Where an engine tells them, the expert choices of every token that was read, the prompt's
+    first, each below ``experts``: parts of int32[positions, layers, experts chosen], one behind
+    the other. The last token was not read."""
 
 
 class Sampler(Protocol):

@@ -165,6 +165,15 @@ def empty_model(path: Path) -> Any:
         raise InputError(f"cannot build the run's model: {_first_line(error)}") from error
 
 
+def serve_as(model: Any, precision: str) -> Any:
+    """Let a model compute in ``float32`` or ``bfloat16``. Only parameters are rounded: what is kept
+    beside them, rotary frequencies for example, loses whole positions in bf16."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Every token id at which generation ends."""
     found: list[int] = []

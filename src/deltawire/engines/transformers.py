@@ -13,13 +13,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from deltawire.engines.base import Completion, Sampling
+from deltawire.engines.routers import Routers
 from deltawire.errors import InputError
 
 IDLE_S = 0.001
@@ -111,8 +115,10 @@ class TransformersEngine:
     steps the caller may change the parameters and `version`; sequences in flight go on over
     their cached keys and values, and every token keeps the version that drew it.
 
+    With ``record_routes``, completions tell the expert choices of what was read.
+
     Raises `InputError` for a model whose layers keep state other than keys and values, or whose
-    attention takes other masks than torch's own.
+    attention takes other masks than torch's own, or whose expert choices cannot be told.
     """
 
     def __init__(
@@ -124,8 +130,11 @@ class TransformersEngine:
         capacity: int = 256,
         seed: int = 0,
         version: int = 0,
+        record_routes: bool = False,
     ) -> None:
         self.model = model.eval()
+        self._routers = Routers(model) if record_routes else None
+        self._routes: list[torch.Tensor] = []
         self.version = version
         self.capacity = capacity
         self.slots = slots
@@ -167,6 +176,7 @@ class TransformersEngine:
                 hint="raise rollout.context or lower rollout.max_tokens",
             )
         request = Request(tuple(prompt), sampling, on_done, on_token)
+        request.completion.experts = self._routers.experts if self._routers else 0
         self._waiting.append(request)
         return request
 
@@ -238,6 +248,12 @@ class TransformersEngine:
             hidden_logits = self._forward(ids, positions, positions, lengths - 1)
         finally:
             self._cache.prefill_sources = None
+        if self._routers is not None:
+            routes = self._routes_read(len(unique), width)
+            for request in requests:
+                request.completion.routes.append(
+                    routes[place[request.prompt], : len(request.prompt)]
+                )
         new = slice(first, first + count)
         self._running.extend(requests)
         self._cache.running = len(self._running)
@@ -253,6 +269,9 @@ class TransformersEngine:
         self._cache.span = int(positions.max()) + 1
         keys = torch.arange(self._cache.span, device=self._device).expand(count, -1)
         logits = self._forward(self._last[:count, None], positions[:, None], keys, None)
+        if self._routers is not None:
+            for request, read in zip(self._running, self._routes_read(count, 1), strict=True):
+                request.completion.routes.append(read)
         self._draw(logits, slice(0, count))
         return count
 
@@ -276,17 +295,26 @@ class TransformersEngine:
             masks[self._kinds[0]] if len(self._kinds) == 1 else {k: masks[k] for k in self._kinds}
         )
         keep: Any = 1 if last is None else 0
-        logits: torch.Tensor = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        ).logits
+        recorded: AbstractContextManager[list[torch.Tensor]] = (
+            self._routers.recorded() if self._routers is not None else nullcontext([])
+        )
+        with recorded as self._routes:
+            logits: torch.Tensor = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=keep,
+            ).logits
         if last is None:
             return logits[:, -1].float()
         return logits[torch.arange(len(ids), device=self._device), last].float()
+
+    def _routes_read(self, rows: int, width: int) -> NDArray[np.int32]:
+        """The expert choices of the latest forward pass: int32[rows, width, layers, chosen]."""
+        stacked = torch.stack([choices.reshape(rows, width, -1) for choices in self._routes], dim=2)
+        return stacked.to("cpu", torch.int32).numpy()
 
     def _draw(self, logits_NV: torch.Tensor, rows: slice) -> None:
         temperatures = self._temperatures[rows, None]

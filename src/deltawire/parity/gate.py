@@ -109,6 +109,7 @@ class ParityMeter:
     _masked: list[int] = field(default_factory=list)
     _rows: int = 0
     _flips: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _damaged: int = 0
 
     def look(
         self, trainer_NC: Tensor, sampler_NC: Tensor, mask_NC: Tensor, versions_NC: Tensor
@@ -134,9 +135,11 @@ class ParityMeter:
         self._rows += len(mask_NC)
         return keep
 
-    def saw_flips(self, flipped_L: Tensor, choices_L: Tensor) -> None:
-        """Add a micro-batch's counts: expert choices that flipped, and all that were compared."""
+    def saw_flips(self, flipped_L: Tensor, choices_L: Tensor, *, damaged: int = 0) -> None:
+        """Add counts: expert choices that flipped, all that were compared, and sequences whose
+        choices could not be read, which is a warning whatever the limits."""
         self._flips.append((flipped_L, choices_L))
+        self._damaged += damaged
 
     def result(self) -> Parity:
         """The whole batch."""
@@ -146,11 +149,14 @@ class ParityMeter:
             counts, choices = (torch.stack(part).sum(0) for part in zip(*self._flips, strict=True))
             flipped = tuple((counts / choices.clamp(min=1)).tolist())
         least = self.config.min_tokens
+        warnings = crossings(self.config.warn, numeric, drift, flipped, min_tokens=least)
+        if self._damaged:
+            warnings.append(Crossing("damaged_routes", self._damaged, 0))
         return Parity(
             numeric,
             drift,
             flipped,
-            tuple(crossings(self.config.warn, numeric, drift, flipped, min_tokens=least)),
+            tuple(warnings),
             tuple(self._masked),
             tuple(crossings(self.config.stop, numeric, drift, flipped, min_tokens=least)),
         )

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltawire.config import OnFull, RolloutConfig
 from deltawire.engines.base import Completion, Sampler, Sampling
@@ -29,6 +30,7 @@ from deltawire.engines.calls import read_calls
 from deltawire.engines.messages import shorten
 from deltawire.engines.text import Text
 from deltawire.errors import InputError
+from deltawire.parity.routes import pack_parts
 from deltawire.rl.envs.base import Action, Driven, Environment, Message, Task, Turn
 from deltawire.rl.leftovers import brood
 from deltawire.wire.rollouts import MAX_PROBES, Group, Trajectory
@@ -170,6 +172,8 @@ class _Segment:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
+    routes: list[NDArray[np.int32]] = field(default_factory=list)
+    experts: int = 0
     turns: int = 0
 
     @property
@@ -177,6 +181,10 @@ class _Segment:
         return len(self.prompt) + len(self.tokens)
 
     def drawn(self, completion: Completion) -> None:
+        # Each turn reads all that was there before; what counts is how it was read first.
+        read = sum(map(len, self.routes))
+        self.routes += [np.concatenate(completion.routes)[read:]] if completion.routes else []
+        self.experts = completion.experts
         self.tokens += completion.tokens
         self.logprobs += completion.logprobs
         self.versions += completion.versions
@@ -188,6 +196,10 @@ class _Segment:
         self.logprobs += [0.0] * len(tokens)
         self.versions += [self.versions[-1]] * len(tokens)
         self.mask += [0] * len(tokens)
+
+    def packed_routes(self) -> bytes:
+        """Its expert choices. What the environment wrote at its end was never read."""
+        return pack_parts(self.routes, positions=self.length - 1, experts=self.experts)
 
 
 class _Play:
@@ -277,6 +289,7 @@ class _Play:
             turns=max(1, segment.turns),
             cause=cause,
             probes=self._probes,
+            routes=segment.packed_routes(),
         )
 
     async def _draw(self, max_tokens: int, reserve: int) -> Completion:

@@ -29,7 +29,7 @@ from deltawire.codec import Digest
 from deltawire.config import RunConfig
 from deltawire.engines.base import Sampler, Weights
 from deltawire.engines.live import LiveWeights
-from deltawire.engines.models import empty_model, load_tokenizer, stop_tokens
+from deltawire.engines.models import empty_model, load_tokenizer, serve_as, stop_tokens
 from deltawire.engines.text import Text
 from deltawire.engines.transformers import IDLE_S, TransformersEngine
 from deltawire.errors import CorruptError, DeltawireError, FencedError, InputError, RetryError
@@ -199,15 +199,17 @@ def serve_model(
     seed: int,
     slots: int | None = None,
     at: int | None = None,
+    record_routes: bool = False,
 ) -> tuple[Served, Subscriber]:
-    """Build the run's model, load version ``at`` (the newest if None) and put an engine on it.
+    """Build the run's model, load version ``at`` (the newest if None) and put an engine on it,
+    which tells its expert choices if asked to.
 
     Waits for version 0 if nothing is committed yet.
     """
     bucket = process.bucket
     torch.set_num_threads(config.threads)
     with fetch_model_files(bucket, run) as folder:
-        model: Any = empty_model(Path(folder))
+        model: Any = serve_as(empty_model(Path(folder)), config.rollout.precision)
         tokenizer = load_tokenizer(Path(folder))
     deadline = time.monotonic() + RUN_PATIENCE_S
     while (mirror := load_mirror(bucket, run, at=at)) is None:
@@ -225,6 +227,7 @@ def serve_model(
         capacity=config.rollout.context,
         seed=seed,
         version=mirror.version,
+        record_routes=record_routes,
     )
     tasks = open_tasks(config.task, seed=config.seed)
     return Served(engine, live, Text(tokenizer), tasks), Subscriber(bucket, run, mirror)
@@ -268,7 +271,9 @@ class Worker:
         first = len(bucket.list(keys.rollouts_of(process.name)))
         self._refuse_twin()
         seed = int.from_bytes(process.nonce.encode()[:6], "little") ^ config.seed
-        self.served, subscriber = serve_model(process, run, config, seed=seed)
+        self.served, subscriber = serve_model(
+            process, run, config, seed=seed, record_routes=config.parity.routes != "off"
+        )
         self.phase: WorkerPhase = "sampling"
         self.attested: Digest | None = None
         self.follower = Follower(subscriber)

@@ -29,7 +29,8 @@ class TokenBatch:
     shares it. ``episodes_N`` is each trajectory's episode, and every episode has one reward in
     ``rewards_E`` and one group in ``groups_E``, however many segments it is. ``versions_NC`` is
     int64, -1 where the model drew nothing. ``members_N`` says whence each row came: (place of its
-    group among those collated, place of the trajectory in that group).
+    group among those collated, place of the trajectory in that group). ``routes_N`` are the
+    sampler's expert choices, packed; empty where none were told.
     """
 
     prompts_GP: Tensor
@@ -45,6 +46,7 @@ class TokenBatch:
     groups_E: Tensor
     temperature: float
     members_N: list[tuple[int, int]]
+    routes_N: list[bytes]
 
 
 def collate(groups: Sequence[Group]) -> TokenBatch:
@@ -86,6 +88,7 @@ def collate(groups: Sequence[Group]) -> TokenBatch:
         torch.tensor([number for number, _ in episodes]),
         groups[0].temperature,
         members,
+        [t.routes for t in trajectories],
     )
 
 

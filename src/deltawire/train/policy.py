@@ -7,30 +7,36 @@ the work saved; it is the same arithmetic as the sampler's own prefill.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from deltawire.parity.replay import RouteReplay
 from deltawire.train.batch import TokenBatch
 
 
-def token_logprobs(model: Any, batch: TokenBatch) -> Tensor:
+def token_logprobs(model: Any, batch: TokenBatch, replay: RouteReplay | None = None) -> Tensor:
     """log π(token | everything before it) at the batch's temperature: float32[N, C].
 
-    Entries where ``token_mask_NC`` is 0 are meaningless.
+    Entries where ``token_mask_NC`` is 0 are meaningless. ``replay`` compares the sampler's expert
+    choices with the model's own, and takes them if told to. (The backward pass needs none of it,
+    as long as nothing is computed again for it.)
     """
     prompts, rows = batch.prompts_GP, batch.prompts_N
+    over_prompts, over_tokens = _passes(batch, replay)
     cache = DynamicCache()
-    first = model(
-        input_ids=prompts,
-        attention_mask=batch.prompt_mask_GP,
-        position_ids=(batch.prompt_mask_GP.cumsum(1) - 1).clamp(min=0),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits[rows]
+    with over_prompts:
+        first = model(
+            input_ids=prompts,
+            attention_mask=batch.prompt_mask_GP,
+            position_ids=(batch.prompt_mask_GP.cumsum(1) - 1).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[rows]
     logits = first
     length = batch.tokens_NC.shape[1]
     if length > 1:
@@ -38,15 +44,28 @@ def token_logprobs(model: Any, batch: TokenBatch) -> Tensor:
         for layer in layers:
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
         starts = batch.prompt_mask_GP.sum(1)[rows]
-        rest = model(
-            input_ids=batch.tokens_NC[:, :-1],
-            attention_mask=torch.cat(
-                [batch.prompt_mask_GP[rows], batch.token_mask_NC[:, :-1]], dim=1
-            ),
-            position_ids=starts[:, None] + torch.arange(length - 1),
-            past_key_values=cache,
-            use_cache=True,
-        ).logits
+        with over_tokens:
+            rest = model(
+                input_ids=batch.tokens_NC[:, :-1],
+                attention_mask=torch.cat(
+                    [batch.prompt_mask_GP[rows], batch.token_mask_NC[:, :-1]], dim=1
+                ),
+                position_ids=starts[:, None] + torch.arange(length - 1),
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
         logits = torch.cat([first, rest], dim=1)
     logprobs_NCV = torch.log_softmax(logits.float() / batch.temperature, dim=-1)
     return logprobs_NCV.gather(2, batch.tokens_NC[:, :, None])[:, :, 0]
+
+
+def _passes(
+    batch: TokenBatch, replay: RouteReplay | None
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What the two forward passes stand under: over the prompts, and over the tokens."""
+    if replay is None:
+        return nullcontext(), nullcontext()
+    prompts, tokens = replay.padded(
+        batch.routes_N, batch.prompts_N, batch.prompt_mask_GP, batch.token_mask_NC
+    )
+    return replay.over(prompts), replay.over(tokens[:, :-1])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltawire.config import RunConfig
 from deltawire.parity import Parity, ParityMeter
+from deltawire.parity.replay import replay_of
 from deltawire.rl.loss import ADVANTAGES, PolicyLoss, Totals, policy_loss
 from deltawire.train.batch import TokenBatch, collate
 from deltawire.train.masters import MasterWeights
@@ -56,15 +57,18 @@ def train_step(
     batches = [collate(groups[start : start + size]) for start in starts]
     totals = totals_of(batches, config)
     meter = ParityMeter(config.parity, masters.steps)
+    replay = replay_of(masters.model, config.parity)
     parts = []
     for batch in batches:
-        logprobs = token_logprobs(masters.model, batch)
+        logprobs = token_logprobs(masters.model, batch, replay)
         keep_N = meter.look(
             logprobs, batch.sampler_logprobs_NC, batch.loss_mask_NC, batch.versions_NC
         )
         part = batch_loss(config, batch, logprobs, totals, keep_N=keep_N, reference=reference)
         part.loss.backward()  # type: ignore[no-untyped-call]
         parts.append(part)
+    if replay is not None:
+        meter.saw_flips(replay.flipped_L, replay.compared_L, damaged=replay.damaged)
     parity = meter.result()
     rewards = torch.cat([batch.rewards_E for batch in batches])
     return StepResult(

@@ -1,0 +1,171 @@
+"""Router replay: the trainer takes the experts that the sampler chose.
+
+Two forward passes that agree to a rounding still choose other experts now and then, and another
+expert is another function: what was a rounding becomes a difference that later layers grow. So the
+sampler's choices travel with a trajectory and are taken again in the trainer's forward, while the
+gates are recomputed by the trainer's own router and carry gradients. Source: Ma et al. 2025,
+"Stabilizing MoE reinforcement learning by aligning training and inference routers" (R3,
+arXiv 2510.11370).
+
+The plausibility filter leaves out what the trainer finds too unlikely, as after many stale
+versions: a recorded expert counts only if its score is at least a share of the weakest score
+among the trainer's own choices; its place goes to the trainer's best choice that is not taken
+yet. Source: Composer 2 technical report (arXiv 2603.24477); the rule by a share of the weakest is
+that of prime-rl, pull request 2703. Where a router chooses by logits, the share is of their
+exponentials.
+
+Shapes: R rows (tokens, flat), L layers, E experts, K chosen; B sequences of S tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from deltawire.config import ParityConfig
+from deltawire.engines.routers import Choose, Routers
+from deltawire.errors import CorruptError
+from deltawire.parity.routes import NOT_RECORDED, RouteShape, unpack_routes
+
+_found: WeakKeyDictionary[nn.Module, Routers] = WeakKeyDictionary()
+
+
+def routers_of(model: nn.Module) -> Routers:
+    """The model's routers, found once; raises `InputError` as `Routers` does."""
+    if model not in _found:
+        _found[model] = Routers(model)
+    return _found[model]
+
+
+def route_shape(routers: Routers) -> RouteShape:
+    """What packed choices of this model look like."""
+    return RouteShape(routers.layers, routers.experts, routers.chosen)
+
+
+def replay_of(model: nn.Module, config: ParityConfig) -> RouteReplay | None:
+    """What ``parity.routes`` asks for; None if that is nothing."""
+    if config.routes == "off":
+        return None
+    take = config.routes == "replay"
+    return RouteReplay(routers_of(model), take=take, plausible=config.plausible)
+
+
+@dataclass
+class RouteReplay:
+    """Compares recorded choices with the trainer's own in a forward pass, and takes them if
+    ``take``.
+
+    Counts add up over all passes: recorded choices that the trainer's own router did not make,
+    those that were not plausible, and all that were compared, int64[L] each; ``damaged`` sequences
+    told choices that are none, and are as if they told nothing.
+    """
+
+    routers: Routers
+    take: bool = True
+    plausible: float = 0.0
+    damaged: int = 0
+    flipped_L: Tensor = field(init=False)
+    implausible_L: Tensor = field(init=False)
+    compared_L: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("flipped_L", "implausible_L", "compared_L"):
+            setattr(self, name, torch.zeros(self.routers.layers, dtype=torch.long))
+
+    def padded(
+        self, packed_N: Sequence[bytes], prompts_N: Tensor, prompt_mask_GP: Tensor, mask_NC: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The choices of a batch as its forward passes read them: those of each prompt, int32
+        [G, P, L, K] padded on the left, and those of the tokens behind it, int32[N, C, L, K]
+        padded on the right.
+
+        ``packed_N`` are `pack_routes`, empty where nothing was recorded; ``prompts_N`` is each
+        sequence's row among the G prompts. A prompt that several share takes the choices of the
+        first that has them.
+        """
+        shape = route_shape(self.routers)
+        tail = (shape.layers, shape.chosen)
+        prompts = torch.full((*prompt_mask_GP.shape, *tail), NOT_RECORDED, dtype=torch.int32)
+        tokens = torch.full((*mask_NC.shape, *tail), NOT_RECORDED, dtype=torch.int32)
+        width = prompt_mask_GP.shape[1]
+        known: set[int] = set()
+        rows = zip(packed_N, prompts_N.tolist(), mask_NC.sum(1).tolist(), strict=True)
+        for row, (packed, prompt, length) in enumerate(rows):
+            if not packed:
+                continue
+            before = int(prompt_mask_GP[prompt].sum())
+            try:
+                routes = unpack_routes(packed, shape, positions=before + int(length) - 1)
+            except CorruptError:
+                self.damaged += 1
+                continue
+            if prompt not in known:
+                prompts[prompt, width - before :] = torch.from_numpy(routes[:before])
+                known.add(prompt)
+            behind = torch.from_numpy(routes[before:])
+            tokens[row, : len(behind)] = behind
+        return prompts, tokens
+
+    @contextmanager
+    def over(self, routes_BSLK: Tensor) -> Iterator[None]:
+        """One forward pass over B sequences of S tokens within; `NOT_RECORDED` where there is
+        nothing to compare, and where the trainer's own choice stands."""
+        rows_RLK = routes_BSLK.flatten(0, 1).long()
+
+        def answer(layer: int) -> Choose:
+            def choose(scores_RE: Tensor, own_RK: Tensor) -> Tensor:
+                return self._choose(layer, scores_RE.detach(), own_RK, rows_RLK[:, layer])
+
+            return choose
+
+        with self.routers.answered(answer):
+            yield
+
+    def _choose(self, layer: int, scores_RE: Tensor, own_RK: Tensor, told_RK: Tensor) -> Tensor:
+        told_RK = told_RK.to(own_RK.device)
+        recorded_R = (told_RK != NOT_RECORDED).all(1)
+        flipped_RK = (told_RK[:, :, None] != own_RK[:, None, :]).all(2)
+        self.flipped_L[layer] += int((flipped_RK & recorded_R[:, None]).sum())
+        self.compared_L[layer] += int(recorded_R.sum()) * own_RK.shape[1]
+        if not self.take:
+            return own_RK
+        taken_RK = torch.where(recorded_R[:, None], told_RK, own_RK)
+        if self.plausible:
+            bounded = self.routers.by_layer[layer].bounded
+            likely_RK = plausible(scores_RE, own_RK, taken_RK, self.plausible, bounded=bounded)
+            self.implausible_L[layer] += int((~likely_RK & recorded_R[:, None]).sum())
+            taken_RK = refilled(scores_RE, own_RK, taken_RK, likely_RK)
+        return taken_RK
+
+
+def plausible(
+    scores_RE: Tensor, own_RK: Tensor, taken_RK: Tensor, share: float, *, bounded: bool
+) -> Tensor:
+    """Which taken experts score at least ``share`` of the weakest own choice: bool[R, K].
+
+    What the router itself chose is always plausible.
+    """
+    weakest_R1 = scores_RE.gather(1, own_RK).amin(1, keepdim=True)
+    taken = scores_RE.gather(1, taken_RK)
+    least = weakest_R1 * share if bounded else weakest_R1 + math.log(share)
+    return (taken >= least) | (taken_RK[:, :, None] == own_RK[:, None, :]).any(2)
+
+
+def refilled(scores_RE: Tensor, own_RK: Tensor, taken_RK: Tensor, kept_RK: Tensor) -> Tensor:
+    """The taken experts, and in the places that are not kept the best of the own choices that
+    are not taken yet, in order of their scores."""
+    there_RK = ((own_RK[:, :, None] == taken_RK[:, None, :]) & kept_RK[:, None, :]).any(2)
+    worth_RK = scores_RE.gather(1, own_RK).masked_fill(there_RK, -math.inf)
+    order_RK = worth_RK.sort(dim=1, descending=True, stable=True).indices
+    # Those there already come last even where the score of another is -inf as well.
+    last_RK = there_RK.gather(1, order_RK).long().sort(dim=1, stable=True).indices
+    order_RK = order_RK.gather(1, last_RK)
+    spare_RK = own_RK.gather(1, order_RK)
+    rank_RK = ((~kept_RK).cumsum(1) - 1).clamp(min=0)
+    return torch.where(kept_RK, taken_RK, spare_RK.gather(1, rank_RK))
