@@ -87,6 +87,22 @@ FLAGS = {
     },
     "replay": {"--from", "--to", "--dump", "--out", "--json"},
     "status": {"--watch", "--every", "--json", "--window"},
+    "parity": {
+        "--version",
+        "--left",
+        "--right",
+        "--prompts",
+        "--count",
+        "--length",
+        "--tokens",
+        "--seed",
+        "--layers",
+        "--tolerance",
+        "--replay",
+        "--limit",
+        "--plot",
+        "--json",
+    },
 }
 
 

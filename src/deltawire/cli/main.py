@@ -236,6 +236,7 @@ def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         tool.add_argument("run", metavar="RUN_URL", help=_BUCKET)
         tool.add_argument("--public-key", default="", help="refuse what is not signed by it")
         tool.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_parity(commands)
     bench = commands.add_parser("bench", help="measure, against the limit, in one run")
     benches = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
     loop = benches.add_parser("loop", help="alternating against pipelined, on the same two cores")
@@ -324,6 +325,39 @@ def _add_swap_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]
     swap.add_argument("--density", type=float, default=0.01, help="share of weights that change")
     swap.add_argument("--repeats", type=int, default=7)
     swap.add_argument("--json", action="store_true")
+
+
+def _add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parity = commands.add_parser("parity", help="two engines on the same weights and prompts")
+    parity.set_defaults(module="deltawire.cli.parity", function="parity")
+    parity.add_argument(
+        "source", metavar="MODEL", help="a model directory, a run's bucket, or a CONFIG.toml"
+    )
+    parity.add_argument("--version", type=int, metavar="N", help="of a run (default: the newest)")
+    parity.add_argument(
+        "--left",
+        default="transformers:bf16:decode",
+        metavar="ENGINE",
+        help="draws the tokens: transformers[:eager][:bf16][:decode], vllm[:bf16]",
+    )
+    parity.add_argument(
+        "--right", default="transformers:float32", metavar="ENGINE", help="is held against it"
+    )
+    parity.add_argument("--prompts", default="", metavar="FILE", help="one a line: text, or ids")
+    parity.add_argument("--count", type=int, default=8, help="how many random prompts otherwise")
+    parity.add_argument("--length", type=int, default=32, help="tokens of a random prompt")
+    parity.add_argument("--tokens", type=int, default=64, help="drawn behind each prompt")
+    parity.add_argument("--seed", type=int, default=0, help="of prompts and draws")
+    parity.add_argument("--layers", action="store_true", help="layer by layer; name the first")
+    parity.add_argument(
+        "--tolerance", type=float, metavar="X", help="of a layer (default: by precision)"
+    )
+    parity.add_argument(
+        "--replay", action="store_true", help="also with the left one's expert choices"
+    )
+    parity.add_argument("--limit", type=float, metavar="K3", help="exit with 3 beyond it")
+    parity.add_argument("--plot", default="", metavar="FILE", help="drift by layer: .svg, .png")
+    parity.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_codec_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,0 +1,304 @@
+"""Engines as things that score: given tokens, the log-probability of each behind its prompt.
+
+An engine is named by a word and how it is to compute, such as ``transformers:sdpa:bf16`` or
+``transformers:eager:float32:decode``; `SPELLING` lists the words. All of them score the same
+sequences, each alone and without padding, so that what differs is arithmetic.
+
+Shapes: P prompt tokens and T drawn tokens of one sequence; S = P + T − 1 positions are read.
+L decoder layers, H hidden size; of a model with experts, M expert layers and K chosen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from deltawire.engines.base import Sampling
+from deltawire.engines.models import serve_as
+from deltawire.engines.routers import Routers
+from deltawire.engines.transformers import TransformersEngine
+from deltawire.errors import InputError
+from deltawire.parity.replay import RouteReplay
+
+Precision = Literal["float32", "bfloat16"]
+Passes = Literal["whole", "decode"]
+
+PRECISIONS: dict[str, Precision] = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+ATTENTION = ("sdpa", "eager")
+PASSES: tuple[Passes, ...] = ("whole", "decode")
+SPELLING = (
+    "transformers, then any of sdpa or eager, float32 or bf16, whole (one forward pass) or decode "
+    "(token by token over a cache); or vllm, then float32 or bf16"
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A prompt and what was drawn behind it, token ids each."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def read(self) -> list[int]:
+        """The tokens that are read: all but the last."""
+        return [*self.prompt, *self.tokens[:-1]]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One sequence's: log-probabilities float64[T] and, if they were asked for and the engine has
+    them, what came into the first decoder layer and out of each, float32[L + 1, S, H], and the
+    expert choices int32[S, M, K]."""
+
+    logprobs_T: NDArray[np.float64]
+    hidden_LSH: Tensor | None = None
+    routes_SMK: NDArray[np.int32] | None = None
+
+
+class Scorer(Protocol):
+    """An engine that scores."""
+
+    @property
+    def name(self) -> str:
+        """As it was asked for."""
+        ...
+
+    @property
+    def precision(self) -> Precision:
+        """What it computes in."""
+        ...
+
+    def score(
+        self,
+        sequences: Sequence[Drawn],
+        *,
+        layers: bool = False,
+        feed: Sequence[Scores] | None = None,
+        replay: Sequence[Scores] | None = None,
+    ) -> list[Scores]:
+        """Score every sequence.
+
+        With ``layers``, hidden states are told. With ``feed``, every decoder layer is given what
+        it was given there rather than what this engine computed, so that each layer's own error
+        shows. With ``replay``, the expert choices made there are taken. Raises `InputError` where
+        an engine cannot.
+        """
+        ...
+
+    def draw(self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int) -> list[Drawn]:
+        """Draw ``count`` tokens behind each prompt, at temperature 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parsed name of an engine."""
+
+    name: str
+    kind: Literal["transformers", "vllm"]
+    attention: str = ""
+    """Empty for what the model itself takes."""
+    precision: Precision = "float32"
+    passes: Passes = "whole"
+
+
+def parse_spec(text: str) -> Spec:
+    """Read an engine's name; raises `InputError` that says which word is wrong."""
+    kind, *words = text.split(":")
+    if kind not in ("transformers", "vllm"):
+        raise InputError(f"{text!r}: there is no engine {kind!r}", hint=f"use {SPELLING}")
+    chosen: dict[str, str] = {}
+    for word in words:
+        field = (
+            "precision"
+            if word in PRECISIONS
+            else "attention"
+            if word in ATTENTION and kind == "transformers"
+            else "passes"
+            if word in PASSES and kind == "transformers"
+            else ""
+        )
+        if not field or field in chosen:
+            what = "comes twice" if field else "means nothing here"
+            raise InputError(f"{text!r}: {word!r} {what}", hint=f"use {SPELLING}")
+        chosen[field] = word
+    return Spec(
+        text,
+        "vllm" if kind == "vllm" else "transformers",
+        chosen.get("attention", ""),
+        PRECISIONS[chosen.get("precision", "float32")],
+        "decode" if chosen.get("passes") == "decode" else "whole",
+    )
+
+
+def open_scorer(spec: Spec, model: Any, folder: Path | None) -> Scorer:
+    """The engine of a name, on weights that it copies: ``model`` is float32, ``folder`` holds the
+    same on disk for engines of another process. Raises `InputError`."""
+    if spec.kind == "vllm":
+        from deltawire.parity.vllm_scorer import VllmScorer
+
+        if folder is None:
+            raise InputError("vllm reads a model directory, and this model has none")
+        return VllmScorer(spec.name, folder, spec.precision)
+    return TransformersScorer(spec, model)
+
+
+class TransformersScorer:
+    """A transformers causal LM in one precision, with one attention, by whole or cached passes."""
+
+    def __init__(self, spec: Spec, model: Any) -> None:
+        self.spec = spec
+        self.model = serve_as(copy.deepcopy(model), spec.precision).eval()
+        try:
+            self.model.set_attn_implementation(spec.attention or model.config._attn_implementation)
+        except (ValueError, ImportError) as error:
+            raise InputError(
+                f"{spec.name}: {type(model).__name__} has no {spec.attention} attention",
+                hint="name eager, or none",
+            ) from error
+        self._routers: Routers | None = None
+        if hasattr(self.model.config.get_text_config(), "num_experts_per_tok"):
+            self._routers = Routers(self.model)
+
+    @property
+    def name(self) -> str:
+        """See `Scorer`."""
+        return self.spec.name
+
+    @property
+    def precision(self) -> Precision:
+        """See `Scorer`."""
+        return self.spec.precision
+
+    def draw(self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int) -> list[Drawn]:
+        """See `Scorer`."""
+        longest = max(map(len, prompts))
+        engine = TransformersEngine(
+            self.model, stop_tokens=(), slots=len(prompts), capacity=longest + count, seed=seed
+        )
+        requests = [
+            engine.submit(prompt, Sampling(count), lambda _completion: None) for prompt in prompts
+        ]
+        while engine.active:
+            engine.step()
+        return [Drawn(one.prompt, tuple(one.completion.tokens)) for one in requests]
+
+    @torch.no_grad()
+    def score(
+        self,
+        sequences: Sequence[Drawn],
+        *,
+        layers: bool = False,
+        feed: Sequence[Scores] | None = None,
+        replay: Sequence[Scores] | None = None,
+    ) -> list[Scores]:
+        """See `Scorer`."""
+        if replay is not None and self._routers is None:
+            raise InputError(f"{self.name}: this model has no expert choices to take")
+        return [
+            self._one(
+                sequence,
+                layers=layers or feed is not None,
+                feed=feed[number] if feed else None,
+                replay=replay[number] if replay else None,
+            )
+            for number, sequence in enumerate(sequences)
+        ]
+
+    def _one(
+        self, sequence: Drawn, *, layers: bool, feed: Scores | None, replay: Scores | None
+    ) -> Scores:
+        ids = torch.tensor([sequence.read])
+        steps = [slice(0, ids.shape[1])]
+        if self.spec.passes == "decode":
+            start = len(sequence.prompt)
+            steps = [slice(0, start), *(slice(n, n + 1) for n in range(start, ids.shape[1]))]
+        cache = DynamicCache() if len(steps) > 1 else None
+        logits, hidden, routes = [], [], []
+        for step in steps:
+            with ExitStack() as stack:
+                seen: list[Tensor] = []
+                if layers:
+                    fed = None if feed is None or feed.hidden_LSH is None else feed.hidden_LSH
+                    given = None if fed is None else fed[:, step]
+                    seen = stack.enter_context(_layers_seen(self.model, given))
+                chosen = self._routed(stack, replay, step)
+                output = self.model(
+                    input_ids=ids[:, step], past_key_values=cache, use_cache=cache is not None
+                )
+            logits.append(output.logits[0].float())
+            hidden += [torch.stack(seen)] if layers else []
+            routes += [torch.stack(chosen, dim=1).to(torch.int32).numpy()] if chosen else []
+        behind = torch.cat(logits)[len(sequence.prompt) - 1 :].log_softmax(1).double()
+        tokens = torch.tensor(sequence.tokens)
+        return Scores(
+            behind.gather(1, tokens[:, None])[:, 0].numpy(),
+            torch.cat(hidden, dim=1) if layers else None,
+            np.concatenate(routes) if routes else None,
+        )
+
+    def _routed(self, stack: ExitStack, replay: Scores | None, step: slice) -> list[Tensor]:
+        """The choices of the pass to come, once it has been; empty without experts."""
+        if self._routers is None:
+            return []
+        if replay is not None and replay.routes_SMK is not None:
+            told = torch.from_numpy(replay.routes_SMK[step])[None]
+            stack.enter_context(RouteReplay(self._routers).over(told))
+        return stack.enter_context(self._routers.recorded())
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The decoder layers, in order; raises `InputError` if the model does not show them."""
+    found = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(found, nn.ModuleList) or not len(found):
+        raise InputError(f"{type(model).__name__} does not show its layers")
+    return list(found)
+
+
+@contextmanager
+def _layers_seen(model: Any, feed_LSH: Tensor | None) -> Iterator[list[Tensor]]:
+    """Within, what comes into the first layer and out of each, float32[S, H], of one sequence; and
+    each layer is given what ``feed_LSH`` has for it."""
+    seen: list[Tensor] = []
+
+    def before(number: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            del module
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if number == 0:
+                seen.append(hidden[0].float())
+            if feed_LSH is None:
+                return None
+            given = feed_LSH[number][None].to(hidden.dtype)
+            return (
+                ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
+            )
+
+        return hook
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        seen.append((output if isinstance(output, Tensor) else output[0])[0].float())
+
+    with ExitStack() as stack:
+        for number, layer in enumerate(decoder_layers(model)):
+            first = layer.register_forward_pre_hook(before(number), with_kwargs=True)
+            stack.callback(first.remove)
+            stack.callback(layer.register_forward_hook(after).remove)
+        yield seen

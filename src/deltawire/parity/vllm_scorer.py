@@ -1,0 +1,88 @@
+"""vLLM as an engine to compare with: it scores a prompt's own tokens.
+
+Token by token it is asked for nothing but the log-probability of the token that stands there, so
+that an answer is as long as the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltawire.errors import InputError
+from deltawire.parity.scorers import Drawn, Precision, Scores
+
+MODEL_SHARE = 0.5
+"""Of an accelerator's memory; the other engine may be on it as well."""
+
+
+class VllmScorer:
+    """An offline vLLM engine on a model directory. Raises `InputError` if there is no vLLM."""
+
+    def __init__(self, name: str, folder: Path, precision: Precision) -> None:
+        try:
+            import vllm  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as error:
+            raise InputError(
+                f"{name}: vLLM is not installed here ({error})", hint="pip install vllm"
+            ) from error
+        self.name = name
+        self.precision = precision
+        self._vllm: Any = vllm
+        try:
+            self._llm: Any = vllm.LLM(
+                model=str(folder),
+                dtype=precision,
+                enforce_eager=True,
+                skip_tokenizer_init=True,
+                enable_prefix_caching=False,
+                gpu_memory_utilization=MODEL_SHARE,
+            )
+        except Exception as error:  # whatever it meets, the caller must choose another engine
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InputError(f"{name}: vLLM does not serve {folder}: {first[:300]}") from error
+
+    def draw(self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int) -> list[Drawn]:
+        """See `deltawire.parity.scorers.Scorer`."""
+        sampling = self._vllm.SamplingParams(
+            temperature=1.0, max_tokens=count, seed=seed, ignore_eos=True, detokenize=False
+        )
+        made = self._generate([list(prompt) for prompt in prompts], sampling)
+        pairs = zip(prompts, made, strict=True)
+        return [Drawn(prompt, tuple(one.outputs[0].token_ids)) for prompt, one in pairs]
+
+    def score(
+        self,
+        sequences: Sequence[Drawn],
+        *,
+        layers: bool = False,
+        feed: Sequence[Scores] | None = None,
+        replay: Sequence[Scores] | None = None,
+    ) -> list[Scores]:
+        """See `deltawire.parity.scorers.Scorer`."""
+        if layers or feed is not None or replay is not None:
+            raise InputError(
+                f"{self.name} tells log-probabilities alone",
+                hint="compare layers and expert choices between two transformers engines",
+            )
+        sampling = self._vllm.SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False
+        )
+        asked = [[*sequence.prompt, *sequence.tokens] for sequence in sequences]
+        found = []
+        for ids, one, sequence in zip(
+            asked, self._generate(asked, sampling), sequences, strict=True
+        ):
+            start = len(sequence.prompt)
+            told = one.prompt_logprobs[start:]
+            values = [entry[token].logprob for entry, token in zip(told, ids[start:], strict=True)]
+            found.append(Scores(np.array(values, np.float64)))
+        return found
+
+    def _generate(self, prompts: list[list[int]], sampling: Any) -> list[Any]:
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        made: list[Any] = self._llm.generate(asked, sampling, use_tqdm=False)
+        return made
