@@ -85,6 +85,13 @@ def test_vllm_serve_follows_its_run(vllm_python):
 @pytest.mark.skipif(
     "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
 )
+def test_vllm_is_hot_loaded_as_the_hosted_services_are(vllm_python):
+    run_tests(vllm_python, "test_hot_load.py")
+
+
+@pytest.mark.skipif(
+    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
+)
 def test_a_killed_worker_costs_no_wrong_token(vllm_python):
     run_tests(
         vllm_python, "test_worker_killed.py", "--family", "qwen3_moe", "--tensor-parallel", "2"

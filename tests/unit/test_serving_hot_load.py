@@ -48,7 +48,7 @@ class FakeVllm:
         assert request.headers["Authorization"] == "Bearer upstream"
         call = await request.json()
         if call["method"] == "deltawire_want":
-            (self.wanted,) = call["args"]
+            self.wanted = int(*call["args"])
             self.failure = ""
             self.loads.append(self.wanted)
             if self.fails:

@@ -94,7 +94,7 @@ class VllmReplica:
         try:
             async with self._session.post(
                 f"{self._base_url}/collective_rpc",
-                json={"method": method, "args": list(arguments)},
+                json={"method": method, "args": [str(argument) for argument in arguments]},
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=ANSWER_WITHIN_S),
                 allow_redirects=False,
