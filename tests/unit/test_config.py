@@ -2,6 +2,8 @@
 
 import json
 import math
+import tomllib
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -330,3 +332,11 @@ def test_an_unknown_key_of_a_correction_is_named():
     with pytest.raises(InputError, match=r"corrections\.hihg") as caught:
         parse_config(raw, source="here")
     assert "high" in caught.value.hint
+
+
+def test_what_the_document_shows_is_taken():
+    """The correction's example in docs/TRAINING.md is a configuration."""
+    text = (Path(__file__).parents[2] / "docs" / "TRAINING.md").read_text()
+    raw = tomllib.loads(text.split("```toml\n")[1].split("```")[0])
+    config = parse_config({**SMALLEST, **raw}, source="docs")
+    assert [c.level for c in config.train.loss.corrections] == ["token", "geometric"]
