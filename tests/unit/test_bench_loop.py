@@ -71,6 +71,7 @@ def test_the_cost_is_of_groups_that_went_all_the_way():
     assert found.worker_ms > 0
     assert found.trainer_ms > 0
     assert found.total_ms == found.worker_ms + found.trainer_ms
+    assert found.clock_ms > 0
 
 
 class _Run:

@@ -35,7 +35,7 @@ def group_std(rewards_E: Tensor, groups_E: Tensor) -> Tensor:
     A group of equal rewards gets zeros. Source: GRPO, Shao et al. 2024 (DeepSeekMath), section 4.1.
     """
     centred, count = _centred(rewards_E, groups_E)
-    squares = torch.zeros(int(groups_E.max()) + 1, dtype=torch.float64)
+    squares = centred.new_zeros(int(groups_E.max()) + 1)
     squares = squares.index_add_(0, groups_E, centred**2)[groups_E]
     return (centred / ((squares / (count - 1).clamp(min=1)).sqrt() + EPSILON)).float()
 
