@@ -6,6 +6,15 @@ P prompt length, V vocabulary.
 Running sequences always occupy rows ``0 … N-1`` of one preallocated cache, so a decode step reads
 views and copies nothing; a finished row is filled by the last one. Prompts shared by several
 requests (the completions of one group) are prefilled once.
+
+A finished sequence is parked in a row that nothing runs in, from the last one downwards. A prompt
+that continues it, a conversation's next turn, takes its keys and values over and reads only what
+is new, if one and the same version computed them and is still being served. Whoever needs a row
+takes it from the sequence that was parked first::
+
+    rows   0 … N-1        running, in the order of admission
+           N … S-P-1      free
+           S-P … S-1      parked, the first of `_parked` last
 """
 
 from __future__ import annotations
@@ -43,6 +52,17 @@ class Request:
     on_done: Callable[[Completion], None]
     on_token: Callable[[int], None] | None = None
     completion: Completion = field(default_factory=Completion)
+    version: int = -1
+    """The version that read the prompt."""
+
+
+@dataclass(eq=False)
+class _Parked:
+    """A finished sequence whose keys and values are still there: those of ``tokens``."""
+
+    tokens: tuple[int, ...]
+    version: int
+    stamp: int
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -72,6 +92,11 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.keys[first:last, :, :length] = key_states[cache.prefill_sources]
             self.values[first:last, :, :length] = value_states[cache.prefill_sources]
             return key_states, value_states
+        if cache.resumed is not None:
+            rows = cache.rows[cache.resumed]
+            self.keys[rows[:, None], :, cache.positions] = key_states.transpose(1, 2)
+            self.values[rows[:, None], :, cache.positions] = value_states.transpose(1, 2)
+            return self.keys[rows, :, : cache.span], self.values[rows, :, : cache.span]
         rows, count, span = cache.rows[: cache.running], cache.running, cache.span
         self.keys[rows, :, cache.positions] = key_states[:, :, 0]
         self.values[rows, :, cache.positions] = value_states[:, :, 0]
@@ -81,6 +106,13 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.keys is not None and self.values is not None:
             self.keys[target, :, :length] = self.keys[source, :, :length]
             self.values[target, :, :length] = self.values[source, :, :length]
+
+    def exchange(self, one: int, other: int, length: int) -> None:
+        for states in (self.keys, self.values):
+            if states is not None:
+                kept = states[one, :, :length].clone()
+                states[one, :, :length] = states[other, :, :length]
+                states[other, :, :length] = kept
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         del query_length
@@ -104,6 +136,8 @@ class SlotCache(Cache):
         self.rows = torch.arange(slots, device=device)
         self.positions = torch.zeros(0, dtype=torch.long, device=device)
         self.prefill_sources: torch.Tensor | None = None
+        self.resumed: slice | None = None
+        """The rows that read on behind what they hold, at ``positions`` long[rows, W]."""
         self.slot_layers = [_SlotLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self.slot_layers))
 
@@ -115,7 +149,9 @@ class TransformersEngine:
     steps the caller may change the parameters and `version`; sequences in flight go on over
     their cached keys and values, and every token keeps the version that drew it.
 
-    With ``record_routes``, completions tell the expert choices of what was read.
+    With ``record_routes``, completions tell the expert choices of what was read. With that, or
+    without ``reuse``, every prompt is read from its beginning. ``tokens_read`` counts the tokens
+    of prompts that were computed.
 
     Raises `InputError` for a model whose layers keep state other than keys and values, or whose
     attention takes other masks than torch's own, or whose expert choices cannot be told.
@@ -131,7 +167,12 @@ class TransformersEngine:
         seed: int = 0,
         version: int = 0,
         record_routes: bool = False,
+        reuse: bool = True,
     ) -> None:
+        self._reuse = reuse and not record_routes
+        self._parked: list[_Parked] = []
+        self._stamps = 0
+        self.tokens_read = 0
         self.model = model.eval()
         self._routers = Routers(model) if record_routes else None
         self._routes: list[torch.Tensor] = []
@@ -219,20 +260,113 @@ class TransformersEngine:
         """Forget every request without calling back."""
         self._waiting.clear()
         self._running.clear()
+        self._parked.clear()
         self._cache.running = 0
 
     @torch.inference_mode()
     def step(self) -> int:
         """Do one unit of work; returns how many tokens it generated."""
         free = self.slots - len(self._running)
-        if self._waiting and free:
-            return self._prefill(
-                [self._waiting.popleft() for _ in range(min(free, self.active)) if self._waiting]
-            )
-        return self._decode() if self._running else 0
+        if not (self._waiting and free):
+            return self._decode() if self._running else 0
+        self._parked_of_now()
+        admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        resumed, fresh = [], []
+        for request in admitted:
+            request.version = self.version
+            if (parked := self._continued_by(request.prompt)) is None:
+                fresh.append(request)
+            else:
+                resumed.append((request, len(parked.tokens)))
+                self._take(parked, request)
+        drawn = self._resume(resumed) if resumed else 0
+        return drawn + (self._prefill(fresh) if fresh else 0)
+
+    def _continued_by(self, prompt: tuple[int, ...]) -> _Parked | None:
+        """The longest parked sequence that ``prompt`` begins with, and is longer than."""
+        return max(
+            (
+                parked
+                for parked in self._parked
+                if len(parked.tokens) < len(prompt)
+                and prompt[: len(parked.tokens)] == parked.tokens
+            ),
+            key=lambda parked: len(parked.tokens),
+            default=None,
+        )
+
+    def _take(self, parked: _Parked, request: Request) -> None:
+        """Let a request run in the next row, over what is parked."""
+        place, row = self._parked.index(parked), len(self._running)
+        own, last = self.slots - 1 - place, self._parked[-1]
+        full = row + len(self._parked) == self.slots
+        self._running.append(request)
+        if full and own != row:  # The next row is that of the last one parked.
+            length = max(len(parked.tokens), len(last.tokens))
+            for layer in self._cache.slot_layers:
+                layer.exchange(own, row, length)
+            self._parked[place] = last
+            self._parked.pop()
+            return
+        if own != row:
+            for layer in self._cache.slot_layers:
+                layer.move(own, row, len(parked.tokens))
+        self._drop(place)
+
+    def _drop(self, place: int) -> None:
+        """Forget a parked sequence; the last one parked takes its row."""
+        last = self._parked.pop()
+        if place < len(self._parked):
+            source, target = self.slots - 1 - len(self._parked), self.slots - 1 - place
+            for layer in self._cache.slot_layers:
+                layer.move(source, target, len(last.tokens))
+            self._parked[place] = last
+
+    def _parked_of_now(self) -> None:
+        """Forget what another version computed."""
+        for place in reversed(range(len(self._parked))):
+            if self._parked[place].version != self.version:
+                self._drop(place)
+
+    def _evict(self) -> None:
+        first = min(self._parked, key=lambda parked: parked.stamp)
+        self._drop(self._parked.index(first))
+
+    def _resume(self, resumed: list[tuple[Request, int]]) -> int:
+        """Read what is new of prompts whose beginnings are in the last running rows."""
+        count = len(resumed)
+        rows = slice(len(self._running) - count, len(self._running))
+        news = [request.prompt[held:] for request, held in resumed]
+        width = max(map(len, news))
+        ids = torch.zeros(count, width, dtype=torch.long)
+        positions = torch.zeros(count, width, dtype=torch.long)
+        for row, (new, (_, held)) in enumerate(zip(news, resumed, strict=True)):
+            # Padding reads the last token again, in its place.
+            ids[row] = torch.tensor([*new, *new[-1:] * (width - len(new))])
+            positions[row] = held + torch.arange(width).clamp(max=len(new) - 1)
+        ids, positions = ids.to(self._device), positions.to(self._device)
+        lengths = torch.tensor([len(request.prompt) for request, _ in resumed])
+        self._cache.running = len(self._running)
+        self._cache.positions, self._cache.span = positions, int(lengths.max())
+        self._cache.resumed = rows
+        last = torch.tensor([len(new) - 1 for new in news], device=self._device)
+        keys = torch.arange(self._cache.span, device=self._device).expand(count, -1)
+        try:
+            logits = self._forward(ids, positions, keys, last)
+        finally:
+            self._cache.resumed = None
+        self.tokens_read += sum(map(len, news))
+        self._lengths[rows] = lengths.to(self._device)
+        self._temperatures[rows] = torch.tensor(
+            [request.sampling.temperature for request, _ in resumed], device=self._device
+        )
+        self._draw(logits, rows)
+        return count
 
     def _prefill(self, requests: list[Request]) -> int:
         first, count = len(self._running), len(requests)
+        while first + count + len(self._parked) > self.slots:
+            self._evict()
         unique = list(dict.fromkeys(request.prompt for request in requests))
         place = {prompt: i for i, prompt in enumerate(unique)}
         sources = torch.tensor([place[request.prompt] for request in requests])
@@ -254,6 +388,7 @@ class TransformersEngine:
                 request.completion.routes.append(
                     routes[place[request.prompt], : len(request.prompt)]
                 )
+        self.tokens_read += sum(map(len, unique))
         new = slice(first, first + count)
         self._running.extend(requests)
         self._cache.running = len(self._running)
@@ -347,17 +482,40 @@ class TransformersEngine:
     def _retire(self, rows: list[int]) -> None:
         done = [self._running[row] for row in rows]
         for row in reversed(rows):
-            self._vacate(row)
+            self._park(row)
         for request in done:
             request.on_done(request.completion)
 
-    def _vacate(self, row: int) -> None:
-        """End a running sequence; the last one takes its row."""
+    def _park(self, row: int) -> None:
+        """End a running sequence and keep what was computed of it, if one version did all."""
+        request, running = self._running[row], len(self._running)
+        if not self._reuse or request.version != self.version:
+            self._vacate(row)
+            return
+        if self._parked and running + len(self._parked) == self.slots:
+            self._evict()
+        # The last token was drawn and not read yet.
+        tokens = (*request.prompt, *request.completion.tokens[:-1])
+        target, last = self.slots - 1 - len(self._parked), running - 1
+        if target == last and row != last:
+            length = max(int(self._lengths[last]), len(tokens))
+            for layer in self._cache.slot_layers:
+                layer.exchange(row, last, length)
+        elif target != last:
+            for layer in self._cache.slot_layers:
+                layer.move(row, target, len(tokens))
+        self._vacate(row, moved=target == last)
+        self._stamps += 1
+        self._parked.append(_Parked(tokens, self.version, self._stamps))
+
+    def _vacate(self, row: int, *, moved: bool = False) -> None:
+        """End a running sequence; the last one takes its row, where it may be already."""
         last = len(self._running) - 1
         if row != last:
-            length = int(self._lengths[last])
-            for layer in self._cache.slot_layers:
-                layer.move(last, row, length)
+            if not moved:
+                length = int(self._lengths[last])
+                for layer in self._cache.slot_layers:
+                    layer.move(last, row, length)
             self._lengths[row] = self._lengths[last]
             self._last[row] = self._last[last]
             self._temperatures[row] = self._temperatures[last]
