@@ -61,6 +61,7 @@ STATUS = RunStatus(
     blocked_ms=2.0,
     k3=1e-7,
     k3_max=1e-6,
+    k3_same_version=1e-9,
     ratio_max=1.5,
     groups_in_flight=4,
     groups_stored=40,
@@ -141,7 +142,8 @@ def test_the_names_are_those_of_the_documentation() -> None:
 
 
 def test_what_was_not_measured_is_left_out_and_an_outage_is_told() -> None:
-    bare = msgspec.structs.replace(STATUS, reward=None, k3=None, k3_max=None, processes=[])
+    nothing = dict.fromkeys(("reward", "k3", "k3_max", "k3_same_version"))
+    bare = msgspec.structs.replace(STATUS, processes=[], **nothing)
     names = {name for name, _ in scrape(Stub(bare))}
     assert "deltawire_reward" not in names
     assert "deltawire_k3_nats" not in names

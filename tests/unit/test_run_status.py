@@ -61,6 +61,7 @@ def step(version: int, staleness: list[int], queued: list[int]) -> Step:
         tokens=100,
         seconds=0.5,
         queued=queued,
+        causes={"stale": 1} if version > 1 else {},
     )
 
 
@@ -183,7 +184,8 @@ def test_every_figure(bucket) -> None:
     assert found.groups_in_flight == 4
     assert found.failures == {
         "episode: took longer than 5 s": 3,
-        "groups dropped": 3,
+        "group dropped: stale": 2,
+        "group dropped": 1,
         "worker killed: no sign of life": 1,
     }
     assert found.problems == []

@@ -151,7 +151,11 @@ def _labelled(status: RunStatus) -> Iterator[Metric]:
         "k3_nats",
         "Divergence between sampler and trainer, nats a token",
         ["statistic"],
-        [(("median",), status.k3), (("max",), status.k3_max)],
+        [
+            (("median",), status.k3),
+            (("max",), status.k3_max),
+            (("median_same_version",), status.k3_same_version),
+        ],
     )
     yield _gauge(
         "groups",

@@ -84,8 +84,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """All of it; a figure that nothing was measured for is null.
 
     Rates and shares are over ``window_s`` seconds, the time that the events read cover. ``tokens``
-    are those that the models drew. ``failures`` counts, by cause, episodes that failed, groups
-    that were dropped, and processes that died. ``probes`` is by how much rewards exceed each probe.
+    are those that the models drew. ``k3_same_version`` is over tokens that the trained version
+    itself drew: what differs there is arithmetic. ``failures`` counts, by cause, episodes that
+    failed, groups that were dropped, thresholds of parity that were crossed, and processes that
+    died. ``probes`` is by how much rewards exceed each probe.
     """
 
     format: Literal[1] = 1
@@ -112,6 +114,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     blocked_ms: float | None
     k3: float | None
     k3_max: float | None
+    k3_same_version: float | None
     ratio_max: float | None
     groups_in_flight: int | None
     groups_stored: int
@@ -198,6 +201,7 @@ class Watch:
         sizes = [event.bytes_delta for event in deltas]
         shares = [event.changed / event.elements for event in deltas if event.elements > 0]
         k3s = [step.k3 for step in steps]
+        same = [one.numeric.k3 for one in state.parity.values() if one.numeric.tokens]
         window = state.window
         return RunStatus(
             name=run.name,
@@ -223,6 +227,7 @@ class Watch:
             blocked_ms=median([e.blocked_ms for e in deltas]) if deltas else None,
             k3=median(k3s) if k3s else None,
             k3_max=max(k3s, default=None),
+            k3_same_version=median(same) if same else None,
             ratio_max=max((step.ratio_max for step in steps), default=None),
             groups_in_flight=_in_flight(trainer, beats),
             groups_stored=sum(beat.stored for beat in beats.values()),
@@ -384,7 +389,7 @@ def _staleness(state: RunState, config: RunConfig | None) -> StalenessSplit:
             queued += step.queued
             in_flight += [a - b for a, b in zip(step.staleness, step.queued, strict=True)]
     return StalenessSplit(
-        bound=config.train.max_staleness if config else None,
+        bound=config.train.largest_age if config else None,
         total=_spread(total),
         in_flight=_spread(in_flight),
         queued=_spread(queued),
@@ -425,9 +430,16 @@ def failures_by_cause(state: RunState) -> dict[str, int]:
         for group in process.generated.values():
             if group.failed:
                 counts[f"episode: {group.cause}"] += group.failed
-    dropped = sum(step.dropped for step in state.steps.values())
-    if dropped:
-        counts["groups dropped"] = dropped
+    for step in state.steps.values():
+        for cause, count in step.causes.items():
+            counts[f"group dropped: {cause}"] += count
+        if untold := step.dropped - sum(step.causes.values()):
+            counts["group dropped"] += max(0, untold)
+    for batch in state.parity.values():
+        for crossed in (*batch.warnings, *batch.stopped):
+            counts[f"parity: {crossed.split(' ')[0]}"] += 1
+        if batch.masked:
+            counts["parity: sequences masked"] += len(batch.masked)
     return dict(counts.most_common())
 
 
