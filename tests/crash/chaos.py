@@ -251,12 +251,11 @@ def _audit(report: Report, bucket: Bucket, config: RunConfig, chaos: Chaos) -> N
     for life in deaths:
         report.causes[cause_of(life)] += 1
     for name, at in chaos.stopped:
-        after = [
-            life.at - at
-            for life in deaths
-            if life.process == name and life.at > at and "killed" in life.detail
-        ]
-        report.noticed_s += [min(after)] if after else []
+        after = sorted(
+            (life.at - at, life.detail) for life in deaths if life.process == name and life.at > at
+        )
+        if after and "no sign of life" in after[0][1]:  # Not if a strike killed it meanwhile.
+            report.noticed_s.append(after[0][0])
     report.fates = audit_fates(bucket, max_staleness=config.train.max_staleness)
     report.replayed = replay(bucket)
 

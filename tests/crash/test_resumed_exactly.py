@@ -18,6 +18,7 @@ from deltawire.errors import CorruptError, FencedError, InputError, ResyncError,
 from deltawire.rl import audit as auditing
 from deltawire.rl import redo as redoing
 from deltawire.rl.audit import audit_fates
+from deltawire.rl.desk import read_trainer
 from deltawire.rl.process import Process, fetch_model_files, open_run
 from deltawire.rl.replay import Dump, replay
 from deltawire.rl.start import start_run
@@ -249,6 +250,35 @@ def test_an_outage_is_waited_for(bucket, uninterrupted, monkeypatch) -> None:
     trainer.process.wait = lambda seconds: None
     trainer.loop()
     assert digests(bucket) == uninterrupted
+
+
+def test_an_answer_that_was_cut_short_is_asked_for_again(bucket, monkeypatch) -> None:
+    train(bucket, to=1)
+    get, cuts = bucket.get, iter([True, True, False, True, True, True])
+
+    def cut(key: str, *, limit: int) -> bytes | None:
+        data = get(key, limit=limit)
+        return data[: len(data) // 2] if next(cuts, False) else data
+
+    monkeypatch.setattr(bucket, "get", cut)
+    assert read_trainer(bucket).version == 1
+    with pytest.raises(CorruptError, match=r"trainer\.json"):
+        read_trainer(bucket)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_just_now_ends_nobody(
+    bucket, uninterrupted, monkeypatch
+) -> None:
+    delete, faults = bucket.delete, iter([True, False, True])
+
+    def unsteady(key: str) -> None:
+        if next(faults, False):
+            raise RetryError("the store does not answer")
+        delete(key)
+
+    monkeypatch.setattr(bucket, "delete", unsteady)
+    assert train(bucket) == uninterrupted
+    assert len(bucket.list(keys.CHECKPOINTS)) == 4, "two are kept, of two objects each"
 
 
 def test_a_store_that_never_answers_ends_it(bucket, monkeypatch) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from deltawire.config import RunConfig
 from deltawire.errors import CorruptError
 from deltawire.rl.admission import WorkerLoad
+from deltawire.rl.groups import READS
 from deltawire.rl.pool import Pool
 from deltawire.rl.staleness import policy_of
 from deltawire.store import Bucket
@@ -173,8 +174,18 @@ def read_heartbeat(bucket: Bucket, key: str) -> Heartbeat | None:
 
 
 def read_trainer(bucket: Bucket) -> TrainerStatus | None:
-    """``trainer.json``, None if there is none yet; raises `CorruptError`."""
-    data = bucket.get(keys.TRAINER, limit=MAX_STATUS_BYTES)
-    if data is None:
-        return None
-    return decode_json(data, TrainerStatus, run=bucket.url, key=keys.TRAINER)
+    """``trainer.json``, None if there is none yet.
+
+    Raises `CorruptError` if it is damaged each time it is read: a network may cut an answer short
+    and call it whole, and who reads this every second would die of that.
+    """
+    for attempt in range(READS):
+        data = bucket.get(keys.TRAINER, limit=MAX_STATUS_BYTES)
+        if data is None:
+            return None
+        try:
+            return decode_json(data, TrainerStatus, run=bucket.url, key=keys.TRAINER)
+        except CorruptError:
+            if attempt == READS - 1:
+                raise
+    return None

@@ -17,6 +17,7 @@ from deltawire.rl.episode import Episode, Limits, play_all, run_episode
 from deltawire.rl.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.rl.worker import Served, serve_model, swap
 from deltawire.sync import Follower
+from deltawire.sync.chain import with_retries
 from deltawire.wire import keys
 
 MAX_SEGMENT_BYTES = 64 << 20
@@ -138,5 +139,5 @@ def _follow(
 
 
 def _is_last(process: Process, version: int) -> bool:
-    status = read_trainer(process.bucket)
+    status = with_retries(lambda: read_trainer(process.bucket))
     return status is not None and status.phase == "finished" and status.version == version

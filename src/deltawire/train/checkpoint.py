@@ -50,9 +50,17 @@ def save_checkpoint(
     )
     with_retries(lambda: bucket.put(keys.checkpoint(version, "state"), data))
     with_retries(lambda: bucket.put(keys.checkpoint(version, "commit"), encode_json(commit)))
-    for old in _versions(bucket)[:-KEPT]:
-        bucket.delete(keys.checkpoint(old, "commit"))
-        bucket.delete(keys.checkpoint(old, "state"))
+    with_retries(lambda: _remove_old(bucket))
+
+
+def _remove_old(bucket: Bucket) -> None:
+    """Whatever is older than those kept: also a state whose commit is gone, because a removal was
+    cut off between the two. The commit goes first."""
+    kept = _versions(bucket)[-KEPT:]
+    for key in bucket.list(keys.CHECKPOINTS):  # Sorted, so the commit comes before the state.
+        number = keys.trailing_number(key.rpartition("/")[0])
+        if number is not None and kept and number < kept[0]:
+            bucket.delete(key)
 
 
 def load_checkpoint(bucket: Bucket, *, newest: int) -> tuple[Commit, dict[str, Tensor]] | None:
