@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from deltawire.cli.main import main
 from deltawire.config import BuildConfig, RunConfig, parse_config
 from deltawire.engines.models import empty_model, save_model
 from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
@@ -319,3 +320,20 @@ def test_a_predecessors_late_commit_is_no_rival(bucket) -> None:
     assert isinstance(new.unfenced(fenced.value), ResyncError)
     new.epoch = old.epoch
     assert new.unfenced(fenced.value) is fenced.value
+
+
+def test_the_command(bucket, tmp_path, capsys) -> None:
+    train(bucket, to=2)
+    assert main(["replay", bucket.url, "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out)["exact"]
+    (tmp_path / "empty").mkdir()
+    for arguments, says in [
+        ([str(tmp_path / "empty")], "there is no run here"),
+        ([str(tmp_path / "nowhere")], "there is no bucket"),
+        ([bucket.url, "--from", "3"], "the run has 1 to 2"),
+        ([bucket.url, "--dump", "1"], "--dump and --out go together"),
+    ]:
+        assert main(["replay", *arguments]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert says in lines[0]
