@@ -174,8 +174,8 @@ def draw(results, path):
         place.set_title(name, fontsize=10)
         place.set_xlabel("group")
     places[0].set_ylabel("sum so far")
-    places[1].legend(fontsize=7, loc="upper left")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.legend(*places[1].get_legend_handles_labels(), loc="lower center", ncol=4, fontsize=8)
     figure.savefig(path)
 
 

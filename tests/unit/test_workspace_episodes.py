@@ -13,6 +13,7 @@ from deltawire.config import TaskConfig, parse_config
 from deltawire.engines.base import Completion
 from deltawire.engines.messages import ToolCall
 from deltawire.engines.text import Text
+from deltawire.errors import InputError
 from deltawire.rl.envs.base import Action
 from deltawire.rl.envs.registry import open_tasks
 from deltawire.rl.envs.workspace import Settings, Workspace, WorkspaceTasks, problem
@@ -279,3 +280,26 @@ def test_a_configuration_names_it():
     tasks = open_tasks(config.task, seed=config.seed)
     assert isinstance(tasks, WorkspaceTasks)
     assert tasks.open(tasks.draw("w", 0)).settings.turns == 7
+
+
+def test_a_machine_without_a_sandbox_is_told_before_the_first_episode(monkeypatch):
+    """By the worker's call, inside its event loop; a good one is tried once only."""
+    tasks = WorkspaceTasks(TaskConfig(environment="workspace", heldout=1), seed=0)
+    task = tasks.draw("w", 0)
+
+    async def opened_inside():
+        return tasks.open(task)
+
+    asyncio.run(opened_inside())
+    tried = []
+    monkeypatch.setattr(Sandbox, "check", tried.append)
+    asyncio.run(opened_inside())
+    assert not tried
+
+    async def refuse(self):
+        raise InputError("this machine gives no sandbox: unshare")
+
+    monkeypatch.setattr(Sandbox, "check", refuse)
+    tasks = WorkspaceTasks(TaskConfig(environment="workspace", heldout=1), seed=0)
+    with pytest.raises(InputError, match="gives no sandbox"):
+        asyncio.run(opened_inside())

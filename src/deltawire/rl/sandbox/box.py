@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -79,6 +80,7 @@ class Sandbox:
 
     ``isolation`` is ``namespaces`` (Linux: no network, nothing of the machine visible but its
     programs) or ``process``, which has to be asked for: limits only, no isolation to speak of.
+    That is four a processor unless it is said, for commands wait as well as compute.
     Under ``namespaces`` a machine that cannot do it raises `InputError`, and nothing is run.
     """
 
@@ -91,7 +93,8 @@ class Sandbox:
     ) -> None:
         self.isolation = isolation
         self._user_namespace = user_namespace
-        self._at_once = at_once or max(1, os.cpu_count() or 1)
+        self._checked = False
+        self._at_once = at_once or 4 * (os.cpu_count() or 1)
         self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._turns = WeakKeyDictionary()
         if isolation == "namespaces" and sys.platform != "linux":
@@ -105,6 +108,15 @@ class Sandbox:
         outcome = await self.run(["/bin/sh", "-c", "echo ready"], {})
         if outcome.output != b"ready\n":
             raise InputError(f"the sandbox does not run a shell: {outcome.output[:200]!r}")
+
+    def check_now(self) -> None:
+        """`check`, for callers without an event loop, or inside one that may stand still a little:
+        the first time; what was found good stays so."""
+        if self._checked:
+            return
+        with ThreadPoolExecutor(1) as apart:
+            apart.submit(asyncio.run, self.check()).result()
+        self._checked = True
 
     async def run(
         self,

@@ -29,7 +29,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     broken_call_cost: Annotated[float, Meta(ge=0, le=1)] = 0.02
     isolation: Isolation = "namespaces"
     at_once: Annotated[int, Meta(ge=0, le=4096)] = 0
-    """Commands that one worker runs at a time; 0 for one a processor."""
+    """Commands that one worker runs at a time; 0 for four a processor."""
     wall_s: Annotated[float, Meta(gt=0, le=3600)] = 20.0
     cpu_s: Annotated[float, Meta(gt=0, le=3600)] = 20.0
     cores: Annotated[int, Meta(ge=1, le=1024)] = 1

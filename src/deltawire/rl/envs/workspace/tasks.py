@@ -45,7 +45,8 @@ class WorkspaceTasks:
         return self._heldout
 
     def open(self, task: Task) -> Workspace:
-        """A fresh episode."""
+        """A fresh episode; raises `InputError` if this machine cannot isolate it."""
+        self.sandbox.check_now()
         kind = Workspace if self.settings.loophole == "none" else LoopholeWorkspace
         return kind(_problem(task.data), self.sandbox, self.settings)
 
