@@ -95,6 +95,8 @@ def test_random_versions_land_while_serving_bit_for_bit(engine, trainer, fresh, 
 
 
 def test_no_prompt_meets_the_cache_of_older_weights(engine, trainer):
+    if not engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching:
+        pytest.skip("vLLM caches no prefixes for this model here")
     question = prompts(1, seed=1)
     engine.generate(question)
     again = engine.generate(question)[0]

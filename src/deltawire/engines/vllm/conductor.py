@@ -198,7 +198,7 @@ class Conductor:
         """Digest the live bits of all ranks; says which ranks hold others than the version's, and
         has these mended before the next step."""
         answers = self._ask(rank.attest)
-        bad = [answer for answer in answers if not answer["sound"]]
+        bad = [answer for answer in answers if not answer.get("sound")]
         if bad:
             self.failure = "; ".join(answer["failure"] for answer in bad)
             self._mend()
@@ -324,10 +324,11 @@ class Conductor:
         }
 
     def _mend(self) -> None:
-        """Write what the mirrors hold over live bits that are not theirs, at once."""
-        answers = self._ask(rank.mend)
-        if self._judge(answers):
-            self._adopt()
+        """Write what the mirrors hold over live bits that are not theirs, at once. Raises what
+        ends the engine if that fails: then there is nothing right to serve."""
+        for answer in self._ask(rank.mend):
+            _raise_if_failed(answer)
+        self._adopt()
 
     def _adopt(self) -> None:
         """The ranks hold another version: label its tokens, and hide older caches from them."""

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,11 +31,13 @@ from deltawire.engines.placement import ownership, probe
 from deltawire.engines.steps import step_to
 from deltawire.engines.vllm.peers import Peers
 from deltawire.engines.vllm.settings import Settings
-from deltawire.errors import CorruptError, DeltawireError, InputError
+from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
 from deltawire.store import open_bucket
 from deltawire.sync import Mirror, Subscriber, Update, load_mirror, newest_version, read_run
 from deltawire.sync.chain import with_retries
+from deltawire.wire.run import Run
 
+T = TypeVar("T")
 Answer = dict[str, Any]
 
 
@@ -59,22 +62,17 @@ class Rank:
         self.peers = peers
         self.last_swap: dict[str, float] = {}
         self._context = context or nullcontext()
-        self._bucket = open_bucket(settings.run)
-        run = with_retries(lambda: read_run(self._bucket, public_key=settings.public_key))
-        if run is None:
-            raise InputError("there is no run", run=self._bucket.url)
-        newest = with_retries(lambda: newest_version(self._bucket))
-        version = min(peers.gather([-1 if newest is None else newest]))[0]
-        if version < 0:
-            raise InputError("the run has no version yet", run=self._bucket.url)
+        self._loader: Any = model.load_weights
+        run, newest = self._together(self._read_run)
+        version = min(peers.gather([newest]))[0]
         live: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
         live |= dict(model.named_parameters(remove_duplicate=False))
-        self._loader: Any = model.load_weights
-        with self._context:
-            found = probe(self._load_weights, run.tensors, live, about=about)
+        found = self._together(lambda: probe(self._load_weights, run.tensors, live, about=about))
         placement = ownership(peers.gather_structs(found))[peers.number]
-        mirror = load_mirror(
-            self._bucket, run, at=version, wanted=placement.wanted(), threads=settings.threads
+        mirror = self._together(
+            lambda: load_mirror(
+                self._bucket, run, at=version, wanted=placement.wanted(), threads=settings.threads
+            )
         )
         assert mirror is not None
         self.placed = PlacedWeights(placement, live, load_weights=self._load_weights)
@@ -89,6 +87,34 @@ class Rank:
         between two steps."""
         self._digest = mirror.digest
         self.mend()
+
+    def _read_run(self) -> tuple[Run, int]:
+        """The run, and its newest version."""
+        self._bucket = open_bucket(self.settings.run)
+        key = self.settings.public_key
+        run = with_retries(lambda: read_run(self._bucket, public_key=key))
+        if run is None:
+            raise InputError("there is no run", run=self._bucket.url)
+        newest = with_retries(lambda: newest_version(self._bucket))
+        if newest is None:
+            raise InputError("the run has no version yet", run=self._bucket.url)
+        return run, newest
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """``work``, which all ranks do and none waits in for another. If it fails anywhere, it is
+        raised everywhere: nobody is left waiting for who has given up."""
+        result: list[T] = []
+        error: Exception | None = None
+        try:
+            result.append(work())
+        except Exception as caught:  # Told to the others first.
+            error = caught
+        answers = self.peers.gather([int(error is None)])
+        if error is not None:
+            raise error
+        if failed := [number for number, (well,) in enumerate(answers) if not well]:
+            raise ResyncError(f"ranks {failed} failed")
+        return result[0]
 
     @property
     def mirror(self) -> Mirror:
@@ -259,7 +285,7 @@ class Rank:
         self.wait()
         self._follow()
         self._prepared = self._update = None
-        self.placed.load(self.mirror)
+        self._together(lambda: self.placed.load(self.mirror))
         total = _sum([[0, *words] for words in self.peers.gather(_words(self.placed.share))])
         if total != self.mirror.digest:
             raise CorruptError(
