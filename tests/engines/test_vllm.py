@@ -18,7 +18,7 @@ MATRIX = [
     for ranks in (1, 2)
 ]  # fmt: skip
 
-LIVE = "test_live_weights.py"
+LIVE = "test_followed_weights.py"
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -38,14 +38,14 @@ def vllm_python():
 
 
 def run_tests(python, file, *arguments):
-    """The tests of one file under `tests/engines/vllm`, in vLLM's environment."""
+    """The tests of one file under `tests/engines/on_vllm`, in vLLM's environment."""
     environment = {**os.environ, "PYTHONWARNINGS": "default"}
     environment.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(
         [
             python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=",
             "-o", "filterwarnings=", "-o", "timeout=900",
-            str(Path(__file__).parent / "vllm" / file),
+            str(Path(__file__).parent / "on_vllm" / file),
             *arguments,
         ],
         cwd=ROOT, capture_output=True, text=True, check=False, env=environment,

@@ -7,7 +7,7 @@ import pytest
 
 HERE = os.path.dirname(__file__)  # noqa: PTH120
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*.py"]
 
 # Read by vLLM and torch when they are first imported, and by the processes that vLLM starts.
 os.environ.update(
