@@ -16,6 +16,7 @@ MATRIX = [
         "qwen3", "llama", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3",
     ]
     for ranks in (1, 2)
+    if (family, ranks) != ("deepseek_v3", 2)  # which is refused; the conductor says why
 ]  # fmt: skip
 
 LIVE = "test_followed_weights.py"
