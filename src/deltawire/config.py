@@ -86,6 +86,8 @@ class RolloutConfig(_Section, frozen=True, kw_only=True):
     """Rollout workers: how many are supervised, and how each samples."""
 
     workers: Annotated[int, Meta(ge=0, le=1024)] = 2
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What a worker samples from: the embedded engine, or a vLLM server that it starts."""
     group_size: Annotated[int, Meta(ge=2, le=4096)] = 8
     max_tokens: Count = 16
     max_turns: Count = 1
@@ -115,7 +117,7 @@ class RolloutConfig(_Section, frozen=True, kw_only=True):
     max_failed: Fraction = 0.5
     """Share of the last 64 episodes and more that may fail before the run stops all the same."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """What the embedded engine computes in. The trainer computes in float32."""
+    """What the engine computes in. The trainer computes in float32."""
 
 
 class CorrectionConfig(_Section, frozen=True, kw_only=True):
@@ -441,6 +443,11 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         raise InputError(
             f"{source}: rollout.summary_tokens {rollout.summary_tokens} leave no room in "
             f"rollout.context {rollout.context}"
+        )
+    if rollout.engine == "vllm" and config.parity.routes != "off":
+        raise InputError(
+            f"{source}: rollout.engine vllm does not tell its expert choices",
+            hint='set parity.routes = "off", or rollout.engine = "transformers"',
         )
     return config
 

@@ -22,9 +22,9 @@ LONG_FUNCTIONS: dict[str, str] = {}
 """Exceptions to the limits below, each with its reason."""
 
 FLAGS = {
-    "run": {"--out", "--bucket", "--seed", "--dry-run", "--plain", "--json"},
+    "run": {"--out", "--bucket", "--seed", "--engine", "--dry-run", "--plain", "--json"},
     "worker": {"--id", "--patience", "--supervised", "--cpus"},
-    "trainer": {"--config", "--model", "--seed", "--supervised", "--cpus"},
+    "trainer": {"--config", "--model", "--seed", "--engine", "--supervised", "--cpus"},
     "evaluator": {"--supervised", "--cpus"},
     "warm-start": {"--out", "--bucket", "--seed", "--supervised"},
     "report": {"--out", "--json"},

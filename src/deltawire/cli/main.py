@@ -69,9 +69,18 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.add_argument("--out", default="", help="where the run lies (default: runs/NAME)")
     run.add_argument("--bucket", default="", help=f"{_BUCKET} (default: OUT/bucket)")
     run.add_argument("--seed", type=int, help="instead of the configuration's seed")
+    _add_engine(run)
     run.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
     run.add_argument("--plain", action="store_true", help="lines instead of the live view")
     run.add_argument("--json", action="store_true", help="print report.json at the end")
+
+
+def _add_engine(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--engine",
+        choices=("transformers", "vllm"),
+        help="that workers sample from, instead of the configuration's",
+    )
 
 
 def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -88,6 +97,7 @@ def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     trainer.add_argument("--config", default="", help="start the run with this configuration")
     trainer.add_argument("--model", default="", help="and this model directory")
     trainer.add_argument("--seed", type=int, help="instead of the configuration's seed")
+    _add_engine(trainer)
     evaluator = commands.add_parser("evaluator", help="the evaluator process alone")
     evaluator.set_defaults(module="deltawire.cli.processes", function="evaluator")
     evaluator.add_argument("run", metavar="RUN_URL", help=_BUCKET)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from deltawire.config import RunConfig, load_config
+from deltawire.config import RunConfig, load_config, parse_config
 from deltawire.errors import InputError
 from deltawire.events import Role
 from deltawire.rl.process import Process
@@ -38,6 +38,16 @@ def pin(cpus: str) -> None:
 def seeded(config: RunConfig, seed: int | None) -> RunConfig:
     """The configuration with another seed, if one is given."""
     return config if seed is None else msgspec.structs.replace(config, seed=seed)
+
+
+def sampled_by(config: RunConfig, engine: str | None) -> RunConfig:
+    """The configuration with another engine for its workers, if one is named. Raises `InputError`
+    if the rest of it does not go with that."""
+    if engine is None:
+        return config
+    values = msgspec.to_builtins(config)
+    values["rollout"]["engine"] = engine
+    return parse_config(values, source=f"--engine {engine}")
 
 
 def refuse_memory(bucket: Bucket) -> None:
@@ -93,6 +103,7 @@ def trainer(arguments: argparse.Namespace) -> int:
     source = None
     if arguments.config:
         config = seeded(load_config(Path(arguments.config)), arguments.seed)
+        config = sampled_by(config, arguments.engine)
         source = (config, Path(arguments.model))
     process = _process(arguments, "trainer", "trainer")
     from deltawire.rl.trainer import run_trainer

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from deltawire.cli.processes import refuse_memory
+from deltawire.cli.processes import refuse_memory, sampled_by
 from deltawire.config import RunConfig, differences, flatten, load_config, parse_config
 from deltawire.dashboard.live import LiveView, screen
 from deltawire.dashboard.report import write_report
@@ -76,6 +76,8 @@ class Job:
     """What starts a process of the run, before its arguments."""
     warm_out: Path | None = None
     """Where the warm start's model lies, if not in ``out``: several jobs can share one."""
+    engine: str | None = None
+    """Instead of the configuration file's."""
 
     @property
     def warmed(self) -> bool:
@@ -97,6 +99,10 @@ class Job:
     def seed_arguments(self) -> list[str]:
         """The seed for a child's command line."""
         return [] if self.seed is None else ["--seed", str(self.seed)]
+
+    def engine_arguments(self) -> list[str]:
+        """The engine for the trainer's command line."""
+        return [] if self.engine is None else ["--engine", self.engine]
 
 
 class Watcher:
@@ -169,14 +175,19 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(path)
     if arguments.seed is not None:
         config = msgspec.structs.replace(config, seed=arguments.seed)
+    config = sampled_by(config, arguments.engine)
     out = Path(arguments.out or f"runs/{config.name}")
     console = Console(stderr=arguments.json)
     if arguments.dry_run:
         _print_config(console, config, out, as_json=arguments.json)
         return 0
+    if config.rollout.engine == "vllm" and config.rollout.workers:
+        from deltawire.engines.server import vllm_python
+
+        vllm_python()
     bucket = _open(out, arguments.bucket)
     refuse_memory(bucket)
-    job = Job(config, path, arguments.seed, out, bucket)
+    job = Job(config, path, arguments.seed, out, bucket, engine=arguments.engine)
     with only_one(out):
         summary = execute(job, console, plain=arguments.plain or not console.is_terminal)
     if summary is None:
@@ -336,7 +347,7 @@ def _start_all(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[in
     arguments = ["trainer", job.bucket.url, "--supervised", "--cpus", job.pins.trainer]
     if job.model.is_dir():
         arguments += ["--config", str(job.config_path), "--model", str(job.model)]
-        arguments += job.seed_arguments()
+        arguments += [*job.seed_arguments(), *job.engine_arguments()]
     supervisor.add("trainer", "trainer", arguments)
     while (status := read_trainer(job.bucket)) is not None and status.phase == "finished":
         if stop or supervisor.check():

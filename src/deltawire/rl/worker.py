@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from deltawire.rl.failures import Failures
 from deltawire.rl.process import RUN_PATIENCE_S, Process, fetch_model_files, open_run
 from deltawire.rl.pulse import read_pulse
 from deltawire.store import Bucket
-from deltawire.sync import Follower, Subscriber, Update, load_mirror
+from deltawire.sync import Follower, Mirror, Subscriber, Update, load_mirror
 from deltawire.sync.chain import with_retries
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
@@ -181,6 +181,10 @@ class Uploader(threading.Thread):
             self.join(timeout=60)
 
 
+async def _nothing_to_close() -> None:
+    pass
+
+
 @dataclass
 class Served:
     """The model being served and everything that samples from it."""
@@ -189,6 +193,7 @@ class Served:
     live: Weights
     text: Text
     tasks: TaskSource
+    close: Callable[[], Awaitable[None]] = _nothing_to_close
 
 
 def serve_model(
@@ -211,11 +216,7 @@ def serve_model(
     with fetch_model_files(bucket, run) as folder:
         model: Any = serve_as(empty_model(Path(folder)), config.rollout.precision)
         tokenizer = load_tokenizer(Path(folder))
-    deadline = time.monotonic() + RUN_PATIENCE_S
-    while (mirror := load_mirror(bucket, run, at=at)) is None:
-        if process.stopping or time.monotonic() > deadline:
-            raise InputError("the run has no version 0", run=bucket.url)
-        process.wait(bucket.poll_s)
+    mirror = await_mirror(process, run, at=at)
     live = LiveWeights(model, run.tensors, version=mirror.version, digest=mirror.digest)
     live.load(mirror.tensors)
     if live.attest() != mirror.digest:
@@ -231,6 +232,17 @@ def serve_model(
     )
     tasks = open_tasks(config.task, seed=config.seed)
     return Served(engine, live, Text(tokenizer), tasks), Subscriber(bucket, run, mirror)
+
+
+def await_mirror(process: Process, run: Run, *, at: int | None = None) -> Mirror:
+    """Version ``at``, or the newest if None; waits for version 0 if nothing is committed yet."""
+    bucket = process.bucket
+    deadline = time.monotonic() + RUN_PATIENCE_S
+    while (mirror := load_mirror(bucket, run, at=at)) is None:
+        if process.stopping or time.monotonic() > deadline:
+            raise InputError("the run has no version 0", run=bucket.url)
+        process.wait(bucket.poll_s)
+    return mirror
 
 
 def swap(served: Served, follower: Follower, process: Process) -> None:
@@ -271,9 +283,14 @@ class Worker:
         first = len(bucket.list(keys.rollouts_of(process.name)))
         self._refuse_twin()
         seed = int.from_bytes(process.nonce.encode()[:6], "little") ^ config.seed
-        self.served, subscriber = serve_model(
-            process, run, config, seed=seed, record_routes=config.parity.routes != "off"
-        )
+        if config.rollout.engine == "vllm":
+            from deltawire.rl.outside import serve_outside
+
+            self.served, subscriber = serve_outside(process, run, config, seed=seed)
+        else:
+            self.served, subscriber = serve_model(
+                process, run, config, seed=seed, record_routes=config.parity.routes != "off"
+            )
         self.phase: WorkerPhase = "sampling"
         self.attested: Digest | None = None
         self.follower = Follower(subscriber)
@@ -332,6 +349,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*self._groups, return_exceptions=True)
             self.served.engine.cancel_all()
+            await self.served.close()
             self.uploader.close()
             self.follower.close()
             self.liaison.close()

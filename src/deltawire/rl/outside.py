@@ -1,0 +1,83 @@
+"""A worker's engine outside: a vLLM server of the worker's own, led from version to version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltawire.config import RunConfig
+from deltawire.engines.models import empty_model, load_tokenizer, stop_tokens
+from deltawire.engines.remote import RemoteSampler, RemoteWeights
+from deltawire.engines.server import Server
+from deltawire.engines.text import Text
+from deltawire.rl.envs import open_tasks
+from deltawire.rl.process import Process, fetch_model_files
+from deltawire.rl.worker import Served, await_mirror
+from deltawire.sync import Subscriber
+from deltawire.wire.run import Run
+
+BLOCK = 128
+"""Tokens that a cache is given out by, at most; vLLM's choice on a CPU."""
+
+
+def serve_outside(
+    process: Process, run: Run, config: RunConfig, *, seed: int
+) -> tuple[Served, Subscriber]:
+    """Start a vLLM on the run's model, and have it serve the newest version; waits for version 0.
+
+    Raises `InputError` if there is no vLLM here or it does not come up, `ResyncError` if it does
+    not get to the version, or to other bits than those of this process's own reading.
+    """
+    bucket, rollout = process.bucket, config.rollout
+    mirror = await_mirror(process, run)  # vLLM ends if there is none yet.
+    folder = fetch_model_files(bucket, run)
+    with torch.device("meta"):
+        model: Any = empty_model(Path(folder.name))
+    tokenizer = load_tokenizer(Path(folder.name))
+    server = Server(
+        Path(folder.name),
+        bucket.url,
+        slots=rollout.slots,
+        capacity=rollout.context,
+        cache_bytes=cache_bytes(model.config, slots=rollout.slots, capacity=rollout.context),
+        precision=rollout.precision,
+        seed=seed,
+        threads=config.threads,
+    )
+    try:
+        server.wait_until_up(stopping=process.is_stopping)
+        live = RemoteWeights(server.calls)
+        live.swap({}, mirror.version, mirror.digest)
+    except BaseException:
+        server.close()
+        folder.cleanup()
+        raise
+    engine = RemoteSampler(
+        server.socket,
+        stop_tokens=stop_tokens(model, tokenizer),
+        slots=rollout.slots,
+        capacity=rollout.context,
+        version=mirror.version,
+    )
+
+    async def close() -> None:
+        await engine.close()
+        server.close()
+        folder.cleanup()
+
+    tasks = open_tasks(config.task, seed=config.seed)
+    served = Served(engine, live, Text(tokenizer), tasks, close)
+    return served, Subscriber(bucket, run, mirror)
+
+
+def cache_bytes(config: Any, *, slots: int, capacity: int) -> int:
+    """Enough for ``slots`` full sequences' keys and values, at float32, and a quarter more."""
+    text = config.get_text_config()
+    heads = int(text.num_attention_heads)
+    size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    shared = int(getattr(text, "num_key_value_heads", None) or heads)
+    tokens = slots * -(-capacity // BLOCK) * BLOCK
+    needed = 2 * 4 * int(text.num_hidden_layers) * shared * size * tokens
+    return needed + needed // 4 + (16 << 20)
