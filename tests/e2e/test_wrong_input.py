@@ -129,6 +129,21 @@ def test_model_directory_without_weights(
     assert str(model) in line
 
 
+def test_an_engine_that_is_not_there(
+    capsys: pytest.CaptureFixture[str],
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DELTAWIRE_VLLM_PYTHON", str(tmp_path / "no" / "python"))
+    line = fail(capsys, "run", str(config), "--engine", "vllm", "--out", str(tmp_path / "out"))
+    assert "make engines" in line
+    assert not (tmp_path / "out").exists()
+    config.write_text(TINY + '[parity]\nroutes = "record"\n')
+    line = fail(capsys, "run", str(config), "--engine", "vllm")
+    assert "--engine vllm: rollout.engine" in line
+
+
 def test_a_run_with_another_configuration(
     capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
 ) -> None:

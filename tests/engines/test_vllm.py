@@ -1,5 +1,6 @@
 """vLLM itself, in an environment of its own that is built on first use and cached."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -127,3 +128,66 @@ def test_the_benchmark_of_swaps_gives_its_figures(vllm_python):
     assert found["pause_ms"] > 0
     assert found["parameters_doubled"] > 1.5 * found["parameters"]
     assert 0 < found["swap_allocated_bytes"] < 2 * found["parameters"]
+
+
+RUN = """
+name = "tiny"
+[model.build]
+hidden_size = 64
+layers = 2
+head_size = 32
+feed_forward_size = 128
+context = 128
+[task]
+heldout = 4
+options = { min_word_len = 3, max_word_len = 4 }
+[rollout]
+workers = 1
+group_size = 4
+max_tokens = 6
+temperature = 0.8
+slots = 16
+context = 96
+[train]
+versions = 4
+groups_per_step = 4
+max_staleness = 2
+learning_rate = 1e-3
+warmup_steps = 1
+[evaluate]
+every = 1000
+samples = 1
+[parity.stop]
+k3 = 1e-6
+"""
+
+
+@pytest.mark.skipif(
+    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
+)
+def test_a_run_samples_from_vllm_and_leaves_no_server_behind(vllm_python, tmp_path):
+    (tmp_path / "run.toml").write_text(RUN)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "deltawire", "run", str(tmp_path / "run.toml"),
+            "--engine", "vllm", "--out", str(tmp_path / "run"), "--json",
+        ],
+        capture_output=True, text=True, check=False, timeout=900,
+        env={**os.environ, "DELTAWIRE_VLLM_PYTHON": vllm_python, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["versions"] == 4
+    assert [worker["bit_identical"] for worker in found["workers"]] == [True]
+    assert found["proof"]["repeated"] == found["proof"]["lost"] == 0
+    assert found["staleness"]["max"] <= 2
+    # Of tempered probabilities: those of the untempered distribution would be far away.
+    assert 0 <= found["parity"]["numeric_k3_max"] < 1e-6
+    assert list(tmp_path.glob("dw-vllm-*")) == []
+    assert not [line for line in _command_lines() if str(tmp_path) in line]
+
+
+def _command_lines():
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            yield path.read_bytes().decode(errors="replace")

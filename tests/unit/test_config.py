@@ -142,6 +142,7 @@ OTHER = {
     "train.loss.kl": "k3",
     "train.loss.surrogate": "cispo",
     "train.staleness.policy": "windowed_fifo",
+    "rollout.engine": "vllm",
     "rollout.precision": "bfloat16",
     "parity.routes": "record",
 }

@@ -25,7 +25,8 @@ PYTHON = "DELTAWIRE_VLLM_PYTHON"
 ARGUMENTS = "DELTAWIRE_VLLM_ARGS"
 START_WITHIN_S = 600.0
 STOP_WITHIN_S = 20.0
-TAIL_BYTES = 4000
+TAIL_BYTES = 2000
+MAX_LOG_BYTES = 1 << 20
 HINT = (
     f"make engines builds the environment; {PYTHON} names the Python of another one with vllm "
     "and deltawire in it"
@@ -112,15 +113,18 @@ class Server:
                 pass  # It does not listen yet.
             time.sleep(0.2)
 
-    def tail(self) -> str:
-        """The end of its log."""
+    def tail(self, most: int = TAIL_BYTES) -> str:
+        """The end of its log, so many bytes at most."""
         with self.log.open("rb") as log:
-            log.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
+            log.seek(max(0, self.log.stat().st_size - most))
             return log.read().decode(errors="replace").strip()
 
     def close(self) -> None:
-        """End it, and all that it started."""
+        """End it, and all that it started. If it ended by itself, its log goes to this process's
+        standard error."""
         assert self._process.stdin is not None
+        if self._process.poll() is not None:
+            sys.stderr.write(self.tail(MAX_LOG_BYTES) + "\n")
         self._process.stdin.close()
         try:
             self._process.wait(STOP_WITHIN_S)
@@ -135,6 +139,7 @@ def _environment(threads: int) -> dict[str, str]:
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     defaults = {
         "OMP_NUM_THREADS": str(threads),
+        "VLLM_HOST_IP": "127.0.0.1",  # where its processes meet
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -1,0 +1,405 @@
+"""The engine outside: what a server may say, what it is told, and what is left when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from deltawire.codec import Digest
+from deltawire.engines import remote, server
+from deltawire.engines.base import Sampling
+from deltawire.engines.remote import Calls, RemoteSampler, RemoteWeights
+from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
+
+GREEDY = Sampling(max_tokens=4, temperature=0.0)
+
+
+def digest_of(version: int) -> Digest:
+    return Digest(version, 7)
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    """What vLLM says to a request for four tokens, two by each of two versions."""
+    choice = {
+        "index": 0,
+        "token_ids": [5, 6, 7, 2],
+        "logprobs": {"content": [{"token_id": t, "logprob": -0.5} for t in (5, 6, 7, 2)]},
+        "weight_versions": [
+            {"version": "8", "start": 0, "end": 2},
+            {"version": "9", "start": 2, "end": 4},
+        ],
+        "finish_reason": "stop",
+    }
+    return {"choices": [{**choice, **changes}]}
+
+
+class FakeEngine:
+    """The calls of a vLLM server, over nothing: ``cannot`` are versions that it fails to reach,
+    ``lies`` those whose digest it has wrong."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.wanted: list[int] = []
+        self.failure = ""
+        self.cannot: set[int] = set()
+        self.lies: set[int] = set()
+        self.sound = True
+        self.says: Any = answer()
+        self.status = 200
+        self.asked: list[dict[str, Any]] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.gone = asyncio.Event()
+
+    def digest(self) -> str:
+        return "f" * 32 if self.version in self.lies else digest_of(self.version).hex()
+
+    async def rpc(self, request: web.Request) -> web.Response:
+        call = await request.json()
+        state: dict[str, Any] = {"phase": "serving"}
+        if call["method"] == "deltawire_want":
+            version = int(*call["args"])
+            self.wanted.append(version)
+            failed = version in self.cannot
+            self.failure = "a blob is damaged" if failed else ""
+            self.version = self.version if failed else version
+        elif call["method"] == "deltawire_attest":
+            failure = "" if self.sound else "rank 0: a bit is wrong"
+            state = {"sound": self.sound, "ranks": [{"digest": self.digest(), "failure": failure}]}
+        state |= {"version": self.version, "failure": self.failure, "digest": self.digest()}
+        return web.json_response({"results": [state]})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        self.asked.append(await request.json())
+        try:
+            await self.hold.wait()
+        except asyncio.CancelledError:
+            self.gone.set()
+            raise
+        return web.json_response(self.says, status=self.status)
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/collective_rpc", engine.rpc)
+    app.router.add_post("/inference/v1/generate", engine.generate)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/http"
+        await web.UnixSite(runner, path).start()
+        try:
+            yield path
+        finally:
+            await runner.cleanup()
+
+
+@asynccontextmanager
+async def sampling(engine: FakeEngine) -> AsyncIterator[RemoteSampler]:
+    async with serving(engine) as path:
+        sampler = RemoteSampler(path, stop_tokens=[2], slots=4, capacity=16, version=8)
+        try:
+            yield sampler
+        finally:
+            await sampler.close()
+
+
+def test_every_token_keeps_the_version_that_drew_it_and_the_temperature_is_asked_for() -> None:
+    async def main() -> None:
+        engine, heard = FakeEngine(), []
+        async with sampling(engine) as sampler:
+            tempered = Sampling(max_tokens=4, temperature=0.7)
+            found = await sampler.generate([1, 3], tempered, on_token=heard.append)
+        assert (found.tokens, found.versions) == ([5, 6, 7, 2], [8, 8, 9, 9])
+        assert (found.logprobs, found.finish, heard) == ([-0.5] * 4, "stop", found.tokens)
+        asked = engine.asked[0]
+        assert asked["token_ids"] == [1, 3]
+        told = asked["sampling_params"]
+        assert (told["temperature"], told["max_tokens"], told["logprobs"]) == (0.7, 4, 0)
+        assert (told["top_p"], told["top_k"], told["stop_token_ids"]) == (1.0, 0, [2])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("all_at_once", [False, True])
+def test_a_request_that_is_cancelled_is_closed_and_frees_its_place(all_at_once: bool) -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        engine.hold.clear()
+        async with sampling(engine) as sampler:
+            waiting = asyncio.create_task(sampler.generate([1], GREEDY))
+            while not engine.asked:
+                assert await sampler.advance() == 0
+            assert sampler.active == 1
+            if all_at_once:
+                sampler.cancel_all()
+            else:
+                waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert sampler.active == 0
+            await asyncio.wait_for(engine.gone.wait(), 10)
+
+    asyncio.run(main())
+
+
+def test_advancing_tells_of_tokens_once() -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        async with sampling(engine) as sampler:
+            waiting = [asyncio.create_task(sampler.generate([1], GREEDY)) for _ in range(3)]
+            drawn = 0
+            while not all(task.done() for task in waiting):
+                drawn += await sampler.advance()
+            assert drawn + await sampler.advance() == 12
+            assert await sampler.advance() == 0
+
+    asyncio.run(main())
+
+
+TOLD = answer()["choices"][0]["logprobs"]["content"]
+SPAN = {"version": "8", "start": 0, "end": 4}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": []},
+        {"token_ids": [5, 6, 7]},
+        {"token_ids": [5, 6, 7, -2]},
+        {"token_ids": [5, 6, 7, 2, 2]},
+        {"logprobs": None},
+        {"logprobs": {"content": TOLD[:3]}},
+        {"logprobs": {"content": [*TOLD[:3], {"token_id": 2, "logprob": -9999.0}]}},
+        {"logprobs": {"content": [*TOLD[:3], {"token_id": 3, "logprob": -0.5}]}},
+        {"weight_versions": None},
+        {"weight_versions": []},
+        {"weight_versions": [{**SPAN, "end": 3}]},
+        {"weight_versions": [{**SPAN, "end": 2**30}]},
+        {"weight_versions": [{**SPAN, "start": 1}]},
+        {"weight_versions": [SPAN, {**SPAN, "start": 4}]},
+        {"weight_versions": [{**SPAN, "version": "newest"}]},
+        {"weight_versions": [{**SPAN, "version": "-1"}]},
+    ],
+)
+def test_an_answer_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        engine.says = answer(**changes)
+        async with sampling(engine) as sampler:
+            with pytest.raises(CorruptError):
+                await sampler.generate([1], GREEDY)
+
+    asyncio.run(main())
+
+
+def test_refusals_and_failures_say_what_the_server_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        async with sampling(engine) as sampler:
+            for prompt in ([], [1] * 13):
+                with pytest.raises(InputError):
+                    await sampler.generate(prompt, GREEDY)
+            assert engine.asked == []
+            engine.says = answer(finish_reason="abort")
+            with pytest.raises(ResyncError, match="abort"):
+                await sampler.generate([1], GREEDY)
+            engine.status, engine.says = 400, "no such token"
+            with pytest.raises(InputError, match="no such token"):
+                await sampler.generate([1], GREEDY)
+            engine.status = 500
+            with pytest.raises(ResyncError, match="500"):
+                await sampler.generate([1], GREEDY)
+            monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 0)
+            monkeypatch.setattr(remote, "BYTES_A_TOKEN", 1)
+            engine.status, engine.says = 200, answer()
+            with pytest.raises(CorruptError, match="exceeds 4 bytes"):
+                await sampler.generate([1], GREEDY)
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_gone_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = str(tmp_path / "nobody")
+        sampler = RemoteSampler(path, stop_tokens=[], slots=4, capacity=16, version=0)
+        with pytest.raises(ResyncError, match="does not answer"):
+            await sampler.generate([1], GREEDY)
+        await sampler.close()
+        with pytest.raises(ResyncError, match="does not answer"):
+            RemoteWeights(Calls(path)).swap({}, 1, digest_of(1))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["cannot", "lies"])
+def test_a_swap_that_fails_leaves_the_version_that_was(how: str) -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        async with serving(engine) as path:
+            weights = RemoteWeights(Calls(path))
+            await asyncio.to_thread(weights.swap, {}, 3, digest_of(3))
+            assert (weights.version, weights.digest) == (3, digest_of(3))
+            getattr(engine, how).add(4)
+            with pytest.raises(ResyncError) as failure:
+                await asyncio.to_thread(weights.swap, {}, 4, digest_of(4))
+            assert ("damaged" if how == "cannot" else "f" * 32) in str(failure.value)
+            assert (weights.version, weights.digest) == (3, digest_of(3))
+            assert engine.wanted == [3, 4, 3]
+            assert engine.version == 3
+            assert await asyncio.to_thread(weights.attest) == digest_of(3)
+            await asyncio.to_thread(weights.swap, {}, 5, digest_of(5))
+            assert weights.version == engine.version == 5
+
+    asyncio.run(main())
+
+
+def test_a_swap_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "SWAP_WITHIN_S", 0.05)
+
+    async def main() -> None:
+        engine = FakeEngine()
+
+        async def never(request: web.Request) -> web.Response:
+            call = await request.json()
+            engine.wanted += map(int, call["args"])
+            status = {"version": 0, "phase": "preparing", "failure": "", "digest": ""}
+            return web.json_response({"results": [status]})
+
+        engine.rpc = never  # type: ignore[method-assign]
+        async with serving(engine) as path:
+            weights = RemoteWeights(Calls(path))
+            weights.version = 0
+            with pytest.raises(ResyncError, match="still preparing"):
+                await asyncio.to_thread(weights.swap, {}, 1, digest_of(1))
+            assert engine.wanted == [1, 0]
+
+    asyncio.run(main())
+
+
+def test_live_bits_that_are_not_the_versions_are_no_attestation() -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        async with serving(engine) as path:
+            weights = RemoteWeights(Calls(path))
+            await asyncio.to_thread(weights.swap, {}, 2, digest_of(2))
+            engine.sound = False
+            with pytest.raises(CorruptError, match="a bit is wrong"):
+                await asyncio.to_thread(weights.attest)
+            engine.sound, engine.version = True, 1
+            with pytest.raises(CorruptError, match="another version"):
+                await asyncio.to_thread(weights.attest)
+
+    asyncio.run(main())
+
+
+BROOD = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(600)
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for somebody to reap it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return Path("/proc/self").exists() is False
+
+
+@pytest.fixture
+def starter() -> Iterator[list[subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def test_what_is_guarded_ends_with_its_starter_however_that_dies(
+    tmp_path: Path, starter: list[subprocess.Popen[bytes]]
+) -> None:
+    told = tmp_path / "pids"
+    command = [sys.executable, "-m", "deltawire.engines.guard", sys.executable, "-c", BROOD]
+    source = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen({[*command, str(told)]!r}, stdin=subprocess.PIPE,\n"
+        "    start_new_session=True)\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", source], start_new_session=True)
+    starter.append(process)
+    deadline = time.monotonic() + 60
+    while not told.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pids = [int(pid) for pid in told.read_text().split()]
+    assert all(map(alive, pids))
+    process.kill()
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+SLOTS = {
+    "slots": 1, "capacity": 8, "cache_bytes": 1 << 20, "precision": "float32", "seed": 0,
+    "threads": 1,
+}  # fmt: skip
+
+
+def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\necho the cause lies here\nhead -c 9000 /dev/zero\n"
+        "echo this machine has no such kernel >&2\nexit 9\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setenv(server.PYTHON, str(python))
+    started = server.Server(tmp_path, "memory:///", **SLOTS)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="no such kernel"):
+        started.wait_until_up(stopping=lambda: False)
+    started.close()
+    assert "the cause lies here" in capsys.readouterr().err
+    assert not Path(started.socket).parent.exists()
+
+
+def test_without_an_environment_for_vllm_the_error_names_the_way_to_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(server.PYTHON, str(tmp_path / "python"))
+    with pytest.raises(DeltawireError, match="make engines"):
+        server.vllm_python()
+    monkeypatch.delenv(server.PYTHON)
+    monkeypatch.setattr(server.sys, "prefix", str(tmp_path / ".venv"))
+    with pytest.raises(DeltawireError, match="make engines"):
+        server.vllm_python()
+    beside = tmp_path / ".venv-vllm" / "bin" / "python"
+    beside.parent.mkdir(parents=True)
+    beside.symlink_to(sys.executable)
+    assert server.vllm_python() == str(beside)
