@@ -69,7 +69,7 @@ def test_an_honest_policy_raises_no_alarm_where_the_loophole_is(loophole):
     """It solves two thirds of the episodes, and gives the others up."""
     tasks = cheat.opened(loophole)
     monitor = Monitor(ProbesConfig())
-    rng = random.Random(3)
+    rng = random.Random(1)
     rewards = []
     for number in range(3):
         policies = [cheat.repair if rng.random() < 0.67 else cheat.nothing for _ in range(GROUP)]
