@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from deltawire.errors import DeltawireError, InputError, RetryError
-from deltawire.serving.contract import MAX_REQUEST_BYTES, read_request
+from deltawire.serving.contract import read_request
 from deltawire.serving.fleet import Fleet, Member
 
 MAX_BODY_BYTES = 64 << 20
@@ -106,8 +106,7 @@ def _bearer(token: str) -> Any:
 
 
 async def _hot_load(request: web.Request) -> web.StreamResponse:
-    data = await request.content.read(MAX_REQUEST_BYTES + 1)
-    return _json(await request.app[_FLEET].hot_load(read_request(data)))
+    return _json(await request.app[_FLEET].hot_load(read_request(await request.read())))
 
 
 async def _state(request: web.Request) -> web.StreamResponse:

@@ -99,7 +99,7 @@ class VllmReplica:
                 timeout=aiohttp.ClientTimeout(total=ANSWER_WITHIN_S),
                 allow_redirects=False,
             ) as response:
-                data = await response.content.read(MAX_ANSWER_BYTES)
+                data = await _whole(response.content)
                 if response.status != 200:
                     raise RetryError(
                         f"replica {self.name} answers {response.status} to {method}",
@@ -114,3 +114,13 @@ class VllmReplica:
             raise CorruptError(
                 f"replica {self.name} answers {method} with something else: {str(error)[:200]}"
             ) from error
+
+
+async def _whole(content: aiohttp.StreamReader) -> bytes:
+    """An answer to its end; raises `CorruptError` for one of more than `MAX_ANSWER_BYTES`."""
+    data = bytearray()
+    async for piece in content.iter_any():
+        data += piece
+        if len(data) > MAX_ANSWER_BYTES:
+            raise CorruptError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(data)
