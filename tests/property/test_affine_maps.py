@@ -12,10 +12,12 @@ from deltawire.engines.affine import (
     Cover,
     boxes_of,
     chain_of,
-    compose,
+    intersect,
     join,
+    replaced,
     row_major,
     simplify,
+    through,
 )
 from deltawire.engines.elements import (
     chunks,
@@ -131,6 +133,14 @@ def chained(draw):
     inner = AffineMap(first[0], 0, first[1], first[2], row_major(first[1]))
     outer = AffineMap(second[0], 3, second[1], second[2], row_major(second[1]))
     return inner, outer
+
+
+def compose(outer, inner):
+    """``outer`` after ``inner``, by way of the memory that one writes and the other reads."""
+    chain = chain_of([replaced(outer, source=0, target=0)], "source", inner.target_strides)
+    written = boxes_of(inner, chain, "target")
+    common = [intersect(r, w) for r in boxes_of(outer, chain, "source") for w in written]
+    return [through(*both) for both in common if both is not None]
 
 
 @given(chained())

@@ -15,8 +15,6 @@ from deltawire.dashboard.state import RunState
 from deltawire.errors import InputError
 from deltawire.events import Published, Step
 
-KINDS = ("tensorboard", "wandb", "trackio")
-
 
 class Tracker(Protocol):
     """Takes named figures at a version; versions come in order, each once."""

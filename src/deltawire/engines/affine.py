@@ -1,4 +1,4 @@
-"""Affine maps between two flat memories, and their algebra: cut, intersect, subtract, compose.
+"""Affine maps between two flat memories, and their algebra: cut, intersect, subtract, join.
 
 An affine map says where elements go that are walked by nested loops: element ``(i, j, …)`` lies at
 ``source + i·s0 + j·s1 + …`` in one memory and at ``target + i·t0 + j·t1 + …`` in the other. That
@@ -414,20 +414,6 @@ class Cover:
         self._starts[held] = box.starts
         self._ends[held] = np.add(box.starts, box.counts)
         self.boxes.append(box)
-
-
-def compose(outer: AffineMap, inner: AffineMap) -> list[AffineMap]:
-    """``outer`` after ``inner``: from inner's source, by way of the memory that is inner's target
-    and outer's source, to outer's target; of what both know."""
-    chain = chain_of([replaced(outer, source=0, target=0)], "source", inner.target_strides)
-    found = []
-    inner_boxes = boxes_of(inner, chain, "target")
-    for read in boxes_of(outer, chain, "source"):
-        for written in inner_boxes:
-            common = intersect(read, written)
-            if common is not None:
-                found.append(through(*common))
-    return found
 
 
 def through(read: Box, written: Box) -> AffineMap:

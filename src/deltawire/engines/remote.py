@@ -96,7 +96,9 @@ class _Attested(msgspec.Struct):
 T = TypeVar("T")
 
 
-class _Statuses(msgspec.Struct):
+class Statuses(msgspec.Struct):
+    """The answer to ``deltawire_status`` and ``deltawire_want``."""
+
     results: Annotated[list[Status], Meta(min_length=1, max_length=1)]
 
 
@@ -129,11 +131,11 @@ class Calls:
 
     def status(self) -> Status:
         """How it stands."""
-        return self._call("deltawire_status", _Statuses).results[0]
+        return self._call("deltawire_status", Statuses).results[0]
 
     def want(self, version: int) -> None:
         """Have it go to ``version``, be it newer or older."""
-        self._call("deltawire_want", _Statuses, str(version))
+        self._call("deltawire_want", Statuses, str(version))
 
     def attest(self) -> _Attested:
         """Have all ranks digest their live bits."""

@@ -36,11 +36,6 @@ class Text:
         self._special = _any_of([token.content for token in added if token.special])
         self._special_ids = frozenset(tokenizer.all_special_ids)
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Tokens that stand for no text."""
-        return self._special_ids
-
     def prompt(self, said: str | Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """The tokens a conversation begins with. A string stands for one message of a user's.
 

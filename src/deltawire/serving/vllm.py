@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Any
 
 import aiohttp
 import msgspec
-from msgspec import Meta
 
+from deltawire.engines.remote import MAX_ANSWER_BYTES, Status, Statuses
 from deltawire.errors import CorruptError, ResyncError, RetryError
 from deltawire.serving.contract import CacheReset
 from deltawire.serving.replica import Held
@@ -16,24 +16,6 @@ from deltawire.serving.replica import Held
 ASK_EVERY_S = 0.05
 ANSWER_WITHIN_S = 30.0
 LOAD_WITHIN_S = 3600.0
-MAX_ANSWER_BYTES = 4 << 20
-
-
-class _Rank(msgspec.Struct):
-    failure: str = ""
-
-
-class _Status(msgspec.Struct):
-    version: int
-    wanted: int
-    phase: Annotated[str, Meta(max_length=32)]
-    failure: str = ""
-    digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
-    ranks: list[_Rank] = []
-
-
-class _Answer(msgspec.Struct):
-    results: Annotated[list[_Status], Meta(min_length=1, max_length=1)]
 
 
 class VllmReplica:
@@ -90,7 +72,7 @@ class VllmReplica:
         except TimeoutError as error:
             raise RetryError(f"replica {self.name} still prepares version {version}") from error
 
-    async def _call(self, method: str, *arguments: Any) -> _Status:
+    async def _call(self, method: str, *arguments: Any) -> Status:
         try:
             async with self._session.post(
                 f"{self._base_url}/collective_rpc",
@@ -109,7 +91,7 @@ class VllmReplica:
             reason = str(error) or type(error).__name__
             raise RetryError(f"replica {self.name} does not answer: {reason}") from error
         try:
-            return msgspec.json.decode(data, type=_Answer).results[0]
+            return msgspec.json.decode(data, type=Statuses).results[0]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptError(
                 f"replica {self.name} answers {method} with something else: {str(error)[:200]}"
