@@ -11,8 +11,13 @@ import copy
 import re
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 
 import pytest
+
+# Without a GPU Triton's kernels are interpreted. It has to know before anything imports it.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # For stores on loopback: as patient as any other, but quick about it.
 QUICK_RETRIES = {

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from devices import BACKENDS, take_for_device
 from loaders import Sharded, bits_of, live_of, same_bits
 from versions import checkpoint, first_version, next_version, part_of
 
 from deltawire import codec
 from deltawire.codec import Patch
-from deltawire.engines import placed as placed_module
 from deltawire.engines.placed import PlacedWeights
 from deltawire.engines.placement import (
     decode_placement,
@@ -109,16 +109,16 @@ def test_probing_changes_no_live_bit_and_places_everything(kind, ranks):
         assert held == sum(live.values())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_path_of_devices_equals_that_of_the_host(dtype, monkeypatch):
-    """By torch alone, as on a GPU: the slow twin of the kernels."""
+def test_the_path_of_devices_equals_that_of_the_host(dtype, backend, monkeypatch):
     specs, modules, weights, mirror, parts = placed("experts", 2, dtype)
     _, others, twins, _, _ = placed("experts", 2, dtype)
     patches = next_version(mirror, specs, np.random.default_rng(9))[1]
     for twin, other, w, module, part in zip(twins, others, weights, modules, parts, strict=True):
         w.swap(w.prepare(patches, part, 1))
         with monkeypatch.context() as patch:
-            patch.setattr(placed_module, "on_host", lambda tensor: False)
+            take_for_device(patch, backend)
             prepared = twin.prepare(patches, part, 1)
             old = other.norm.data.clone()
             other.norm.data.zero_()
@@ -134,7 +134,7 @@ def test_the_path_of_devices_equals_that_of_the_host(dtype, monkeypatch):
             assert torch.equal(bits_of(module)[name], bits_of(other)[name])
     if dtype == torch.float32:
         others[0].norm.data.view(torch.int32)[0] |= 1
-        monkeypatch.setattr(placed_module, "on_host", lambda tensor: False)
+        take_for_device(monkeypatch, backend)
         with pytest.raises(CorruptError, match="never published"):
             twins[0].attest()
 
@@ -191,7 +191,7 @@ def test_a_failure_while_scattering_puts_the_old_bits_back(monkeypatch):
     newer, patches = next_version(mirror, specs, np.random.default_rng(8))
     prepared = weights[0].prepare(patches, parts[0], 1, digest=newer.digest)
     before = bits_of(modules[0])
-    exchange = weights[0]._exchange_on_host
+    exchange = weights[0]._take_up
     calls = []
 
     def break_down(move, written):
@@ -201,7 +201,7 @@ def test_a_failure_while_scattering_puts_the_old_bits_back(monkeypatch):
             monkeypatch.undo()
             raise MemoryError("planted")
 
-    monkeypatch.setattr(weights[0], "_exchange_on_host", break_down)
+    monkeypatch.setattr(weights[0], "_take_up", break_down)
     with pytest.raises(MemoryError):
         weights[0].swap(prepared)
     assert same_bits(before, bits_of(modules[0]))

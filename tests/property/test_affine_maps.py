@@ -1,7 +1,6 @@
 """The algebra of affine maps, against listing every element."""
 
 import numpy as np
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +21,6 @@ from deltawire.engines.affine import (
 from deltawire.engines.elements import (
     chunks,
     digest_part,
-    digest_tensor,
     locate,
     positions_of,
 )
@@ -182,15 +180,3 @@ def test_a_parts_digest_is_the_sum_of_its_elements(found, dtype):
         for position, bit in zip(positions_of(part).tolist(), bits, strict=True):
             expected += digest_bits_reference("t", np.array([bit], dtype), position)
         assert digest_part("t", part, bits) == expected
-
-
-@given(maps(), st.sampled_from([8, 16, 32, 64]))
-def test_torchs_digest_is_the_reference(found, width):
-    part = simplify(found)[0]
-    bits = np.frombuffer(np.random.default_rng(part.count).bytes(part.count * 8), np.int64)
-    expected = codec.ZERO
-    for position, bit in zip(positions_of(part).tolist(), bits.tolist(), strict=True):
-        word = np.array([bit & (1 << width) - 1], np.uint64).astype(f"u{width // 8}")
-        expected += digest_bits_reference("t", word, position)
-    positions = torch.from_numpy(positions_of(part))
-    assert digest_tensor("t", positions, torch.from_numpy(bits.copy()), width) == expected

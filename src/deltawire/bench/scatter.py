@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from deltawire import codec
 from deltawire.codec import Patch
-from deltawire.engines.placed import PlacedWeights
+from deltawire.engines.placed import PlacedWeights, Prepared
 from deltawire.engines.placement import probe
+from deltawire.errors import InputError
 from deltawire.sync.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
@@ -26,14 +28,21 @@ _ROWS = {"q": 1, "k": 1, "v": 1, "gate": 2, "up": 2, "out": 1, "down": 2}
 LAYER_ELEMENTS = sum(_ROWS.values()) * WIDTH * WIDTH
 
 
-class ScatterTimes(NamedTuple):
-    """One size: ``parameters`` of bf16, of which ``changes`` change.
+class ScatterTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """One size: ``parameters`` of bf16 on ``device``, of which ``changes`` change.
 
     Times are the best of several rounds. ``reload_ms`` is the model's own loader over tensors in
-    memory, ``copy_ms`` one memcpy of the whole model, ``probe_ms`` the probe. ``staged_bytes`` is
-    what was allocated before the swap, ``swap_bytes`` what the swap itself allocates at its peak.
+    host memory, ``copy_ms`` one copy of the whole model from there, ``probe_ms`` the probe,
+    ``attest_ms`` a digest of all live bits. ``staged_bytes`` is what was allocated before the swap,
+    ``swap_bytes`` what the swap itself allocates at its peak.
+
+    ``bandwidth`` is that of the device's memory, bytes read and written a second in a plain copy,
+    in the same run. At it, ``swap_limit_ms`` is what reading the staged bytes once, and reading
+    and writing once the memory lines that changes lie in, would take; ``attest_limit_ms`` what
+    reading all weights would.
     """
 
+    device: str
     parameters: int
     changes: int
     prepare_ms: float
@@ -44,6 +53,9 @@ class ScatterTimes(NamedTuple):
     probe_ms: float
     staged_bytes: int
     swap_bytes: int
+    bandwidth: float
+    swap_limit_ms: float
+    attest_limit_ms: float
 
 
 class _Engine:
@@ -80,8 +92,13 @@ def time_scatter(
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ScatterTimes:
-    """Swap ``rounds`` times there and back, ``changes`` of about ``parameters`` weights each time,
-    and check by the digest that it happened. Takes 4 bytes of host memory a parameter."""
+    """Swap ``rounds`` times there and back on ``device``, ``changes`` of about ``parameters``
+    weights each time, and check by the digest that it happened.
+
+    Takes 4 bytes of host memory a parameter. Raises `InputError` if there is no such device.
+    """
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise InputError(f"there is no device {device[:40]} here", hint="cpu, or cuda where one is")
     engine = _Engine(max(1, round(parameters / LAYER_ELEMENTS)), device)
     rng = np.random.default_rng(seed)
     bits = {
@@ -96,28 +113,31 @@ def time_scatter(
     weights.adopt(mirror)
     there = _random_patches(engine.tensors, changes, rng)
     preparing, swapping, attesting = (_Timer(clock, device) for _ in range(3))
-    staged, peak = 0, 0
+    staged, peak, touched = 0, 0, 0
     for number in range(2 * rounds):
         back = {name: Patch(p.positions, bits[name][p.positions]) for name, p in there.items()}
         with preparing:
             prepared = weights.prepare(there, mirror, mirror.version + 1)
         staged = prepared.bytes
         if number == 0:
-            tracemalloc.start()
-            weights.swap(prepared)
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
+            touched = staged + 2 * _lines(prepared, device)
+            peak = _allocated(partial(weights.swap, prepared), device)
         else:
             with swapping:
                 weights.swap(prepared)
         for name, patch in there.items():
             bits[name][patch.positions] = patch.bits
         mirror.version, mirror.digest, there = prepared.version, prepared.share, back
-    with attesting:
-        found = weights.attest()
-    assert found == codec.digest_model(bits)
+    for _ in range(rounds):
+        with attesting:
+            found = weights.attest()
+        assert found == weights.share
+    assert weights.share == codec.digest_model(bits)
+    parameters = sum(spec.count for spec in engine.tensors)
+    bandwidth = _bandwidth(device, clock)
     return ScatterTimes(
-        parameters=sum(spec.count for spec in engine.tensors),
+        device=_name_of(device),
+        parameters=parameters,
         changes=sum(len(patch) for patch in there.values()),
         prepare_ms=preparing.best_ms,
         swap_ms=swapping.best_ms,
@@ -127,7 +147,52 @@ def time_scatter(
         probe_ms=probing.best_ms,
         staged_bytes=staged,
         swap_bytes=peak,
+        bandwidth=bandwidth,
+        swap_limit_ms=touched / bandwidth * 1e3,
+        attest_limit_ms=2 * parameters / bandwidth * 1e3,
     )
+
+
+def _lines(prepared: Prepared, device: str) -> int:
+    """Bytes of the memory lines that changes lie in; positions ascend but for a few places."""
+    line = 64 if device == "cpu" else 32
+    return line * sum(
+        int(torch.unique_consecutive(index // (line // live.element_size())).numel())
+        for move in prepared.moves
+        for live, index in (
+            (stretch.live, move.index[stretch.first : stretch.last]) for stretch in move.stretches
+        )
+    )
+
+
+def _allocated(work: Callable[[], None], device: str) -> int:
+    """The most that ``work`` holds at once, beyond what was held before."""
+    if device == "cpu":
+        tracemalloc.start()
+        work()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    return int(torch.cuda.max_memory_allocated(device) - before)
+
+
+def _bandwidth(device: str, clock: Callable[[], float]) -> float:
+    """Bytes read and written a second when memory of the device is copied within it."""
+    size = (1 << 28) if device == "cpu" else (1 << 31)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    timer = _Timer(clock, device)
+    for _ in range(10):
+        with timer:
+            target.copy_(source)
+    return 2 * size / (timer.best_ms / 1e3)
+
+
+def _name_of(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def _random_patches(

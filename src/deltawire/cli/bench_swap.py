@@ -1,4 +1,5 @@
-"""``deltawire bench swap``: the pause that a swap makes in vLLM, beside vLLM's own ways."""
+"""``deltawire bench swap``: the pause that a swap makes in vLLM, beside vLLM's own ways; with
+``--device``, what the swap itself takes there."""
 
 from __future__ import annotations
 
@@ -8,13 +9,17 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from deltawire.bench.scatter import ScatterTimes, time_scatter
 from deltawire.bench.swap import SwapFigures
 from deltawire.bench.swap import bench_swap as measure
 from deltawire.cli.transfer import size
+from deltawire.errors import InputError
 
 
 def bench_swap(arguments: argparse.Namespace) -> int:
     """Measure, and print the table or the JSON."""
+    if arguments.device:
+        return _bench_alone(arguments)
     console = Console(stderr=True, highlight=False)
     found = measure(
         parameters=int(arguments.parameters * 1e6),
@@ -59,4 +64,39 @@ def _print(found: SwapFigures) -> None:
         f"changed ({found.changed:.1%}); reload {found.reload_ms:.0f} ms, patch loader "
         f"{found.patch_loader_ms:.0f} ms, prepared in {found.prepare_ms:.0f} ms; "
         f"{found.machine.processor}, {found.machine.processors} processors"
+    )
+
+
+def _bench_alone(arguments: argparse.Namespace) -> int:
+    parameters = int(arguments.parameters * 1e6)
+    if parameters < 1 or not 0 < arguments.density <= 1 or arguments.repeats < 1:
+        raise InputError("at least one million parameters, a share up to 1, one repeat")
+    found = time_scatter(
+        parameters,
+        max(1, int(parameters * arguments.density)),
+        rounds=arguments.repeats,
+        device=arguments.device,
+    )
+    if arguments.json:
+        Console().print_json(msgspec.json.encode(found).decode())
+    else:
+        _print_alone(found)
+    return 0
+
+
+def _print_alone(found: ScatterTimes) -> None:
+    console = Console(highlight=False)
+    table = Table("", "measured", "at the memory's bandwidth")
+    table.add_row("swap", f"{found.swap_ms:.2f} ms", f"{found.swap_limit_ms:.2f} ms")
+    table.add_row("digest of all", f"{found.attest_ms:.2f} ms", f"{found.attest_limit_ms:.2f} ms")
+    table.add_row("prepared in", f"{found.prepare_ms:.0f} ms", "")
+    table.add_row("reload from host memory", f"{found.reload_ms:.1f} ms", "")
+    table.add_row("copy from host memory", f"{found.copy_ms:.1f} ms", "")
+    table.add_row("probed in", f"{found.probe_ms:.0f} ms", "")
+    table.add_row("staged before", size(found.staged_bytes), "")
+    table.add_row("allocated during the swap", size(found.swap_bytes), "")
+    console.print(table)
+    console.print(
+        f"{found.device}: {found.parameters / 1e6:.0f} million bf16 weights, {found.changes} "
+        f"changed; memory copied at {found.bandwidth / 1e9:.0f} GB/s, read and written"
     )

@@ -327,13 +327,20 @@ def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _add_swap_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    swap = benches.add_parser("swap", help="the pause of a swap in vLLM, beside vLLM's own ways")
+    swap = benches.add_parser(
+        "swap", help="the pause of a swap in vLLM, beside vLLM's own ways; or on a GPU by itself"
+    )
     swap.set_defaults(module="deltawire.cli.bench_swap", function="bench_swap")
     swap.add_argument(
         "--parameters", type=float, default=100.0, metavar="MILLIONS", help="of the smaller model"
     )
     swap.add_argument("--density", type=float, default=0.01, help="share of weights that change")
     swap.add_argument("--repeats", type=int, default=7)
+    swap.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="time a swap by itself there, without an engine: cpu, cuda, cuda:1",
+    )
     swap.add_argument("--json", action="store_true")
 
 

@@ -14,8 +14,6 @@ from deltawire import codec
 from deltawire.codec import Bits, Digest
 from deltawire.engines.affine import AffineMap
 from deltawire.engines.layout import TORCH_DTYPES
-from deltawire.engines.placement import Region
-from deltawire.errors import CorruptError
 
 CHUNK_ELEMENTS = 1 << 21
 """Elements that are handled at once where all of them are."""
@@ -106,52 +104,6 @@ def digest_part(name: str, part: AffineMap, bits: Bits) -> Digest:
     return total
 
 
-def digest_on_device(name: str, part: AffineMap, found: Tensor, region: Region) -> Digest:
-    """As `digest_part`, of live bits where they lie. Raises `CorruptError` as `attest` does."""
-    bits = found.to(torch.int64)
-    if region.widened:
-        if bool((bits & 0xFFFF).any()):
-            raise CorruptError(f"tensor {name} holds bits that were never published")
-        bits = bits >> 16
-    width = 8 * codec.ITEMSIZE[region.dtypes[0]]
-    positions = torch.full((1,), part.source, dtype=torch.int64, device=found.device)
-    for size, stride in zip(part.shape, part.source_strides, strict=True):
-        steps = torch.arange(size, dtype=torch.int64, device=found.device) * stride
-        positions = (positions[:, None] + steps).view(-1)
-    return digest_tensor(name, positions, bits, width)
-
-
-_STEP = 0x9E3779B97F4A7C15
-_LOW = 0xFFFFFFFF
-
-
-def digest_tensor(name: str, positions: Tensor, bits: Tensor, width: int) -> Digest:
-    """The digest of elements of ``width`` bits at ``positions``, int64[N], by torch alone.
-
-    ``bits`` is int64[N]; what lies above ``width`` is ignored.
-    """
-    if width == 64:
-        positions = torch.stack([2 * positions, 2 * positions + 1], 1).view(-1)
-        bits = torch.stack([bits, _shifted(bits, 32)], 1).view(-1)
-    bits = bits & (_LOW if width >= 32 else (1 << width) - 1)
-    words = (positions + 1) * _signed(_STEP) + _signed(codec.tensor_key(name))
-    low = words & _LOW
-    product = (low ^ bits) * (_shifted(words, 32) | 1)
-    folded = product ^ _shifted(product, 29)
-    second = (folded & _LOW) * (_shifted(folded, 32) ^ low)
-    lanes = torch.stack([folded.sum(), second.sum()]).tolist()
-    return Digest(lanes[0] & (1 << 64) - 1, lanes[1] & (1 << 64) - 1)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-def _shifted(words: Tensor, by: int) -> Tensor:
-    """A logical shift to the right of int64."""
-    return (words >> by) & ((1 << (64 - by)) - 1)
-
-
 def encode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits:
     """Published bits, uint[N], as the live dtype has them."""
     if len(dtypes) == 1:
@@ -162,11 +114,6 @@ def encode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits:
     for dtype in dtypes[1:]:
         values = values.to(TORCH_DTYPES[dtype])
     return array_of(plain_nans(values).view(CARRIER[values.element_size()]))
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether NumPy and the native kernels can reach a tensor; the rest is done by torch alone."""
-    return tensor.device.type == "cpu"
 
 
 def equal_bits(found: Tensor, expected: Tensor) -> bool:

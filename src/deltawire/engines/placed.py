@@ -24,7 +24,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltawire import _native, codec
+from deltawire import codec
 from deltawire.codec import Bits, Digest, Patch
 from deltawire.engines.affine import AffineMap, row_major
 from deltawire.engines.elements import (
@@ -32,16 +32,17 @@ from deltawire.engines.elements import (
     array_of,
     chunks,
     decode_bits,
-    digest_on_device,
     digest_part,
     encode_bits,
     equal_bits,
     locate,
-    on_host,
     plain_nans,
     tensor_of,
 )
 from deltawire.engines.layout import TORCH_DTYPES, survey_live
+from deltawire.engines.moves import Move, Part
+from deltawire.engines.moves import stage as stage_moves
+from deltawire.engines.on_device import LiveDigest, kernels_of, on_host
 from deltawire.engines.placement import (
     LoadWeights,
     Placement,
@@ -51,20 +52,6 @@ from deltawire.engines.placement import (
 )
 from deltawire.errors import BugError, CorruptError, InputError, ResyncError
 from deltawire.sync.mirror import Mirror
-
-_DRIFTED = "live bits are not the mirror's; attest, and load again"
-_LOST = "new bits did not reach the weights"
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Changes in one storage: flat ``index``, int64[N], and the bits ``old`` and ``new`` there,
-    as integers of the storage's width; all on the storage's device."""
-
-    storage: int
-    index: Tensor
-    old: Tensor
-    new: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +73,12 @@ class Prepared:
     @property
     def changes(self) -> int:
         """How many live elements change, besides those of dense tensors."""
-        return sum(move.index.numel() for move in self.moves)
+        return sum(move.changes for move in self.moves)
 
     @property
     def bytes(self) -> int:
         """What is allocated for it."""
-        staged = sum(t.nbytes for move in self.moves for t in (move.index, move.old, move.new))
+        staged = sum(move.bytes for move in self.moves)
         return staged + sum(t.nbytes for pair in self.dense.values() for t in pair)
 
 
@@ -199,17 +186,27 @@ class PlacedWeights:
     @torch.no_grad()
     def _attest_live(self) -> Digest:
         total = codec.ZERO
-        for region, part in self._parts(counting=True):
-            spec = self.placement.tensors[region.tensor]
-            found = self._view(region, part).contiguous().view(-1)
-            if not on_host(found):
-                total += digest_on_device(spec.name, part, found, region)
+        on_devices: dict[torch.device, LiveDigest] = {}
+        for region in self.placement.regions:
+            if not region.counts:
                 continue
-            bits = decode_bits(array_of(found), region.dtypes)
-            if bits is None:
-                raise CorruptError(f"tensor {spec.name} holds bits that were never published")
-            total += digest_part(spec.name, part, bits)
-        return total
+            name, flat = self.placement.tensors[region.tensor].name, self._flats[region.storage]
+            if on_host(flat):
+                for part in chunks(region.map):
+                    total += self._digest_on_host(name, region, part)
+                continue
+            if flat.device not in on_devices:
+                regions = len(self.placement.regions)
+                on_devices[flat.device] = LiveDigest(flat.device, regions, kernels_of(flat.device))
+            on_devices[flat.device].add(name, region, flat)
+        return sum((digest.total() for digest in on_devices.values()), total)
+
+    def _digest_on_host(self, name: str, region: Region, part: AffineMap) -> Digest:
+        found = self._view(region, part).contiguous().view(-1)
+        bits = decode_bits(array_of(found), region.dtypes)
+        if bits is None:
+            raise CorruptError(f"tensor {name} holds bits that were never published")
+        return digest_part(name, part, bits)
 
     def prepare(
         self,
@@ -252,7 +249,8 @@ class PlacedWeights:
                 target[patch.positions] = patch.bits
                 spec = self._specs[name]
                 dense[name] = (_dense(spec, base), _dense(spec, target))
-        moves = stage.moves(self._flats)
+        names = [storage.name for storage in self.placement.storages]
+        moves = stage_moves(stage.parts, names, self._flats)
         share = self.share + stage.change + believed
         if digest is not None and share != digest:
             raise ResyncError(
@@ -275,63 +273,36 @@ class PlacedWeights:
                 version=prepared.version,
             )
         self.version = -1
-        written: list[tuple[Move, int]] = []
+        begun: list[Move] = []
         try:
             if prepared.dense:
                 self._load_dense({name: new for name, (_, new) in prepared.dense.items()})
-            self._exchange(prepared.moves, written)
+            self._exchange(prepared.moves, begun)
         except BaseException:
             if prepared.dense:
                 self._load_dense({name: old for name, (old, _) in prepared.dense.items()})
-            for move, count in written:
-                self._flats[move.storage].index_copy_(0, move.index[:count], move.old[:count])
+            for move in begun:
+                move.put_back()
             self.version = prepared.base
             raise
         self._believed = prepared.believed
         self._live = prepared.share - prepared.believed
         self.version = prepared.version
 
-    def _exchange(self, moves: Sequence[Move], written: list[tuple[Move, int]]) -> None:
-        """Put new bits in the place of old ones, telling in ``written`` how many of each move may
-        have been. Raises `ResyncError` if live bits are not the old ones before, or not the new
-        ones afterwards."""
-        on_device = []
+    def _exchange(self, moves: Sequence[Move], begun: list[Move]) -> None:
+        """Put new bits in the place of old ones, telling in ``begun`` which moves may have been.
+        Raises `ResyncError` if live bits are not the old ones before, or not the new ones
+        afterwards."""
         for move in moves:
-            if on_host(self._flats[move.storage]):
-                self._exchange_on_host(move, written)
-            else:
-                on_device.append(move)
-        if not on_device:
-            return
-        self._require([(m, m.old) for m in on_device], _DRIFTED)
-        for move in on_device:
-            written.append((move, move.index.numel()))
-            self._flats[move.storage].index_copy_(0, move.index, move.new)
-        self._require([(m, m.new) for m in on_device], _LOST)
+            self._take_up(move, begun)
 
-    def _exchange_on_host(self, move: Move, written: list[tuple[Move, int]]) -> None:
-        """All of a move, or nothing of it."""
-        written.append((move, move.index.numel()))  # Should a signal come before the answer.
-        fault = _native.exchange(
-            array_of(self._flats[move.storage]),
-            move.index.numpy(),
-            array_of(move.old),
-            array_of(move.new),
-            torch.get_num_threads(),
-        )
-        if fault:
-            written[-1] = (move, 0)
-            name = self.placement.storages[move.storage].name
-            raise ResyncError(f"{name}: {_DRIFTED if fault == 1 else _LOST}")
-
-    def _require(self, expected: Sequence[tuple[Move, Tensor]], fault: str) -> None:
-        """Raise `ResyncError` unless a device holds these bits; it is asked once."""
-        odd = [
-            (self._flats[move.storage].index_select(0, move.index) != bits).any()
-            for move, bits in expected
-        ]
-        if bool(torch.stack(odd).any()):
-            raise ResyncError(fault)
+    def _take_up(self, move: Move, begun: list[Move]) -> None:
+        begun.append(move)  # Should a signal come before the answer.
+        try:
+            move.exchange()
+        except ResyncError:
+            begun.pop()  # It left everything as it was.
+            raise
 
     def _load_dense(self, tensors: Mapping[str, Tensor]) -> None:
         if self._load_weights is None:
@@ -346,11 +317,10 @@ class PlacedWeights:
                     total += digest_part(name, part, _gather(mirror, name, part))
         return total
 
-    def _parts(self, *, counting: bool = False) -> Iterator[tuple[Region, AffineMap]]:
+    def _parts(self) -> Iterator[tuple[Region, AffineMap]]:
         for region in self.placement.regions:
-            if region.counts or not counting:
-                for part in chunks(region.map):
-                    yield region, part
+            for part in chunks(region.map):
+                yield region, part
 
     def _view(self, region: Region, part: AffineMap) -> Tensor:
         """The live elements of a part of a region, in the order of the checkpoint."""
@@ -363,16 +333,14 @@ class _Stage:
 
     def __init__(self, storages: int) -> None:
         self.change = codec.ZERO
-        self._found: list[list[tuple[NDArray[np.int64], Bits, Bits]]] = [
-            [] for _ in range(storages)
-        ]
+        self.parts: list[list[Part]] = [[] for _ in range(storages)]
 
     def add(self, name: str, region: Region, patch: Patch, old: Bits) -> None:
         """Take those of a patch that lie in ``region``."""
         inside, index = locate(region.map, patch.positions)
         if not index.size:
             return
-        self._found[region.storage].append(
+        self.parts[region.storage].append(
             (
                 index,
                 encode_bits(old[inside], region.dtypes),
@@ -381,20 +349,6 @@ class _Stage:
         )
         if region.counts:
             self.change += _change(name, patch, old, inside)
-
-    def moves(self, flats: Sequence[Tensor]) -> list[Move]:
-        """All of it, on the devices."""
-        moves = []
-        for storage, parts in enumerate(self._found):
-            if not parts:
-                continue
-            device = flats[storage].device
-            index = torch.from_numpy(np.concatenate([part[0] for part in parts]))
-            old = tensor_of(np.concatenate([part[1] for part in parts]))
-            new = tensor_of(np.concatenate([part[2] for part in parts]))
-            parts.clear()
-            moves.append(Move(storage, index.to(device), old.to(device), new.to(device)))
-        return moves
 
 
 def _change(name: str, patch: Patch, old: Bits, inside: slice | NDArray[np.intp]) -> Digest:

@@ -40,7 +40,7 @@ class PlantingWorker(DeltawireWorker):
         name = {
             "prepare": "prepare",
             "swap": "swap",
-            "scatter": "_exchange_on_host",
+            "scatter": "_take_up",
             "readback": "_exchange",
         }[at]
         original = getattr(placed, name)

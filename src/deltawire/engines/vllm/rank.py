@@ -303,14 +303,12 @@ class Rank:
 
 def reverse_of(prepared: Prepared, *, share: Digest, believed: Digest) -> Prepared:
     """The step back, to the ``share`` and what was ``believed`` before."""
-    from deltawire.engines.placed import Move
-
     return Prepared(
         prepared.version,
         prepared.base,
         share,
         believed,
-        [Move(move.storage, move.index, move.new, move.old) for move in prepared.moves],
+        [move.reversed() for move in prepared.moves],
         {name: (new, old) for name, (old, new) in prepared.dense.items()},
     )
 
