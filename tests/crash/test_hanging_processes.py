@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from deltawire.events import Life, decode_lines
 from deltawire.rl import supervisor as supervising
 from deltawire.rl import watchman as watching
 from deltawire.rl.pulse import Heart, read_pulse
-from deltawire.rl.supervisor import Supervisor
+from deltawire.rl.supervisor import ChildError, Supervisor
 from deltawire.rl.watchman import FIRST_PULSE_S, Vigil
 from deltawire.store import Bucket
 from deltawire.wire import keys
@@ -139,9 +140,7 @@ def test_one_that_was_stopped_and_replaced_wakes_up_and_writes_nothing(bucket) -
         old.kill()
         old.wait()
     assert bucket.get("harm", limit=1) is None
-    newest = read_pulse(bucket, "child")
-    assert newest is not None
-    assert (newest.tenure, newest.ended) == (1, True)
+    assert [bucket.exists(keys.tenure("child", number)) for number in range(3)] == [1, 1, 0]
 
 
 def heart_of(bucket: Bucket, nonce: str) -> Heart:
@@ -171,8 +170,15 @@ def test_a_late_put_of_the_one_before_does_not_fence(bucket) -> None:
     bucket.put(keys.pulse("w0"), late)
     second._look()
     second.mark("work")
-    first.close()
-    second.close()
+    with pytest.raises(FencedError, match="another process is w0"):
+        first.confirm(anew=True)  # Its own pulse lies there.
+    third = heart_of(bucket, "c")
+    third.begin()
+    assert (first.tenure, second.tenure, third.tenure) == (0, 1, 2)
+    with pytest.raises(FencedError, match="another process is w0"):
+        second.confirm(anew=True)
+    for heart in (first, second, third):
+        heart.close()
 
 
 def test_a_damaged_or_hostile_pulse_is_none(bucket) -> None:
@@ -230,3 +236,89 @@ def test_what_takes_long_is_held_to_what_it_took_before(bucket, monkeypatch) -> 
         now[0] += 0.1
     with heart.taking("publish"):
         assert heart._mark.allowed_s == 30, "never less than anything may take"
+
+
+KILLED_EACH_TIME = """
+import os, signal, sys, time
+from deltawire.rl.pulse import Heart
+from deltawire.rl import pulse
+from deltawire.store import open_bucket
+pulse.PULSE_S = 0.02
+bucket = open_bucket(sys.argv[1])
+heart = Heart(bucket, "child", "trainer", nonce=str(os.getpid()), host="h", supervised=True)
+heart.begin()
+if sys.argv[2] == "useful":
+    heart.achieve()
+time.sleep(0.5)
+if heart.tenure == 6:
+    heart.close()
+    sys.exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_two_that_begin_at_once_do_not_share_a_tenure(bucket) -> None:
+    hearts = [heart_of(bucket, nonce) for nonce in "abcdefgh"]
+    threads = [threading.Thread(target=heart.begin) for heart in hearts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(heart.tenure for heart in hearts) == list(range(8))
+    for heart in hearts:
+        if heart.tenure < 7:
+            with pytest.raises(FencedError):
+                heart.confirm(anew=True)
+        else:
+            heart.confirm(anew=True)
+    for heart in hearts:
+        heart.close()
+
+
+def until_done(supervisor: Supervisor, deadline: float) -> None:
+    while not supervisor.check():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("kind", ["useful", "useless"])
+def test_only_what_never_gets_anything_done_is_given_up(bucket, tmp_path, monkeypatch, kind):
+    """Six deaths in a row, where two may be: of a process that finishes something each time, and
+    of one that does not."""
+    monkeypatch.setattr(watching, "WATCH_S", 0.05)
+    monkeypatch.setattr(supervising, "RESTART_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervising, "RESTARTS", 2)
+    supervisor = Supervisor(
+        bucket, tmp_path / "logs", command=(sys.executable, "-c", KILLED_EACH_TIME)
+    )
+    supervisor.begin()
+    supervisor.add("child", "trainer", [bucket.url, kind])
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        if kind == "useless":
+            with pytest.raises(ChildError, match="child ended with signal 9"):
+                until_done(supervisor, deadline)
+            return
+        until_done(supervisor, deadline)
+    finally:
+        supervisor.stop()
+    assert sum(life.what == "died" for life in lives(bucket)) == 6
+
+
+def test_a_store_that_is_away_uses_up_no_restarts(bucket, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(supervising, "RESTART_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervising, "RESTARTS", 1)
+    mark = tmp_path / "starts"
+    code = (
+        "import sys; from pathlib import Path; p = Path(sys.argv[1]); n = len(p.read_text()) if "
+        "p.exists() else 0; p.write_text('x' * (n + 1)); sys.exit([75, 75, 75, 75, 9, 0][n])"
+    )
+    supervisor = Supervisor(bucket, tmp_path / "logs", command=(sys.executable, "-c", code))
+    supervisor.begin()
+    supervisor.add("child", "trainer", [str(mark)])
+    deadline = time.monotonic() + PATIENCE_S
+    while not supervisor.check():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    supervisor.stop()
+    assert len(mark.read_text()) == 6

@@ -128,6 +128,7 @@ def _follow(
                 )
             )
             process.events.flush()
+            process.heart.achieve()
             done.add(version)
         if last:
             return

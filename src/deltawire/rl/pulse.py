@@ -13,11 +13,12 @@ slowest of its kind, within ``faults.stall_s`` and ``faults.long_s``; the first 
 latter. Time in which the store did not answer, or in which this whole process stood still, is not
 held against the main thread.
 
-Each process takes a tenure one above what it finds under its name. One that was stopped, replaced,
-and wakes up again finds a higher tenure than its own: `confirm`, called before every write that
-another process could be harmed by, and `mark` then raise `FencedError`, and it ends. `confirm`
-takes the pulse thread's last look for good for `CONFIRMED_S` and reads anew after that, so a
-process that was stopped for longer reads before it writes.
+Each process creates the next tenure of its name. One that was stopped, replaced, and wakes up
+again finds a tenure above its own: `confirm`, called before every write that another process could
+be harmed by, and `mark` then raise `FencedError`, and it ends. `confirm` takes the pulse thread's
+last look for good for `CONFIRMED_S` and reads anew after that, so a process that was stopped for
+longer reads before it writes. Tenures are objects of their own, created and never written again:
+a pulse that was on its way when its process was stopped may come to lie over its successor's.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Heart:
         self._excused_at = time.monotonic()
         self._confirmed_at = time.monotonic()
         self._beaten = 0
+        self._achieved = 0
         self._error: DeltawireError | None = None
         self._began = False
         self._closed = threading.Event()
@@ -88,11 +90,18 @@ class Heart:
         """Take the name over from whoever had it, and beat from now on."""
         before = with_retries(self._read)
         self.tenure = before.tenure + 1 if before else 0
+        while not with_retries(self._claim):
+            self.tenure += 1
         self._bucket = impatient(self._bucket)
         with_retries(lambda: self._put(ended=False))
         self._confirmed_at = time.monotonic()
         self._began = True
         self._thread.start()
+
+    def _claim(self) -> bool:
+        """Whether the tenure is this process's own now."""
+        key, mine = keys.tenure(self._name, self.tenure), self._nonce.encode()
+        return self._bucket.create(key, mine) or self._bucket.get(key, limit=64) == mine
 
     def mark(self, doing: str) -> None:
         """The main thread makes progress; raises `FencedError` once it has been replaced."""
@@ -113,6 +122,10 @@ class Heart:
         took = time.monotonic() - began
         self._slowest[doing] = max(took, slowest or 0.0)
         self.mark(doing)
+
+    def achieve(self) -> None:
+        """A piece of work is finished and stored: who restarts this process may go on doing so."""
+        self._achieved += 1
 
     def confirm(self, *, anew: bool = False) -> bool:
         """Raise `FencedError` if another process has taken this one's name, `RetryError` if that
@@ -157,13 +170,13 @@ class Heart:
                 return
 
     def _look(self) -> None:
-        there = self._read()
-        if there is not None and there.nonce != self._nonce and there.tenure >= self.tenure:
+        key = keys.tenure(self._name, self.tenure + 1)
+        if self._bucket.exists(key):
             self._error = FencedError(
                 f"another process is {self._name} now",
                 hint="this one was taken for dead and replaced; it stops",
                 run=self._bucket.url,
-                key=keys.pulse(self._name),
+                key=key,
             )
         self._confirmed_at = time.monotonic()
 
@@ -187,6 +200,7 @@ class Heart:
             quiet_s=max(0.0, self._quiet_s()),
             allowed_s=mark.allowed_s,
             ended=ended,
+            achieved=self._achieved,
         )
         self._bucket.put(keys.pulse(self._name), encode_json(pulse))
         self._beaten += 1

@@ -58,7 +58,8 @@ COMMAND = (sys.executable, "-m", "deltawire")
 MAX_SEGMENT_BYTES = 64 << 20
 LIST_EVERY_S = 3.0
 RESTARTS = 20
-"""Deaths in a row, each within `HEALTHY_S`, after which a child is given up."""
+"""Deaths in a row, each within `HEALTHY_S` and before a piece of work was finished, after which a
+child is given up. A store that did not answer is nobody's fault, and counts for none."""
 HEALTHY_S = 60.0
 RESTART_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 10.0
@@ -275,7 +276,7 @@ class Supervisor:
 
     def _start(self, child: Child) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
-        child.killed_for = ""
+        child.killed_for, child.achieved = "", False
         with (self._logs / f"{child.name}.log").open("ab") as log:
             child.process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
                 [*self._command, *child.arguments],
@@ -298,11 +299,14 @@ class Supervisor:
         self._tell(child, "died", reason)
         child.process = None
         lived = time.monotonic() - child.started_at
-        child.failures = child.failures + 1 if lived < HEALTHY_S else 1
-        given_up = child.failures > RESTARTS and code != UNREACHABLE
+        if child.achieved or lived >= HEALTHY_S:
+            child.failures = 0
+        if code != UNREACHABLE:
+            child.failures += 1
+        given_up = child.failures > RESTARTS
         if code in FINAL_CODES or given_up:
             raise self._error(child, code)
-        pause = min(RESTART_PAUSE_S * child.failures, LONGEST_PAUSE_S)
+        pause = min(RESTART_PAUSE_S * max(child.failures, 1), LONGEST_PAUSE_S)
         child.retry_at = time.monotonic() + pause
 
     def _tell(self, child: Child, what: str, detail: str) -> None:

@@ -213,6 +213,7 @@ class Trainer:
         self.desk.expect(self.version + 1, annex)
         with self.process.heart.taking("publish"):
             self.version = self.publisher.publish(self.masters.published(), annex=annex.plain())
+        self.process.heart.achieve()
         settle(self.ledger, annex)
         done = events.span("publish", trained)
         self._watch_probes(batch)

@@ -39,6 +39,8 @@ class Child:
     retry_at: float = 0.0
     done: bool = False
     killed_for: str = ""
+    achieved: bool = False
+    """Whether it was seen to finish a piece of work since it was started."""
 
 
 class Vigil:
@@ -116,6 +118,8 @@ class Watchman(threading.Thread):
         before, now = self._looked_at.get(child.name), time.monotonic()
         self._looked_at[child.name] = now  # A look that fails hears nothing, and counts nothing.
         pulse = read_pulse(self._bucket, child.name)
+        if pulse is not None and pulse.pid == process.pid and pulse.achieved:
+            child.achieved = True
         elapsed = 0.0 if before is None else min(now - before, 2 * WATCH_S)
         if cause := vigil.observe(pulse, elapsed):
             with self.lock:

@@ -150,6 +150,7 @@ class Uploader(threading.Thread):
                 )
             )
             self.stored += 1
+            self._process.heart.achieve()
 
     def _store(self, group: Group, data: bytes) -> None:
         """Create the next object. One that is already there is this put's own, seen late; or was

@@ -19,6 +19,7 @@ CLOCK = "weights/clock"
 ROLLOUTS = "rollouts/"
 FLEET = "fleet/"
 PULSES = "pulses/"
+TENURES = "tenures/"
 CHECKPOINTS = "checkpoints/"
 EVENTS = "events/"
 
@@ -132,6 +133,11 @@ def heartbeat(worker: str) -> str:
 def pulse(process: str) -> str:
     """The key of a process's pulse."""
     return f"{PULSES}{_checked(process)}.json"
+
+
+def tenure(process: str, number: int) -> str:
+    """The key by which a process holds its name, as the ``number``-th one to do so."""
+    return f"{TENURES}{_checked(process)}/{_number(number)}"
 
 
 def process_of(key: str) -> str | None:

@@ -79,6 +79,8 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     quiet_s: _Seconds
     allowed_s: _Seconds
     ended: bool = False
+    achieved: Index = 0
+    """Pieces of work finished by this process: versions, groups, evaluations."""
 
     @property
     def stuck(self) -> bool:
