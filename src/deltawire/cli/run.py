@@ -23,10 +23,11 @@ from deltawire.dashboard.live import LiveView, screen
 from deltawire.dashboard.report import write_report
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.summary import Summary, WorkerVerdict, summarize
-from deltawire.errors import InputError
+from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.events import Event, Life, Span
 from deltawire.rl.audit import audit_consumption
 from deltawire.rl.desk import read_trainer
+from deltawire.rl.probes.watch import ProbeFigures, figures_of, read_probes
 from deltawire.rl.supervisor import (
     COMMAND,
     EventFeed,
@@ -51,6 +52,8 @@ DIFFERENT = 5
 """Exit code of a run whose audit found a worker with other weights than the trainer's."""
 TICK_S = 0.25
 PLAIN_EVERY_S = 5.0
+PROBES_EVERY_S = 5.0
+"""As often as a trainer stores them."""
 WARM_RECORD = "warm_start.json"
 
 
@@ -105,6 +108,29 @@ class Job:
         return [] if self.engine is None else ["--engine", self.engine]
 
 
+class ProbeTail:
+    """Reads a run's probes again every `PROBES_EVERY_S`; damaged ones are shown as none, and
+    while the store does not answer ``newest`` stays what it was."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.newest: ProbeFigures | None = None
+        self._bucket = bucket
+        self._read_at = float("-inf")
+
+    def read(self, *, now: bool = False) -> None:
+        """Read them, if it is time to."""
+        if not now and time.monotonic() - self._read_at < PROBES_EVERY_S:
+            return
+        self._read_at = time.monotonic()
+        try:
+            state = read_probes(self._bucket)
+        except RetryError:
+            return
+        except CorruptError:
+            state = None
+        self.newest = figures_of(state) if state is not None and state.streams else None
+
+
 class Watcher:
     """Folds the run's events and shows them, at most every so often."""
 
@@ -118,7 +144,8 @@ class Watcher:
         )
         self.console = console
         self._tail = EventTail(job.bucket)
-        self._feed = EventFeed(self._tail, every_s=TICK_S)
+        self._probes = ProbeTail(job.bucket)
+        self._feed = EventFeed(self._tail, every_s=TICK_S, beside=self._probes.read)
         self._sessions: list[tuple[float, float]] = []
         self._printed_at = 0.0
         self._line = ""
@@ -147,11 +174,13 @@ class Watcher:
         self._take(self._feed.take())
 
     def read(self) -> None:
-        """Take in new events, waiting for the store."""
+        """Take in new events, and the probes as they are now, waiting for the store."""
+        self._probes.read(now=True)
         self._take(self._tail.read())
 
     def _take(self, events: list[Event]) -> None:
         self.state.fold(events)
+        self.state.probes = self._probes.newest
         for event in sorted(events, key=_time_of):
             if isinstance(event, Life) and event.role == "supervisor" and event.what == "started":
                 self._sessions.append((event.at, event.at))

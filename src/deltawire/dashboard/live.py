@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from deltawire.dashboard.probes import beside_others, flags
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.dashboard.summary import Summary, WorkerVerdict
 from deltawire.dashboard.wording import (
@@ -30,6 +31,7 @@ from deltawire.dashboard.wording import (
 from deltawire.events import Parity
 
 MAX_ROWS = 14
+MAX_FLAGS = 4
 SILENT_AFTER_S = 20.0
 
 _ROLES = ("trainer", "worker", "evaluator", "warm-start", "supervisor", None)
@@ -85,7 +87,7 @@ class LiveView:
         """The whole screen."""
         body = [self._progress(state), Text(), self._figures(state)]
         title = Text.assemble(("deltawire ", "bold cyan"), (legible(self.name), "bold"))
-        return Group(
+        parts: list[RenderableType] = [
             Panel(
                 Group(*body),
                 title=title,
@@ -96,7 +98,12 @@ class LiveView:
                 padding=(1, 2),
             ),
             Padding(self._processes(state), (1, 1, 0, 1)),
-        )
+        ]
+        if state.probes is not None and state.probes.streams:
+            shown = Padding(beside_others(state.probes), (1, 2, 0, 2))
+            # A screen is cut at its end: what must be seen comes first.
+            parts.insert(1 if state.probes.flagged else 2, shown)
+        return Group(*parts)
 
     def plain_line(self, state: RunState) -> str:
         """The same in one line without escapes, for a log or a pipe."""
@@ -117,6 +124,8 @@ class LiveView:
         workers = state.idle(state.with_role("worker"))
         if trainer is not None or workers is not None:
             parts.append(f"idle trainer {percent(trainer, 0)}, workers {percent(workers, 0)}")
+        if state.probes is not None and (apart := flags(state.probes)):
+            parts.append(f"rewards apart from probes: {', '.join(apart[:MAX_FLAGS])}")
         return f"[{self._elapsed(state)}] " + "  ".join(parts)
 
     def _elapsed(self, state: RunState) -> str:
@@ -326,6 +335,7 @@ def _closing_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
             ),
         ),
         *_proof_rows(summary),
+        *_probe_rows(summary),
         (
             "idle",
             Text.assemble(
@@ -356,6 +366,20 @@ def _proof_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
         f"{proof.lost} lost "
     )
     return [("consumed", Text.assemble((found, "dim"), _mark(sound)))]
+
+
+def _probe_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
+    probes = summary.probes
+    if probes is None:
+        return []
+    if not probes.flagged:
+        found = f"rewards came apart from none, in {len(probes.streams)} pairs of family and probe "
+        return [("probes", Text.assemble((found, "dim"), _mark(True)))]
+    shown = ", ".join(flags(probes)[:MAX_FLAGS])
+    rest = probes.flagged - MAX_FLAGS
+    more = f" and {rest} more" if rest > 0 else ""
+    cell = Text.assemble((f"rewards came apart: {shown}{more} ", "bold red"), _mark(False))
+    return [("probes", cell)]
 
 
 def _verdict_rows(workers: Sequence[WorkerVerdict]) -> list[tuple[str, RenderableType]]:

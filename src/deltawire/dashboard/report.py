@@ -15,6 +15,7 @@ import msgspec
 
 from deltawire import __version__
 from deltawire.dashboard.plots import ACTIVITIES, Charts, charts
+from deltawire.dashboard.probes_card import probes_card
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.summary import Summary, WorkerVerdict
 from deltawire.dashboard.wording import (
@@ -61,10 +62,14 @@ def write_report(summary: Summary, state: RunState, directory: Path) -> None:
 def page(summary: Summary, state: RunState) -> str:
     """The whole of ``report.html``."""
     drawn = charts(state, summary.staleness.bound)
+    probes = probes_card(summary.probes)
+    flagged = summary.probes is not None and summary.probes.flagged > 0
     body = [
         _header(summary, state),
         _heads(summary),
+        probes if flagged else "",
         *_chart_cards(drawn, summary, state),
+        "" if flagged else probes,
         _workers(summary, state),
         f'<div class="pair">{_figures(summary)}{_configuration(summary)}</div>',
         _footer(),

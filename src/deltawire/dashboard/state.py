@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from deltawire.events import (
     Activity,
+    Diverged,
     Evaluated,
     Event,
     Generated,
@@ -31,6 +32,7 @@ from deltawire.events import (
     Swapped,
     WarmStep,
 )
+from deltawire.rl.probes.watch import ProbeFigures
 
 Window = tuple[float, float]
 
@@ -156,6 +158,8 @@ class RunState:
         self.warm: dict[int, WarmStep] = {}
         self.parity: dict[int, Parity] = {}
         """By the version that the batch made, or would have."""
+        self.probes: ProbeFigures | None = None
+        """Not folded: as the trainer stored it last, for who has read it."""
 
     def fold(self, events: Iterable[Event]) -> None:
         """Take in ``events``, in whatever order they come."""
@@ -188,6 +192,8 @@ class RunState:
             case WarmStep():
                 process.imply("warm-start")
                 _keep_latest(self.warm, event.step, event)
+            case Diverged():
+                process.imply("trainer")
             case Parity():
                 process.imply("trainer")
                 _keep_latest(self.parity, event.version, event)

@@ -13,6 +13,7 @@ import msgspec
 from deltawire.dashboard.state import RunState
 from deltawire.rl.audit import Consumption
 from deltawire.rl.mix import PolicyCost, cost_of
+from deltawire.rl.probes.watch import ProbeFigures
 
 
 class WorkerVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +143,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     configuration: dict[str, str]
     configuration_sha256: str
     parity: Agreement
+    probes: ProbeFigures | None = None
 
 
 def summarize(
@@ -194,6 +196,7 @@ def summarize(
         configuration=settings,
         configuration_sha256=_digest(settings),
         parity=_agreement(state),
+        probes=state.probes,
     )
 
 

@@ -66,16 +66,20 @@ def figure(value: float | None) -> str:
     return MISSING if value is None else f"{value:.3g}"
 
 
-def sparkline(values: Sequence[float], width: int, floor: float | None = None) -> str:
+def sparkline(
+    values: Sequence[float], width: int, floor: float | None = None, ceiling: float | None = None
+) -> str:
     """At most ``width`` bars: the whole series, averaged into as many buckets.
 
-    The lowest bar stands for ``floor``, or for the least of the values.
+    The lowest bar stands for ``floor`` and less, or for the least of the values; the highest for
+    ``ceiling`` and more, or for the largest.
     """
     if not values or width < 1:
         return ""
     count = min(width, len(values))
     edges = [index * len(values) // count for index in range(count + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
-    low, high = min(means) if floor is None else floor, max(means)
+    low = min(means) if floor is None else floor
+    high = max(means) if ceiling is None else ceiling
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    return "".join(_BARS[round((min(max(mean, low), high) - low) * scale)] for mean in means)

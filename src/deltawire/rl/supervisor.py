@@ -130,12 +130,18 @@ class EventTail:
 
 
 class EventFeed(threading.Thread):
-    """An `EventTail` with a thread of its own: who looks at a run need not wait for the store."""
+    """An `EventTail` with a thread of its own: who looks at a run need not wait for the store.
 
-    def __init__(self, tail: EventTail, *, every_s: float) -> None:
+    ``beside`` is called there too, after each look for events.
+    """
+
+    def __init__(
+        self, tail: EventTail, *, every_s: float, beside: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(name="event-feed", daemon=True)
         self._tail = tail
         self._every_s = every_s
+        self._beside = beside
         self._fresh: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         self._closed = threading.Event()
         self.error: DeltawireError | None = None
@@ -145,6 +151,7 @@ class EventFeed(threading.Thread):
         while not self._closed.wait(self._every_s):
             try:
                 self._fresh.put(self._tail.read())
+                self._beside()
             except DeltawireError as error:
                 self.error = error
                 return

@@ -30,6 +30,7 @@ MAX_POINTS = 64
 
 _Wealth = Annotated[list[float], Meta(min_length=len(BETS), max_length=len(BETS))]
 _Text = Annotated[str, Meta(max_length=64)]
+_Share = Annotated[float, Meta(gt=0, lt=1)]
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +104,8 @@ class ProbeState(msgspec.Struct, kw_only=True):
     format: int = FORMAT
     version: Index = 0
     since: Index = 0
-    false_alarm: float = 0.01
-    tolerance: float = 0.05
+    false_alarm: _Share = 0.01
+    tolerance: _Share = 0.05
     streams: Annotated[list[Stream], Meta(max_length=MAX_STREAMS)] = []
     untracked: Annotated[int, Meta(ge=0)] = 0
 

@@ -11,7 +11,7 @@ import msgspec
 from deltawire.config import ProbesConfig
 from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
 from deltawire.events import Diverged, Event
-from deltawire.rl.probes.monitor import ALL, Monitor, ProbeState, Stream
+from deltawire.rl.probes.monitor import ALL, Example, Monitor, Point, ProbeState, Stream
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.objects import FORMAT, decode_json, encode_json
@@ -21,6 +21,37 @@ MAX_STATE_BYTES = 32 << 20
 WRITE_EVERY_S = 5.0
 LOOK_BACK = 64
 """Steps that a trainer reads again if it finds no state of the probes, or one that is not its."""
+
+
+class StreamFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One `Stream`, for views and programs: ``reward``, ``value`` (the probe's) and ``excess`` are
+    means over all of its ``groups``; points hold sums over up to ``width`` groups each."""
+
+    family: str
+    probe: str
+    number: int
+    groups: int
+    reward: float
+    value: float
+    excess: float
+    evidence: float
+    flagged_at: int | None
+    flagged_after: int | None
+    examples: list[Example]
+    width: int
+    points: list[Point]
+
+
+class ProbeFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A `ProbeState`, for views and programs; ``flagged`` counts the streams that are."""
+
+    version: int
+    since: int
+    false_alarm: float
+    tolerance: float
+    untracked: int
+    flagged: int
+    streams: list[StreamFigures]
 
 
 class Numbered(Protocol):
@@ -191,21 +222,33 @@ def diverged(stream: Stream) -> Diverged:
     )
 
 
-def as_plain(state: ProbeState) -> dict[str, object]:
-    """For ``--json``: each stream with its means, without its bets."""
+def figures_of(state: ProbeState) -> ProbeFigures:
+    """The state's means and evidence, without its bets."""
     rows = []
     for stream in state.streams:
-        row = msgspec.to_builtins(stream)
-        reward, probe, excess = stream.means
-        row |= {"reward": reward, "value": probe, "excess": excess, "evidence": stream.evidence}
-        row.pop("wealth")
+        reward, value, excess = stream.means
+        row = StreamFigures(
+            family=stream.family,
+            probe=stream.probe,
+            number=stream.number,
+            groups=stream.groups,
+            reward=reward,
+            value=value,
+            excess=excess,
+            evidence=stream.evidence,
+            flagged_at=stream.flagged_at,
+            flagged_after=stream.flagged_after,
+            examples=stream.examples,
+            width=stream.width,
+            points=stream.points,
+        )
         rows.append(row)
-    return {
-        "version": state.version,
-        "since": state.since,
-        "false_alarm": state.false_alarm,
-        "tolerance": state.tolerance,
-        "untracked": state.untracked,
-        "flagged": len(state.flagged),
-        "streams": rows,
-    }
+    return ProbeFigures(
+        version=state.version,
+        since=state.since,
+        false_alarm=state.false_alarm,
+        tolerance=state.tolerance,
+        untracked=state.untracked,
+        flagged=len(state.flagged),
+        streams=rows,
+    )
