@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from deltawire.engines.models import empty_model, load_tokenizer, stop_tokens
 from deltawire.engines.remote import RemoteSampler, RemoteWeights
 from deltawire.engines.server import Server
 from deltawire.engines.text import Text
+from deltawire.errors import InputError
 from deltawire.rl.envs import open_tasks
-from deltawire.rl.process import Process, fetch_model_files
-from deltawire.rl.worker import Served, await_mirror
-from deltawire.sync import Subscriber
+from deltawire.rl.process import RUN_PATIENCE_S, Process, fetch_model_files
+from deltawire.rl.worker import Served
+from deltawire.sync import Announced, Update
+from deltawire.sync.chain import with_retries
 from deltawire.wire.run import Run
 
 BLOCK = 128
@@ -24,14 +27,16 @@ BLOCK = 128
 
 def serve_outside(
     process: Process, run: Run, config: RunConfig, *, seed: int
-) -> tuple[Served, Subscriber]:
+) -> tuple[Served, Announced]:
     """Start a vLLM on the run's model, and have it serve the newest version; waits for version 0.
 
-    Raises `InputError` if there is no vLLM here or it does not come up, `ResyncError` if it does
-    not get to the version, or to other bits than those of this process's own reading.
+    Weights are fetched once, by vLLM; this process reads what they must add up to. Raises
+    `InputError` if there is no vLLM here or it does not come up, `ResyncError` if it does not get
+    to the version, or to other bits than its manifest says.
     """
     bucket, rollout = process.bucket, config.rollout
-    mirror = await_mirror(process, run)  # vLLM ends if there is none yet.
+    announced = Announced(bucket, run)
+    newest = _first(process, announced)  # vLLM ends if there is none yet.
     folder = fetch_model_files(bucket, run)
     with torch.device("meta"):
         model: Any = empty_model(Path(folder.name))
@@ -49,7 +54,8 @@ def serve_outside(
     try:
         server.wait_until_up(stopping=process.is_stopping)
         live = RemoteWeights(server.calls)
-        live.swap({}, mirror.version, mirror.digest)
+        live.swap({}, newest.version, newest.digest)
+        announced.commit(newest)
     except BaseException:
         server.close()
         folder.cleanup()
@@ -59,7 +65,7 @@ def serve_outside(
         stop_tokens=stop_tokens(model, tokenizer),
         slots=rollout.slots,
         capacity=rollout.context,
-        version=mirror.version,
+        version=newest.version,
     )
 
     async def close() -> None:
@@ -68,8 +74,17 @@ def serve_outside(
         folder.cleanup()
 
     tasks = open_tasks(config.task, seed=config.seed)
-    served = Served(engine, live, Text(tokenizer), tasks, close)
-    return served, Subscriber(bucket, run, mirror)
+    served = Served(engine, live, Text(tokenizer), tasks, close, outside=True)
+    return served, announced
+
+
+def _first(process: Process, announced: Announced) -> Update:
+    deadline = time.monotonic() + RUN_PATIENCE_S
+    while (update := with_retries(announced.prepare)) is None:
+        if process.stopping or time.monotonic() > deadline:
+            raise InputError("the run has no version 0", run=process.bucket.url)
+        process.wait(process.bucket.poll_s)
+    return update
 
 
 def cache_bytes(config: Any, *, slots: int, capacity: int) -> int:

@@ -6,8 +6,10 @@ Who waits for whom::
     liaison's thread     reads trainer.json, writes heartbeat ├─▶ serving loop: swap, start
     uploader's thread ◀─ finished groups, one put each        ┘   groups, decode one step
 
-The serving loop never waits for the bucket. A worker that dies costs the groups it had not
-finished: what it stored is counted from the bucket when it comes back under the same name.
+The serving loop never waits for the bucket. An engine outside fetches its weights itself: then the
+follower brings versions and digests alone, and the swap is waited for in a thread. A worker that
+dies costs the groups it had not finished: what it stored is counted from the bucket when it comes
+back under the same name.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from deltawire.rl.failures import Failures
 from deltawire.rl.process import RUN_PATIENCE_S, Process, fetch_model_files, open_run
 from deltawire.rl.pulse import read_pulse
 from deltawire.store import Bucket
-from deltawire.sync import Follower, Mirror, Subscriber, Update, load_mirror
+from deltawire.sync import Follower, Mirror, Steps, Subscriber, Update, load_mirror
 from deltawire.sync.chain import with_retries
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
@@ -195,6 +197,8 @@ class Served:
     text: Text
     tasks: TaskSource
     close: Callable[[], Awaitable[None]] = _nothing_to_close
+    outside: bool = False
+    """Whether another process serves it, which goes on while it takes up a version."""
 
 
 def serve_model(
@@ -284,17 +288,18 @@ class Worker:
         first = len(bucket.list(keys.rollouts_of(process.name)))
         self._refuse_twin()
         seed = int.from_bytes(process.nonce.encode()[:6], "little") ^ config.seed
+        steps: Steps
         if config.rollout.engine == "vllm":
             from deltawire.rl.outside import serve_outside
 
-            self.served, subscriber = serve_outside(process, run, config, seed=seed)
+            self.served, steps = serve_outside(process, run, config, seed=seed)
         else:
-            self.served, subscriber = serve_model(
+            self.served, steps = serve_model(
                 process, run, config, seed=seed, record_routes=config.parity.routes != "off"
             )
         self.phase: WorkerPhase = "sampling"
         self.attested: Digest | None = None
-        self.follower = Follower(subscriber)
+        self.follower = Follower(steps)
         self.liaison = Liaison(bucket, self._beat)
         self.uploader = Uploader(bucket, process.name, first, process)
         self._first = first
@@ -366,7 +371,10 @@ class Worker:
                     raise part.error
             if self._failure is not None:
                 raise self._failure
-            swap(self.served, self.follower, self.process)
+            if self.served.outside:
+                await asyncio.to_thread(swap, self.served, self.follower, self.process)
+            else:
+                swap(self.served, self.follower, self.process)
             status = self.liaison.status
             if status is not None and status.phase == "finished":
                 if self._finish(status):

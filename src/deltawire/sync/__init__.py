@@ -1,5 +1,6 @@
 """Publish and follow weights: both sides of the chain of versions."""
 
+from deltawire.sync.announced import Announced
 from deltawire.sync.chain import create_run, newest_version, read_manifest, read_run
 from deltawire.sync.checkout import Checkout
 from deltawire.sync.directory import Checkpoint, read_checkpoint
@@ -13,10 +14,11 @@ from deltawire.sync.retention import Retired, retire
 from deltawire.sync.series import Series, Watched
 from deltawire.sync.shards import ShardPublisher
 from deltawire.sync.sources import open_publisher, read_safetensors
-from deltawire.sync.subscriber import Follower, Subscriber, Update
+from deltawire.sync.subscriber import Follower, Steps, Subscriber, Update
 
 __all__ = [
     "FOLD_STRIDES",
+    "Announced",
     "AttachedMirror",
     "Checkout",
     "Checkpoint",
@@ -31,6 +33,7 @@ __all__ = [
     "Retired",
     "Series",
     "ShardPublisher",
+    "Steps",
     "Subscriber",
     "Update",
     "Watched",

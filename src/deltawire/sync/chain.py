@@ -134,13 +134,17 @@ def newest_version(bucket: Bucket, *, behind: int | None = None) -> int | None:
 
     With ``behind``, only versions newer than that are looked for.
     """
+    return max(committed_versions(bucket, behind=behind), default=None)
+
+
+def committed_versions(bucket: Bucket, *, behind: int | None = None) -> list[int]:
+    """All committed versions by listing, or those newer than ``behind``."""
     after = None if behind is None else keys.manifest(behind)
     numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.MANIFESTS, after=after)]
     # Only what `read_manifest` would find again counts: not a stray copy beside the manifests.
-    return max(
-        (number for number, key in numbers if number is not None and key == keys.manifest(number)),
-        default=None,
-    )
+    return [
+        number for number, key in numbers if number is not None and key == keys.manifest(number)
+    ]
 
 
 def newest_boundary(bucket: Bucket) -> int:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from deltawire import codec
 from deltawire.codec import Digest, Patch
@@ -319,6 +320,20 @@ class Subscriber:
         return Update(self.mirror.version, version, whole, pieces, held, fetched, spent_ms)
 
 
+class Steps(Protocol):
+    """Where a `Follower`'s updates come from: a `Subscriber`, or `Announced`."""
+
+    bucket: Bucket
+
+    def prepare(self) -> Update | None:
+        """The next step, None if there is none yet."""
+        ...
+
+    def commit(self, update: Update) -> None:
+        """It was taken up."""
+        ...
+
+
 class Follower:
     """A thread that always has the next update ready.
 
@@ -327,7 +342,7 @@ class Follower:
     ``patience_s``.
     """
 
-    def __init__(self, subscriber: Subscriber, *, patience_s: float = 300.0) -> None:
+    def __init__(self, subscriber: Steps, *, patience_s: float = 300.0) -> None:
         self._subscriber = subscriber
         self._patience_s = patience_s
         self._stop = threading.Event()
