@@ -32,6 +32,7 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError, FencedError, InputError, RetryError
 from deltawire.store import Bucket
 from deltawire.sync.chain import check_signer, newest_boundary, read_manifest, with_retries
+from deltawire.sync.copying import Copier
 from deltawire.sync.encoding import (
     BLOB_BYTES,
     Cell,
@@ -119,7 +120,7 @@ class Publisher:
     copy, return, and let the next version be the newest weights there are when its turn comes.
     Weights that were overtaken so are never a version of their own; their annexes are given to
     ``merge(earlier, later)``, and are refused if there is none. It takes the memory of one more
-    model. ``threads`` encode; blobs are closed at ``blob_bytes``.
+    model. ``threads`` copy and encode; blobs are closed at ``blob_bytes``.
 
     Not for use by several threads at once.
     """
@@ -164,6 +165,7 @@ class Publisher:
         self._promised = mirror.version
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._copier = Copier(threads)
         self._pending: Future[None] | None = None
         self._fenced: FencedError | None = None
         self._attempts: dict[str, Manifest] = {}
@@ -245,6 +247,7 @@ class Publisher:
                 self.flush()
         finally:
             self._pool.shutdown()
+            self._copier.close()
             self.folding.close()
 
     def _publish_or_fold(
@@ -317,8 +320,7 @@ class Publisher:
             shape = tuple(given[spec.name].shape)
             if shape != spec.shape:
                 raise InputError(f"tensor {spec.name} has shape {shape}, the run's is {spec.shape}")
-        for name, bits in found.items():
-            staging.tensors[name][:] = bits
+        self._copier.copy((staging.tensors[name], bits) for name, bits in found.items())
 
     def _commit(self, step: _Step) -> None:
         try:

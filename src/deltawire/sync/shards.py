@@ -36,6 +36,7 @@ from deltawire.sync.chain import (
     read_manifest,
     with_retries,
 )
+from deltawire.sync.copying import Copier
 from deltawire.sync.encoding import (
     BLOB_BYTES,
     Cell,
@@ -110,6 +111,7 @@ class ShardPublisher:
         if mirror.version >= 0:
             self._sums = digest_cells(self._cells, mirror, threads=threads)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shards")
+        self._copier = Copier(threads)
         self._pending: Future[None] | None = None
         self._failure: BaseException | None = None
         keys.part(0, session, rank)  # A session that cannot name an object is refused now.
@@ -159,6 +161,7 @@ class ShardPublisher:
                 self.flush()
         finally:
             self._pool.shutdown()
+            self._copier.close()
 
     def _stage(self, shards: Mapping[str, Any]) -> None:
         held = self._staging.tensors
@@ -171,8 +174,7 @@ class ShardPublisher:
                 raise InputError(
                     f"the shard of {name} has {bits.size} elements, not {held[name].size}"
                 )
-        for name, bits in found.items():
-            held[name][:] = bits
+        self._copier.copy((held[name], bits) for name, bits in found.items())
 
     def _commit(self, version: int, annex: dict[str, Any]) -> None:
         first = self._baseline.version < 0
