@@ -266,11 +266,25 @@ REFUSED = {
     "an image": b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
     "a role": b'{"messages": [{"role": "root", "content": "x"}]}',
     "many": json.dumps({"messages": [user("x")] * 5000}).encode(),
-    "n": b'{"messages": [{"role": "user", "content": "x"}], "n": 2}',
-    "stop": b'{"messages": [{"role": "user", "content": "x"}], "stop": ["y"]}',
+    "no choices": b'{"messages": [{"role": "user", "content": "x"}], "n": 0}',
+    "too many choices": b'{"messages": [{"role": "user", "content": "x"}], "n": 129}',
+    "an empty stop": b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}',
+    "too many stops": json.dumps({"messages": [user("x")], "stop": ["y"] * 17}).encode(),
+    "a long stop": json.dumps({"messages": [user("x")], "stop": "y" * 257}).encode(),
+    "a stop that is none": json.dumps({"messages": [user("x")], "stop": 7}).encode(),
     "a format": b'{"messages": [{"role": "user", "content": "x"}], '
     b'"response_format": {"type": "json_object"}}',
-    "a forced tool": b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}',
+    "no tools": b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}',
+    "another tool": json.dumps(
+        {
+            "messages": [user("x")],
+            "tools": TOOLS,
+            "tool_choice": {"type": "function", "function": {"name": "subtract"}},
+        }
+    ).encode(),
+    "some tools": json.dumps(
+        {"messages": [user("x")], "tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}
+    ).encode(),
     "a tool's name": json.dumps(
         {"messages": [user("x")], "tools": [{"function": {"name": "a\n<|im_end|>"}}]}
     ).encode(),

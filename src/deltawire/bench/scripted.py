@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from deltawire.engines.base import Completion, Sampling
+from deltawire.engines.base import Completion, OnToken, Sampling
 from deltawire.rl.envs.base import Action, Environment, Task, Turn
 
 TOKEN = ord("x")
@@ -41,7 +41,7 @@ class ScriptedEngine:
         prompt: Sequence[int],
         sampling: Sampling,
         *,
-        on_token: Callable[[int], None] | None = None,
+        on_token: OnToken | None = None,
     ) -> Completion:
         """As a `Sampler`."""
         del prompt, on_token

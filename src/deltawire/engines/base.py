@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from deltawire.codec import Digest, Patch
 
 FinishReason = Literal["stop", "length"]
+OnToken = Callable[[int], bool | None]
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,11 @@ class Sampler(Protocol):
         prompt: Sequence[int],
         sampling: Sampling,
         *,
-        on_token: Callable[[int], None] | None = None,
+        on_token: OnToken | None = None,
     ) -> Completion:
-        """Continue ``prompt``. ``on_token`` is told of each token as it is drawn.
+        """Continue ``prompt``. ``on_token`` is told of each token as it is drawn; if it returns
+        True no more are wanted, and an engine that still can ends the sequence there, with
+        ``stop``.
 
         Cancelling the task that waits here cancels the request and frees its place. Raises
         `InputError` if the prompt is empty, or with ``max_tokens`` exceeds the capacity.

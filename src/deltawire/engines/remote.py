@@ -19,7 +19,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import aiohttp
@@ -28,7 +28,7 @@ from msgspec import Meta
 
 from deltawire import codec
 from deltawire.codec import Digest, Patch
-from deltawire.engines.base import Completion, Sampling
+from deltawire.engines.base import Completion, OnToken, Sampling
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
 
 MAX_ANSWER_BYTES = 4 << 20
@@ -226,7 +226,8 @@ class RemoteWeights:
 class RemoteSampler:
     """Samples from the server at a local socket; see `deltawire.engines.base.Sampler`.
 
-    Tokens come whole, when a request ends; ``on_token`` hears of them then. To be used within one
+    Tokens come whole, when a request ends; ``on_token`` hears of them then, too late to end it. To
+    be used within one
     event loop, and closed there.
     """
 
@@ -252,7 +253,7 @@ class RemoteSampler:
         prompt: Sequence[int],
         sampling: Sampling,
         *,
-        on_token: Callable[[int], None] | None = None,
+        on_token: OnToken | None = None,
     ) -> Completion:
         """See `deltawire.engines.base.Sampler.generate`. Raises `ResyncError` if the server does
         not answer, `CorruptError` if its answer contradicts itself."""

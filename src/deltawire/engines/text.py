@@ -13,8 +13,11 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
+from deltawire.engines.calls import HERMES, SHOWN, Dialect, Spelling, Written, spelling_of
 from deltawire.engines.messages import Message, Tool
 from deltawire.errors import InputError
 
@@ -31,7 +34,9 @@ class Text:
         self._chat = bool(getattr(tokenizer, "chat_template", None))
         self._nonce = secrets.token_hex(8)
         self._mark = re.compile(f"mark{self._nonce}x([0-9]+)x")
-        added = tokenizer.added_tokens_decoder.values()
+        by_id = tokenizer.added_tokens_decoder
+        added = by_id.values()
+        self._special_texts = {n: token.content for n, token in by_id.items() if token.special}
         self._added = _any_of([token.content for token in added])
         self._special = _any_of([token.content for token in added if token.special])
         self._special_ids = frozenset(tokenizer.all_special_ids)
@@ -78,7 +83,57 @@ class Text:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens that the model drew, without special ones."""
+        """The text of tokens that the model drew, without special ones, but for those that say
+        where a call begins or ends."""
+        if self._marks.keys().isdisjoint(tokens):
+            return self._decode(tokens)
+        parts = [
+            "".join(self._marks[token] for token in run) if marks else self._decode(list(run))
+            for marks, run in groupby(tokens, key=self._marks.__contains__)
+        ]
+        return "".join(parts)
+
+    def read_calls(self, text: str, *, turn: int = 0) -> Written:
+        """Take a turn's text apart, in the dialect of the model's chat template; see
+        `deltawire.engines.calls.Dialect.read`."""
+        return self._dialect.read(text, turn=turn)
+
+    def opening(self, name: str | None) -> tuple[str, list[int]]:
+        """How a call of the tool ``name`` begins, or of any: its text, and its tokens, which are
+        the template's own. Raises `InputError` if the template does not say so, or the name spells
+        one of its tokens."""
+        text = self._spelling.opening(name) if self._spelling else ""
+        if not text:
+            raise InputError(
+                "this model's chat template does not say how a call begins",
+                hint='ask with tool_choice "auto"',
+            )
+        if name is not None and self._added is not None and self._added.search(name):
+            raise InputError(f"the tool's name {name!r} spells a token of the template's own")
+        return text, list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def _spelling(self) -> Spelling | None:
+        if not self._chat:
+            return None
+        asked, shown = Message("user", "."), Message("assistant", "", calls=(SHOWN,))
+        rows = [_row(asked, asked.content), _row(shown, shown.content)]
+        try:
+            return spelling_of(self._apply(rows, None), self._apply(rows[:1], None))
+        except Exception:  # templates raise through jinja2 whatever they like
+            return None
+
+    @cached_property
+    def _dialect(self) -> Dialect:
+        return self._spelling.dialect if self._spelling else HERMES
+
+    @cached_property
+    def _marks(self) -> dict[int, str]:
+        """Special tokens that say something."""
+        told = self._special_texts.items()
+        return {token: text for token, text in told if text in self._dialect.markers}
+
+    def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _render(self, messages: list[Message], tools: Sequence[Tool]) -> tuple[str, list[str]]:

@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from deltawire.engines.base import Completion, Sampling
+from deltawire.engines.base import Completion, OnToken, Sampling
 from deltawire.engines.routers import Routers
 from deltawire.errors import InputError
 
@@ -50,7 +50,7 @@ class Request:
     prompt: tuple[int, ...]
     sampling: Sampling
     on_done: Callable[[Completion], None]
-    on_token: Callable[[int], None] | None = None
+    on_token: OnToken | None = None
     completion: Completion = field(default_factory=Completion)
     version: int = -1
     """The version that read the prompt."""
@@ -204,7 +204,7 @@ class TransformersEngine:
         sampling: Sampling,
         on_done: Callable[[Completion], None],
         *,
-        on_token: Callable[[int], None] | None = None,
+        on_token: OnToken | None = None,
     ) -> Request:
         """Queue a request; ``on_done`` and ``on_token`` are called from inside a later `step`.
 
@@ -234,7 +234,7 @@ class TransformersEngine:
         prompt: Sequence[int],
         sampling: Sampling,
         *,
-        on_token: Callable[[int], None] | None = None,
+        on_token: OnToken | None = None,
     ) -> Completion:
         """See `deltawire.engines.base.Sampler.generate`."""
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -470,9 +470,8 @@ class TransformersEngine:
             completion.tokens.append(token)
             completion.logprobs.append(logprob)
             completion.versions.append(self.version)
-            if request.on_token is not None:
-                request.on_token(token)
-            if token in self._stop:
+            enough = request.on_token is not None and request.on_token(token)
+            if enough or token in self._stop:
                 completion.finish = "stop"
                 finished.append(row)
             elif len(completion.tokens) >= request.sampling.max_tokens:

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from deltawire.config import OnFull, RolloutConfig
 from deltawire.engines.base import Completion, Sampler, Sampling
-from deltawire.engines.calls import read_calls
 from deltawire.engines.messages import shorten
 from deltawire.engines.text import Text
 from deltawire.errors import InputError
@@ -305,7 +304,7 @@ class _Play:
 
     def _read(self, completion: Completion, number: int) -> Action:
         text = self._text.decode(completion.tokens)
-        written = read_calls(text, prefix=f"call-{number}")
+        written = self._text.read_calls(text, turn=number)
         return Action(text, written.content, written.calls, written.broken, completion.finish)
 
     async def _answer(self, turn: Turn, completion: Completion) -> bool:

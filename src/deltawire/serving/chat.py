@@ -1,13 +1,19 @@
 """What OpenAI's endpoints ask and answer, as far as an engine here can serve it.
 
 Whatever would change which tokens are drawn, and cannot be honoured, is refused rather than
-overlooked: ``n`` above 1, ``stop``, ``response_format``, a forced tool. Temperature and the like
-are the server's to decide; see `deltawire.serving.endpoint`.
+overlooked: a ``response_format`` other than text would need a grammar, and log-probabilities under
+it. Temperature and the like are the server's to decide; see `deltawire.serving.endpoint`.
+
+``tool_choice``: with ``auto`` the model does as it likes; with ``none`` what it writes is told as
+text; ``required``, or a named tool, begins its answer with the beginning of a call, which is no
+part of what it drew. The tools stay in the prompt whatever the choice, so that a conversation goes
+on behind the very tokens that were drawn.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -19,6 +25,9 @@ from deltawire.errors import InputError
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
 
 _Name = Annotated[str, Meta(max_length=256)]
 
@@ -53,6 +62,9 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
+_Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
 class _Request(msgspec.Struct, kw_only=True):
     model: _Name = ""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -60,8 +72,8 @@ class _Request(msgspec.Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
-    n: int | None = 1
-    stop: Any = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = 1
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
     response_format: dict[str, Any] | None = None
     echo: bool | None = False
 
@@ -80,7 +92,11 @@ class _CompletionRequest(_Request, kw_only=True):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request as it was understood. For completions ``prompt`` is set and ``messages`` empty."""
+    """A request as it was understood. For completions ``prompt`` is set and ``messages`` empty.
+
+    ``calls`` says whether calls are told apart from text; ``forced`` that the answer begins with
+    one, of the tool ``forced``, or of any if that is empty.
+    """
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
@@ -90,17 +106,21 @@ class ChatRequest:
     stream: bool = False
     usage: bool = False
     logprobs: bool = False
+    choices: int = 1
+    stops: tuple[str, ...] = ()
+    calls: bool = False
+    forced: str | None = None
 
 
 def read_chat(data: bytes) -> ChatRequest:
     """Parse ``POST /v1/chat/completions``; raises `InputError`."""
     raw = _decode(data, _ChatRequest)
-    if raw.tool_choice not in (None, "auto", "none"):
-        raise InputError("tool_choice can be auto or none here")
-    tools = () if raw.tool_choice == "none" else tuple(map(_tool, raw.tools or ()))
+    tools = tuple(map(_tool, raw.tools or ()))
     return ChatRequest(
         messages=tuple(map(_message, raw.messages)),
         tools=tools,
+        calls=bool(tools) and raw.tool_choice != "none",
+        forced=_forced(raw.tool_choice, tools),
         logprobs=bool(raw.logprobs),
         **_shared(raw),
     )
@@ -126,13 +146,15 @@ def read_completion(data: bytes) -> ChatRequest:
 
 
 def _shared(raw: _Request) -> dict[str, Any]:
-    if raw.n not in (None, 1):
-        raise InputError("n above 1 is not served here", hint="ask several times")
-    if raw.stop:
-        raise InputError("stop sequences are not served here")
     if raw.response_format and raw.response_format.get("type") != "text":
-        raise InputError("response_format can only be text here")
+        raise InputError(
+            "response_format can only be text here: nothing holds the model to a grammar",
+            hint="say in the prompt what form the answer should have",
+        )
+    stops = [raw.stop] if isinstance(raw.stop, str) else raw.stop or []
     return {
+        "choices": raw.n or 1,
+        "stops": tuple(stops),
         "max_tokens": raw.max_completion_tokens or raw.max_tokens,
         "temperature": raw.temperature,
         "stream": bool(raw.stream),
@@ -145,6 +167,23 @@ def _decode(data: bytes, kind: type[Any]) -> Any:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InputError(f"the request is not understood: {error}"[:500]) from error
+
+
+def _forced(choice: Any, tools: Sequence[Tool]) -> str | None:
+    """The tool that must be called, empty for any; None if none must be."""
+    if choice in (None, "auto", "none"):
+        return None
+    if not tools:
+        raise InputError("tool_choice asks for a call, and no tools are offered")
+    if choice == "required":
+        return ""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice.get("type") != "function":
+        raise InputError("tool_choice can be auto, none, required or a function's name here")
+    if name not in {tool.name for tool in tools}:
+        raise InputError(f"tool_choice names {name[:64]!r}, which is not among the tools")
+    return name
 
 
 def _tool(raw: _Tool) -> Tool:

@@ -2,7 +2,7 @@
 
 ::
 
-    POST /v1/chat/completions     tools, streaming, logprobs
+    POST /v1/chat/completions     tools, n, stop, streaming, logprobs
     POST /v1/completions          of a text, or of token ids
     GET  /v1/models
 
@@ -17,22 +17,22 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
 
-from deltawire.engines.base import Completion, Sampler, Sampling
-from deltawire.engines.calls import read_calls
+from deltawire.engines.base import Completion, OnToken, Sampler, Sampling
 from deltawire.engines.messages import Message, shorten
 from deltawire.engines.text import Text
 from deltawire.errors import DeltawireError, InputError
-from deltawire.serving.chat import ChatRequest, read_chat, read_completion, spell_calls
-from deltawire.serving.recording import Recording
+from deltawire.serving.answers import Choice, Form, Stream
+from deltawire.serving.chat import ChatRequest, read_chat, read_completion
+from deltawire.serving.recording import Prompt, Recording
+from deltawire.serving.stops import StopWatch, cut
 
 MAX_BODY_BYTES = 16 << 20
 
@@ -75,7 +75,8 @@ class Endpoint:
         self._policy = policy
         self._token = f"Bearer {token}".encode()
         self._recording = recording
-        self._number = 0
+        self._requests = itertools.count(1)
+        self._turns = itertools.count()
 
     def app(self) -> web.Application:
         """The application; serve it with ``handler_cancellation`` on."""
@@ -117,24 +118,54 @@ class Endpoint:
 
     async def _answer(self, request: web.Request, asked: ChatRequest) -> web.StreamResponse:
         recording = self._recording or Recording(self._text)
-        if recording.turns >= self._policy.turns:
+        if recording.turns + asked.choices > self._policy.turns:
             raise _RefusedError("the episode has had its turns", "turn_limit_exceeded", "turns")
         short = [shorten(message, self._policy.characters) for message in asked.messages]
         asked = replace(asked, messages=tuple(short))
-        prompt = recording.prompt(asked)
+        prompt, lead = self._prompt(asked, recording)
         sampling = self._sampling(asked, len(prompt.tokens))
-        self._number += 1
-        form = _Form(asked, self._number, self._policy.model, len(prompt.tokens))
-        stream = _Stream(request, form, self._text) if asked.stream else None
+        form = Form(asked, next(self._requests), self._policy.model, len(prompt.tokens))
+        stream = Stream(request, form, self._text) if asked.stream else None
         if stream is not None:
             await stream.begin()
-        completion = await self._draw(prompt.tokens, sampling, stream)
-        said = self._text.decode(completion.tokens)
-        reply = _reply(asked, said, self._number)
-        recording.add(asked, prompt, completion, said, reply)
+        drawn = await self._draw(prompt.tokens, sampling, asked, stream)
+        choices = [self._choice(asked, lead, completion) for completion in drawn]
+        for choice in choices:
+            recording.add(asked, prompt, choice.completion, choice.reply, kept=choice.kept)
         if stream is not None:
-            return await stream.end(completion, said, reply)
-        return web.json_response(form.whole(completion, said, reply, self._text))
+            return await stream.end(choices)
+        return web.json_response(form.whole(choices, self._text))
+
+    def _prompt(self, asked: ChatRequest, recording: Recording) -> tuple[Prompt, str]:
+        """What the answer is drawn behind, and the text of a call's beginning at its end."""
+        prompt = recording.prompt(asked)
+        if asked.forced is None:
+            return prompt, ""
+        lead, tokens = self._text.opening(asked.forced or None)
+        return (
+            Prompt([*prompt.tokens, *tokens], [*prompt.between, *tokens], prompt.before),
+            lead,
+        )
+
+    def _choice(self, asked: ChatRequest, lead: str, completion: Completion) -> Choice:
+        """What was drawn, up to a stop string, and how the client is told it: calls apart, if it
+        offered tools."""
+        found = cut(self._text, completion.tokens, asked.stops)
+        if found is not None:
+            count = found.tokens
+            completion = Completion(
+                completion.tokens[:count],
+                completion.logprobs[:count],
+                completion.versions[:count],
+                "stop",
+            )
+        said = lead + (self._text.decode(completion.tokens) if found is None else found.said)
+        kept = None if found is None else lead + found.kept
+        if not asked.calls:
+            return Choice(completion, Message("assistant", said), kept)
+        written = self._text.read_calls(said, turn=next(self._turns))
+        content = "\n".join(part for part in (written.content, *written.broken) if part)
+        return Choice(completion, Message("assistant", content, calls=written.calls), kept)
 
     def _sampling(self, asked: ChatRequest, length: int) -> Sampling:
         policy = self._policy
@@ -153,25 +184,50 @@ class Endpoint:
         return Sampling(min(wanted, room), temperature)
 
     async def _draw(
-        self, tokens: list[int], sampling: Sampling, stream: _Stream | None
-    ) -> Completion:
-        if stream is None or stream.held_back:
-            return await self._sampler.generate(tokens, sampling)
-        drawn: asyncio.Queue[int] = asyncio.Queue()
-        task = asyncio.ensure_future(
-            self._sampler.generate(tokens, sampling, on_token=drawn.put_nowait)
-        )
+        self, tokens: list[int], sampling: Sampling, asked: ChatRequest, stream: Stream | None
+    ) -> list[Completion]:
+        """Every choice, drawn side by side; a stream hears of their tokens as they come."""
+        told: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        live = None if stream is None or stream.held_back else stream
+        tasks = [
+            asyncio.create_task(
+                self._sampler.generate(
+                    tokens,
+                    sampling,
+                    on_token=self._listener(index, asked.stops, told if live else None),
+                )
+            )
+            for index in range(asked.choices)
+        ]
+        together = asyncio.gather(*tasks)
         try:
-            while not (task.done() and drawn.empty()):
-                next_token = asyncio.ensure_future(drawn.get())
-                await asyncio.wait({task, next_token}, return_when=asyncio.FIRST_COMPLETED)
+            while live is not None and not (together.done() and told.empty()):
+                next_token = asyncio.ensure_future(told.get())
+                either: set[asyncio.Future[Any]] = {together, next_token}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if next_token.done():
-                    await stream.token(next_token.result())
+                    await live.token(*next_token.result())
                 else:
                     next_token.cancel()
-            return await task
+            return await together
         finally:
-            task.cancel()
+            for task in tasks:
+                task.cancel()
+
+    def _listener(
+        self, index: int, stops: Sequence[str], told: asyncio.Queue[tuple[int, int]] | None
+    ) -> OnToken | None:
+        """What hears of a choice's tokens, and says when there are enough."""
+        if told is None and not stops:
+            return None
+        watch = StopWatch(self._text, stops) if stops else None
+
+        def listen(token: int) -> bool:
+            if told is not None:
+                told.put_nowait((index, token))
+            return watch is not None and watch.add(token)
+
+        return listen
 
 
 class _RefusedError(Exception):
@@ -181,150 +237,6 @@ class _RefusedError(Exception):
         super().__init__(message)
         self.code = code
         self.why = why
-
-
-def _reply(asked: ChatRequest, said: str, number: int) -> Message:
-    """How the client is told what was said: calls apart, if it offered tools."""
-    if not asked.tools:
-        return Message("assistant", said)
-    written = read_calls(said, prefix=f"call-{number}")
-    content = "\n".join(part for part in (written.content, *written.broken) if part)
-    return Message("assistant", content, calls=written.calls)
-
-
-class _Form:
-    """The shape of one answer."""
-
-    def __init__(self, asked: ChatRequest, number: int, model: str, prompt_tokens: int) -> None:
-        self.chat = bool(asked.messages)
-        self._asked = asked
-        self._prompt_tokens = prompt_tokens
-        self._head = {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{number}",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    @property
-    def usage_wanted(self) -> bool:
-        return self._asked.usage
-
-    @property
-    def tools(self) -> bool:
-        return bool(self._asked.tools)
-
-    def whole(
-        self, completion: Completion, said: str, reply: Message, text: Text
-    ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish(completion, reply)}
-        if self.chat:
-            message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
-            if reply.calls:
-                message["tool_calls"] = spell_calls(reply.calls)
-            choice["message"] = message
-        else:
-            choice["text"] = said
-        if self._asked.logprobs:
-            choice["logprobs"] = self._logprobs(completion, text)
-        kind = "chat.completion" if self.chat else "text_completion"
-        return self.envelope(kind, [choice], completion) | {"usage": self.usage(completion)}
-
-    def envelope(
-        self, kind: str, choices: list[dict[str, Any]], completion: Completion | None = None
-    ) -> dict[str, Any]:
-        body = {**self._head, "object": kind, "choices": choices}
-        if completion is not None and completion.versions:
-            body["system_fingerprint"] = f"version-{completion.versions[-1]}"
-        return body
-
-    def usage(self, completion: Completion) -> dict[str, int]:
-        drawn = len(completion.tokens)
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": drawn,
-            "total_tokens": self._prompt_tokens + drawn,
-        }
-
-    @staticmethod
-    def finish(completion: Completion, reply: Message) -> str:
-        return "tool_calls" if reply.calls else completion.finish
-
-    def _logprobs(self, completion: Completion, text: Text) -> dict[str, Any]:
-        tokens = [text.decode([token]) for token in completion.tokens]
-        if not self.chat:
-            return {"tokens": tokens, "token_logprobs": completion.logprobs}
-        rows = zip(tokens, completion.logprobs, strict=True)
-        return {
-            "content": [
-                {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
-                for token, logprob in rows
-            ]
-        }
-
-
-class _Stream:
-    """One answer as server-sent events. Where tools are offered, all of it is held back until the
-    end: a call begins like any text."""
-
-    def __init__(self, request: web.Request, form: _Form, text: Text) -> None:
-        self.held_back = form.tools
-        self._form = form
-        self._text = text
-        self._request = request
-        self._response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
-        self._tokens: list[int] = []
-        self._clean = self._shown = 0
-        self._sent = ""
-
-    async def begin(self) -> None:
-        await self._response.prepare(self._request)
-        if self._form.chat:
-            await self._delta({"role": "assistant", "content": ""})
-
-    async def token(self, token: int) -> None:
-        """Tell the text of a token, or nothing while it ends in half a character."""
-        self._tokens.append(token)
-        before = self._text.decode(self._tokens[self._clean : self._shown])
-        now = self._text.decode(self._tokens[self._clean :])
-        if len(now) > len(before) and not now.endswith("\ufffd"):
-            self._clean, self._shown = self._shown, len(self._tokens)
-            await self._say(now[len(before) :])
-
-    async def end(self, completion: Completion, said: str, reply: Message) -> web.StreamResponse:
-        whole = reply.content if self._form.chat else said
-        if whole.startswith(self._sent) and len(whole) > len(self._sent):
-            await self._say(whole[len(self._sent) :])
-        if reply.calls:
-            rows = enumerate(spell_calls(reply.calls))
-            await self._delta({"tool_calls": [{"index": i, **call} for i, call in rows]})
-        await self._delta({}, finish=self._form.finish(completion, reply))
-        if self._form.usage_wanted:
-            body = self._form.envelope(self._kind, [], completion)
-            await self._write(body | {"usage": self._form.usage(completion)})
-        await self._response.write(b"data: [DONE]\n\n")
-        await self._response.write_eof()
-        return self._response
-
-    @property
-    def _kind(self) -> str:
-        return "chat.completion.chunk" if self._form.chat else "text_completion"
-
-    async def _say(self, text: str) -> None:
-        self._sent += text
-        await self._delta({"content": text})
-
-    async def _delta(self, delta: dict[str, Any], finish: str | None = None) -> None:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
-        if self._form.chat:
-            choice["delta"] = delta
-        else:
-            choice["text"] = delta.get("content", "")
-        await self._write(self._form.envelope(self._kind, [choice]))
-
-    async def _write(self, body: dict[str, Any]) -> None:
-        await self._response.write(f"data: {json.dumps(body)}\n\n".encode())
 
 
 def _error(status: int, message: str, code: str) -> web.Response:

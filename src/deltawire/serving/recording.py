@@ -96,16 +96,25 @@ class Recording:
         request: ChatRequest,
         prompt: Prompt,
         completion: Completion,
-        said: str,
         reply: Message,
+        *,
+        kept: str | None = None,
     ) -> None:
-        """Take an answer up: ``said`` is its text, ``reply`` how the client was told it."""
+        """Take an answer up. ``reply`` is how the client was told it; ``kept``, if it was told only
+        what stands before a stop string, is all that the tokens say.
+
+        A client that goes on behind such a text with the string in its own words means the very
+        tokens; one that does without it means others. In a conversation a turn that ended so is
+        the turn that it was, as is one with a token that ends sequences.
+        """
         answer = Answer(prompt.before, prompt.between, completion)
         if request.messages:
-            key = _chat_key(request.tools, [*request.messages, reply])
-            self._known[key] = answer
-        elif isinstance(request.prompt, str) and completion.finish != "stop":
+            told = [reply] if kept is None else [reply, Message("assistant", kept)]
+            for message in told:
+                self._known[_chat_key(request.tools, [*request.messages, message])] = answer
+        elif isinstance(request.prompt, str) and (completion.finish != "stop" or kept is not None):
             # Behind a token that ends sequences no client means to continue a text.
+            said = reply.content if kept is None else kept
             self._known["text", request.prompt + said] = answer
         self._answers.append(answer)
 
