@@ -1,9 +1,9 @@
 """Changes of live bits, staged beside them and exchanged all or none: on the host, on a device.
 
 On the host one native pass checks the old bits, writes the new ones and reads them back, a few
-cache lines at a time. On a device all storages are gone through together, three times: a launch
-per storage would cost more than the bytes do. Triton's kernels do it where there are some, torch's
-operations elsewhere.
+cache lines at a time, on every core that the process may use: nothing is served meanwhile. On a
+device all storages are gone through together, three times: a launch per storage would cost more
+than the bytes do. Triton's kernels do it where there are some, torch's operations elsewhere.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from deltawire import _native
 from deltawire.codec import Bits
+from deltawire.codec.delta import cores
 from deltawire.engines.elements import array_of, tensor_of
 from deltawire.engines.on_device import Kernels, kernels_of, on_host
 from deltawire.errors import ResyncError
@@ -119,7 +120,7 @@ class Move:
                 index.numpy(),
                 array_of(old),
                 array_of(new),
-                torch.get_num_threads(),
+                cores(),
             )
             if fault:
                 for before, places, bits in done:
