@@ -17,7 +17,6 @@ MATRIX = [
         "qwen3", "llama", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3",
     ]
     for ranks in (1, 2)
-    if (family, ranks) != ("deepseek_v3", 2)  # which is refused; the conductor says why
 ]  # fmt: skip
 
 LIVE = "test_followed_weights.py"
@@ -75,6 +74,13 @@ def test_vllm_serve_is_moved_by_its_own_calls(vllm_python):
 @pytest.mark.parametrize(("family", "ranks"), MATRIX)
 def test_every_family_follows_its_run(vllm_python, family, ranks):
     run_tests(vllm_python, LIVE, "--family", family, "--tensor-parallel", str(ranks))
+
+
+@pytest.mark.skipif(
+    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
+)
+def test_kernels_replaced_on_a_cpu_compute_what_vllm_means(vllm_python):
+    run_tests(vllm_python, "test_plain_kernels.py")
 
 
 @pytest.mark.skipif(

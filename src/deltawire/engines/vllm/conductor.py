@@ -109,14 +109,6 @@ class Conductor:
                 "experts lie on all of them",
                 hint="use tensor or pipeline parallelism, or start the replicas apart",
             )
-        if parallel.tensor_parallel_size > 1 and core.vllm_config.model_config.use_mla:
-            # Seen with DeepSeek-V3 on two ranks: after 50 versions all live weights equal a fresh
-            # engine's, bit for bit, and its answers do not. Until that is understood, it is not
-            # served.
-            raise InputError(
-                "deltawire does not yet lead latent attention over several tensor-parallel ranks",
-                hint="use one rank an engine for this model",
-            )
         self._attach()
         if settings is not None:
             self._open(settings)

@@ -3,11 +3,17 @@
 vLLM packs linear and expert weights for its CPU kernels once they are loaded, and drops the
 parameters they came from, so that nothing is left to be changed in place. Where deltawire is in
 use, plain kernels over plain parameters take their place. GPUs need none of this.
+
+One more is replaced because it is wrong. vLLM 0.32's rotation of queries and keys for CPUs counts
+heads and finds tokens as if these were [T, H·D]; latent attention hands it slices [T, H, D]. Of
+those it turns T rows of T·H, by other tokens' positions, so that answers depend on what else is in
+the batch. `docs/LOG.md` has the figures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -19,11 +25,15 @@ def keep_plain() -> None:
     """Replace what packs, in this process."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.rotary_embedding import base as rotary_embedding
 
     utils.dispatch_cpu_unquantized_gemm = _plain_linear(utils.dispatch_cpu_unquantized_gemm)
     experts = cpu_moe.CPUUnquantizedExperts
     experts.process_weights_after_loading = _unpacked(experts.process_weights_after_loading)
     experts.apply = _plain_experts(experts.apply)
+    rotation = rotary_embedding.RotaryEmbedding
+    rotation.__init__ = _noting_use(rotation.__init__)
+    rotation.forward_cpu = _rotated_by_shape(rotation.forward_cpu)
 
 
 def _current_in_use() -> bool:
@@ -51,6 +61,28 @@ def _unpacked(packing: Callable[..., None]) -> Callable[..., None]:
             packing(self, layer)
 
     return process_weights_after_loading
+
+
+def _noting_use(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        self._plain = _current_in_use()
+
+    return __init__
+
+
+def _rotated_by_shape(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward_cpu`` of a rotation that takes queries [T, H, D] too, by vLLM's own operators."""
+
+    @wraps(kernel)
+    def forward_cpu(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> Any:
+        rotate = self.forward_native if self._plain and query.ndim > 2 else partial(kernel, self)
+        return rotate(positions, query, key)
+
+    return forward_cpu
 
 
 def _plain_experts(packed: Callable[..., None]) -> Callable[..., None]:
