@@ -40,3 +40,10 @@ def test_a_killed_worker_costs_the_engine_and_the_next_one_serves_the_newest(
     finally:
         following.close()
         trainer.close()
+
+
+def test_an_engine_that_cannot_open_its_run_says_so_and_ends(family, ranks, tmp_path):
+    """vLLM's own client would wait for ever for a core that ended while it started."""
+    empty = open_bucket(str(tmp_path / "empty"), create=True)
+    with pytest.raises(Exception, match="there is no run"):
+        Engine(build(family, tmp_path / "model"), ranks=ranks, run=empty.url)

@@ -18,6 +18,7 @@ them hold N afterwards, or none.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,10 @@ AGAIN_AFTER_S = 1.0
 """What failed is tried again this much later, twice as much each time, up to `AGAIN_AT_MOST_S`."""
 
 AGAIN_AT_MOST_S = 30.0
+
+TOLD_WITHIN_S = 30.0
+"""So long an engine that cannot start waits for a caller to say so to. vLLM's clients call it at
+once."""
 
 Phase = Literal["serving", "preparing", "ready"]
 
@@ -70,10 +75,32 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
 def _attached_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def run_busy_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _attach(self)
+        try:
+            _attach(self)
+        except Exception as error:
+            _tell_first_caller(self, error)
+            raise
         return original(self, *args, **kwargs)
 
     return run_busy_loop
+
+
+def _tell_first_caller(core: Any, error: Exception) -> None:
+    """Answer the first call with ``error``, before the core ends of it: vLLM's client believes the
+    core started, and waits for ever for the answer of one that died."""
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, UtilityOutput
+
+    until = time.monotonic() + TOLD_WITHIN_S
+    while (left := until - time.monotonic()) > 0:
+        try:
+            kind, request = core.input_queue.get(timeout=left)
+        except queue.Empty:
+            return
+        if kind == EngineCoreRequestType.UTILITY:
+            client, call, _, _ = request
+            answer = UtilityOutput(call, failure_message=f"deltawire: {error}")
+            core.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=answer)))
+            return
 
 
 def _attach(core: Any) -> None:
@@ -242,8 +269,8 @@ class Conductor:
         """Have a sleeping loop look."""
         from vllm.v1.engine import EngineCoreRequestType
 
-        if (queue := getattr(self.core, "input_queue", None)) is not None and queue.empty():
-            queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        if (requests := getattr(self.core, "input_queue", None)) is not None and requests.empty():
+            requests.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def _advance(self) -> None:
         if self.phase == "serving" and time.monotonic() >= self._attest_at:
