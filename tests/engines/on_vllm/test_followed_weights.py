@@ -1,7 +1,9 @@
 """A vLLM that follows a run: what it serves is the trainer's, whatever goes wrong."""
 
 import itertools
+import json
 import shutil
+import sys
 import threading
 import time
 
@@ -194,9 +196,11 @@ def test_a_swap_finds_a_turned_bit_where_it_writes_and_mends_it(engine, trainer,
 
 
 def test_swaps_every_second_under_load_lose_no_request(engine, trainer, request):
-    """Long variant: ``--load-seconds 600``. Then memory must be flat too."""
+    """Long variant: ``--load-seconds 600 -s``. Then memory must be flat too, in every process, and
+    the figures are printed."""
     seconds = request.config.getoption("load_seconds")
     stop, failure = threading.Event(), []
+    swaps = engine.status()["swaps"]
 
     def publish():
         try:
@@ -205,7 +209,7 @@ def test_swaps_every_second_under_load_lose_no_request(engine, trainer, request)
         except BaseException as error:
             failure.append(error)
 
-    resident = []
+    resident, first = [], trainer.version
     publisher = threading.Thread(target=publish)
     publisher.start()
     began, asked, answered, seen = time.monotonic(), 0, 0, set()
@@ -233,12 +237,35 @@ def test_swaps_every_second_under_load_lose_no_request(engine, trainer, request)
     assert len(seen) > 1
     if seconds >= 60:
         half = len(resident) // 2
-        assert max(resident[half:]) - max(resident[:half]) < 64 << 20
+        growth = {
+            process: max(held[process] for held in resident[half:])
+            - max(held[process] for held in resident[:half])
+            for process in resident[0]
+        }
+        figures = {
+            "seconds": round(time.monotonic() - began),
+            "versions": trainer.version - first,
+            "versions_that_made_tokens": len(seen),
+            "swaps": status["swaps"] - swaps,
+            "requests": answered,
+            "resident_mib_at_start_middle_end": {
+                process: [resident[at][process] >> 20 for at in (0, half, -1)]
+                for process in resident[0]
+            },
+            "growth_mib": {process: round(grown / 2**20, 1) for process, grown in growth.items()},
+        }
+        sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+        assert all(held.keys() == resident[0].keys() for held in resident)
+        assert max(growth.values()) < 64 << 20
 
 
 def resident_bytes():
-    """What this process and those it started have in memory."""
+    """What this process and each of those it started have in memory."""
     import psutil
 
     own = psutil.Process()
-    return sum(process.memory_info().rss for process in [own, *own.children(recursive=True)])
+    return {
+        f"{process.pid} {' '.join(process.cmdline())[:40]}": process.memory_info().rss
+        for process in [own, *own.children(recursive=True)]
+        if process.status() != psutil.STATUS_ZOMBIE
+    }
