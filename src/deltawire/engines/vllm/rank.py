@@ -27,7 +27,7 @@ import torch
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.engines.placed import PlacedWeights, Prepared
-from deltawire.engines.placement import ownership, probe
+from deltawire.engines.placement import Placement, ownership, probe
 from deltawire.engines.steps import step_to
 from deltawire.engines.vllm.peers import Peers
 from deltawire.engines.vllm.settings import Settings
@@ -69,6 +69,7 @@ class Rank:
         live |= dict(model.named_parameters(remove_duplicate=False))
         found = self._together(lambda: probe(self._load_weights, run.tensors, live, about=about))
         placement = ownership(peers.gather_structs(found))[peers.number]
+        self._together(lambda: refuse_stale_products(placement))
         mirror = self._together(
             lambda: load_mirror(
                 self._bucket, run, at=version, wanted=placement.wanted(), threads=settings.threads
@@ -299,6 +300,23 @@ class Rank:
     def _load_weights(self, weights: Any) -> object:
         with self._context:
             return self._loader(weights)
+
+
+ABSORBED = frozenset({"W_UK_T", "W_UV", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "W_V", "W_V_scale"})
+"""What vLLM's latent attention makes of ``kv_b_proj`` once that is loaded: views of it, or under
+some settings copies."""
+
+
+def refuse_stale_products(placement: Placement) -> None:
+    """Raises `InputError` for weights that vLLM has made of others at loading and that are copies:
+    no swap would reach them, and no digest would say so."""
+    stale = sorted(name for name in placement.uncovered if name.rpartition(".")[2] in ABSORBED)
+    if stale:
+        raise InputError(
+            f"vLLM has made {stale[0]} and {len(stale) - 1} more of other weights, as copies that "
+            "deltawire does not renew",
+            hint="serve latent attention's kv_b_proj unquantised, without replicated queries",
+        )
 
 
 def reverse_of(prepared: Prepared, *, share: Digest, believed: Digest) -> Prepared:
