@@ -61,6 +61,13 @@ class InputError(DeltawireError):
     exit_code = 2
 
 
+class StoppedError(InputError):
+    """What a run watches crossed a limit that its configuration stops at. Nothing is lost: look
+    why, then mend the cause or move the limit, and the same command goes on from there."""
+
+    exit_code = 7
+
+
 class FencedError(DeltawireError):
     """Another writer has taken this role: stop, and write nothing more."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import reduce
 from pathlib import Path
 
 import msgspec
@@ -87,9 +89,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
             process.stdout.close()
 
 
-def write_config(folder: Path, versions: int, *, checkpoint_every: int = 4) -> str:
+def write_config(
+    folder: Path, versions: int, *, checkpoint_every: int = 4, text: str = CONFIG
+) -> str:
     path = folder / "tiny.toml"
-    text = CONFIG.replace("VERSIONS", str(versions))
+    text = text.replace("VERSIONS", str(versions))
     path.write_text(text.replace("CHECKPOINT", str(checkpoint_every)))
     return str(path)
 
@@ -204,6 +208,52 @@ def test_interrupted_twice_and_a_trainer_killed(tmp_path: Path, start: Start) ->
     final = load_mirror(bucket, run)
     assert final is not None
     assert final.version == 120
+
+
+BEYOND_ROUNDING = 1e-4
+"""Between the gaps of this model's log-probabilities in float32 (5e-7) and in bf16 (1e-3)."""
+
+
+def test_stopped_by_the_parity_gate_and_continued(tmp_path: Path, start: Start) -> None:
+    """The worker really samples in bf16, for a trainer that computes in float32."""
+    out = tmp_path / "out"
+    bucket = open_bucket(str(out / "bucket"), create=True)
+    other = {
+        "workers = 2": "workers = 1",
+        "slots = 16": 'slots = 16\nprecision = "bfloat16"',
+        "max_staleness = 2": "max_staleness = 0",
+    }
+    text = reduce(lambda text, pair: text.replace(*pair), other.items(), CONFIG)
+
+    def run(limit: float) -> tuple[int, str]:
+        limited = f"{text}[parity.stop]\nlargest_gap = {limit}\n"
+        config = write_config(tmp_path, 3, text=limited)
+        process = start("run", config, "--out", str(out), "--plain")
+        output, _ = process.communicate(timeout=200)
+        return process.returncode, output
+
+    code, output = run(BEYOND_ROUNDING)
+    assert code == 7, output
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert re.search(r"sampler and trainer disagree: largest_gap \S+ against 0\.0001", error)
+    assert "version 1" in error
+    assert "raise the limit in [parity.stop]" in error
+    status = read_trainer(bucket)
+    assert status is not None
+    assert (status.phase, status.version, committed(bucket)) == ("stopped", 0, 0)
+    stopped = [e for e in _events(bucket) if e["event"] == "parity" and e.get("stopped")]
+    assert len(stopped) == 1, "a restart would meet the same batch, so there is none"
+    waiting = set(bucket.list(keys.ROLLOUTS))
+    code, output = run(10.0)
+    assert code == 0, output
+    assert committed(bucket) == 3
+    assert_each_group_once(bucket, groups_per_step=4)
+    first = {keys.rollout(worker, sequence) for worker, sequence in annexes(bucket)[0].consumed}
+    assert first <= waiting, "it goes on with the batch that it was stopped at"
+    report = json.loads((out / "report.json").read_text())
+    assert report["parity"]["stopped"] == []  # Of the batch that was trained on in the end.
+    assert report["parity"]["largest_gap"] > BEYOND_ROUNDING
+    assert all(w["bit_identical"] for w in report["workers"])
 
 
 def _events(bucket: Bucket) -> list[dict[str, object]]:

@@ -18,7 +18,7 @@ LINE_BREAKS = "a\nb\r\nc\x0bd\x0ce\x1cf\x85g\u2028h\u2029i\tj"
 def test_the_kinds_are_known():
     assert {kind.__name__ for kind in KINDS} == {
         "DeltawireError", "RetryError", "ResyncError", "CorruptError", "InputError",
-        "FencedError", "BugError",
+        "FencedError", "BugError", "StoppedError",
     }  # fmt: skip
     codes = [kind.exit_code for kind in KINDS if kind is not CorruptError]
     assert len(set(codes)) == len(codes)

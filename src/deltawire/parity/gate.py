@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deltawire.config import ParityConfig, ParityLimits
-from deltawire.errors import InputError
+from deltawire.errors import StoppedError
 from deltawire.parity.divergence import Divergence, SequenceSums, joined, sequence_sums
 
 _NUMERIC = ("k3", "k3_swapped", "mean_gap", "largest_gap", "extreme_share")
@@ -52,9 +52,9 @@ class Parity:
     stopped: tuple[Crossing, ...] = ()
 
     def raise_if_stopped(self, *, run: str = "", version: int | None = None) -> None:
-        """Raises `InputError` if the batch must not be trained on."""
+        """Raises `StoppedError` if the batch must not be trained on."""
         if self.stopped:
-            raise InputError(
+            raise StoppedError(
                 f"sampler and trainer disagree: {', '.join(map(str, self.stopped))}",
                 hint="compare the two with deltawire parity, or raise the limit in [parity.stop]",
                 run=run,

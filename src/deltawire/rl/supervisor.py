@@ -43,7 +43,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltawire.config import FaultsConfig
-from deltawire.errors import DeltawireError, InputError, RetryError
+from deltawire.errors import (
+    DeltawireError,
+    FencedError,
+    InputError,
+    RetryError,
+    StoppedError,
+)
 from deltawire.events import Event, EventLog, Life, Role, decode_lines
 from deltawire.rl.desk import HEARTBEAT_TIMEOUT_S, read_heartbeat, read_trainer
 from deltawire.rl.pulse import impatient
@@ -67,8 +73,8 @@ UNREACHABLE = 75
 """The exit code of a child that the store did not answer: it is tried again for ever."""
 STOP_PATIENCE_S = 60.0
 AUDIT_PATIENCE_S = 120.0
-FINAL_CODES = frozenset({2, 4})
-"""Exit codes of errors that a restart would meet again: wrong input, fenced."""
+FINAL_CODES = frozenset(kind.exit_code for kind in (InputError, FencedError, StoppedError))
+"""Exit codes of errors that a restart would meet again."""
 
 
 class ChildError(DeltawireError):

@@ -32,6 +32,7 @@ from deltawire.errors import (
     InputError,
     ResyncError,
     RetryError,
+    StoppedError,
 )
 from deltawire.events import Published, Step
 from deltawire.parity import finite, parity_event
@@ -252,7 +253,7 @@ class Trainer:
         return done
 
     def _tell_parity(self, batch: Batch, result: StepResult) -> None:
-        """Record it; raises `InputError` if it stops the run."""
+        """Record it; raises `StoppedError` if it stops the run."""
         parity = result.parity
         names = [
             f"{batch.taken[group].group.worker}/{batch.taken[group].sequence}#{place}"
@@ -271,10 +272,10 @@ class Trainer:
             parity.raise_if_stopped(run=self.bucket.url, version=version)
 
     def _watch_probes(self, batch: Batch) -> None:
-        """Hold rewards against probes; raises `InputError` if that stops the run."""
+        """Hold rewards against probes; raises `StoppedError` if that stops the run."""
         try:
             self.probes.observe(batch.taken, version=self.version)
-        except InputError:
+        except StoppedError:
             self.process.events.flush()
             self.publisher.flush()
             self.probes.close()

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from deltawire.config import ProbesConfig
-from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
+from deltawire.errors import CorruptError, DeltawireError, RetryError, StoppedError
 from deltawire.events import Diverged, Event
 from deltawire.rl.probes.monitor import ALL, Example, Monitor, Point, ProbeState, Stream
 from deltawire.store import Bucket
@@ -142,7 +142,7 @@ class ProbeWatch:
         """The groups of the step into ``version``, after it was handed to the publisher.
 
         Records each divergence that they show. What is stored is the state before them, whose
-        step is committed by now. Raises `InputError` if the configuration says to stop.
+        step is committed by now. Raises `StoppedError` if the configuration says to stop.
         """
         found: list[Stream] = []
         due = self._clock() - self._written_at >= WRITE_EVERY_S
@@ -158,9 +158,9 @@ class ProbeWatch:
         if found and self._config.action == "stop":
             raise self._stopping(found[0])
 
-    def _stopping(self, stream: Stream) -> InputError:
+    def _stopping(self, stream: Stream) -> StoppedError:
         names = ", ".join(example.name for example in stream.examples[-3:])
-        return InputError(
+        return StoppedError(
             f"{apart(stream)}, for example in {names}",
             hint="look with deltawire probes; to go on all the same, change probes.action",
             run=self._bucket.url,
