@@ -73,9 +73,10 @@ async def measure(
 def evaluated_versions(process: Process) -> set[int]:
     """Versions that an evaluator of this run has measured before."""
     found = set()
-    prefix = f"{keys.EVENTS}{process.name}-"
-    for key in process.bucket.list(keys.EVENTS):
-        if key.startswith(prefix):
+    for series in process.bucket.folders(keys.EVENTS):
+        if not series.startswith(f"{process.name}-"):
+            continue
+        for key in process.bucket.list(f"{keys.EVENTS}{series}/"):
             data = process.bucket.get(key, limit=MAX_SEGMENT_BYTES) or b""
             found |= {e.version for e in decode_lines(data) if isinstance(e, Evaluated)}
     return found

@@ -99,9 +99,9 @@ class Verdict:
 class EventTail:
     """Reads each segment of the run's events once.
 
-    Known series are polled at their next segment's key; listing, which costs more the longer a
-    run goes on, only finds new series, every `LIST_EVERY_S`. While the store does not answer,
-    nothing new comes.
+    Known series are polled at their next segment's key; new ones are found every `LIST_EVERY_S`
+    among the names of series alone, so that neither costs more the longer a run goes on. While the
+    store does not answer, nothing new comes.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -119,8 +119,8 @@ class EventTail:
     def _read_all(self, fresh: list[Event]) -> None:
         if time.monotonic() - self._listed_at >= LIST_EVERY_S:
             self._listed_at = time.monotonic()
-            for key in self._bucket.list(keys.EVENTS):
-                if (series := keys.series_of(key)) is not None:
+            for series in self._bucket.folders(keys.EVENTS):
+                if keys.valid_name(series):
                     self._next.setdefault(series, 0)
         for series, number in self._next.items():
             self._read_series(series, number, fresh)

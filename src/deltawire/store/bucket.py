@@ -147,6 +147,14 @@ class Bucket:
             ]
         return sorted(found, key=lambda entry: entry.key)
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        """The names directly under ``prefix`` (which ends with a slash) that have keys under them,
+        sorted; of a folder, emptied ones too. A store tells them without telling those keys,
+        however many there are."""
+        with self._errors("list", prefix):
+            found = obstore.list_with_delimiter(self.store, prefix)["common_prefixes"]
+        return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
+
     def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error."""
         with self._errors("delete", key):

@@ -59,6 +59,10 @@ class MeteredBucket(Bucket):
         """As `Bucket.entries`."""
         return self.inner.entries(prefix, after=after)
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        """As `Bucket.folders`."""
+        return self.inner.folders(prefix)
+
     def delete(self, key: str) -> None:
         """As `Bucket.delete`."""
         self.inner.delete(key)

@@ -207,6 +207,12 @@ class FaultyBucket(Bucket):
                 self._shuffled.shuffle(seen)
         return seen
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        """As `Bucket.folders`; counted as ``list``, and of what that tells."""
+        found, _ = self._do("list", prefix, lambda: self.inner.entries(prefix))
+        below = (e.key.removeprefix(prefix).split("/") for e in found if not self._is_hidden(e.key))
+        return sorted({parts[0] for parts in below if len(parts) > 1})
+
     def delete(self, key: str) -> None:
         """As `Bucket.delete`."""
         self._do("delete", key, lambda: self.inner.delete(key))

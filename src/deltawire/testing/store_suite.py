@@ -177,6 +177,15 @@ class StoreSuite:
             list(pool.map(lambda key: bucket.put(key, b"x"), wanted))
         assert bucket.list("weights/manifests/") == wanted
 
+    def test_folders(self, bucket: Bucket) -> None:
+        """The names under a prefix that have keys under them, each once, and none below them."""
+        for key in ("r/w10/1", "r/w1/1", "r/w1/2", "r/w1/x/3", "r/loose", "other/1"):
+            bucket.put(key, b"")
+        assert bucket.folders("r/") == ["w1", "w10"]
+        assert bucket.folders("r/w1/") == ["x"]
+        assert bucket.folders("r/w10/") == []
+        assert bucket.folders("nothing/") == []
+
     def test_delete(self, bucket: Bucket) -> None:
         """Removes what is there and nothing else, and does not mind that it is not there."""
         bucket.put("a/b", b"1")
