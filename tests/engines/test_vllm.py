@@ -79,6 +79,23 @@ def test_every_family_follows_its_run(vllm_python, family, ranks):
 @pytest.mark.skipif(
     "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
 )
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("qwen3_moe", ["--tensor-parallel", "2", "--expert-parallel"]),
+        ("deepseek_v3", ["--tensor-parallel", "2", "--expert-parallel"]),
+        ("qwen3", ["--pipeline-parallel", "2"]),
+        ("qwen3_moe", ["--pipeline-parallel", "2"]),
+    ],
+    ids=["experts", "latent experts", "stages", "stages of experts"],
+)
+def test_a_run_is_followed_however_the_model_is_shared_out(vllm_python, family, parallel):
+    run_tests(vllm_python, LIVE, "--family", family, *parallel)
+
+
+@pytest.mark.skipif(
+    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
+)
 def test_kernels_replaced_on_a_cpu_compute_what_vllm_means(vllm_python):
     run_tests(vllm_python, "test_plain_kernels.py")
 

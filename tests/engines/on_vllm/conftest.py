@@ -23,6 +23,7 @@ os.environ.update(
 def pytest_addoption(parser):
     parser.addoption("--family", default="qwen3", help="a model of shapes.FAMILIES")
     parser.addoption("--tensor-parallel", type=int, default=1)
+    parser.addoption("--pipeline-parallel", type=int, default=1)
     parser.addoption("--expert-parallel", action="store_true")
     parser.addoption("--versions", type=int, default=50, help="random versions to follow")
     parser.addoption("--load-seconds", type=float, default=6, help="how long to swap under load")
@@ -34,8 +35,19 @@ def family(request):
 
 
 @pytest.fixture(scope="session")
+def parallel(request):
+    """How the ranks share the model, as `engine.Engine` is told."""
+    return {
+        "stages": request.config.getoption("pipeline_parallel"),
+        "experts": request.config.getoption("expert_parallel"),
+    }
+
+
+@pytest.fixture(scope="session")
 def ranks(request):
+    """So many, in all stages together."""
     count = request.config.getoption("tensor_parallel")
+    count *= request.config.getoption("pipeline_parallel")
     if count > 1:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
             str(rank % os.cpu_count()) for rank in range(count)

@@ -23,7 +23,7 @@ class Answer:
 class Engine:
     """vLLM's offline engine on a model directory, following ``run`` if there is one."""
 
-    def __init__(self, model, *, ranks=1, run=None, experts=False, **settings):
+    def __init__(self, model, *, ranks=1, run=None, stages=1, experts=False, **settings):
         from vllm import LLM
 
         told = {} if run is None else {"run": str(run), **settings}
@@ -32,7 +32,8 @@ class Engine:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             enforce_eager=True,
-            tensor_parallel_size=ranks,
+            tensor_parallel_size=ranks // stages,
+            pipeline_parallel_size=stages,
             enable_expert_parallel=experts,
             max_model_len=256,
             kv_cache_memory_bytes=64 << 20,
@@ -43,6 +44,8 @@ class Engine:
             worker_extension_cls="planting.PlantingWorker",
             additional_config={"deltawire": told},
         )
+        if stages > 1:
+            self.call("make_room_between_stages")
 
     def call(self, method, *args):
         """``collective_rpc``: a dictionary of each rank, or of the engine for its own methods."""

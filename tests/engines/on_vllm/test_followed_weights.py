@@ -26,19 +26,14 @@ def trainer(tmp_path_factory, family):
 
 
 @pytest.fixture(scope="module")
-def engine(trainer, ranks, request):
-    engine = Engine(
-        trainer.model,
-        ranks=ranks,
-        run=trainer.publisher.bucket.url,
-        experts=request.config.getoption("expert_parallel"),
-    )
+def engine(trainer, ranks, parallel):
+    engine = Engine(trainer.model, ranks=ranks, run=trainer.publisher.bucket.url, **parallel)
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def fresh(trainer, ranks, request, tmp_path_factory):
+def fresh(trainer, ranks, parallel, tmp_path_factory):
     """``fresh(…)`` weighs an engine newly loaded from the trainer's checkpoint, and has it
     answer question by question."""
     folders = tmp_path_factory.mktemp("checkpoints")
@@ -46,7 +41,7 @@ def fresh(trainer, ranks, request, tmp_path_factory):
 
     def ask(questions):
         written = trainer.write(folders / str(trainer.version))
-        other = Engine(written, ranks=ranks, experts=request.config.getoption("expert_parallel"))
+        other = Engine(written, ranks=ranks, **parallel)
         try:
             return other.call("weigh"), one_by_one(other, questions)
         finally:
