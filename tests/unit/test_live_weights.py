@@ -8,6 +8,7 @@ from deltawire import codec
 from deltawire.codec import Patch
 from deltawire.engines.live import LiveWeights, published_bits, published_specs
 from deltawire.errors import CorruptError, InputError, ResyncError
+from deltawire.sync.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
 SPECIAL = {
@@ -64,9 +65,20 @@ def served(dtype, serving, seed=0):
     model = Tied().to(serving)
     specs = published_specs(model, dtype)
     bits = random_bits(specs, np.random.default_rng(seed))
-    live = LiveWeights(model, specs, version=3, digest=codec.digest_model(bits))
-    live.load(bits)
+    live = LiveWeights(model, specs)
+    live.load(mirror_of(bits, version=3))
     return model, specs, bits, live
+
+
+def mirror_of(bits, version):
+    return Mirror({n: b.copy() for n, b in bits.items()}, version, codec.digest_model(bits))
+
+
+def follow(live, bits):
+    """Move the mirror behind the weights, as a subscriber does."""
+    for name, new in bits.items():
+        live._mirror.tensors[name][:] = new
+    live._mirror.finish(live.version, live.digest, None)
 
 
 def diff(old, new):
@@ -102,8 +114,9 @@ def test_swaps_equal_loading_the_target(dtype, serving, density):
         for name, new in random_bits(specs, rng).items():
             target[name] = np.where(rng.random(new.size) < density, new, bits[name])
         live.swap(diff(bits, target), version, codec.digest_model(target))
+        follow(live, target)
         other = Tied().to(serving)
-        LiveWeights(other, specs, version=0, digest=codec.ZERO).load(target)
+        LiveWeights(other, specs).load(mirror_of(target, version))
         assert same(held(model), held(other))
         assert live.attest() == live.digest == codec.digest_model(target)
         assert live.version == version
@@ -120,6 +133,7 @@ def test_special_values_go_both_ways(dtype, serving, special):
     spec = next(spec for spec in specs if spec.name == "norm.weight")
     expected = expected_parameter(target["norm.weight"], spec, serving)
     assert np.array_equal(held(model)["norm.weight"], expected)
+    follow(live, target)
     live.swap(diff(target, bits), 5, codec.digest_model(bits))
     assert live.attest() == codec.digest_model(bits)
 
@@ -145,7 +159,7 @@ def test_a_patch_that_cannot_be_written_leaves_nothing_of_itself(dtype, serving)
     target = random_bits(specs, np.random.default_rng(2))
     patches = diff(bits, target)
     patches["norm.weight"] = Patch(np.array([0, 600]), patches["norm.weight"].bits[:2].copy())
-    with pytest.raises(IndexError):
+    with pytest.raises(ResyncError):
         live.swap(patches, 4, codec.digest_model(target))
     assert same(held(model), before)
     assert live.attest() == codec.digest_model(bits)
@@ -180,6 +194,45 @@ def test_a_swap_over_damaged_bits_is_refused():
     assert same(held(model), before)
 
 
+@pytest.mark.parametrize(("dtype", "serving"), SERVED)
+def test_what_was_staged_is_what_is_swapped_in(dtype, serving, monkeypatch):
+    model, specs, bits, live = served(dtype, serving)
+    target = random_bits(specs, np.random.default_rng(2))
+    before, digest = held(model), codec.digest_model(target)
+    live.stage(diff(bits, target), 4, digest)
+    assert same(held(model), before)
+    assert (live.version, live.digest) == (3, codec.digest_model(bits))
+    monkeypatch.setattr(live._placed, "prepare", None)  # Nothing is left to do but the exchange.
+    live.swap({}, 4, digest)
+    assert live.attest() == live.digest == digest
+    expected = {s.name: expected_parameter(target[s.name], s, serving) for s in specs}
+    assert same(held(model), expected)
+
+
+def test_what_was_staged_for_something_else_is_not_swapped_in():
+    _, specs, bits, live = served("BF16", torch.float32)
+    one, other = (random_bits(specs, np.random.default_rng(seed)) for seed in (2, 3))
+    live.stage(diff(bits, one), 5, codec.digest_model(one))
+    live.swap(diff(bits, other), 4, codec.digest_model(other))
+    assert live.attest() == codec.digest_model(other)
+    follow(live, other)
+    live.stage(diff(other, one), 5, codec.digest_model(one))
+    live.swap(diff(other, bits), 5, codec.digest_model(bits))
+    assert live.attest() == codec.digest_model(bits)
+    follow(live, bits)
+    with pytest.raises(ResyncError, match="would be"):
+        live.stage(diff(bits, one), 6, codec.digest_model(other))
+    assert live.attest() == live.digest == codec.digest_model(bits)
+
+
+def test_a_mirror_that_did_not_follow_is_noticed():
+    _, specs, bits, live = served("BF16", torch.float32)
+    target = random_bits(specs, np.random.default_rng(2))
+    live.swap(diff(bits, target), 4, codec.digest_model(target))
+    with pytest.raises(ResyncError, match="the mirror at 3"):
+        live.swap(diff(target, bits), 5, codec.digest_model(bits))
+
+
 def altered(specs, **changes):
     return [
         TensorSpec(spec.name, *changes.get(spec.name.replace(".", "_"), (spec.shape, spec.dtype)))
@@ -204,16 +257,16 @@ def altered(specs, **changes):
 def test_other_tensor_tables_are_input_errors(change):
     model = Tied().to(torch.bfloat16)
     specs = published_specs(model, "BF16")
-    LiveWeights(model, specs, version=0, digest=codec.ZERO)
+    LiveWeights(model, specs)
     with pytest.raises(InputError):
-        LiveWeights(model, change(specs), version=0, digest=codec.ZERO)
+        LiveWeights(model, change(specs))
 
 
 def test_parameters_in_pieces_are_refused():
     model = torch.nn.Linear(4, 3, bias=False)
     model.weight = torch.nn.Parameter(torch.zeros(4, 3).T)
     with pytest.raises(InputError):
-        LiveWeights(model, published_specs(model, "BF16"), version=0, digest=codec.ZERO)
+        LiveWeights(model, published_specs(model, "BF16"))
 
 
 def test_published_bits_round_to_nearest_even():

@@ -1,10 +1,11 @@
 """The follower's thread: one update at a time, errors surface, outages pass."""
 
+import threading
 import time
 
 import pytest
 
-from deltawire.errors import BugError, CorruptError, RetryError
+from deltawire.errors import BugError, CorruptError, ResyncError, RetryError
 from deltawire.store import open_bucket
 from deltawire.sync import Follower, Subscriber, chain, load_mirror
 from deltawire.testing.faulty import FaultyBucket
@@ -169,6 +170,36 @@ def test_close_ends_it_at_once(world, waiting_for, monkeypatch):
     assert not follower._thread.is_alive()
     assert time.monotonic() - started < 5
     follower.close()
+
+
+def test_each_update_is_staged_once_before_it_is_handed_out(world):
+    _, publisher, follow = world
+    staged = []
+    follower = follow(stage=lambda update: staged.append((update, threading.current_thread())))
+    for version in (1, 2):
+        publisher.publish(weights(version))
+        publisher.flush()
+        update = until(follower.take)
+        assert len(staged) == version
+        assert staged[-1] == (update, follower._thread)
+        follower.commit(update)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(ResyncError("no"), ResyncError), (KeyError("no"), BugError)]
+)
+def test_what_staging_fails_with_is_raised_and_nothing_handed_out(world, error, raised):
+    _, publisher, follow = world
+
+    def stage(update):
+        raise error
+
+    follower = follow(stage=stage)
+    publisher.publish(weights(1))
+    publisher.flush()
+    until(lambda: not follower._thread.is_alive())
+    with pytest.raises(raised):
+        follower.take()
 
 
 def test_close_before_start():

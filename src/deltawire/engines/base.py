@@ -89,8 +89,20 @@ class Weights(Protocol):
     """The weights being served, at one version, patched in place between two calls of
     `Sampler.advance`; `deltawire.engines.live.LiveWeights` is one."""
 
-    version: int
-    digest: Digest
+    @property
+    def version(self) -> int:
+        """The version."""
+        ...
+
+    @property
+    def digest(self) -> Digest:
+        """Its digest."""
+        ...
+
+    def stage(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
+        """Do what of the next `swap` can be done beside serving, in another thread. Raises
+        `ResyncError`, as that would."""
+        ...
 
     def swap(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
         """Take up a version whole and attested, or raise `ResyncError` and stay as it was."""

@@ -1,4 +1,5 @@
-"""The live parameters of an ``nn.Module``, patched in place and attested by digest.
+"""The parameters of an ``nn.Module`` under the names that they are published by: the placement
+that needs no probe.
 
 The published dtype may be narrower than the serving one: bf16 bits are served as float32 on
 machines without bf16 arithmetic. Widening is exact, so the published bits can always be read back
@@ -9,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from deltawire import codec
 from deltawire.codec import Digest, Patch
-from deltawire.errors import CorruptError, InputError, ResyncError
+from deltawire.engines.affine import AffineMap
+from deltawire.engines.layout import WIRE_DTYPES, survey_live
+from deltawire.engines.placed import PlacedWeights, Prepared
+from deltawire.engines.placement import Placement, Region, fingerprint_of
+from deltawire.errors import CorruptError, InputError
+from deltawire.sync.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
 _TORCH = {"BF16": torch.bfloat16, "F32": torch.float32}
-_HALF = np.uint32(16)
-_LOWER = np.uint32(0xFFFF)
-_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def published_specs(model: torch.nn.Module, dtype: str) -> list[TensorSpec]:
@@ -48,108 +48,99 @@ def published_bits(parameter: torch.Tensor, dtype: str) -> torch.Tensor:
     return parameter.detach().to("cpu", _TORCH[dtype]).contiguous()
 
 
+def identity(tensors: Sequence[TensorSpec], parameters: Mapping[str, torch.Tensor]) -> Placement:
+    """The placement of parameters that lie as the tensors of the same names do, each whole.
+
+    Raises `InputError` if table and parameters differ, or one cannot be served exactly.
+    """
+    specs = {spec.name: spec for spec in tensors}
+    if parameters.keys() != specs.keys():
+        odd = sorted(parameters.keys() ^ specs.keys())
+        raise InputError(f"model and run name different tensors: {odd[:5]}")
+    storages, live, _ = survey_live(parameters)
+    numbers = {spec.name: number for number, spec in enumerate(tensors)}
+    places = {one.name: one for one in live}
+    regions = []
+    for name, parameter in parameters.items():
+        spec, dtype = specs[name], WIRE_DTYPES.get(parameter.dtype, str(parameter.dtype))
+        if tuple(parameter.shape) != spec.shape or not parameter.is_contiguous():
+            raise InputError(
+                f"tensor {name} is {tuple(parameter.shape)}, the run's is {spec.shape}"
+            )
+        if spec.dtype not in _TORCH or dtype not in (spec.dtype, "F32"):
+            raise InputError(f"tensor {name} cannot be served as {parameter.dtype}")
+        if name in places:  # What has no elements lies nowhere.
+            place = places[name]
+            through = (dtype,) if dtype == spec.dtype else (spec.dtype, dtype)
+            whole = AffineMap(0, place.offset, (spec.count,), (1,), (1,))
+            regions.append(Region(numbers[name], place.storage, whole, through))
+    return Placement(
+        fingerprint_of(tensors, parameters, {}),
+        list(tensors),
+        storages,
+        live,
+        regions,
+        unplaced={},
+        uncovered={},
+        owned=True,
+    )
+
+
 class LiveWeights:
-    """The parameters of one module, by the names in a run's tensor table.
+    """The parameters of one module, by the names in a run's tensor table: `PlacedWeights` over
+    their `identity`, of one rank. -1 is the version of what was never loaded.
 
     Raises `InputError` if table and module differ.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, tensors: Sequence[TensorSpec], *, version: int, digest: Digest
-    ) -> None:
-        self.version = version
-        self.digest = digest
-        self._specs = {spec.name: spec for spec in tensors}
-        self._parameters = dict(model.named_parameters())
-        if self._parameters.keys() != self._specs.keys():
-            odd = sorted(self._parameters.keys() ^ self._specs.keys())
-            raise InputError(f"model and run name different tensors: {odd[:5]}")
-        for name, parameter in self._parameters.items():
-            spec = self._specs[name]
-            if tuple(parameter.shape) != spec.shape or not parameter.is_contiguous():
-                raise InputError(
-                    f"tensor {name} is {tuple(parameter.shape)}, the run's is {spec.shape}"
-                )
-            if spec.dtype not in _TORCH or (
-                parameter.dtype not in (_TORCH[spec.dtype], torch.float32)
-            ):
-                raise InputError(f"tensor {name} cannot be served as {parameter.dtype}")
+    def __init__(self, model: torch.nn.Module, tensors: Sequence[TensorSpec]) -> None:
+        parameters = dict(model.named_parameters())
+        self._placed = PlacedWeights(identity(tensors, parameters), parameters)
+        self._mirror: Mirror | None = None
+        self._staged: Prepared | None = None
 
-    @torch.no_grad()
-    def load(self, tensors: Mapping[str, NDArray[np.unsignedinteger]]) -> None:
-        """Set every parameter from its published bits."""
-        for name, bits in tensors.items():
-            self._write(name, None, bits)
+    @property
+    def version(self) -> int:
+        """The version that the parameters hold."""
+        return self._placed.version
 
-    @torch.no_grad()
+    @property
+    def digest(self) -> Digest:
+        """Its digest."""
+        return self._placed.share
+
+    def load(self, mirror: Mirror) -> None:
+        """Set every parameter from ``mirror``, and attest.
+
+        The mirror is the one that `swap` compares with: whoever moves it does so behind the
+        weights. Raises `CorruptError` if the parameters do not hold what was written.
+        """
+        self._mirror = mirror
+        self._placed.load(mirror)
+        if self.digest != mirror.digest:
+            raise CorruptError("the model does not hold what was loaded", version=mirror.version)
+
+    def stage(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
+        """Do beside serving, in any one thread, what `swap` can find done: all but the exchange.
+        Raises `ResyncError` if the parameters would not have ``digest``."""
+        assert self._mirror is not None, "load first"
+        self._staged = self._placed.prepare(patches, self._mirror, version, digest=digest)
+
     def swap(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
-        """Scatter ``patches`` and attest that the live bits now have ``digest``.
+        """Put ``patches`` in, if the parameters will then have ``digest``.
 
-        If they do not, the old bits go back and `ResyncError` is raised: the weights are never
-        left at anything but one version.
+        Else, or if the live bits are not what they should be, `ResyncError` is raised, and the old
+        ones stay or go back: the weights are never left at anything but one version.
         """
-        undo: dict[str, Patch] = {}
-        reached = self.digest
-        try:
-            for name, patch in patches.items():
-                old = self._read(name, patch.positions)
-                undo[name] = Patch(patch.positions, old)
-                self._write(name, patch.positions, patch.bits)
-                landed = Patch(patch.positions, self._read(name, patch.positions))
-                reached = reached + codec.digest_patch(name, landed, old)
-            if reached != digest:
-                raise ResyncError(
-                    f"the live weights' digest is {reached.hex()}, not {digest.hex()}",
-                    version=version,
-                )
-        except BaseException:
-            for name, patch in undo.items():
-                self._write(name, patch.positions, patch.bits)
-            raise
-        self.version, self.digest = version, digest
+        wanted, staged = (self.version, version, digest), self._staged
+        if staged is None or (staged.base, staged.version, staged.share) != wanted:
+            self.stage(patches, version, digest)
+            staged = self._staged
+        assert staged is not None
+        self._staged = None
+        self._placed.swap(staged)
 
-    @torch.no_grad()
     def attest(self) -> Digest:
-        """The digest of all live bits, by one pass over them."""
-        return codec.digest_model({name: self._read(name, None) for name in self._specs})
-
-    def _widened(self, name: str) -> bool:
-        """Whether bf16 bits are served as the upper half of float32 ones."""
-        return self._parameters[name].dtype != _TORCH[self._specs[name].dtype]
-
-    def _carrier(self, name: str) -> torch.Tensor:
-        """The parameter's own memory as flat integers."""
-        parameter = self._parameters[name]
-        return parameter.detach().view(_CARRIER[parameter.element_size()]).view(-1)
-
-    def _read(self, name: str, positions: NDArray[np.int64] | None) -> codec.Bits:
-        """Published bits, at ``positions`` or all, read from the live parameter.
-
-        On the CPU NumPy indexes the parameter's own memory, several times faster than torch.
-        """
-        carrier = self._carrier(name)
-        if carrier.device.type == "cpu":
-            live = carrier.numpy()
-            live = live if positions is None else live[positions]
-        elif positions is None:
-            live = carrier.cpu().numpy()
-        else:
-            live = carrier[torch.from_numpy(positions).to(carrier.device)].cpu().numpy()
-        bits = live.view(f"u{live.itemsize}")
-        if not self._widened(name):
-            return bits
-        if (bits & _LOWER).any():
-            raise CorruptError(f"tensor {name} holds bits that were never published")
-        return (bits >> _HALF).astype(np.uint16)
-
-    def _write(self, name: str, positions: NDArray[np.int64] | None, published: codec.Bits) -> None:
-        bits = published.astype(np.uint32) << _HALF if self._widened(name) else published
-        carrier = self._carrier(name)
-        place = slice(None) if positions is None else positions
-        signed = np.ascontiguousarray(bits).view(f"i{bits.itemsize}")
-        if carrier.device.type == "cpu":
-            carrier.numpy()[place] = signed
-        else:
-            values = torch.from_numpy(signed).to(carrier.device)
-            index = place if isinstance(place, slice) else torch.from_numpy(place).to(values.device)
-            carrier[index] = values
+        """The digest of all live bits, by one pass over them. Raises `CorruptError` if they hold
+        what was never published."""
+        return self._placed.attest()

@@ -169,6 +169,9 @@ class RemoteWeights:
         self.digest: Digest = codec.ZERO
         self._calls = calls
 
+    def stage(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
+        """Nothing: the engine prepares by itself, once it is told which version is wanted."""
+
     def swap(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
         """Have the engine go to ``version``, and wait until it serves it. It fetches the patches
         itself. Raises `ResyncError` if it does not get there with ``digest``; it is then told to

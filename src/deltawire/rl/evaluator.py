@@ -15,7 +15,7 @@ from deltawire.rl.desk import read_trainer
 from deltawire.rl.envs import Task
 from deltawire.rl.episode import Episode, Limits, play_all, run_episode
 from deltawire.rl.process import RUN_PATIENCE_S, Process, open_run
-from deltawire.rl.worker import Served, serve_model, swap
+from deltawire.rl.worker import Served, follow, serve_model, swap
 from deltawire.sync import Follower
 from deltawire.sync.chain import with_retries
 from deltawire.wire import keys
@@ -94,7 +94,7 @@ def run_evaluator(process: Process) -> None:
             process, run, config, seed=config.seed, slots=SLOTS, at=max(done, default=0)
         )
     subscriber.stepwise = True  # Every due version is measured, also when several have come.
-    follower = Follower(subscriber)
+    follower = follow(subscriber, served)
     follower.start()
     process.events.span("start", started)
     try:

@@ -179,5 +179,4 @@ def digest_of(masters: MasterWeights) -> Digest:
 
 def load_into(model: Any, run: Run, mirror: Mirror) -> None:
     """Set a model's parameters from a mirror."""
-    live = LiveWeights(model, run.tensors, version=mirror.version, digest=mirror.digest)
-    live.load(mirror.tensors)
+    LiveWeights(model, run.tensors).load(mirror)

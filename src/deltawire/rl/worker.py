@@ -34,7 +34,7 @@ from deltawire.engines.live import LiveWeights
 from deltawire.engines.models import empty_model, load_tokenizer, serve_as, stop_tokens
 from deltawire.engines.text import Text
 from deltawire.engines.transformers import IDLE_S, TransformersEngine
-from deltawire.errors import CorruptError, DeltawireError, FencedError, InputError, RetryError
+from deltawire.errors import DeltawireError, FencedError, InputError, RetryError
 from deltawire.events import Generated, Swapped
 from deltawire.rl.desk import read_heartbeat, read_trainer
 from deltawire.rl.envs import TaskSource, open_tasks
@@ -222,10 +222,8 @@ def serve_model(
         model: Any = serve_as(empty_model(Path(folder)), config.rollout.precision)
         tokenizer = load_tokenizer(Path(folder))
     mirror = await_mirror(process, run, at=at)
-    live = LiveWeights(model, run.tensors, version=mirror.version, digest=mirror.digest)
-    live.load(mirror.tensors)
-    if live.attest() != mirror.digest:
-        raise CorruptError("the model does not hold what was loaded", run=bucket.url)
+    live = LiveWeights(model, run.tensors)
+    live.load(mirror)
     engine = TransformersEngine(
         model,
         stop_tokens=stop_tokens(model, tokenizer),
@@ -248,6 +246,15 @@ def await_mirror(process: Process, run: Run, *, at: int | None = None) -> Mirror
             raise InputError("the run has no version 0", run=bucket.url)
         process.wait(bucket.poll_s)
     return mirror
+
+
+def follow(steps: Steps, served: Served) -> Follower:
+    """A follower that stages each update for the weights being served."""
+
+    def stage(update: Update) -> None:
+        served.live.stage(update.patches, update.version, update.digest)
+
+    return Follower(steps, stage=stage)
 
 
 def swap(served: Served, follower: Follower, process: Process) -> None:
@@ -299,7 +306,7 @@ class Worker:
             )
         self.phase: WorkerPhase = "sampling"
         self.attested: Digest | None = None
-        self.follower = Follower(steps)
+        self.follower = follow(steps, self.served)
         self.liaison = Liaison(bucket, self._beat)
         self.uploader = Uploader(bucket, process.name, first, process)
         self._first = first

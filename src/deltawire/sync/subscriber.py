@@ -339,11 +339,19 @@ class Follower:
 
     `take` hands out each update once; the next is prepared after `commit`. An error that retrying
     does not mend is raised by `take`. A store that does not answer is asked again for as long as
-    ``patience_s``.
+    ``patience_s``. ``stage`` is called in the thread with each update before that is handed out,
+    for what serving need not wait for; what it raises, `take` does.
     """
 
-    def __init__(self, subscriber: Steps, *, patience_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        subscriber: Steps,
+        *,
+        patience_s: float = 300.0,
+        stage: Callable[[Update], None] = lambda _: None,
+    ) -> None:
         self._subscriber = subscriber
+        self._stage = stage
         self._patience_s = patience_s
         self._stop = threading.Event()
         self._wanted = threading.Event()
@@ -385,6 +393,8 @@ class Follower:
             try:
                 update = with_retries(self._subscriber.prepare, pause=self._pause)
                 answered = time.monotonic()
+                if update is not None:
+                    self._stage(update)
             except RetryError as error:
                 if time.monotonic() - answered > self._patience_s:
                     self._error = error
