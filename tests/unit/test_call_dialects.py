@@ -73,11 +73,11 @@ def calls_of(written):
 
 OPENINGS = {
     "hermes": (HERMES, '<tool_call>\n{"name":', '<tool_call>\n{"name": "add", "arguments":'),
-    "hermes, arguments first": (HERMES, None, None),
+    "hermes, arguments first": (HERMES, "<tool_call>", None),
     "llama": (LLAMA, '{"name":', '{"name": "add", "parameters":'),
     "mistral": (MISTRAL, '[TOOL_CALLS] [{"name":', '[TOOL_CALLS] [{"name": "add", "arguments":'),
     "mistral, each apart": (MISTRAL, "[TOOL_CALLS]", "[TOOL_CALLS]add[ARGS]"),
-    "mistral, with names": (MISTRAL, None, None),
+    "mistral, with names": (MISTRAL, "[TOOL_CALLS]", None),
     "of no known form": (HERMES, None, None),
     "a list behind a mark": (HERMES, None, None),
     "without calls": (HERMES, None, None),

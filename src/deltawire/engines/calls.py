@@ -149,7 +149,8 @@ MISTRAL = Dialect("mistral", (_MARK, "[ARGS]", "[CALL_ID]"), _mistral)
 class Spelling:
     """How a chat template spells a call: its dialect, what stands ``before`` the tool's name, and
     ``between`` it and the arguments. These are empty where the arguments come first, or where
-    something else that a call does not always have stands among them."""
+    something else that a call does not always have stands among them; that a call begins is then
+    all that can be said."""
 
     dialect: Dialect
     before: str = ""
@@ -162,7 +163,7 @@ class Spelling:
         the quotation mark that is left out.
         """
         if not self.before:
-            return ""
+            return "" if name is not None else self.dialect.markers[0]
         if name is None:
             return self.before.rstrip().rstrip('"').rstrip()
         return f"{self.before}{name}{self.between}".rstrip()
@@ -183,7 +184,8 @@ def spelling_of(rendered: str, prompt: str) -> Spelling | None:
             continue
         found = dialect.read(rendered[at:]).calls
         if [(call.name, call.arguments) for call in found] == [(SHOWN.name, SHOWN.arguments)]:
-            return Spelling(dialect, *_around(rendered[at:]))
+            before, between = _around(rendered[at:])
+            return Spelling(dialect, before, between) if before or dialect.markers else None
     return None
 
 
