@@ -68,12 +68,13 @@ def _check(table, index, bits, found, slot, kind: tl.constexpr, block: tl.conste
 @jit
 def _write(table, index, bits, found, kind: tl.constexpr, block: tl.constexpr):
     """Write, unless something was found."""
-    well = (tl.load(found) | tl.load(found + 1)) == 0
+    faults = tl.load(found) | tl.load(found + 1)
     row = table + 4 * tl.program_id(0)
     live = tl.load(row).to(tl.pointer_type(kind))
-    size, first, count = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    size, first = tl.load(row + 1), tl.load(row + 2)
+    count = tl.where(faults == 0, tl.load(row + 3), 0)
     place = tl.arange(0, block)
-    mine = (place < count) & well
+    mine = place < count
     at = tl.load(index + first + place, mask=mine, other=0).to(tl.int64)
     inside = mine & (at >= 0) & (at < size)
     tl.store(live + at, tl.load(bits + first + place, mask=inside, other=0), mask=inside)
