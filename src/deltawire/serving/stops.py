@@ -82,7 +82,8 @@ def safe(said: str, stops: Sequence[str]) -> str:
     """What of an answer can be told before it is known how it goes on: all but an end with which
     a stop string may begin, and nothing behind one."""
     ends = [at for at in (said.find(stop) for stop in stops) if at >= 0]
-    said = said[: min(ends)] if ends else said
+    if ends:
+        return said[: min(ends)]
     longest = max(map(len, stops), default=0)
     for length in range(min(longest - 1, len(said)), 0, -1):
         if any(stop.startswith(said[-length:]) for stop in stops):
