@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from deltawire.bench.scatter import ScatterTimes, time_scatter
 from deltawire.bench.swap import SwapFigures
 from deltawire.bench.swap import bench_swap as measure
 from deltawire.cli.transfer import size
 from deltawire.errors import InputError
+
+if TYPE_CHECKING:
+    from deltawire.bench.scatter import ScatterTimes
 
 
 def bench_swap(arguments: argparse.Namespace) -> int:
@@ -68,6 +71,10 @@ def _print(found: SwapFigures) -> None:
 
 
 def _bench_alone(arguments: argparse.Namespace) -> int:
+    # Not before: it brings torch, which reads its threads from the environment when it is imported,
+    # and the other benchmark sets that first.
+    from deltawire.bench.scatter import time_scatter
+
     parameters = int(arguments.parameters * 1e6)
     if parameters < 1 or not 0 < arguments.density <= 1 or arguments.repeats < 1:
         raise InputError("at least one million parameters, a share up to 1, one repeat")
