@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -154,21 +155,35 @@ void decode_whole(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>&
   deltawire::decode_whole(body_of(body, lengths), bits.size(), {low, width}, threads, bits.data());
 }
 
-// 0 if all is done, 1 if `live` holds other bits than `old`, 2 if not `fresh` afterwards.
+// Of many arrays: changes up to `lasts[k]`, from `lasts[k - 1]` on, lie in `live[k]`. 0 if all is
+// done, 1 if other bits than `old` lie there, 2 if other than `fresh` do afterwards; and where.
 template <typename Bits>
-int exchange(const Writable<Bits>& live, const Vector<std::int64_t>& index, const Vector<Bits>& old,
-             const Vector<Bits>& fresh, unsigned threads) {
+std::pair<int, std::size_t> exchange(const std::vector<Writable<Bits>>& live,
+                                     const Vector<std::int64_t>& lasts,
+                                     const Vector<std::int64_t>& index, const Vector<Bits>& old,
+                                     const Vector<Bits>& fresh, unsigned threads) {
   if (index.size() != old.size() || index.size() != fresh.size()) {
     throw nb::value_error("index, old and fresh must have the same length");
   }
+  std::vector<deltawire::Stretch<Bits>> stretches;
+  std::size_t reached = 0;
+  for (std::size_t k = 0; k < std::min(live.size(), lasts.size()); ++k) {
+    const auto last = static_cast<std::size_t>(lasts.data()[k]);
+    if (last < reached || last > index.size()) break;
+    stretches.push_back({live[k].data(), live[k].size(), last});
+    reached = last;
+  }
+  if (stretches.size() != live.size() || live.size() != lasts.size() || reached != index.size()) {
+    throw nb::value_error("each array's changes must end behind those of the one before");
+  }
   deltawire::Exchanged found;
+  std::size_t failed = 0;
   {
     const nb::gil_scoped_release unlocked;
-    found = deltawire::exchange(live.data(), live.size(), index.data(), old.data(), fresh.data(),
-                                index.size(), threads);
+    found = deltawire::exchange(stretches, index.data(), old.data(), fresh.data(), threads, failed);
   }
   if (found == deltawire::Exchanged::outside) throw nb::value_error("a place outside of live");
-  return static_cast<int>(found);
+  return {static_cast<int>(found), failed};
 }
 
 std::string simd() {
@@ -197,8 +212,8 @@ void bind(nb::module_& module) {
              "threads"_a);
   module.def("decode_whole", &decode_whole<Bits>, "body"_a, "lengths"_a, "bits"_a.noconvert(),
              "low"_a, "width"_a, "threads"_a);
-  module.def("exchange", &exchange<Bits>, "live"_a.noconvert(), "index"_a.noconvert(),
-             "old"_a.noconvert(), "fresh"_a.noconvert(), "threads"_a);
+  module.def("exchange", &exchange<Bits>, "live"_a.noconvert(), "lasts"_a.noconvert(),
+             "index"_a.noconvert(), "old"_a.noconvert(), "fresh"_a.noconvert(), "threads"_a);
   module.def("digest_at", &digest_at<Bits>, "positions"_a.noconvert(), "bits"_a.noconvert(),
              "key"_a);
 }

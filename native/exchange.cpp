@@ -1,7 +1,7 @@
 #include "exchange.hpp"
 
 #include <algorithm>
-#include <atomic>
+#include <utility>
 #include <vector>
 
 #include "parallel.hpp"
@@ -26,7 +26,7 @@ inline void prefetch(const void* place) {
 #endif
 }
 
-// Changes `first` to `last`; `written` says how many of them may have been written.
+// Changes `first` to `last` of one stretch; `written` says up to which they may have been written.
 template <typename Bits>
 Exchanged exchange_range(Bits* live, std::size_t size, const std::int64_t* index, const Bits* old,
                          const Bits* fresh, std::size_t first, std::size_t last,
@@ -47,7 +47,7 @@ Exchanged exchange_range(Bits* live, std::size_t size, const std::int64_t* index
       differing |= static_cast<Bits>(live[index[i]] ^ old[i]);
     }
     if (differing != 0) return Exchanged::not_old;
-    written = stop - first;
+    written = stop;
     for (std::size_t i = start; i < stop; ++i) live[index[i]] = fresh[i];
     const volatile Bits* landed = live;
     for (std::size_t i = start; i < stop; ++i) {
@@ -58,33 +58,63 @@ Exchanged exchange_range(Bits* live, std::size_t size, const std::int64_t* index
   return Exchanged::done;
 }
 
+// Calls work(number of a stretch, first, last) for what of each stretch lies in changes `first` to
+// `last`, in order, until one call returns false.
+template <typename Bits, typename Work>
+void each_part(const std::vector<Stretch<Bits>>& stretches, std::size_t first, std::size_t last,
+               const Work& work) {
+  const auto holds = [](std::size_t change, const Stretch<Bits>& s) { return change < s.last; };
+  auto stretch = std::upper_bound(stretches.begin(), stretches.end(), first, holds);
+  for (; first < last; ++stretch) {
+    const std::size_t stop = std::min(stretch->last, last);
+    const auto number = static_cast<std::size_t>(stretch - stretches.begin());
+    if (first < stop && !work(number, first, stop)) return;
+    first = stop;
+  }
+}
+
 }  // namespace
 
 template <typename Bits>
-Exchanged exchange(Bits* live, std::size_t size, const std::int64_t* index, const Bits* old,
-                   const Bits* fresh, std::size_t count, unsigned threads) {
+Exchanged exchange(const std::vector<Stretch<Bits>>& stretches, const std::int64_t* index,
+                   const Bits* old, const Bits* fresh, unsigned threads, std::size_t& failed) {
+  const std::size_t count = stretches.empty() ? 0 : stretches.back().last;
   const std::size_t shares = std::clamp<std::size_t>(count / kShare, 1, std::max(threads, 1u));
   const auto bound = [&](std::size_t share) { return count / shares * share +
                                                      std::min(share, count % shares); };
   std::vector<std::size_t> written(shares, 0);
-  std::atomic<Exchanged> outcome{Exchanged::done};
+  std::vector<std::pair<Exchanged, std::size_t>> found(shares, {Exchanged::done, 0});
   parallel<Nothing>(shares, threads, [&](std::size_t share, Nothing&) {
-    const Exchanged found = exchange_range(live, size, index, old, fresh, bound(share),
-                                           bound(share + 1), written[share]);
-    if (found != Exchanged::done) outcome = found;
+    each_part(stretches, bound(share), bound(share + 1),
+              [&](std::size_t number, std::size_t first, std::size_t last) {
+                const Stretch<Bits>& stretch = stretches[number];
+                const Exchanged outcome = exchange_range(stretch.live, stretch.size, index, old,
+                                                         fresh, first, last, written[share]);
+                if (outcome == Exchanged::done) return true;
+                found[share] = {outcome, number};
+                return false;
+              });
   });
-  if (outcome != Exchanged::done) {
-    for (std::size_t share = 0; share < shares; ++share) {
-      const std::size_t first = bound(share);
-      for (std::size_t i = first; i < first + written[share]; ++i) live[index[i]] = old[i];
-    }
+  const auto fault = std::find_if(found.begin(), found.end(), [](const auto& of_share) {
+    return of_share.first != Exchanged::done;
+  });
+  if (fault == found.end()) return Exchanged::done;
+  for (std::size_t share = 0; share < shares; ++share) {
+    each_part(stretches, bound(share), written[share],
+              [&](std::size_t number, std::size_t first, std::size_t last) {
+                for (std::size_t i = first; i < last; ++i) {
+                  stretches[number].live[index[i]] = old[i];
+                }
+                return true;
+              });
   }
-  return outcome;
+  failed = fault->second;
+  return fault->first;
 }
 
 #define DELTAWIRE_INSTANTIATE(Bits)                                                            \
-  template Exchanged exchange<Bits>(Bits*, std::size_t, const std::int64_t*, const Bits*,      \
-                                    const Bits*, std::size_t, unsigned);
+  template Exchanged exchange<Bits>(const std::vector<Stretch<Bits>>&, const std::int64_t*,    \
+                                    const Bits*, const Bits*, unsigned, std::size_t&);
 DELTAWIRE_INSTANTIATE(std::uint8_t)
 DELTAWIRE_INSTANTIATE(std::uint16_t)
 DELTAWIRE_INSTANTIATE(std::uint32_t)

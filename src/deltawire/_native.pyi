@@ -14,15 +14,18 @@ def digest_at(
     """Both lanes of the digest of ``bits``, uint[N], at flat ``positions``, int64[N]."""
 
 def exchange(
-    live: NDArray[np.unsignedinteger[Any]],
+    live: list[NDArray[np.unsignedinteger[Any]]],
+    lasts: NDArray[np.int64],
     index: NDArray[np.int64],
     old: NDArray[np.unsignedinteger[Any]],
     fresh: NDArray[np.unsignedinteger[Any]],
     threads: int,
-) -> int:
-    """Puts ``fresh`` in the place of ``old`` at different places of ``live``, and reads it back: 0.
-    1 if other bits lie there, 2 if others do afterwards; then, and if it raises `ValueError` for a
-    place outside, nothing has changed."""
+) -> tuple[int, int]:
+    """Puts ``fresh`` in the place of ``old`` at different places of ``live``, and reads it back.
+    Changes ``lasts[k - 1]`` to ``lasts[k]`` lie in ``live[k]``.
+
+    0 first if all is done; 1 if other bits lie there, 2 if others do afterwards, and where. Then,
+    and if it raises `ValueError` for a place outside, nothing has changed."""
 
 BLOCK: int
 """Elements of a delta's block, at most."""

@@ -1,9 +1,10 @@
 """Changes of live bits, staged beside them and exchanged all or none: on the host, on a device.
 
-On the host one native pass checks the old bits, writes the new ones and reads them back, a few
-cache lines at a time, on every core that the process may use: nothing is served meanwhile. On a
-device all storages are gone through together, three times: a launch per storage would cost more
-than the bytes do. Triton's kernels do it where there are some, torch's operations elsewhere.
+All storages of a device and a width are gone through together. On the host one native pass checks
+the old bits, writes the new ones and reads them back, a few cache lines at a time, on every core
+that the process may use: nothing is served meanwhile. On a device there are three passes; a launch
+for each storage would cost more than the bytes do. Triton's kernels make them where there are some,
+torch's operations elsewhere.
 """
 
 from __future__ import annotations
@@ -88,9 +89,7 @@ class Move:
         else:
             fault = self._exchange_by_torch()
         if fault:
-            name = self.stretches[0].name
-            place = name if len(self.stretches) == 1 else f"{name} and others"
-            raise ResyncError(f"{place}: {fault}")
+            raise ResyncError(fault)
 
     def put_back(self) -> None:
         """Write the old bits, whatever is there."""
@@ -113,21 +112,16 @@ class Move:
         ]
 
     def _exchange_on_host(self) -> str:
-        done: list[tuple[Stretch, Tensor, Tensor]] = []
-        for stretch, index, old, new in self._parts():
-            fault = _native.exchange(
-                array_of(stretch.live),
-                index.numpy(),
-                array_of(old),
-                array_of(new),
-                cores(),
-            )
-            if fault:
-                for before, places, bits in done:
-                    before.live.index_copy_(0, places, bits)
-                return DRIFTED if fault == 1 else LOST
-            done.append((stretch, index, old))
-        return ""
+        code, where = _native.exchange(
+            [array_of(stretch.live) for stretch in self.stretches],
+            np.array([stretch.last for stretch in self.stretches], np.int64),
+            self.index.numpy(),
+            array_of(self.old),
+            array_of(self.new),
+            cores(),
+        )
+        fault = ("", DRIFTED, LOST)[code]
+        return fault and f"{self.stretches[where].name}: {fault}"
 
     def _exchange_by_kernels(self) -> str:
         assert self.kernels is not None
@@ -168,13 +162,12 @@ def stage(
     They are moved to the storages' devices, beside what runs there. Empties the lists of parts.
     ``kernels`` are those to use on every device, if not the device's own.
     """
-    groups: dict[tuple[torch.device, int, int], list[int]] = {}
+    groups: dict[tuple[torch.device, int], list[int]] = {}
     for number, flat in enumerate(flats):
         if parts[number]:
-            apart = number if on_host(flat) and kernels is None else -1
-            groups.setdefault((flat.device, flat.element_size(), apart), []).append(number)
+            groups.setdefault((flat.device, flat.element_size()), []).append(number)
     moves = []
-    for (device, _, _), numbers in groups.items():
+    for (device, _), numbers in groups.items():
         own = kernels or kernels_of(device)
         small = own is not None and all(flats[n].numel() < 1 << 31 for n in numbers)
         dtype = np.int32 if small else np.int64
