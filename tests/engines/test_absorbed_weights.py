@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deltawire.engines.placement import probe
-from deltawire.engines.vllm.rank import ABSORBED, refuse_stale_products
+from deltawire.engines.vllm.refusals import ABSORBED, refuse_stale_products
 from deltawire.errors import InputError
 from deltawire.wire.run import TensorSpec
 

@@ -103,6 +103,13 @@ def test_kernels_replaced_on_a_cpu_compute_what_vllm_means(vllm_python):
 @pytest.mark.skipif(
     "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
 )
+def test_weights_that_vllm_rearranges_are_refused(vllm_python):
+    run_tests(vllm_python, "test_refused_weights.py")
+
+
+@pytest.mark.skipif(
+    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
+)
 def test_vllm_serve_follows_its_run(vllm_python):
     run_tests(vllm_python, "test_served_over_http.py", "-k", "not own_calls")
 

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from deltawire.engines.vllm import rank
 from deltawire.engines.vllm.caching import resalt, resalt_waiting
+from deltawire.engines.vllm.refusals import refuse_configuration
 from deltawire.engines.vllm.settings import Settings, in_use, parse, settings_of
 from deltawire.errors import BugError, DeltawireError, InputError, ResyncError
 from deltawire.store import Bucket, open_bucket
@@ -129,13 +130,7 @@ class Conductor:
         self._attest_at = float("inf")
         self._paused_as: Any = None
         self._watch: Watch | None = None
-        parallel = core.vllm_config.parallel_config
-        if parallel.data_parallel_size > 1 and core.vllm_config.model_config.is_moe:
-            raise InputError(
-                "deltawire cannot lead the data-parallel replicas of a mixture of experts, whose "
-                "experts lie on all of them",
-                hint="use tensor or pipeline parallelism, or start the replicas apart",
-            )
+        refuse_configuration(core.vllm_config)
         self._attach()
         if settings is not None:
             self._open(settings)

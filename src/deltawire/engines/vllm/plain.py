@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from deltawire.engines.vllm.settings import in_use
+from deltawire.engines.vllm.settings import in_use_here
 
 
 def keep_plain() -> None:
@@ -36,16 +36,10 @@ def keep_plain() -> None:
     rotation.forward_cpu = _rotated_by_shape(rotation.forward_cpu)
 
 
-def _current_in_use() -> bool:
-    from vllm.config import get_current_vllm_config_or_none
-
-    return in_use(get_current_vllm_config_or_none())
-
-
 def _plain_linear(packing: Callable[..., None]) -> Callable[..., None]:
     def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
         weight: Any = layer.weight
-        if weight.ndim == 2 and _current_in_use():
+        if weight.ndim == 2 and in_use_here():
             layer.__dict__["cpu_linear"] = torch.nn.functional.linear
         else:
             packing(layer, remove_weight)
@@ -55,7 +49,7 @@ def _plain_linear(packing: Callable[..., None]) -> Callable[..., None]:
 
 def _unpacked(packing: Callable[..., None]) -> Callable[..., None]:
     def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
-        self._plain = _current_in_use()
+        self._plain = in_use_here()
         self._use_zentorch = False
         if not self._plain:
             packing(self, layer)
@@ -67,7 +61,7 @@ def _noting_use(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        self._plain = _current_in_use()
+        self._plain = in_use_here()
 
     return __init__
 

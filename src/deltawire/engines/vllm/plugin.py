@@ -23,6 +23,7 @@ def register() -> None:
         from deltawire.engines.vllm import plain
 
         plain.keep_plain()
-    from deltawire.engines.vllm import conductor
+    from deltawire.engines.vllm import conductor, remade
 
+    remade.watch()
     conductor.hook()

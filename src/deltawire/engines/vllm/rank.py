@@ -30,6 +30,12 @@ from deltawire.engines.placed import PlacedWeights, Prepared
 from deltawire.engines.placement import Placement, ownership, probe
 from deltawire.engines.steps import step_to
 from deltawire.engines.vllm.peers import Peers
+from deltawire.engines.vllm.refusals import (
+    refuse_remade,
+    refuse_stale_products,
+    refuse_unreached,
+)
+from deltawire.engines.vllm.remade import remade
 from deltawire.engines.vllm.settings import Settings
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
 from deltawire.store import open_bucket
@@ -45,8 +51,8 @@ class Rank:
     """The weights of one rank, which follow a run.
 
     ``context`` is entered around every call of the model's own loader. Raises `InputError` if the
-    run is of another model than the engine's, and what loading the mirror raises. To be made by
-    all ranks at once.
+    run is of another model than the engine's, or its weights lie otherwise than the loader puts
+    them, and what loading the mirror raises. To be made by all ranks at once.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class Rank:
         live |= dict(model.named_parameters(remove_duplicate=False))
         found = self._together(lambda: probe(self._load_weights, run.tensors, live, about=about))
         placement = ownership(peers.gather_structs(found))[peers.number]
-        self._together(lambda: refuse_stale_products(placement))
+        self._together(lambda: _refuse(model, placement))
         mirror = self._together(
             lambda: load_mirror(
                 self._bucket, run, at=version, wanted=placement.wanted(), threads=settings.threads
@@ -302,21 +308,11 @@ class Rank:
             return self._loader(weights)
 
 
-ABSORBED = frozenset({"W_UK_T", "W_UV", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "W_V", "W_V_scale"})
-"""What vLLM's latent attention makes of ``kv_b_proj`` once that is loaded: views of it, or under
-some settings copies."""
-
-
-def refuse_stale_products(placement: Placement) -> None:
-    """Raises `InputError` for weights that vLLM has made of others at loading and that are copies:
-    no swap would reach them, and no digest would say so."""
-    stale = sorted(name for name in placement.uncovered if name.rpartition(".")[2] in ABSORBED)
-    if stale:
-        raise InputError(
-            f"vLLM has made {stale[0]} and {len(stale) - 1} more of other weights, as copies that "
-            "deltawire does not renew",
-            hint="serve latent attention's kv_b_proj unquantised, without replicated queries",
-        )
+def _refuse(model: torch.nn.Module, placement: Placement) -> None:
+    """Raises `InputError` if what is served could be something else than the run."""
+    refuse_remade(remade(model))
+    refuse_stale_products(placement)
+    refuse_unreached(placement, model)
 
 
 def reverse_of(prepared: Prepared, *, share: Digest, believed: Digest) -> Prepared:

@@ -66,3 +66,10 @@ def in_use(vllm_config: Any) -> bool:
         or extension.startswith("deltawire.")
         or (isinstance(additional, dict) and SECTION in additional)
     )
+
+
+def in_use_here() -> bool:
+    """Whether that holds of the engine that this process is at work on."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    return in_use(get_current_vllm_config_or_none())
