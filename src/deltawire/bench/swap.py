@@ -1,8 +1,8 @@
 """A swap measured: vLLM in this process, serving a model made from its configuration.
 
-Of one run, on one engine: the pause that a swap makes, beside what vLLM itself takes to load the
-same model again from the page cache, and to load the same changes with its own patch loader. Then
-the same number of changes in a model twice as large, and what is served while a step is prepared.
+Of one run: the pause that a swap makes, in turn with that of as many changes in a model twice as
+large; what vLLM itself takes to load the same model again from the page cache, and to load the same
+changes with its own patch loader; and what is served while a step is prepared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,8 +45,10 @@ class SwapFigures(msgspec.Struct, frozen=True, kw_only=True):
     token_gap_ms: float
     usual_gap_ms: float
     reload_ms: float
+    reload_call_ms: float
     patch_loader_ms: float
     pause_speedup_vs_reload: float
+    pause_speedup_vs_reload_call: float
     pause_speedup_vs_patch_loader: float
     pause_doubled_ms: float
     pause_growth_model_doubled: float
@@ -82,27 +84,35 @@ def bench_swap(
     _set_environment()
     with tempfile.TemporaryDirectory(prefix="deltawire-bench-") as folder:
         once = _Subject(Path(folder) / "once", parameters, tell)
+        twice = _Subject(Path(folder) / "twice", 2 * parameters, tell)
         changes = int(once.elements * changed)
-        pauses, gaps, usual = once.swap(changes, repeats)
+        swaps, doubled = [], []
+        for _ in range(repeats + 1):
+            swaps.append(once.swap(changes))
+            doubled.append(twice.swap(changes).pause_ms)
+        del swaps[0], doubled[0]  # They warmed up.
+        pause_ms = median(swap.pause_ms for swap in swaps)
+        tell(f"swaps of {changes} changes: {pause_ms:.1f} ms, of two models {median(doubled):.1f}")
+        twice.drain()
         allocated = once.allocated(changes)
-        reload_ms, patch_ms = once.rivals(changes, repeats)
+        reload_ms, reload_call_ms, patch_ms = once.rivals(changes, repeats)
         lost = once.throughput_lost(changes)
         prepare_ms = once.last["prepare_ms"]
         staged = int(once.last["staged_bytes"])
-        once.close()
-        twice = _Subject(Path(folder) / "twice", 2 * parameters, tell)
-        doubled, _, _ = twice.swap(changes, repeats)
+        once.close()  # And with it what all engines of this process share.
         twice.close()
         return SwapFigures(
-            pause_ms=median(pauses),
-            token_gap_ms=median(gaps),
-            usual_gap_ms=usual,
+            pause_ms=pause_ms,
+            token_gap_ms=median(swap.gap_ms for swap in swaps),
+            usual_gap_ms=median(gap for swap in swaps for gap in swap.usual_ms),
             reload_ms=reload_ms,
+            reload_call_ms=reload_call_ms,
             patch_loader_ms=patch_ms,
-            pause_speedup_vs_reload=reload_ms / median(pauses),
-            pause_speedup_vs_patch_loader=patch_ms / median(pauses),
+            pause_speedup_vs_reload=reload_ms / pause_ms,
+            pause_speedup_vs_reload_call=reload_call_ms / pause_ms,
+            pause_speedup_vs_patch_loader=patch_ms / pause_ms,
             pause_doubled_ms=median(doubled),
-            pause_growth_model_doubled=median(doubled) / median(pauses) - 1,
+            pause_growth_model_doubled=median(doubled) / pause_ms - 1,
             swap_allocated_bytes=allocated,
             staged_bytes=staged,
             throughput_lost=lost,
@@ -129,6 +139,15 @@ def _set_environment() -> None:
         OMP_NUM_THREADS="1",
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+class _Swap(NamedTuple):
+    """One, in ms: how long the engine stood, from token to token across it, and from token to token
+    before."""
+
+    pause_ms: float
+    gap_ms: float
+    usual_ms: list[float]
 
 
 class _Subject:
@@ -181,33 +200,25 @@ class _Subject:
         self.publisher.flush()
         return self.publisher.version
 
-    def swap(self, changes: int, repeats: int) -> tuple[list[float], list[float], float]:
-        """Swaps beside running sequences: engine pauses and gaps between tokens around them, and
-        the usual gap, all in ms. The first swap, which warms up, does not count."""
-        pauses, gaps, usual = [], [], []
-        for number in range(repeats + 1):
-            version = self.publish(changes)
+    def swap(self, changes: int) -> _Swap:
+        """A swap beside running sequences."""
+        version = self.publish(changes)
+        self._keep_busy()
+        usual = [self._step_ms() for _ in range(8)][2:]
+        self._status("deltawire_want", version)
+        deadline = time.perf_counter() + 300
+        while True:
+            began = time.perf_counter()
+            self._llm.llm_engine.step()
+            ended = time.perf_counter()
+            if self._core.get_weight_version() == str(version):
+                break
+            if ended > deadline:
+                raise BugError(f"version {version} was not reached: {self._status()}")
             self._keep_busy()
-            usual += [self._step_ms() for _ in range(8)][2:]
-            self._status("deltawire_want", version)
-            before = time.perf_counter()
-            deadline = before + 300
-            while True:
-                began = time.perf_counter()
-                self._llm.llm_engine.step()
-                ended = time.perf_counter()
-                if self._core.get_weight_version() == str(version):
-                    break
-                if ended > deadline:
-                    raise BugError(f"version {version} was not reached: {self._status()}")
-                self._keep_busy()
-            status = self._status()
-            self.last = status["ranks"][0]["swap"]
-            if number:
-                pauses.append(status["last_swap"]["engine_ms"])
-                gaps.append((ended - began) * 1e3)
-        self._tell(f"swaps of {self.last['changes']} changes: {median(pauses):.1f} ms")
-        return pauses, gaps, median(usual)
+        status = self._status()
+        self.last = status["ranks"][0]["swap"]
+        return _Swap(status["last_swap"]["engine_ms"], (ended - began) * 1e3, usual)
 
     def allocated(self, changes: int) -> int:
         """The most that a swap had allocated at once, by Python's and NumPy's own count."""
@@ -222,9 +233,10 @@ class _Subject:
         tracemalloc.stop()
         return max(0, peak - held)
 
-    def rivals(self, changes: int, repeats: int) -> tuple[float, float]:
+    def rivals(self, changes: int, repeats: int) -> tuple[float, float, float]:
         """vLLM's own ways, on the same live weights, in turn: all weights again from the page
-        cache, and the same number of changes by its patch loader. Milliseconds."""
+        cache, handed to the model and by its call for that, and the same number of changes by its
+        patch loader. Milliseconds."""
         import torch
         from safetensors.torch import load_file
         from vllm.config import set_current_vllm_config
@@ -236,8 +248,12 @@ class _Subject:
         worker = self._core.model_executor.driver_worker.worker
         model = worker.get_model()
         files = sorted(self._model_folder.glob("*.safetensors"))
-        reloads, patches_ms = [], []
+        reloads, calls, patches_ms = [], [], []
         self.drain()
+        for _ in range(min(repeats, 3) + 1):
+            began = time.perf_counter()
+            self._llm.collective_rpc("reload_weights")
+            calls.append((time.perf_counter() - began) * 1e3)
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
             for _ in range(min(repeats, 3) + 1):
                 began = time.perf_counter()
@@ -253,7 +269,7 @@ class _Subject:
                 raise BugError("loading other weights was not noticed")
         if not self._status("deltawire_attest")["sound"]:
             raise BugError("the weights were not mended")
-        return median(reloads[1:]), median(patches_ms[1:])
+        return median(reloads[1:]), median(calls[1:]), median(patches_ms[1:])
 
     def _patches(self, share: float, make: Any) -> Iterator[Any]:
         import torch

@@ -47,6 +47,9 @@ def _print(found: SwapFigures) -> None:
         "≥ 20",
     )
     table.add_row(
+        "times shorter than vLLM's call for that", f"{found.pause_speedup_vs_reload_call:.1f}", ""
+    )
+    table.add_row(
         "times shorter than vLLM's patch loader",
         f"{found.pause_speedup_vs_patch_loader:.1f}",
         "≥ 5",
@@ -64,8 +67,9 @@ def _print(found: SwapFigures) -> None:
     console.print(table)
     console.print(
         f"vLLM {found.vllm}, {found.parameters / 1e6:.0f} million bf16 weights, {found.changes} "
-        f"changed ({found.changed:.1%}); reload {found.reload_ms:.0f} ms, patch loader "
-        f"{found.patch_loader_ms:.0f} ms, prepared in {found.prepare_ms:.0f} ms; "
+        f"changed ({found.changed:.1%}); reload {found.reload_ms:.0f} ms, by "
+        f"vLLM's call {found.reload_call_ms:.0f} ms, patch loader {found.patch_loader_ms:.0f} ms; "
+        f"prepared in {found.prepare_ms:.0f} ms; "
         f"{found.machine.processor}, {found.machine.processors} processors"
     )
 
