@@ -50,6 +50,14 @@ def test_a_whole_run(bucket, deep):
     ]
 
 
+def test_a_copy_beside_a_manifest_hides_no_version(bucket):
+    # It sorts behind the manifest, and carries the same number.
+    bucket.put(keys.manifest(LAST) + ".bak", b"{}")
+    bucket.put(f"{keys.MANIFESTS}old/{LAST - 1:010d}.json", b"{}")
+    found = check_run(bucket)
+    assert (found.whole, found.newest) == (True, LAST)
+
+
 @pytest.mark.parametrize("deep", [True, False])
 def test_each_object_missing_in_turn(bucket, deep):
     for key in bucket.list(""):

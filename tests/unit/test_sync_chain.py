@@ -6,7 +6,7 @@ import pytest
 from deltawire.errors import BugError, CorruptError, InputError, RetryError
 from deltawire.store import open_bucket
 from deltawire.sync import chain, create_run, load_mirror, newest_version, read_manifest, read_run
-from deltawire.sync.chain import RETRIES, get_blob, put_blob, with_retries
+from deltawire.sync.chain import RETRIES, get_blob, newest_boundary, put_blob, with_retries
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import audit, start_publisher, start_run, weights
 from deltawire.wire import keys
@@ -112,6 +112,19 @@ def test_newest_version_is_that_of_a_manifest(bucket):
     assert newest_version(bucket) == 2
     assert load_mirror(bucket, publisher.run).version == 2
     assert audit(bucket, weights) == 2
+
+
+def test_a_boundary_is_nothing_but_its_key(bucket):
+    publisher = start_publisher(bucket)
+    publisher.publish(weights(0))
+    publisher.flush()
+    for stray in ("0000000007.json.bak", "0000000008", "old/0000000009.json", "x.json"):
+        bucket.put(f"{keys.BOUNDARIES}{stray}", b"{}")
+    assert newest_boundary(bucket) == 0
+    publisher.publish(weights(1))
+    publisher.close()  # A boundary above it would have fenced it.
+    bucket.put(keys.boundary(1), b"{}")
+    assert newest_boundary(bucket) == 1
 
 
 def test_a_manifest_that_is_not_there(bucket):

@@ -149,8 +149,9 @@ def committed_versions(bucket: Bucket, *, behind: int | None = None) -> list[int
 
 def newest_boundary(bucket: Bucket) -> int:
     """Versions below this one are closed; 0 if none is."""
-    found = [keys.trailing_number(key) for key in bucket.list(keys.BOUNDARIES)]
-    return max((number for number in found if number is not None), default=0)
+    numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.BOUNDARIES)]
+    # A stray copy closes nothing: publishers end at a boundary, and retention would not know it.
+    return max((n for n, key in numbers if n is not None and key == keys.boundary(n)), default=0)
 
 
 def put_blob(bucket: Bucket, data: bytes) -> BlobRef:

@@ -21,6 +21,7 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
 from deltawire.sync.chain import (
+    committed_versions,
     get_blob,
     newest_boundary,
     read_fold,
@@ -192,9 +193,7 @@ class _Check:
         self._progress(what, len(items), len(items))
 
     def _list_versions(self) -> set[int]:
-        listed = with_retries(lambda: self.bucket.list(keys.MANIFESTS))
-        numbers = {keys.trailing_number(key): key for key in listed}
-        return {n for n, key in numbers.items() if n is not None and key == keys.manifest(n)}
+        return set(with_retries(lambda: committed_versions(self.bucket)))
 
     def _read_manifests(self, versions: set[int]) -> None:
         self.found.first = min(versions)
