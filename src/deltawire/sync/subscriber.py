@@ -22,7 +22,7 @@ from typing import Protocol
 
 from deltawire import codec
 from deltawire.codec import Digest, Patch
-from deltawire.errors import BugError, CorruptError, DeltawireError, RetryError
+from deltawire.errors import BugError, CorruptError, DeltawireError, ResyncError, RetryError
 from deltawire.store import Bucket
 from deltawire.sync.chain import newest_version, read_manifest, with_retries
 from deltawire.sync.fetch import decode_delta
@@ -61,8 +61,10 @@ class Update:
 
 
 class Subscriber:
-    """Moves one mirror along a run's chain. Not for use by several threads at once.
+    """Moves one mirror along a run's chain. Threads that use it at once wait for each other: one of
+    `advance_async` goes on although whoever awaited it was cancelled.
 
+    A mirror that holds no version is filled first by whatever moves it; `prepare` refuses it.
     With ``stepwise`` every version is visited while that is possible; else the mirror takes the
     cheapest way to the newest version, which may lead over folds and anchors. ``threads`` decode.
 
@@ -85,6 +87,7 @@ class Subscriber:
         self.stepwise = stepwise
         self._threads = threads
         self._callbacks: list[Callable[[int], None]] = []
+        self._turn = threading.RLock()
         self._polls = 0
         self._survey: Survey | None = None
         self._ahead: tuple[Edge, ...] = ()
@@ -94,8 +97,13 @@ class Subscriber:
 
         Changes nothing. What is missing or damaged is got around over folds and anchors, if there
         are any; else raises the `CorruptError` that names it. Raises `RetryError` if the store
-        does not answer.
+        does not answer, `ResyncError` if the mirror holds no version.
         """
+        with self._turn:
+            self._require_version()
+            return self._prepare()
+
+    def _prepare(self) -> Update | None:
         started = time.perf_counter()
         survey = self._survey
         if survey is None or not self._ahead or self._ahead[0].base != self.mirror.version:
@@ -121,6 +129,11 @@ class Subscriber:
         reached in one, from a second mirror, which is the price of going back. Changes nothing;
         raises as `prepare` does.
         """
+        with self._turn:
+            self._require_version()
+            return self._prepare_to(version)
+
+    def _prepare_to(self, version: int) -> Update | None:
         started = time.perf_counter()
         held, self._ahead = self.mirror.version, ()
         if version == held:
@@ -140,6 +153,10 @@ class Subscriber:
 
     def commit(self, update: Update) -> None:
         """Move the mirror forward, once the serving weights hold ``update``."""
+        with self._turn:
+            self._commit(update)
+
+    def _commit(self, update: Update) -> None:
         if update.base != self.mirror.version:
             raise BugError(
                 f"an update of version {update.base} for a mirror at {self.mirror.version}",
@@ -147,8 +164,32 @@ class Subscriber:
                 version=update.version,
             )
         self.mirror.move(update.pieces, update.version, update.digest, update.held)
+        self._tell(update.version)
+
+    def _tell(self, version: int) -> None:
         for callback in self._callbacks:
-            callback(update.version)
+            callback(version)
+
+    def fill(self) -> bool:
+        """Bring a mirror that holds no version, because it is new or because somebody interrupted a
+        move, to the newest one; whether that was done. Raises as `load_mirror` does."""
+        with self._turn:
+            if self.mirror.version >= 0:
+                return False
+            filled = load_mirror(
+                self.bucket, self.run, into=self.mirror, resume=True, threads=self._threads
+            )
+            if filled is not None:
+                self._tell(filled.version)
+            return filled is not None
+
+    def _require_version(self) -> None:
+        if self.mirror.version < 0:
+            raise ResyncError(
+                "the mirror holds no version to go on from",
+                hint="fill it first, and load what is served from it again",
+                run=self.bucket.url,
+            )
 
     def on_version(self, callback: Callable[[int], None]) -> None:
         """Call ``callback`` with each version that the mirror reaches, from whichever thread
@@ -157,11 +198,12 @@ class Subscriber:
 
     def advance(self) -> bool:
         """Prepare and commit as many steps as there are; whether there was any."""
-        moved = False
-        while (update := with_retries(self.prepare)) is not None:
-            self.commit(update)
-            moved = True
-        return moved
+        with self._turn:
+            moved = self.fill()
+            while self.mirror.version >= 0 and (update := with_retries(self.prepare)) is not None:
+                self.commit(update)
+                moved = True
+            return moved
 
     def wait_for(self, version: int, *, timeout_s: float | None = None) -> int:
         """Advance until the mirror is at ``version`` or a newer one, which is returned.
@@ -189,12 +231,24 @@ class Subscriber:
             stop.wait(seconds)
 
         while not stop.is_set():
-            update = with_retries(self.prepare, pause=pause)
-            if update is None:
+            reached = self._step(pause)
+            if reached is None:
                 stop.wait(self.bucket.poll_s)
                 continue
+            yield reached
+
+    def _step(self, pause: Callable[[float], None] = time.sleep) -> int | None:
+        """The version that one step led to, None if there is none yet."""
+        with self._turn:
+            if self.fill():
+                return self.mirror.version
+            update = None
+            if self.mirror.version >= 0:
+                update = with_retries(self.prepare, pause=pause)
+            if update is None:
+                return None
             self.commit(update)
-            yield update.version
+            return update.version
 
     async def advance_async(self) -> bool:
         """As `advance`, beside the event loop."""
@@ -214,12 +268,11 @@ class Subscriber:
     async def follow_async(self) -> AsyncIterator[int]:
         """As `follow`, beside the event loop, until it is closed or cancelled."""
         while True:
-            update = await asyncio.to_thread(with_retries, self.prepare)
-            if update is None:
+            reached = await asyncio.to_thread(self._step)
+            if reached is None:
                 await asyncio.sleep(self.bucket.poll_s)
                 continue
-            await asyncio.to_thread(self.commit, update)
-            yield update.version
+            yield reached
 
     def _look(self) -> Survey | None:
         """What lies ahead: None if nothing does."""
