@@ -278,6 +278,27 @@ def test_nothing_is_deleted_later_than_writers_wait(original, monkeypatch):
     assert_whole(inner, LAST)
 
 
+def test_a_deletion_is_not_asked_for_again_later_than_writers_wait(original, monkeypatch):
+    """Each answer that does not come takes its time: asking again is beginning again."""
+    inner = snapshot(original)
+    bucket = FaultyBucket(inner)
+    now = [0.0]
+    monkeypatch.setattr(sweeps, "_uptime", lambda: now[0])
+    begun = []
+
+    def not_answered(verb, key):
+        begun.append(now[0])
+        now[0] += sweeps.SWEEP_S / 2.5
+        return no_answer(verb, key)
+
+    bucket.fail("delete", "weights/blobs/*", times=None, error=not_answered)
+    with pytest.raises(RetryError, match="no time is left"):
+        retire(bucket, read_run(inner), cutoff=LAST, grace_s=0)
+    assert begun
+    assert max(begun) <= sweeps.SWEEP_S
+    assert len(inner.list(keys.SWEEPS)) == 1
+
+
 def test_a_deletion_that_was_not_answered_leaves_the_sweep_there(original):
     inner = snapshot(original)
     bucket = FaultyBucket(inner)

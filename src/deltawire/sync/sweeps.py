@@ -34,8 +34,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
+from functools import partial
 
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, RetryError
 from deltawire.store import Bucket, Entry
 from deltawire.sync.chain import with_retries
 from deltawire.wire import keys
@@ -85,8 +86,15 @@ def delete_blobs(
                 left = []  # The next retention finds them again.
                 break
             yield name
-            with_retries(lambda name=name: bucket.delete(name))  # type: ignore[misc]
+            with_retries(partial(_delete_before, until, bucket, name))
         with_retries(lambda key=key: bucket.delete(key))  # type: ignore[misc]
+
+
+def _delete_before(until: float, bucket: Bucket, key: str) -> None:
+    """Asking again is another deletion, which must not begin later than any other."""
+    if _uptime() > until:
+        raise RetryError("no time is left for a deletion to begin", run=bucket.url, key=key)
+    bucket.delete(key)
 
 
 def drop_dead_sweeps(bucket: Bucket, now: datetime) -> None:
