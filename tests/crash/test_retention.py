@@ -4,7 +4,13 @@ from contextlib import suppress
 
 import pytest
 
-from deltawire.errors import CorruptError, DeltawireError, FencedError, InputError
+from deltawire.errors import (
+    CorruptError,
+    DeltawireError,
+    FencedError,
+    InputError,
+    RetryError,
+)
 from deltawire.store import open_bucket
 from deltawire.sync import Subscriber, chain, load_mirror, newest_version, read_manifest
 from deltawire.sync.retention import retire
@@ -196,6 +202,20 @@ def test_even_if_somebody_deletes_the_tombstones_the_boundary_holds(bucket):
     with pytest.raises(FencedError, match="closed"):
         publish_and_wait(stalled, weights(3, seed=9))
     stalled.close()
+
+
+def test_a_commit_whose_boundary_could_not_be_asked_for_is_asked_again(bucket):
+    """The version is committed when the store falls silent; what becomes of it is found out by the
+    next publish, which must look at the boundary as well."""
+    publisher = start_publisher(bucket, anchor_every=4)
+    bucket.fail("list", keys.BOUNDARIES, times=6)
+    publisher.publish(weights(NEWEST + 1))
+    with pytest.raises(RetryError):
+        publisher.flush()
+    bucket.put(keys.boundary(NEWEST + 2), b"")
+    with pytest.raises(FencedError, match="closed this version"):
+        publisher.publish(weights(NEWEST + 2))
+    publisher.close()
 
 
 def test_the_boundary_is_never_lowered(bucket):

@@ -70,3 +70,18 @@ def test_a_module_with_tied_weights():
     held = load_mirror(bucket, publisher.run).tensors["embed.weight"]
     live = model["embed"].weight.detach().view(torch.int32).reshape(-1).numpy()
     assert (held.view("i4") == live).all()
+
+
+def test_a_transposed_view_is_no_tied_weight():
+    """Of a square weight it has the address, the shape and the dtype."""
+    model = torch.nn.ModuleDict(
+        {"encode": torch.nn.Linear(4, 4, bias=False), "decode": torch.nn.Linear(4, 4, bias=False)}
+    )
+    model["decode"].weight = torch.nn.Parameter(model["encode"].weight.detach().t())
+    bucket = open_bucket("memory://")
+    publisher = open_publisher(bucket, saved_tensors(model))
+    publisher.close()
+    assert publisher.run.aliases == {}
+    held = load_mirror(bucket, publisher.run).tensors
+    for name, live in model.state_dict().items():
+        assert (held[name].view("f4") == live.numpy().reshape(-1)).all()

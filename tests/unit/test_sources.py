@@ -42,6 +42,8 @@ def test_tied_arrays_once():
     specs, aliases = table_of(tensors)
     assert [spec.name for spec in specs] == ["a", "c", "flat", "view"]
     assert aliases == {"z": "a"}
+    # A transposed view begins where its tensor does, and of a square one has its shape.
+    assert table_of({"a": array, "t": array.T})[1] == {}
     empty = np.zeros((0, 3))
     assert table_of({"x": empty, "y": empty})[1] == {}
 

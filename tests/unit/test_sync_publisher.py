@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import msgspec
 import numpy as np
@@ -442,6 +442,73 @@ def test_the_policy_fold_refuses_an_annex_it_would_lose(bucket):
     assert audit(bucket, weights) == 1
 
 
+def test_a_copy_that_is_interrupted_under_the_policy_fold_is_no_version(bucket, monkeypatch):
+    """Half of the weights that waited are others by then."""
+    publisher = start_publisher(bucket, policy="fold")
+    publisher.publish(weights(0))
+    publisher.flush()
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    publisher.publish(weights(1))
+    copy = publisher._copier.copy
+
+    def interrupted(pairs):
+        copy(list(pairs)[:2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher._copier, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(weights(2))
+    gate.set()
+    with pytest.raises(InputError, match="interrupted"):
+        publisher.flush()
+    assert publisher.publish(weights(1)) == 1
+    publisher.close()
+    assert audit(bucket, weights) == 1
+
+
+def test_a_copy_that_was_interrupted_may_be_done_over_under_the_policy_fold(bucket, monkeypatch):
+    publisher = start_publisher(bucket, policy="fold")
+    publisher.publish(weights(0))
+    publisher.flush()
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    publisher.publish(weights(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher._copier, "copy", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            publisher.publish(weights(6))
+    with pytest.raises(InputError, match="shape"):  # Refused before anything was copied.
+        publisher.publish({**weights(1), "norm": weights(1)["norm"].reshape(4, 4)})
+    assert publisher.publish(weights(1)) == 1
+    gate.set()
+    publisher.close()
+    assert audit(bucket, weights) == 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_interrupt_while_a_step_is_queued_loses_none_in_silence(bucket, monkeypatch, begun):
+    publisher = start_publisher(bucket, policy="fold")
+    publisher.publish(weights(0))
+    publisher.flush()
+    submit = publisher._pool.submit
+
+    def interrupted(*task):
+        if begun:
+            submit(*task)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher._pool, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(weights(9))
+    assert publisher.publish(weights(1)) == 1
+    publisher.close()
+    assert publisher.version == 1
+    assert audit(bucket, weights) == 1
+
+
 def test_a_failure_under_the_policy_fold_fails_what_is_behind_it(bucket):
     publisher = start_publisher(bucket, policy="fold")
     publisher.publish(weights(0))
@@ -456,6 +523,23 @@ def test_a_failure_under_the_policy_fold_fails_what_is_behind_it(bucket):
     assert publisher.publish(weights(1, seed=2)) == 1
     publisher.close()
     assert audit(bucket, lambda v: weights(1, seed=2) if v else weights(0)) == 1
+
+
+def test_tied_weights_that_differ_are_refused(bucket):
+    """The run has one tensor for both names: one of the two would be lost in silence."""
+    embed, other = np.arange(6.0).reshape(2, 3), np.ones(4)
+    with closing(open_publisher(bucket, {"embed": embed, "head": embed, "x": other})) as publisher:
+        assert publisher.run.aliases == {"head": "embed"}
+        assert publisher.publish({"embed": embed + 1, "head": embed + 1, "x": other}) == 1
+        assert publisher.publish({"head": embed + 2, "x": other}) == 2
+        for pair in ({"embed": embed, "head": embed + 1}, {"head": embed + 1, "embed": embed}):
+            with pytest.raises(InputError, match="tensor embed is tied"):
+                publisher.publish({**pair, "x": other})
+        with pytest.raises(InputError, match="has shape"):
+            publisher.publish({"embed": embed, "head": embed.reshape(3, 2), "x": other})
+    assert (
+        load_mirror(bucket, publisher.run).tensors["embed"].view("f8") == embed.ravel() + 2
+    ).all()
 
 
 def test_anchors_by_share_and_by_time(bucket):

@@ -28,10 +28,11 @@ def saved_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
 
     Tensors that lie there so already are not copied, and tied ones stay tied.
     """
-    moved: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    moved: dict[tuple[object, ...], Tensor] = {}
     found = {}
     for name, tensor in module.state_dict().items():
-        place = (tensor.data_ptr(), tuple(tensor.shape))
+        # Views of one memory may differ in any of these: a transposed one, for example.
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if place not in moved:
             moved[place] = tensor.detach().cpu().contiguous()
         found[name] = moved[place]

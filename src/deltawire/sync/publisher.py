@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from deltawire import codec
 from deltawire.codec import Digest
@@ -43,10 +44,10 @@ from deltawire.sync.encoding import (
     upload_delta,
 )
 from deltawire.sync.folding import FOLD_STRIDES, FoldingThread
-from deltawire.sync.mirror import Mirror
+from deltawire.sync.mirror import Bits, Mirror
 from deltawire.wire import keys
 from deltawire.wire.manifest import MAX_ANNEX_BYTES, Manifest, Payload, encode_manifest
-from deltawire.wire.run import ModelFile, Run
+from deltawire.wire.run import ModelFile, Run, TensorSpec
 from deltawire.wire.seal import Signer
 
 Annex = dict[str, Any]
@@ -107,6 +108,8 @@ class _Step:
     blocked_ms: float
     files: list[ModelFile] | None = None
     expected: Digest | None = None
+    torn: bool = False
+    """Whether other weights are being copied over these."""
 
 
 class Publisher:
@@ -221,7 +224,7 @@ class Publisher:
             return self._publish_or_fold(tensors, annex, started, files, expected)
         self.flush()
         self._settle()
-        self._stage(tensors, self._staging)
+        self._copier.copy(self._pairs(tensors, self._staging))
         blocked_ms = (time.perf_counter() - started) * 1e3
         step = _Step(self._baseline.version + 1, annex, blocked_ms, files, expected)
         self._pending = self._pool.submit(self._commit, step)
@@ -274,7 +277,10 @@ class Publisher:
                         hint="pass merge=, or the policy wait",
                     )
                 annex = self._merge(waiting.annex, annex)
-            self._stage(tensors, self._spare)
+            pairs = self._pairs(tensors, self._spare)
+            if waiting is not None:
+                waiting.torn = True  # Unless what replaces it is there whole.
+            self._copier.copy(pairs)
             blocked_ms = (time.perf_counter() - started) * 1e3
             if waiting is not None:
                 version = waiting.version
@@ -282,11 +288,12 @@ class Publisher:
                 version = self._promised + 1
             else:
                 version = self._baseline.version + 1
+            if waiting is None:
+                # First, though it waits for the lock: a step without somebody to commit it would
+                # never be one.
+                self._pending = self._pool.submit(self._commit_queued, self._pending)
             self._queued = _Step(version, annex, blocked_ms, files, expected)
             self._promised = version
-            if waiting is None:
-                behind = self._pending
-                self._pending = self._pool.submit(self._commit_queued, behind)
             return version
 
     def _commit_queued(self, behind: Future[None] | None) -> None:
@@ -300,27 +307,52 @@ class Publisher:
         with self._lock:
             assert self._spare is not None
             step, self._queued = self._queued, None
+            if step is None:
+                return  # Whoever was to queue it was interrupted.
+            if step.torn:
+                raise InputError(
+                    "copying other weights over those that waited was interrupted",
+                    hint="publish again",
+                    run=self.bucket.url,
+                    version=step.version,
+                )
             self._staging, self._spare = self._spare, self._staging
-        assert step is not None
         self._commit(step)
 
-    def _stage(self, tensors: Mapping[str, Any], staging: Mirror) -> None:
-        given = {self.run.aliases.get(name, name): value for name, value in tensors.items()}
+    def _pairs(self, tensors: Mapping[str, Any], staging: Mirror) -> list[tuple[Bits, Bits]]:
+        """What is to be copied: places in ``staging``, and the bits for them, all checked."""
+        given: dict[str, Any] = {}
+        tied: list[tuple[str, Any]] = []
+        for name, value in tensors.items():
+            stored = self.run.aliases.get(name, name)
+            if given.setdefault(stored, value) is not value:
+                tied.append((stored, value))
         if given.keys() != staging.tensors.keys():
             odd = sorted(given.keys() ^ staging.tensors.keys())
             raise InputError(f"tensors that only one of run and publisher has: {odd[:5]}")
-        found = {}
-        for spec in self.run.tensors:
-            try:
-                found[spec.name] = codec.bits_of(given[spec.name], spec.dtype)
-            except InputError as error:
+        specs = {spec.name: spec for spec in self.run.tensors}
+        found = {spec.name: self._bits(spec, given[spec.name]) for spec in self.run.tensors}
+        for name, value in tied:
+            bits = self._bits(specs[name], value)
+            alike = bits.ctypes.data == found[name].ctypes.data  # Then they are the same memory.
+            if not alike and not np.array_equal(bits, found[name]):
                 raise InputError(
-                    f"tensor {spec.name}: {error.message}", hint=error.hint, run=self.bucket.url
-                ) from error
-            shape = tuple(given[spec.name].shape)
-            if shape != spec.shape:
-                raise InputError(f"tensor {spec.name} has shape {shape}, the run's is {spec.shape}")
-        self._copier.copy((staging.tensors[name], bits) for name, bits in found.items())
+                    f"tensor {name} is tied to another in this run, and the two differ",
+                    hint="publish tensors that are not tied to a run that was begun so",
+                    run=self.bucket.url,
+                )
+        return [(staging.tensors[name], bits) for name, bits in found.items()]
+
+    def _bits(self, spec: TensorSpec, value: Any) -> Bits:
+        try:
+            bits = codec.bits_of(value, spec.dtype)
+        except InputError as error:
+            raise InputError(
+                f"tensor {spec.name}: {error.message}", hint=error.hint, run=self.bucket.url
+            ) from error
+        if (shape := tuple(value.shape)) != spec.shape:
+            raise InputError(f"tensor {spec.name} has shape {shape}, the run's is {spec.shape}")
+        return bits
 
     def _commit(self, step: _Step) -> None:
         try:
@@ -374,9 +406,7 @@ class Publisher:
         self._attempts[manifest.nonce] = manifest
         self._uncertain = (step, manifest, sums)
         with_retries(lambda: self._create(manifest))
-        if with_retries(lambda: newest_boundary(self.bucket)) > manifest.version:
-            raise self._fence(manifest.version, "retention has closed this version meanwhile")
-        self._keep_blobs(manifest)
+        self._confirm(manifest)
         self._advance(step, manifest, sums, encoded - started, time.perf_counter() - encoded)
 
     def _advance(
@@ -410,6 +440,12 @@ class Publisher:
                     upload_ms=upload_s * 1e3,
                 )
             )
+
+    def _confirm(self, manifest: Manifest) -> None:
+        """Behind a commit: it counts unless it was closed meanwhile, and its blobs stay."""
+        if with_retries(lambda: newest_boundary(self.bucket)) > manifest.version:
+            raise self._fence(manifest.version, "retention has closed this version meanwhile")
+        self._keep_blobs(manifest)
 
     def _keep_blobs(self, manifest: Manifest) -> None:
         """What retention has taken between upload and commit, or is about to, is put again."""
@@ -492,11 +528,12 @@ class Publisher:
         step, manifest, sums = self._uncertain
         try:
             landed = with_retries(lambda: self._stored(manifest))
+            if landed:
+                self._confirm(manifest)
         except FencedError as error:
             self._fenced = error
             raise
         if landed:
-            self._keep_blobs(manifest)
             self._advance(step, manifest, sums, 0.0, 0.0)
         self._uncertain = None
 

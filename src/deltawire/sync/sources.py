@@ -26,8 +26,8 @@ MAX_HEADER_BYTES = 100 << 20
 def table_of(tensors: Mapping[str, Any]) -> tuple[list[TensorSpec], dict[str, str]]:
     """The tensor table of a mapping, in name order, and the aliases of its tied tensors.
 
-    Tensors are tied if they are the same memory in the same shape; the first name in order is
-    the one that is kept. Raises `InputError` for what has no place on the wire.
+    Tensors are tied if they are the same contiguous memory in the same shape; the first name in
+    order is the one that is kept. Raises `InputError` for what has no place on the wire.
     """
     specs, aliases = [], {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -45,10 +45,13 @@ def table_of(tensors: Mapping[str, Any]) -> tuple[list[TensorSpec], dict[str, st
 
 
 def _memory_of(array: Any) -> int | None:
+    """Where a contiguous array begins. Another one is no other's twin: a transposed view has the
+    address of what it transposes, and perhaps its shape."""
     if isinstance(array, np.ndarray):
-        return int(array.__array_interface__["data"][0])
-    pointer = getattr(array, "data_ptr", None)
-    return None if pointer is None else int(pointer())
+        return int(array.__array_interface__["data"][0]) if array.flags.c_contiguous else None
+    if not hasattr(array, "data_ptr") or not array.is_contiguous():
+        return None
+    return int(array.data_ptr())
 
 
 def open_publisher(
