@@ -234,8 +234,8 @@ class EventLog:
     """Collects a process's events and hands them on in segments.
 
     ``put(number, data)`` stores one segment of JSON lines; it is called from whichever thread
-    records the event that fills a segment, or calls `flush`. If it raises `RetryError` the events
-    stay for the next flush, which stores the same segment; other errors pass through.
+    records the event that fills a segment, or calls `flush`. If it raises `RetryError` the next
+    flush stores the same segment again, to the byte, before a new one; other errors pass through.
     """
 
     def __init__(
@@ -251,6 +251,7 @@ class EventLog:
         self._put = put
         self._every_s = every_s
         self._pending: list[Event] = []
+        self._unanswered = b""
         self._segment = 0
         self._flushed_at = clock()
         self._lock = threading.RLock()
@@ -279,14 +280,19 @@ class EventLog:
         return end
 
     def flush(self) -> None:
-        """Store what is pending as one segment."""
+        """Store what is pending as one segment.
+
+        One whose put was not answered comes first, as it was: it may be stored, and read already.
+        """
         with self._lock:
             self._flushed_at = self.now()
-            if not self._pending:
-                return
-            try:
-                self._put(self._segment, encode_lines(self._pending))
-            except RetryError:
-                return
-            self._segment += 1
-            self._pending.clear()
+            while self._unanswered or self._pending:
+                if not self._unanswered:
+                    self._unanswered = encode_lines(self._pending)
+                    self._pending.clear()
+                try:
+                    self._put(self._segment, self._unanswered)
+                except RetryError:
+                    return
+                self._segment += 1
+                self._unanswered = b""
