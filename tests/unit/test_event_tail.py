@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from deltawire.errors import RetryError
 from deltawire.events import Evaluated, encode_lines
-from deltawire.rl import supervisor
+from deltawire.rl import event_series, event_tail
 from deltawire.rl.evaluator import evaluated_versions
+from deltawire.rl.event_tail import EventTail
 from deltawire.rl.process import Process
-from deltawire.rl.supervisor import EventTail
 from deltawire.store import open_bucket
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.wire import keys
@@ -21,8 +22,13 @@ def read(tail):
     return [(event.process, event.version) for event in tail.read()]
 
 
+def read_all(tail):
+    return [(event.process, event.version) for event in tail.read(everything=True)]
+
+
 def test_each_segment_is_read_once_and_new_series_are_found(monkeypatch):
-    monkeypatch.setattr(supervisor, "LIST_EVERY_S", 0.0)
+    monkeypatch.setattr(event_tail, "LIST_EVERY_S", 0.0)
+    monkeypatch.setattr(event_series, "PATIENCE", 0.0)
     bucket = FaultyBucket(open_bucket("memory://"))
     tail = EventTail(bucket)
     assert read(tail) == []
@@ -34,7 +40,7 @@ def test_each_segment_is_read_once_and_new_series_are_found(monkeypatch):
     bucket.put("events/not a series/0000000000.jsonl", b"{}")
     assert read(tail) == [("w0-a", 3), ("w1-b", 0)]
     assert read(tail) == []
-    bucket.fail("list", "*", error=lambda verb, key: supervisor.RetryError("no answer"))
+    bucket.fail("list", "*", error=lambda verb, key: RetryError("no answer"))
     put(bucket, "w1-b", 1)
     assert read(tail) == []  # It is asked for the names again first, and hears nothing.
     bucket.heal()
@@ -49,7 +55,7 @@ class _NoListing(FaultyBucket):
 
 
 def test_following_lists_no_segments(monkeypatch):
-    monkeypatch.setattr(supervisor, "LIST_EVERY_S", 0.0)
+    monkeypatch.setattr(event_tail, "LIST_EVERY_S", 0.0)
     inner = open_bucket("memory://")
     for series in ("w0-a", "w1-b"):
         for number in range(50):
@@ -66,3 +72,37 @@ def test_an_evaluator_finds_what_it_measured_before_and_nothing_else():
             put(bucket, series, number)
     process = Process(bucket, "evaluator", "evaluator", supervised=False)
     assert evaluated_versions(process) == {0, 4, 8}
+
+
+def test_a_segment_that_is_none_is_passed_over(monkeypatch):
+    """Too large, or no events: what comes behind it is read all the same."""
+    monkeypatch.setattr(event_tail, "MAX_SEGMENT_BYTES", 200)
+    bucket = open_bucket("memory://")
+    put(bucket, "w0-a", 0)
+    bucket.put(keys.events("w0-a", 1), b"x" * 201)
+    bucket.put(keys.events("w0-a", 2), b"\xff{" * 50)
+    put(bucket, "w0-a", 3)
+    bucket.put("events/w0-a/stray", b"{}")
+    assert read(EventTail(bucket)) == [("w0-a", 0), ("w0-a", 3)]
+
+
+def test_who_was_quiet_for_long_is_asked_ever_more_rarely():
+    """A thousand series that ended cost a look nothing, and what one of them says comes."""
+    now = 0.0
+    bucket = FaultyBucket(open_bucket("memory://"))
+    for number in range(50):
+        put(bucket, f"w{number}-a", 0)
+    tail = EventTail(bucket, clock=lambda: now)
+    assert len(tail.read()) == 50
+    asked = []
+    for _ in range(24 * 60):
+        now += 60.0
+        bucket.operations.clear()
+        assert tail.read() == []
+        asked.append(sum(verb == "get" for verb, _ in bucket.operations))
+    assert sum(asked[-60:]) <= 2 * 50, "once an hour"
+    put(bucket, "w7-a", 1)
+    assert read_all(tail) == [("w7-a", 1)]
+    put(bucket, "w8-a", 1)
+    now += event_series.LONGEST_S
+    assert read(tail) == [("w8-a", 1)]

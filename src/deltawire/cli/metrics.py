@@ -14,7 +14,7 @@ from deltawire.dashboard.state import RunState
 from deltawire.dashboard.status import Watch
 from deltawire.errors import InputError
 from deltawire.rl.desk import read_trainer
-from deltawire.rl.supervisor import EventTail
+from deltawire.rl.event_tail import EventTail
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_run
 from deltawire.sync.chain import with_retries
@@ -73,7 +73,7 @@ def _forward(arguments: argparse.Namespace, bucket: Bucket, run: Run) -> int:
         while True:
             trainer = with_retries(lambda: read_trainer(bucket))
             over = trainer is not None and trainer.phase in OVER
-            state.fold(tail.read())
+            state.fold(tail.read(everything=over))
             version = forwarder.forward(state, over=over)
             if over:
                 break

@@ -27,11 +27,10 @@ from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.events import Event, Life, Span
 from deltawire.rl.audit import audit_consumption
 from deltawire.rl.desk import read_trainer
+from deltawire.rl.event_tail import EventFeed, EventTail
 from deltawire.rl.probes.watch import ProbeFigures, figures_of, read_probes
 from deltawire.rl.supervisor import (
     COMMAND,
-    EventFeed,
-    EventTail,
     Supervisor,
     Verdict,
     heartbeats,
@@ -176,7 +175,7 @@ class Watcher:
     def read(self) -> None:
         """Take in new events, and the probes as they are now, waiting for the store."""
         self._probes.read(now=True)
-        self._take(self._tail.read())
+        self._take(self._tail.read(everything=True))
 
     def _take(self, events: list[Event]) -> None:
         self.state.fold(events)

@@ -18,14 +18,14 @@ from typing import Literal, TypeVar
 import msgspec
 
 from deltawire.config import FaultsConfig, RunConfig, parse_config
+from deltawire.dashboard.recent_events import RecentEvents
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.errors import CorruptError, InputError
-from deltawire.events import Event, Life, Role, decode_lines
+from deltawire.events import Life, Role
 from deltawire.rl.desk import read_trainer
 from deltawire.rl.probes.monitor import ProbeState
 from deltawire.rl.probes.watch import apart, excesses, flagged_in, read_probes
 from deltawire.store import Bucket
-from deltawire.store.bucket import Entry
 from deltawire.sync import newest_version, read_run
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
@@ -33,10 +33,6 @@ from deltawire.wire.run import Run
 from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat, Pulse, TrainerStatus
 
 WINDOW_S = 300.0
-MAX_EVENT_BYTES = 256 << 20
-"""Of events, the newest first; what is beyond is not read."""
-TAIL = 3
-"""Segments of each series that are read however old they are: its last words."""
 READERS = 16
 MAX_PROCESSES = 4096
 
@@ -131,9 +127,9 @@ class Watch:
         self, bucket: Bucket, *, window_s: float = WINDOW_S, clock: Callable[[], float] = time.time
     ) -> None:
         self._bucket = bucket
-        self._window_s = window_s
         self._clock = clock
-        self._read: dict[str, list[Event]] = {}
+        self._events = RecentEvents(bucket, window_s)
+        self._newest: int | None = None
 
     def look(self) -> RunStatus:
         """How the run stands now.
@@ -153,8 +149,11 @@ class Watch:
         beats = _read_all(bucket, keys.FLEET, keys.worker_of, Heartbeat, problems)
         pulses = _read_all(bucket, keys.PULSES, keys.process_of, Pulse, problems)
         state = RunState()
-        state.fold(self._events(problems))
-        newest = newest_version(bucket)
+        state.fold(self._events.read())
+        if self._events.unreadable:
+            count = self._events.unreadable
+            problems.append(f"{count} segments of events hold none that can be read")
+        newest = self._newest = self._newest_version()
         faults = config.faults if config else FaultsConfig()
         lines = [
             _line(name, state, beats.get(name), pulses.get(name), newest, faults, self._clock())
@@ -162,24 +161,9 @@ class Watch:
         ]
         return self._status(run, config, trainer, beats, probes, state, newest, lines, problems)
 
-    def _events(self, problems: list[str]) -> list[Event]:
-        wanted = _recent(self._bucket.entries(keys.EVENTS), self._window_s)
-        fresh = [entry for entry in wanted if entry.key not in self._read]
-
-        def read(entry: Entry) -> list[Event]:
-            data = self._bucket.get(entry.key, limit=MAX_EVENT_BYTES)
-            return decode_lines(data or b"")
-
-        with ThreadPoolExecutor(READERS) as pool:
-            found = dict(zip((e.key for e in fresh), pool.map(read, fresh), strict=True))
-        empty = sum(not events for events in found.values())
-        if empty:
-            problems.append(f"{empty} segments of events hold none that can be read")
-        self._read = {
-            entry.key: found[entry.key] if entry.key in found else self._read[entry.key]
-            for entry in wanted
-        }
-        return [event for events in self._read.values() for event in events]
+    def _newest_version(self) -> int | None:
+        found = newest_version(self._bucket, behind=self._newest)
+        return self._newest if found is None else found
 
     def _status(
         self,
@@ -285,35 +269,6 @@ def _read_all(
             if value is not None:
                 found[name] = value
     return found
-
-
-def _recent(entries: Sequence[Entry], window_s: float) -> list[Entry]:
-    """The segments worth reading: those of the window that ends with the newest one, by the
-    store's own clock, the last few of each series, and a supervisor's, of which there are few."""
-    series: dict[str, list[Entry]] = {}
-    for entry in entries:
-        if (name := keys.series_of(entry.key)) is not None:
-            series.setdefault(name, []).append(entry)
-    if not series:
-        return []
-    latest = max(entry.modified.timestamp() for found in series.values() for entry in found)
-    wanted = []
-    for name, found in series.items():
-        keep = len(found) if name.startswith("supervisor-") else TAIL
-        tail = {entry.key for entry in found[-keep:]}
-        wanted += [
-            entry
-            for entry in found
-            if entry.key in tail or entry.modified.timestamp() >= latest - window_s
-        ]
-    wanted.sort(key=lambda entry: entry.modified, reverse=True)
-    chosen, total = [], 0
-    for entry in wanted:
-        total += entry.bytes
-        if total > MAX_EVENT_BYTES:
-            break
-        chosen.append(entry)
-    return chosen
 
 
 def _names(state: RunState) -> set[str]:

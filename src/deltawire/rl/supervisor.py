@@ -32,11 +32,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
+import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ from deltawire.errors import (
     RetryError,
     StoppedError,
 )
-from deltawire.events import Event, EventLog, Life, Role, decode_lines
+from deltawire.events import EventLog, Life, Role
 from deltawire.rl.desk import HEARTBEAT_TIMEOUT_S, read_heartbeat, read_trainer
 from deltawire.rl.pulse import impatient
 from deltawire.rl.watchman import Child, Watchman, has_ended, kill_with_its_own
@@ -61,8 +60,6 @@ from deltawire.wire.status import Heartbeat, TrainerStatus
 
 COMMAND = (sys.executable, "-m", "deltawire")
 
-MAX_SEGMENT_BYTES = 64 << 20
-LIST_EVERY_S = 3.0
 RESTARTS = 20
 """Deaths in a row, each within `HEALTHY_S` and before a piece of work was finished, after which a
 child is given up. A store that did not answer is nobody's fault, and counts for none."""
@@ -96,88 +93,6 @@ class Verdict:
     groups: int
 
 
-class EventTail:
-    """Reads each segment of the run's events once.
-
-    Known series are polled at their next segment's key; new ones are found every `LIST_EVERY_S`
-    among the names of series alone, so that neither costs more the longer a run goes on. While the
-    store does not answer, nothing new comes.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self._next: dict[str, int] = {}
-        self._listed_at = float("-inf")
-
-    def read(self) -> list[Event]:
-        """Events that have come since the last call."""
-        fresh: list[Event] = []
-        with contextlib.suppress(RetryError):
-            self._read_all(fresh)
-        return fresh
-
-    def _read_all(self, fresh: list[Event]) -> None:
-        if time.monotonic() - self._listed_at >= LIST_EVERY_S:
-            self._listed_at = time.monotonic()
-            for series in self._bucket.folders(keys.EVENTS):
-                if keys.valid_name(series):
-                    self._next.setdefault(series, 0)
-        for series, number in self._next.items():
-            self._read_series(series, number, fresh)
-
-    def _read_series(self, series: str, number: int, fresh: list[Event]) -> None:
-        while True:
-            data = self._bucket.get(keys.events(series, number), limit=MAX_SEGMENT_BYTES)
-            if data is None:
-                return
-            fresh += decode_lines(data)
-            number += 1
-            self._next[series] = number
-
-
-class EventFeed(threading.Thread):
-    """An `EventTail` with a thread of its own: who looks at a run need not wait for the store.
-
-    ``beside`` is called there too, after each look for events.
-    """
-
-    def __init__(
-        self, tail: EventTail, *, every_s: float, beside: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(name="event-feed", daemon=True)
-        self._tail = tail
-        self._every_s = every_s
-        self._beside = beside
-        self._fresh: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        self.error: DeltawireError | None = None
-
-    def run(self) -> None:
-        """The thread itself."""
-        while not self._closed.wait(self._every_s):
-            try:
-                self._fresh.put(self._tail.read())
-                self._beside()
-            except DeltawireError as error:
-                self.error = error
-                return
-
-    def take(self) -> list[Event]:
-        """What has come since the last call; raises what reading failed with."""
-        if self.error is not None:
-            raise self.error
-        fresh: list[Event] = []
-        while not self._fresh.empty():
-            fresh += self._fresh.get()
-        return fresh
-
-    def close(self) -> None:
-        """End the thread, once its last request is answered."""
-        self._closed.set()
-        if self.is_alive():
-            self.join()
-
-
 class Supervisor:
     """Runs children until the trainer has finished; `stop` ends them early and cleanly.
 
@@ -196,12 +111,12 @@ class Supervisor:
         self._logs = logs
         self._command = command
         self._children: list[Child] = []
-        nonce = f"supervisor-{os.getpid()}-{int(time.time())}"
+        series = f"supervisor-{secrets.token_hex(8)}"
         hasty = impatient(bucket)
         # Stored by the watchman: who restarts processes must not wait for a store that hangs.
         self._events = EventLog(
             "supervisor",
-            lambda n, data: hasty.put(keys.events(nonce, n), data),
+            lambda n, data: hasty.put(keys.events(series, n), data),
             every_s=float("inf"),
         )
         silence_s = (faults or FaultsConfig()).silence_s

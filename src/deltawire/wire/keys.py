@@ -25,7 +25,7 @@ EVENTS = "events/"
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
 _HASH = re.compile(r"^[0-9a-f]{64}\Z")
-_MAX_NUMBER = 10**10 - 1
+MAX_NUMBER = 10**10 - 1
 
 
 def valid_name(name: str) -> bool:
@@ -34,7 +34,7 @@ def valid_name(name: str) -> bool:
 
 
 def _number(value: int) -> str:
-    if not 0 <= value <= _MAX_NUMBER:
+    if not 0 <= value <= MAX_NUMBER:
         raise InputError(f"{value} is not a number that an object key can carry")
     return f"{value:010d}"
 
