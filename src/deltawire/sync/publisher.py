@@ -45,6 +45,7 @@ from deltawire.sync.encoding import (
 )
 from deltawire.sync.folding import FOLD_STRIDES, FoldingThread
 from deltawire.sync.mirror import Bits, Mirror
+from deltawire.sync.tied import place_of
 from deltawire.wire import keys
 from deltawire.wire.manifest import MAX_ANNEX_BYTES, Manifest, Payload, encode_manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec
@@ -325,7 +326,11 @@ class Publisher:
         tied: list[tuple[str, Any]] = []
         for name, value in tensors.items():
             stored = self.run.aliases.get(name, name)
-            if given.setdefault(stored, value) is not value:
+            first = given.setdefault(stored, value)
+            if first is value:
+                continue
+            place = place_of(value)
+            if place is None or place != place_of(first):  # Another memory, of the same bits?
                 tied.append((stored, value))
         if given.keys() != staging.tensors.keys():
             odd = sorted(given.keys() ^ staging.tensors.keys())
@@ -333,9 +338,7 @@ class Publisher:
         specs = {spec.name: spec for spec in self.run.tensors}
         found = {spec.name: self._bits(spec, given[spec.name]) for spec in self.run.tensors}
         for name, value in tied:
-            bits = self._bits(specs[name], value)
-            alike = bits.ctypes.data == found[name].ctypes.data  # Then they are the same memory.
-            if not alike and not np.array_equal(bits, found[name]):
+            if not np.array_equal(self._bits(specs[name], value), found[name]):
                 raise InputError(
                     f"tensor {name} is tied to another in this run, and the two differ",
                     hint="publish tensors that are not tied to a run that was begun so",

@@ -17,6 +17,7 @@ from deltawire.sync.chain import create_run, read_manifest, read_run
 from deltawire.sync.load import load_mirror
 from deltawire.sync.mirror import Bits, empty_mirror
 from deltawire.sync.publisher import Publisher
+from deltawire.sync.tied import Place, place_of
 from deltawire.wire.run import CELL_ELEMENTS, ModelFile, Run, TensorSpec
 from deltawire.wire.seal import Signer
 
@@ -30,28 +31,15 @@ def table_of(tensors: Mapping[str, Any]) -> tuple[list[TensorSpec], dict[str, st
     order is the one that is kept. Raises `InputError` for what has no place on the wire.
     """
     specs, aliases = [], {}
-    seen: dict[tuple[Any, ...], str] = {}
+    seen: dict[Place, str] = {}
     for name in sorted(tensors):
-        shape: tuple[int, ...] = tuple(int(size) for size in tensors[name].shape)
-        dtype = codec.dtype_of(tensors[name])
-        memory = _memory_of(tensors[name])
-        place = (memory, shape, dtype)
-        if memory is not None and 0 not in shape and place in seen:
+        place = place_of(tensors[name])
+        if place is not None and seen.setdefault(place, name) != name:
             aliases[name] = seen[place]
             continue
-        seen[place] = name
-        specs.append(TensorSpec(name, shape, dtype))
+        shape = tuple(int(size) for size in tensors[name].shape)
+        specs.append(TensorSpec(name, shape, codec.dtype_of(tensors[name])))
     return specs, aliases
-
-
-def _memory_of(array: Any) -> int | None:
-    """Where a contiguous array begins. Another one is no other's twin: a transposed view has the
-    address of what it transposes, and perhaps its shape."""
-    if isinstance(array, np.ndarray):
-        return int(array.__array_interface__["data"][0]) if array.flags.c_contiguous else None
-    if not hasattr(array, "data_ptr") or not array.is_contiguous():
-        return None
-    return int(array.data_ptr())
 
 
 def open_publisher(
