@@ -6,8 +6,11 @@ import pytest
 from judged import devour, double, fail, hang, power, secret, vanish, word
 
 from deltawire.config import TaskConfig
+from deltawire.engines.base import Completion
+from deltawire.engines.text import Text
 from deltawire.rl.envs import Action, ReasoningTasks, reasoning
 from deltawire.rl.envs.judge import Judge, JudgeError, JudgeTimeoutError
+from deltawire.rl.episode import Limits, run_episode
 
 HERE = "judged:"
 
@@ -99,6 +102,28 @@ def test_an_answer_that_takes_for_ever_earns_nothing(monkeypatch):
     assert (turn.reward, turn.done) == (0.0, True)
     right = asyncio.run(tasks.open(task).step(Action(tasks.answer(task))))
     assert right.reward == 1.0
+    reasoning._judge.close()
+
+
+def test_an_episode_does_not_take_the_child_that_it_started_with_it(byte_tokenizer):
+    """What an episode leaves behind is killed; the child that scores is every episode's."""
+    tasks = ReasoningTasks(TaskConfig(dataset="countdown", heldout=1), seed=0)
+    text, limits = Text(byte_tokenizer), Limits(8, 1, 2000)
+
+    class Digit:
+        async def generate(self, prompt, sampling, *, on_token=None):
+            return Completion([ord("1")], [-1.0], [0], "stop")
+
+    async def run():
+        reasoning._judge.close()
+        causes = []
+        for number in range(3):
+            episode = tasks.open(tasks.draw("w", number))
+            done = await run_episode(Digit(), episode, text, temperature=1.0, limits=limits)
+            causes.append(done.cause)
+        return causes
+
+    assert asyncio.run(run()) == ["", "", ""]
     reasoning._judge.close()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import importlib
 import json
 import os
@@ -93,8 +94,10 @@ class Judge:
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        # As a file, so that the child imports nothing but what the function needs.
-        self._child = subprocess.Popen(  # noqa: S603  (our own interpreter and file)
+        # As a file, so that the child imports nothing but what the function needs. In a context of
+        # nobody's: it serves all episodes, and must not end with the one that wanted it first.
+        self._child = contextvars.Context().run(
+            subprocess.Popen,
             [sys.executable, "-P", __file__, self._function, str(self._memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
