@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from yarl import URL
 
 from deltawire.engines.snapshots import snapshot_identity
 from deltawire.errors import InputError
@@ -260,6 +261,24 @@ def test_streams_come_through_and_the_model_is_the_replicas_own(bucket):
                 assert (status, data) == (200, b"data: one served\n\ndata: [DONE]\n\n")
             _, models = await at.json("GET", "/v1/models?x=1")
             assert models == {"data": [], "query": {"x": "1"}}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["..%2Fcollective_rpc", "%2E%2E/collective_rpc", "x%2F..%2F..%2Fcollective_rpc", "models%3Fx"],
+)
+def test_no_path_leads_to_a_replicas_own_calls(bucket, path):
+    async def scenario():
+        async with front(bucket, count=1) as at:
+            await at.ready(0)
+            call = {"method": "deltawire_want", "args": ["1"]}
+            url = URL(f"{at.server.make_url('/v1/')}{path}", encoded=True)
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            async with at.session.post(url, headers=headers, json=call) as answer:
+                assert answer.status == 400
+            assert at.replicas[0].loads == []
 
     asyncio.run(scenario())
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ BUSY = 425
 SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity")
 SNAPSHOT_HEADER = "x-deltawire-snapshot"
 
+_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9@:._~-]+\Z")
 _PASSED_BACK = ("Content-Type", "Cache-Control", "X-Request-Id")
 
 _FLEET = web.AppKey("fleet", Fleet)
@@ -130,6 +132,7 @@ async def _health(request: web.Request) -> web.StreamResponse:
 async def _pass_on(request: web.Request) -> web.StreamResponse:
     """Hand a request to a replica and its answer back, piece by piece as it comes."""
     fleet = request.app[_FLEET]
+    _refuse_way_out(request.match_info["path"])
     body = await request.read()
     session = next((request.headers[h] for h in SESSION_HEADERS if h in request.headers), "")
     body = _named(body, request.app[_MODEL])
@@ -179,6 +182,13 @@ async def _exchange(request: web.Request, member: Member, body: bytes) -> web.St
             return answer
         reason = str(error) or type(error).__name__
         raise RetryError(f"replica {member.replica.name} does not answer: {reason}") from error
+
+
+def _refuse_way_out(path: str) -> None:
+    """Raises `InputError` unless a path stays below ``/v1``: a replica has calls beside that, which
+    are guarded by nothing but the key that this server adds."""
+    if not all(_NAME.match(name) for name in path.split("/")):
+        raise InputError(f"/v1/{path[:80]} is no path of a replica's")
 
 
 def _named(body: bytes, model: str) -> bytes:
