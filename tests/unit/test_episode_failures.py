@@ -70,6 +70,10 @@ async def raises(self, *_):
     raise KeyError("reward")
 
 
+async def raises_half_a_character(self, *_):
+    raise KeyError("\ud800")
+
+
 async def never(self, *_):
     await asyncio.sleep(3600)
 
@@ -95,6 +99,8 @@ def gives(value):
 
 CAUSES = {
     "reward raises": ({"step": raises}, "step raised KeyError: 'reward'"),
+    "reward raises what is no text": ({"step": raises_half_a_character}, "step raised KeyError"),
+    "half a character": ({"step": gives(Turn(reward="\ud800"))}, "a turn that is none"),
     "reward is NaN": ({"step": gives(Turn(reward=float("nan")))}, "step gave the reward nan"),
     "reward is infinite": ({"step": gives(Turn(reward=float("inf")))}, "the reward inf"),
     "reward is a word": ({"step": gives(Turn(reward="much"))}, "a turn that is none"),
@@ -175,6 +181,29 @@ def test_a_model_that_never_ends_is_bounded(text):
     episode = play(More(), text, engine=engine, max_turns=5)
     assert engine.asked == 5
     assert (episode.cause, episode.trajectory.finish) == ("", "turns")
+
+
+def test_half_a_character_is_read_as_one_that_is_unknown(text):
+    """JSON can spell it, so a model can have a tool repeat it."""
+
+    class Echo(Plain):
+        async def step(self, action):
+            return Turn([Message("tool", "a\ud800b")])
+
+    episode = play(Echo(), text, max_turns=2)
+    said = bytes(t for t in episode.trajectory.tokens_T[4:-4].tolist() if t < 256).decode()
+    assert (episode.cause, said) == ("", "a\ufffdb")
+
+
+def test_names_that_are_too_long_or_no_text_are_stored_all_the_same(text):
+    async def probes(self):
+        return {"p" * 100 + "\ud800": 1.0, "\ud800": 0.0}
+
+    episodes = [play(failing(probes=probes), text) for _ in range(2)]
+    task = Task("t" * 300, None, "\ud800" * 100)
+    group = decode_group(encode_group(group_of("w", "n", task, 1.0, episodes)), run="", key="")
+    assert (group.task, group.family) == ("t" * 256, "?" * 64)
+    assert dict(group.trajectories[0].probes) == {"p" * 64: 1.0, "?": 0.0}
 
 
 def test_a_hundred_megabytes_are_cut_before_they_are_tokens(text):

@@ -71,7 +71,7 @@ class Text:
     def plain(self, text: str) -> list[int]:
         """The tokens of a text, none of them special, with none added."""
         tokens: list[int] = []
-        for piece in self._cut(text):
+        for piece in self._cut(_whole(text)):
             found = list(self._tokenizer.encode(piece, add_special_tokens=False))
             if not self._special_ids.isdisjoint(found):  # an alias that only the tokenizer knows
                 found = [
@@ -173,7 +173,7 @@ class Text:
             if number % 2:
                 tokens += self.plain(contents[int(piece)])
             elif piece:
-                tokens += self._tokenizer.encode(piece, add_special_tokens=False)
+                tokens += self._tokenizer.encode(_whole(piece), add_special_tokens=False)
         return tokens
 
     def _cut(self, text: str) -> list[str]:
@@ -185,6 +185,13 @@ class Text:
             start = found.start() + 1
         pieces.append(text[start:])
         return [piece for piece in pieces if piece]
+
+
+def _whole(text: str) -> str:
+    """A text without halves of characters, which JSON can spell and no tokenizer takes."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _any_of(texts: list[str]) -> re.Pattern[str] | None:

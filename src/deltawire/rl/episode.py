@@ -32,7 +32,7 @@ from deltawire.errors import InputError
 from deltawire.parity.routes import pack_parts
 from deltawire.rl.envs.base import Action, Driven, Environment, Message, Task, Turn
 from deltawire.rl.leftovers import brood
-from deltawire.wire.rollouts import MAX_PROBES, Group, Trajectory
+from deltawire.wire.rollouts import MAX_NAME, MAX_PROBES, MAX_TASK, Group, Trajectory
 
 MAX_CAUSE = 400
 CANCEL_S = 1.0
@@ -388,7 +388,7 @@ async def ask_probes(
     """What the probes say; raises `EpisodeFailure` unless that is finite numbers by name."""
     found: Any = await within("probes", call, seconds)
     try:
-        probes = {str(name)[:64]: float(value) for name, value in dict(found).items()}
+        probes = {one_line(str(n), MAX_NAME): float(value) for n, value in dict(found).items()}
     except (TypeError, ValueError) as error:
         raise EpisodeFailure(f"probes returned no numbers by name: {error}") from error
     if len(probes) > MAX_PROBES:
@@ -426,9 +426,9 @@ async def within(what: str, call: Callable[[], Awaitable[T]], seconds: float) ->
     return task.result()
 
 
-def one_line(cause: str) -> str:
-    """A cause as it is stored."""
-    return " ".join(cause.split())[:MAX_CAUSE]
+def one_line(cause: str, limit: int = MAX_CAUSE) -> str:
+    """A cause, or another text of an environment's, as it is stored."""
+    return " ".join(cause.split())[:limit].encode(errors="replace").decode()
 
 
 def _overhear(task: asyncio.Task[Any]) -> None:
@@ -453,9 +453,9 @@ def group_of(
     return Group(
         worker,
         nonce,
-        task.identity,
+        one_line(task.identity, MAX_TASK),
         temperature,
         np.array(prompt, np.int32),
         trajectories,
-        task.family,
+        one_line(task.family, MAX_NAME),
     )

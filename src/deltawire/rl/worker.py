@@ -34,7 +34,7 @@ from deltawire.engines.live import LiveWeights
 from deltawire.engines.models import empty_model, load_tokenizer, serve_as, stop_tokens
 from deltawire.engines.text import Text
 from deltawire.engines.transformers import IDLE_S, TransformersEngine
-from deltawire.errors import DeltawireError, FencedError, InputError, RetryError
+from deltawire.errors import BugError, DeltawireError, FencedError, InputError, RetryError
 from deltawire.events import Generated, Swapped
 from deltawire.rl.desk import read_heartbeat, read_trainer
 from deltawire.rl.envs import TaskSource, open_tasks
@@ -135,6 +135,10 @@ class Uploader(threading.Thread):
                 with_retries(lambda data=data, group=group: self._store(group, data))  # type: ignore[misc]
             except DeltawireError as error:
                 self.error = error
+                return
+            except Exception as error:  # A thread that ends in silence stores nothing ever after.
+                fault = f"cannot store a group: {type(error).__name__}: {error}"
+                self.error = BugError(fault, run=self._bucket.url)
                 return
             versions = sorted({int(v) for t in group.trajectories for v in t.versions_T})
             sound = [t.reward for t in group.trajectories if not t.cause]

@@ -23,9 +23,12 @@ from deltawire.wire.objects import FORMAT, decode_packed, encode_packed
 
 MAX_GROUP_BYTES = 256 << 20
 MAX_PROBES = 64
+MAX_NAME = 64
+"""Characters of a worker's, a family's or a probe's name."""
+MAX_TASK = 256
+"""Characters of a task's identity."""
 
-
-_Name = Annotated[str, Meta(max_length=64)]
+_Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
 
 class _Sequence(msgspec.Struct, frozen=True, array_like=True):
@@ -45,10 +48,10 @@ class _Sequence(msgspec.Struct, frozen=True, array_like=True):
 
 class _Group(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
-    worker: Annotated[str, Meta(max_length=64)]
-    nonce: Annotated[str, Meta(max_length=64)]
-    task: Annotated[str, Meta(max_length=256)]
-    family: Annotated[str, Meta(max_length=64)] = ""
+    worker: _Name
+    nonce: _Name
+    task: Annotated[str, Meta(max_length=MAX_TASK)]
+    family: _Name = ""
     temperature: float
     prompt: bytes
     sequences: Annotated[list[_Sequence], Meta(min_length=1, max_length=4096)]
