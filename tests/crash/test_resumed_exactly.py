@@ -149,6 +149,22 @@ def test_after_a_crash_the_same_bits(bucket, uninterrupted, crashes) -> None:
     assert replay(bucket).exact
 
 
+def test_other_bits_than_before_end_no_run_that_has_nothing_left_to_train(
+    bucket, monkeypatch
+) -> None:
+    """As on another machine than the one that died: what is published stands, and goes on."""
+    before = train(bucket, to=3, die=True)
+    honest = redoing.seed_step
+    monkeypatch.setattr(
+        redoing, "seed_step", lambda config, version: honest(config, version + (version == 3))
+    )
+    assert train(bucket, to=3) == before
+    assert read_trainer(bucket).phase == "finished"
+    assert load_checkpoint(bucket, newest=3)[0].version == 2, "no state of other weights"
+    assert train(bucket, to=5)[:4] == before
+    assert load_checkpoint(bucket, newest=5)[0].version == 5
+
+
 def flip(bucket: Bucket, key: str) -> None:
     data = bytearray(bucket.get(key, limit=1 << 26))
     data[len(data) // 2] ^= 4
