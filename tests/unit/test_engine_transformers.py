@@ -301,6 +301,17 @@ def test_what_does_not_fit_is_refused(tiny, length, count):
     assert engine.active == 0
 
 
+@pytest.mark.parametrize("token", [-1, 1 << 20])
+def test_a_token_of_no_model_is_refused_and_ends_nobody_elses_request(tiny, token):
+    engine = TransformersEngine(tiny, stop_tokens=[], slots=2, capacity=16)
+    done = []
+    engine.submit([1, 2], Sampling(1), done.append)
+    with pytest.raises(InputError, match="none of the model's"):
+        engine.submit([1, token], Sampling(1), done.append)
+    engine.step()
+    assert len(done) == 1
+
+
 def test_the_whole_capacity_can_be_used(tiny):
     prompt = prompts([20], 256)[0]
     engine = TransformersEngine(tiny, stop_tokens=[], slots=1, capacity=32)

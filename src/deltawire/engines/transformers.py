@@ -180,6 +180,8 @@ class TransformersEngine:
         self.capacity = capacity
         self.slots = slots
         self._stop = frozenset(stop_tokens)
+        embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        self._vocabulary = int(embedding.num_embeddings)
         self._device = next(model.parameters()).device
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._waiting: deque[Request] = deque()
@@ -208,7 +210,8 @@ class TransformersEngine:
     ) -> Request:
         """Queue a request; ``on_done`` and ``on_token`` are called from inside a later `step`.
 
-        Raises `InputError` if the prompt and ``max_tokens`` exceed the engine's capacity.
+        Raises `InputError` if the prompt and ``max_tokens`` exceed the engine's capacity, or a
+        token of it is none of the model's.
         """
         if not prompt or len(prompt) + sampling.max_tokens > self.capacity:
             raise InputError(
@@ -216,6 +219,9 @@ class TransformersEngine:
                 f"fit the engine's {self.capacity}",
                 hint="raise rollout.context or lower rollout.max_tokens",
             )
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            # Read together with others' prompts, it would end the engine.
+            raise InputError(f"a token of the prompt is none of the model's {self._vocabulary}")
         request = Request(tuple(prompt), sampling, on_done, on_token)
         request.completion.experts = self._routers.experts if self._routers else 0
         self._waiting.append(request)
