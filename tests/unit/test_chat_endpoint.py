@@ -173,6 +173,22 @@ def test_simultaneous_requests_each_keep_their_own_tokens(text):
     assert sum(sum(segment.mask) for segment in segments) == 4 * 2
 
 
+def test_requests_at_the_same_time_have_no_more_turns_than_others(text):
+    engine = Says("a", wait=asyncio.Event())
+
+    async def harness(client, url):
+        ask = client.chat.completions.create
+        asked = [asyncio.ensure_future(ask(model="m", messages=[user(f"{n}")])) for n in range(5)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+        engine.wait.set()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return [one.code for one in found if isinstance(one, openai.BadRequestError)]
+
+    codes, recording, _ = talk(text, engine, harness, turns=2)
+    assert codes == ["turn_limit_exceeded"] * 3
+    assert recording.turns == 2
+
+
 def test_tools_are_offered_called_and_answered(text):
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     engine = Says(f"thinking {call}", "<tool_call>{broken</tool_call>")

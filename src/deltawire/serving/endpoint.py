@@ -75,6 +75,7 @@ class Endpoint:
         self._policy = policy
         self._token = f"Bearer {token}".encode()
         self._recording = recording
+        self._drawing = 0
         self._requests = itertools.count(1)
         self._turns = itertools.count()
 
@@ -118,7 +119,8 @@ class Endpoint:
 
     async def _answer(self, request: web.Request, asked: ChatRequest) -> web.StreamResponse:
         recording = self._recording or Recording(self._text)
-        if recording.turns + asked.choices > self._policy.turns:
+        # What is being drawn will be an answer too, whoever asks meanwhile.
+        if recording.turns + self._drawing + asked.choices > self._policy.turns:
             raise _RefusedError("the episode has had its turns", "turn_limit_exceeded", "turns")
         short = [shorten(message, self._policy.characters) for message in asked.messages]
         asked = replace(asked, messages=tuple(short))
@@ -126,12 +128,16 @@ class Endpoint:
         sampling = self._sampling(asked, len(prompt.tokens))
         form = Form(asked, next(self._requests), self._policy.model, len(prompt.tokens))
         stream = Stream(request, form, self._text) if asked.stream else None
-        if stream is not None:
-            await stream.begin()
-        drawn = await self._draw(prompt.tokens, sampling, asked, stream)
-        choices = [self._choice(asked, lead, completion) for completion in drawn]
-        for choice in choices:
-            recording.add(asked, prompt, choice.completion, choice.reply, kept=choice.kept)
+        self._drawing += asked.choices
+        try:
+            if stream is not None:
+                await stream.begin()
+            drawn = await self._draw(prompt.tokens, sampling, asked, stream)
+            choices = [self._choice(asked, lead, completion) for completion in drawn]
+            for choice in choices:
+                recording.add(asked, prompt, choice.completion, choice.reply, kept=choice.kept)
+        finally:
+            self._drawing -= asked.choices
         if stream is not None:
             return await stream.end(choices)
         return web.json_response(form.whole(choices, self._text))
