@@ -20,6 +20,7 @@ from deltawire.errors import InputError
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
 OnFull = Literal["end", "drop", "summary"]
@@ -170,6 +171,8 @@ class LossConfig(_Section, frozen=True, kw_only=True):
             where = f"corrections[{number}]"
             if correction.low >= correction.high:
                 return f"{where}: low is not below high", "low is the smaller bound"
+            if correction.low and correction.weigh and correction.action == "truncate":
+                return f"{where}: truncate has no lower bound", 'set action = "clip", or low = 0'
             if not correction.weigh and correction.action != "mask":
                 return f"{where}: without a weight there is nothing to {correction.action}", (
                     'set action = "mask"'
@@ -215,8 +218,8 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     """No group older than this many versions is ever trained on; 0 alternates strictly."""
     learning_rate: Positive = 1e-4
     warmup_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 20
-    adam_beta1: Fraction = 0.9
-    adam_beta2: Fraction = 0.99
+    adam_beta1: Decay = 0.9
+    adam_beta2: Decay = 0.99
     weight_decay: Annotated[float, Meta(ge=0, le=1)] = 0.0
     max_grad_norm: Positive = 1.0
     micro_batch_groups: Count = 16

@@ -73,6 +73,12 @@ def test_a_key_like_no_other_lists_the_valid_ones(table):
     assert all(key.removeprefix(f"{table}.").split(".")[0] in text for key in here)
 
 
+@pytest.mark.parametrize("dotted", ["train.adam_beta1", "train.adam_beta2"])
+def test_an_average_that_never_moves_is_refused(dotted):
+    """The optimizer would refuse it, hours later and in other words."""
+    assert f"`{dotted}`" in refusal(with_key(dotted, 1.0))
+
+
 @pytest.mark.parametrize("dotted", NUMBERS)
 def test_a_wrong_number_is_named(dotted):
     for value in ("1", True, [1], {"x": 1}, None, -1, 10**18, math.nan, math.inf, -math.inf):
@@ -246,6 +252,11 @@ CONTRADICTIONS = {
     "deep without a ratio": ({"surrogate": "reinforce"}, 5, "5 versions old"),
     "bounds": ({"anchor": "old", "corrections": [{"low": 3.0}]}, 2, "low is not below high"),
     "nothing": ({"anchor": "old", "corrections": [{"weigh": False}]}, 2, "nothing to truncate"),
+    "no bound": (
+        {"anchor": "old", "corrections": [{"low": 0.5}]},
+        2,
+        "truncate has no lower bound",
+    ),
     "dual": ({"surrogate": "gspo", "dual_clip": 3.0}, 2, "dual_clip"),
     "dual below 1": ({"dual_clip": 0.5}, 2, "dual_clip"),
     "negative ratio": ({"clip_low": 1.5}, 2, "below 0"),
