@@ -6,6 +6,7 @@ seconds since the epoch; views that compare processes trust the machines' clocks
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -63,7 +64,8 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     passed after the group's newest token was drawn; the rest passed while it was in flight.
     ``k3`` is the mean k3 estimate of the divergence between sampler and trainer, before the step,
     in nats a token. ``clipped`` and ``rejected`` are shares of the tokens, ``kl`` is the mean
-    penalty (`deltawire.rl.loss.PolicyLoss`).
+    penalty (`deltawire.rl.loss.PolicyLoss`). ``loss``, ``grad_norm`` and ``kl`` are None where they
+    came out as no finite number; without a ``grad_norm`` the step moved no weight.
     """
 
     at: float
@@ -71,8 +73,8 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     groups: int
     dropped: int
     reward_mean: float
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     k3: float
     ratio_max: float
     clipped: float
@@ -82,7 +84,7 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     workers: dict[str, int] = {}
     queued: list[int] = []
     rejected: float = 0.0
-    kl: float = 0.0
+    kl: float | None = 0.0
     families: dict[str, FamilyCounts] = {}
     causes: dict[str, int] = {}
     """Of the dropped groups."""
@@ -161,11 +163,12 @@ class Diverged(_Event, tag="diverged", frozen=True, kw_only=True):
 
 
 class WarmStep(_Event, tag="warm_step", frozen=True, kw_only=True):
-    """Progress of the supervised warm start; ``accuracy`` is on its own validation problems."""
+    """Progress of the supervised warm start; ``accuracy`` is on its own validation problems, and
+    ``loss`` None where it came out as no finite number."""
 
     at: float
     step: int
-    loss: float
+    loss: float | None
     accuracy: float | None = None
 
 
@@ -210,6 +213,12 @@ Event = (
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)
+
+
+def known(value: float) -> float | None:
+    """A number as JSON has it, None for one that it has not: a line with such a one where a number
+    must stand could not be read."""
+    return value if math.isfinite(value) else None
 
 
 def encode_lines(events: Iterable[Event]) -> bytes:

@@ -3,8 +3,10 @@ is in the way."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,13 +18,16 @@ from deltawire.cli.main import main
 from deltawire.config import BuildConfig, RunConfig, parse_config
 from deltawire.engines.models import empty_model, save_model
 from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
+from deltawire.events import Step
 from deltawire.rl import audit as auditing
 from deltawire.rl import redo as redoing
+from deltawire.rl import trainer as training
 from deltawire.rl.audit import audit_fates
 from deltawire.rl.desk import read_trainer
 from deltawire.rl.process import Process, fetch_model_files, open_run
 from deltawire.rl.replay import Dump, replay
 from deltawire.rl.start import start_run
+from deltawire.rl.supervisor import EventTail
 from deltawire.rl.trainer import Trainer
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version, read_manifest, read_run
@@ -163,6 +168,21 @@ def test_other_bits_than_before_end_no_run_that_has_nothing_left_to_train(
     assert load_checkpoint(bucket, newest=3)[0].version == 2, "no state of other weights"
     assert train(bucket, to=5)[:4] == before
     assert load_checkpoint(bucket, newest=5)[0].version == 5
+
+
+def test_a_step_that_moved_nothing_is_on_record(bucket, monkeypatch) -> None:
+    """JSON has no NaN: a line with one where a number must stand would not be read again."""
+    honest = training.train_step
+
+    def broken(*args, **named):
+        return replace(honest(*args, **named), loss=math.nan, grad_norm=math.inf, kl=math.nan)
+
+    monkeypatch.setattr(training, "train_step", broken)
+    trainer = trainer_of(bucket, versions=1)
+    trainer.loop()
+    trainer.process.events.flush()
+    (step,) = [event for event in EventTail(bucket).read() if isinstance(event, Step)]
+    assert (step.version, step.loss, step.grad_norm, step.kl) == (1, None, None, None)
 
 
 def flip(bucket: Bucket, key: str) -> None:

@@ -255,6 +255,15 @@ def test_old_segments_are_left_out_but_for_each_series_last_words(bucket, monkey
     assert sorted(kept) == [keys.events("trainer-a", n) for n in (6, 7, 8)]
 
 
+def test_steps_that_moved_nothing_are_counted(bucket) -> None:
+    before = look(bucket)
+    lost = msgspec.structs.replace(step(9, [0], [0]), loss=None, grad_norm=None)
+    bucket.put(keys.events("trainer-x", 0), encode_lines([lost]))
+    after = look(bucket)
+    assert after.failures["step without effect: a gradient that is no number"] == 1
+    assert "step without effect: a gradient that is no number" not in before.failures
+
+
 def test_a_run_that_was_published_from_elsewhere(tmp_path) -> None:
     bucket = open_bucket(str(tmp_path / "other"), create=True)
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]

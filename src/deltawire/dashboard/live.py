@@ -139,7 +139,8 @@ class LiveView:
             return "starting"
         of = f"/{self.warm_steps}" if self.warm_steps else ""
         measured = [step for step in sorted(state.warm) if state.warm[step].accuracy is not None]
-        words = f"warm start {warm.step}{of}  loss {warm.loss:.3f}"
+        loss = "no number" if warm.loss is None else f"{warm.loss:.3f}"
+        words = f"warm start {warm.step}{of}  loss {loss}"
         if measured:
             words += f"  accuracy {percent(state.warm[measured[-1]].accuracy)}"
         return words

@@ -388,6 +388,8 @@ def failures_by_cause(state: RunState) -> dict[str, int]:
     for step in state.steps.values():
         for cause, count in step.causes.items():
             counts[f"group dropped: {cause}"] += count
+        if step.grad_norm is None:
+            counts["step without effect: a gradient that is no number"] += 1
         if untold := step.dropped - sum(step.causes.values()):
             counts["group dropped"] += max(0, untold)
     for batch in state.parity.values():

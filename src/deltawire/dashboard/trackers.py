@@ -149,8 +149,6 @@ def figures_of(step: Step | None, published: Published | None) -> dict[str, floa
     if step is not None:
         figures |= {
             "reward": step.reward_mean,
-            "loss": step.loss,
-            "grad_norm": step.grad_norm,
             "clipped": step.clipped,
             "parity/k3": step.k3,
             "parity/ratio_max": step.ratio_max,
@@ -159,6 +157,10 @@ def figures_of(step: Step | None, published: Published | None) -> dict[str, floa
             "groups_dropped": step.dropped,
             "step_seconds": step.seconds,
         }
+        if step.loss is not None:
+            figures["loss"] = step.loss
+        if step.grad_norm is not None:
+            figures["grad_norm"] = step.grad_norm
         if step.staleness:
             figures["staleness/mean"] = sum(step.staleness) / len(step.staleness)
             figures["staleness/max"] = max(step.staleness)

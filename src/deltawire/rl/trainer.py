@@ -34,7 +34,7 @@ from deltawire.errors import (
     RetryError,
     StoppedError,
 )
-from deltawire.events import Published, Step
+from deltawire.events import Published, Step, known
 from deltawire.parity import finite, parity_event
 from deltawire.rl.desk import Desk, Fleet, read_trainer, settle
 from deltawire.rl.mix import causes_of, failures_of, families_of
@@ -231,13 +231,13 @@ class Trainer:
                 groups=len(groups),
                 dropped=len(batch.dropped),
                 reward_mean=result.reward_mean,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
+                loss=known(result.loss),
+                grad_norm=known(result.grad_norm),
                 k3=finite(result.parity.drift.k3),
                 ratio_max=finite(result.parity.drift.ratio_max),
                 clipped=result.clipped,
                 rejected=result.rejected,
-                kl=result.kl,
+                kl=known(result.kl),
                 families=families_of(batch),
                 causes=causes_of(batch),
                 failures=failures_of(batch),

@@ -18,7 +18,7 @@ from deltawire.engines.models import load_model, load_tokenizer, save_model, sto
 from deltawire.engines.text import Text
 from deltawire.engines.transformers import TransformersEngine
 from deltawire.errors import InputError
-from deltawire.events import WarmStep
+from deltawire.events import WarmStep, known
 from deltawire.rl.envs import Task, TaskSource, open_tasks
 from deltawire.rl.envs.base import AnsweredTasks
 from deltawire.rl.episode import Episode, Limits, play_all, run_episode
@@ -114,7 +114,7 @@ def _warm(
                 process=process.name,
                 at=time.time(),
                 step=progress.step,
-                loss=progress.loss,
+                loss=known(progress.loss),
                 accuracy=progress.accuracy,
             )
         )
