@@ -134,6 +134,18 @@ def test_without_one_rank_nothing_is_committed(bucket, missing):
     assert audit(bucket, weights) == 1
 
 
+@pytest.mark.parametrize(("limit", "value"), [("MAX_PIECES", 9), ("MAX_BLOBS", 2)])
+def test_more_than_readers_take_is_not_committed(bucket, monkeypatch, limit, value):
+    """Each rank keeps to the limits, and all of them together do not."""
+    monkeypatch.setattr(f"deltawire.wire.manifest.{limit}", value)
+    publishers = [rank_publisher(bucket, rank, timeout_s=0.2) for rank in range(RANKS)]
+    errors = publish_all(publishers, 0)
+    assert "no reader could read this version" in str(errors[0])
+    assert isinstance(errors[0], InputError)
+    assert newest_version(bucket) is None
+    close(publishers)
+
+
 def test_parts_that_do_not_fit_are_not_committed(bucket):
     def attempt(*publishers):
         for publisher in publishers:

@@ -152,6 +152,34 @@ def test_strides_must_nest():
     publisher.close()
 
 
+def test_a_mirror_that_was_lost_on_the_way_is_filled_again():
+    """As by a store that falls silent while the folder's mirror is read from an anchor."""
+    bucket = open_bucket("memory://")
+    publisher = start_publisher(bucket, anchor_every=4)
+    folder = Folder(bucket, publisher.run, (2, 4))
+    for version in range(13):
+        publisher.publish(weights(version))
+        publisher.flush()
+        if version == 4:
+            folder.fold_up_to(version)
+            folder._mirror.begin()
+    assert folder.fold_up_to(12)[-1] == (8, 12)
+    publisher.close()
+    assert Subscriber(bucket, publisher.run, load_mirror(bucket, publisher.run, at=8)).advance()
+
+
+def test_a_fold_that_readers_would_refuse_is_not_published(monkeypatch):
+    bucket = open_bucket("memory://")
+    publisher = start_publisher(bucket, anchor_every=0)
+    for version in range(3):
+        publisher.publish(weights(version))
+    publisher.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("deltawire.wire.manifest.MAX_PIECES", 2)
+        assert Folder(bucket, publisher.run, (2,)).fold_up_to(2) == []
+    assert Folder(bucket, publisher.run, (2,)).fold_up_to(2) == [(0, 2)]
+
+
 def test_folds_that_cannot_be_made_harm_nothing():
     bucket = FaultyBucket(open_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=0, fold_strides=(2, 4))

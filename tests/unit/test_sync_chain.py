@@ -114,6 +114,26 @@ def test_newest_version_is_that_of_a_manifest(bucket):
     assert audit(bucket, weights) == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"tensors": [TensorSpec("a", (1 << 19,), "F32")], "cell": 1}, "cells of 1 elements"),
+        ({"tensors": [TensorSpec("a", (1 << 50,), "F32")], "cell": 1 << 30}, "Expected `int`"),
+        ({"tensors": [TensorSpec("a" * 1025, (1,), "F32")]}, "length"),
+        ({"aliases": {"b": "c"}}, "alias"),
+        ({"config": {"a": "x" * (1 << 20)}}, "config has"),
+        ({"config": {"a": "x" * (1 << 24)}}, "bytes, the most is"),
+        ({"name": "x" * 65}, "length"),
+    ],
+)
+def test_a_run_that_nobody_could_read_is_not_begun(bucket, changes, what):
+    """run.json is never written again: the bucket would be lost."""
+    run = msgspec.structs.replace(start_run(open_bucket("memory://")), **changes)
+    with pytest.raises(InputError, match=what):
+        create_run(bucket, run)
+    assert bucket.list("") == []
+
+
 def test_a_boundary_is_nothing_but_its_key(bucket):
     publisher = start_publisher(bucket)
     publisher.publish(weights(0))

@@ -525,6 +525,23 @@ def test_a_failure_under_the_policy_fold_fails_what_is_behind_it(bucket):
     assert audit(bucket, lambda v: weights(1, seed=2) if v else weights(0)) == 1
 
 
+@pytest.mark.parametrize(
+    ("limit", "value"), [("MAX_PIECES", 2), ("MAX_BLOBS", 0), ("MAX_MANIFEST_BYTES", 500)]
+)
+def test_what_no_reader_could_read_is_not_committed(bucket, monkeypatch, limit, value):
+    publisher = start_publisher(bucket)
+    publisher.publish(weights(0))
+    publisher.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"deltawire.wire.manifest.{limit}", value)
+        publisher.publish(weights(1))
+        with pytest.raises(InputError, match="no reader could read this version"):
+            publisher.flush()
+    assert publisher.publish(weights(1)) == 1
+    publisher.close()
+    assert audit(bucket, weights) == 1
+
+
 def test_tied_weights_that_differ_are_refused(bucket):
     """The run has one tensor for both names: one of the two would be lost in silence."""
     embed, other = np.arange(6.0).reshape(2, 3), np.ones(4)

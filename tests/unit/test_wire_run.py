@@ -4,14 +4,26 @@ import msgspec
 import pytest
 
 from deltawire.errors import CorruptError
+from deltawire.wire.manifest import (
+    MAX_MANIFEST_BYTES,
+    BlobRef,
+    Manifest,
+    Payload,
+    Piece,
+    encode_manifest,
+    too_large,
+)
 from deltawire.wire.run import (
+    CELL_ELEMENTS,
     MAX_CELLS,
     MAX_CONFIG_BYTES,
     MAX_ELEMENTS,
     MAX_TENSORS,
+    MOST_CELL_ELEMENTS,
     ModelFile,
     Run,
     TensorSpec,
+    cell_for,
     decode_run,
     encode_run,
 )
@@ -152,3 +164,33 @@ def test_aliases_point_at_tensors(aliases):
 
 def test_tied_names_are_kept():
     assert decode(encode_run(run(aliases={"lm_head": "a.weight"}))).aliases["lm_head"] == "a.weight"
+
+
+def test_versions_of_large_models_fit_into_their_manifests():
+    """Of DeepSeek-V3's shapes: two pieces a cell, as long as their numbers can be."""
+    experts = {"gate": (2048, 7168), "up": (2048, 7168), "down": (7168, 2048)}
+    specs = [
+        TensorSpec(f"model.layers.{layer}.mlp.experts.{number}.{name}_proj.weight", shape, "BF16")
+        for layer in range(58)
+        for number in range(256)
+        for name, shape in experts.items()
+    ]
+    specs += [TensorSpec(name, (129280, 7168), "BF16") for name in ("embed", "head")]
+    assert cell_for([TensorSpec("a", (1 << 36,), "BF16")]) == CELL_ELEMENTS
+    cell = cell_for(specs)
+    assert CELL_ELEMENTS < cell <= MOST_CELL_ELEMENTS
+    pieces = [
+        Piece(
+            number, start, min(cell, spec.count - start), 40_000, 1 << 25, 1 << 25, *["f" * 32] * 2
+        )
+        for number, spec in enumerate(specs)
+        for start in range(0, spec.count, cell)
+    ]
+    payload = Payload([BlobRef("f" * 64, 1 << 25)] * 40_000, pieces, 1 << 40)
+    manifest = Manifest(
+        run="a" * 32, version=50, base=49, base_digest="f" * 32, delta=payload, anchor=payload,
+        digest="f" * 32, epoch=1, nonce="x", created_at=0.0,
+    )  # fmt: skip
+    data = encode_manifest(manifest)
+    assert too_large(manifest, data) == ""
+    assert len(data) < MAX_MANIFEST_BYTES

@@ -17,7 +17,7 @@ from deltawire.rl.process import open_run
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, Publisher, create_run, newest_version
 from deltawire.sync.chain import put_blob
-from deltawire.wire.run import ModelFile, Run
+from deltawire.wire.run import ModelFile, Run, cell_for
 
 PUBLISHED_DTYPE = "BF16"
 
@@ -48,6 +48,7 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
             created_at=time.time(),
             tensors=specs,
             digest=digest.hex(),
+            cell=cell_for(specs),
             model_files=files,
             config=msgspec.to_builtins(config),
         ),

@@ -19,6 +19,7 @@ from deltawire.wire.manifest import (
     Manifest,
     decode_fold,
     decode_manifest,
+    too_large,
 )
 from deltawire.wire.run import MAX_RUN_BYTES, Run, decode_run, encode_run
 from deltawire.wire.seal import Signer, check_signature
@@ -91,12 +92,16 @@ def check_signer(bucket: Bucket, run: Run, signer: Signer | None) -> None:
 def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run:
     """Write ``run.json``, or take up the run that is already there.
 
-    Raises `InputError` if that one is of another model: other tensors, or another version 0.
+    Raises `InputError` if that one is of another model: other tensors, or another version 0; or if
+    nobody could read what would be written.
     """
     check_signer(bucket, run, signer)
     existing = read_run(bucket)
-    if existing is None and bucket.create(keys.RUN, encode_run(run, signer=signer)):
-        return run
+    if existing is None:
+        data = encode_run(run, signer=signer)
+        _check_readable(bucket, data)
+        if bucket.create(keys.RUN, data):
+            return run
     existing = existing or read_run(bucket)
     if existing is None:
         raise RetryError("run.json was there and is gone", run=bucket.url, key=keys.RUN)
@@ -107,6 +112,29 @@ def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run
             run=bucket.url,
         )
     return existing
+
+
+def _check_readable(bucket: Bucket, data: bytes) -> None:
+    """Raise `InputError` if a reader would refuse this run.json: it is never written again."""
+    try:
+        if len(data) > MAX_RUN_BYTES:
+            raise CorruptError(f"{len(data)} bytes, the most is {MAX_RUN_BYTES}")
+        decode_run(data, run=bucket.url, key=keys.RUN)
+    except CorruptError as error:
+        raise InputError(
+            f"no such run can be: {error.message}", hint=error.hint, run=bucket.url
+        ) from error
+
+
+def check_size(bucket: Bucket, value: Manifest | Fold, data: bytes) -> None:
+    """Raise `InputError` if ``value``, sealed in ``data``, is larger than readers take."""
+    if fault := too_large(value, data):
+        raise InputError(
+            f"no reader could read this version: {fault}",
+            hint="begin a run with larger cells, or publish from fewer ranks",
+            run=bucket.url,
+            version=value.version,
+        )
 
 
 def read_manifest(bucket: Bucket, run: Run, version: int) -> Manifest | None:

@@ -31,7 +31,15 @@ from deltawire.sync.plan import Edge
 from deltawire.sync.survey import Survey
 from deltawire.sync.sweeps import blobs_stay
 from deltawire.wire import keys
-from deltawire.wire.manifest import Fold, Manifest, Payload, Piece, encode_fold, payload_fault
+from deltawire.wire.manifest import (
+    Fold,
+    Manifest,
+    Payload,
+    Piece,
+    encode_fold,
+    payload_fault,
+    too_large,
+)
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 
@@ -134,10 +142,12 @@ class Folder:
         if not self.strides or version < self.strides[0]:
             return []
         longest = self.strides[-1]
-        if self._mirror is None:
+        if self._mirror is None or self._mirror.version < 0:
             # From its very multiple on, a fold of the longest stride still has to be made there.
             start = max(version - 1, 0) // longest * longest
-            self._mirror = load_mirror(self.bucket, self.run, at=start, threads=self._threads)
+            self._mirror = load_mirror(
+                self.bucket, self.run, at=start, into=self._mirror, threads=self._threads
+            )
             self._done = start
         assert self._mirror is not None
         made = []
@@ -199,6 +209,8 @@ class Folder:
         if sealed is not None and sealed[1].payload != payload:
             return False  # Another coder made it: its blobs are not these.
         data = sealed[0] if sealed is not None else encode_fold(fold, signer=self._signer)
+        if too_large(fold, data):
+            return False
         made = with_retries(lambda: self.bucket.create(key, data))
         if blobs_stay(self.bucket, self.run, payload.blobs):
             return made

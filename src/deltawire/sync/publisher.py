@@ -32,7 +32,13 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, FencedError, InputError, RetryError
 from deltawire.store import Bucket
-from deltawire.sync.chain import check_signer, newest_boundary, read_manifest, with_retries
+from deltawire.sync.chain import (
+    check_signer,
+    check_size,
+    newest_boundary,
+    read_manifest,
+    with_retries,
+)
 from deltawire.sync.copying import Copier
 from deltawire.sync.encoding import (
     BLOB_BYTES,
@@ -405,10 +411,12 @@ class Publisher:
             model_files=step.files,
             annex=step.annex,
         )
+        data = encode_manifest(manifest, signer=self._signer)
+        check_size(self.bucket, manifest, data)
         # Remembered before the first attempt, forgotten when it is known what became of it.
         self._attempts[manifest.nonce] = manifest
         self._uncertain = (step, manifest, sums)
-        with_retries(lambda: self._create(manifest))
+        with_retries(lambda: self._create(manifest, data))
         self._confirm(manifest)
         self._advance(step, manifest, sums, encoded - started, time.perf_counter() - encoded)
 
@@ -485,11 +493,11 @@ class Publisher:
             )
         self._last_anchor = head.version if head.anchor is not None else head.last_anchor
 
-    def _create(self, manifest: Manifest) -> None:
+    def _create(self, manifest: Manifest, data: bytes) -> None:
         """Commit. A create that failed may still have happened: what lies there decides."""
         key = keys.manifest(manifest.version)
         try:
-            made = self.bucket.create(key, encode_manifest(manifest, signer=self._signer))
+            made = self.bucket.create(key, data)
         except RetryError:
             if self._stored(manifest):
                 return

@@ -32,6 +32,7 @@ from deltawire.store import Bucket
 from deltawire.sync.chain import (
     check_signed,
     check_signer,
+    check_size,
     newest_boundary,
     read_manifest,
     with_retries,
@@ -246,6 +247,7 @@ class ShardPublisher:
         )
         key = keys.manifest(version)
         data = encode_manifest(manifest, signer=self._signer)
+        check_size(self.bucket, manifest, data)
         # Whoever made it, what lies there now decides, and every rank reads it back.
         with_retries(lambda: self.bucket.create(key, data))
 

@@ -18,7 +18,7 @@ from deltawire.sync.load import load_mirror
 from deltawire.sync.mirror import Bits, empty_mirror
 from deltawire.sync.publisher import Publisher
 from deltawire.sync.tied import Place, place_of
-from deltawire.wire.run import CELL_ELEMENTS, ModelFile, Run, TensorSpec
+from deltawire.wire.run import ModelFile, Run, TensorSpec, cell_for
 from deltawire.wire.seal import Signer
 
 MAX_HEADER_BYTES = 100 << 20
@@ -49,7 +49,7 @@ def open_publisher(
     specs: list[TensorSpec] | None = None,
     name: str = "run",
     config: dict[str, Any] | None = None,
-    cell: int = CELL_ELEMENTS,
+    cell: int | None = None,
     model_files: list[ModelFile] | None = None,
     annex: dict[str, Any] | None = None,
     signer: Signer | None = None,
@@ -76,7 +76,7 @@ def open_publisher(
                 created_at=time.time(),
                 tensors=specs,
                 digest=codec.digest_model(bits).hex(),
-                cell=cell,
+                cell=cell or cell_for(specs),
                 aliases=aliases,
                 public_key=signer.public_key if signer else "",
                 model_files=model_files or [],

@@ -130,6 +130,20 @@ def encode_fold(fold: Fold, *, signer: Signer | None = None) -> bytes:
     return seal(fold, key=keys.fold(fold.base, fold.version), signer=signer)
 
 
+def too_large(value: Manifest | Fold, data: bytes) -> str:
+    """Which limit of readers ``value``, sealed in ``data``, exceeds, in a few words; empty if none.
+    Of what nobody could read, nothing may be committed."""
+    payloads = [value.payload] if isinstance(value, Fold) else [value.delta, value.anchor]
+    for payload in payloads:
+        if payload is not None and len(payload.pieces) > MAX_PIECES:
+            return f"{len(payload.pieces)} pieces, the most is {MAX_PIECES}"
+        if payload is not None and len(payload.blobs) > MAX_BLOBS:
+            return f"{len(payload.blobs)} blobs, the most is {MAX_BLOBS}"
+    if len(data) > MAX_MANIFEST_BYTES:
+        return f"{len(data)} bytes, the most is {MAX_MANIFEST_BYTES}"
+    return ""
+
+
 def decode_manifest(data: bytes, *, version: int, table: Run, run: str, key: str) -> Manifest:
     """Parse a manifest and check it against the run's table.
 

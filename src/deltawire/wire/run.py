@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +23,10 @@ MAX_CELLS = 1 << 18
 MAX_MODEL_FILES = 64
 CELL_ELEMENTS = 1 << 22
 """Elements of a cell, if nothing else is said: 8 MiB of bf16."""
+MOST_CELL_ELEMENTS = 1 << 26
+CELLS = 1 << 16
+"""Of models of more cells the cells are larger, up to `MOST_CELL_ELEMENTS`: a version that is
+stored whole and as a delta states two pieces a cell, and must fit into a manifest."""
 
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Key = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
@@ -79,6 +84,18 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] = {}
 
 
+def cell_for(tensors: Sequence[TensorSpec]) -> int:
+    """How many elements a cell of such a model should have."""
+    cell = CELL_ELEMENTS
+    while cell < MOST_CELL_ELEMENTS and _cells(tensors, cell) > CELLS:
+        cell *= 2
+    return cell
+
+
+def _cells(tensors: Sequence[TensorSpec], cell: int) -> int:
+    return sum(-(-tensor.count // cell) for tensor in tensors)
+
+
 class _Outline(msgspec.Struct):
     config: msgspec.Raw = msgspec.Raw(b"{}")
 
@@ -107,7 +124,7 @@ def _fault(run: Run) -> str:
         return "a tensor is listed twice"
     if sum(tensor.count for tensor in run.tensors) > MAX_ELEMENTS:
         return "the tensor table exceeds the largest model"
-    if sum(-(-tensor.count // run.cell) for tensor in run.tensors) > MAX_CELLS:
+    if _cells(run.tensors, run.cell) > MAX_CELLS:
         return f"cells of {run.cell} elements are more than {MAX_CELLS}"
     if any(name in names or stored not in names for name, stored in run.aliases.items()):
         return "an alias of a tensor that is not there, or one that is a tensor itself"
