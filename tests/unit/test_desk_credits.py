@@ -1,14 +1,16 @@
 """The trainer's desk: credits as the workers read them, and who counts as alive."""
 
+import msgspec
 import pytest
 
-from deltawire.config import RunConfig, TrainConfig
+from deltawire.config import RunConfig, StalenessConfig, TrainConfig
 from deltawire.errors import CorruptError
 from deltawire.rl import desk as desk_module
 from deltawire.rl.desk import Desk, Fleet, read_heartbeat, read_trainer
 from deltawire.rl.pool import Pool
-from deltawire.rl.staleness import Strict
+from deltawire.rl.staleness import Strict, WindowedFifo
 from deltawire.store import open_bucket
+from deltawire.testing.faulty import FaultyBucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import Annex, Ledger
 from deltawire.wire.objects import encode_json
@@ -23,8 +25,12 @@ def bucket():
     return open_bucket("memory://")
 
 
-def desk_at(bucket, ledger=None, granted=None):
-    return Desk(bucket, CONFIG, ledger or Ledger(), epoch=3, granted=granted or {})
+def desk_at(bucket, ledger=None, granted=None, policy="strict"):
+    train = msgspec.structs.replace(CONFIG.train, staleness=StalenessConfig(policy=policy))
+    config = msgspec.structs.replace(CONFIG, train=train)
+    return Desk(
+        bucket, config, Ledger() if ledger is None else ledger, epoch=3, granted=granted or {}
+    )
 
 
 def credits_of(bucket):
@@ -209,3 +215,75 @@ def test_looks_are_rare(bucket, clock, monkeypatch):
     monkeypatch.setattr(bucket, "list", lambda _: pytest.fail("looked again too soon"))
     clock.now += desk_module.FLEET_POLL_S / 2
     assert fleet.look() == set()
+
+
+def test_the_dead_are_not_read_again_and_who_comes_back_is(bucket, clock):
+    faulty = FaultyBucket(bucket)
+    for number in range(300):
+        beat(faulty, f"w{number}", 1.0, "stopped")
+    fleet = Fleet(faulty)
+    for at in range(10):
+        beat(faulty, "live", 1.0 + at)
+        assert fleet.look() == {"live"}
+        clock.now += 2
+    faulty.operations.clear()
+    beat(faulty, "live", 99.0)
+    assert fleet.look() == {"live"}
+    read = [key for verb, key in faulty.operations if verb == "get"]
+    assert read == [keys.heartbeat("live")]
+    assert len(fleet.known) == 301
+    beat(faulty, "w7", 2.0)
+    clock.now += 1
+    assert fleet.look() == {"live", "w7"}
+
+
+@pytest.mark.parametrize("policy", ["strict", "windowed_fifo"])
+def test_who_is_gone_for_long_is_forgotten_and_may_come_back(bucket, make_group, clock, policy):
+    """``trainer.json`` names no more workers than there are, and a name used again goes on."""
+    ledger = Ledger()
+    desk = desk_at(bucket, ledger, policy=policy)
+    pool = Pool(bucket, ledger, limit=8, arrive=desk.staleness.arrive, clock=clock.monotonic)
+    for worker in ("a", "b"):
+        desk.observe(pool, {worker})
+        desk.write("training")
+        store(bucket, make_group, worker, 2, 0)
+        pool.poll([worker])
+    ledger.settle("a", 0)
+    ledger.settle("a", 1)
+    desk.observe(pool, {"c"})
+    desk.write("training")
+    assert credits_of(bucket).keys() == {"a", "b", "c"}
+    clock.now += desk_module.FORGET_S
+    desk.observe(pool, {"c"})
+    desk.write("training")
+    assert credits_of(bucket).keys() == {"b", "c"}, "b has groups that wait"
+    before = desk.staleness.limit
+    desk.observe(pool, {"a", "c"})
+    desk.write("training")
+    assert credits_of(bucket)["a"] >= 2
+    loads = desk._loads()
+    outstanding = sum((w.granted if w.alive else w.stored) - w.settled for w in loads.values())
+    assert outstanding <= before
+    if isinstance(desk.staleness, WindowedFifo):
+        # A credit that was forgotten must not be waited for: nobody will work it off.
+        assert len(desk.staleness._open.get("a", [])) == credits_of(bucket)["a"] - 2
+
+
+def test_the_silent_are_asked_for_groups_ever_more_rarely(bucket, make_group, clock):
+    """A group whose put came late is taken all the same, at once if its worker lives."""
+    faulty = FaultyBucket(bucket)
+    pool = Pool(faulty, Ledger(), limit=4, clock=clock.monotonic)
+    names = {f"w{number}" for number in range(20)}
+    pool.poll(names, {"live"})
+    for _ in range(3600):
+        clock.now += 1
+        pool.poll({*names, "live"}, {"live"})
+    asked = [key for verb, key in faulty.operations if verb == "get"]
+    dead = [key for key in asked if "/live/" not in key]
+    assert len(dead) <= 20 * 14
+    assert len(asked) - len(dead) == 3600
+    store(bucket, make_group, "w3", 1, 0)
+    assert pool.poll(names, {"w3"}) == 1
+    store(bucket, make_group, "w4", 1, 0)
+    clock.now += 3700
+    assert pool.poll(names, set()) == 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean, median
 from typing import Literal, TypeVar
 
@@ -25,6 +24,7 @@ from deltawire.events import Life, Role
 from deltawire.rl.desk import read_trainer
 from deltawire.rl.probes.monitor import ProbeState
 from deltawire.rl.probes.watch import apart, excesses, flagged_in, read_probes
+from deltawire.rl.roster import Roster
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_run
 from deltawire.wire import keys
@@ -121,7 +121,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watch:
-    """Reads a run's state again and again; of its events, only what it has not read."""
+    """Reads a run's state again and again; of what grows with the run, only what is new."""
 
     def __init__(
         self, bucket: Bucket, *, window_s: float = WINDOW_S, clock: Callable[[], float] = time.time
@@ -129,6 +129,8 @@ class Watch:
         self._bucket = bucket
         self._clock = clock
         self._events = RecentEvents(bucket, window_s)
+        self._beats = _roster(bucket, keys.FLEET, keys.worker_of, Heartbeat)
+        self._pulses = _roster(bucket, keys.PULSES, keys.process_of, Pulse)
         self._newest: int | None = None
 
     def look(self) -> RunStatus:
@@ -146,8 +148,8 @@ class Watch:
         trainer = _attempt(lambda: read_trainer(bucket), problems)
         probes = _attempt(lambda: read_probes(bucket), problems)
         problems += [f"{apart(stream)}; see deltawire probes" for stream in flagged_in(probes)]
-        beats = _read_all(bucket, keys.FLEET, keys.worker_of, Heartbeat, problems)
-        pulses = _read_all(bucket, keys.PULSES, keys.process_of, Pulse, problems)
+        beats = _take(self._beats, keys.FLEET, problems)
+        pulses = _take(self._pulses, keys.PULSES, problems)
         state = RunState()
         state.fold(self._events.read())
         if self._events.unreadable:
@@ -244,31 +246,23 @@ def _attempt(action: Callable[[], _V | None], problems: list[str]) -> _V | None:
         return None
 
 
-def _read_all(
-    bucket: Bucket,
-    prefix: str,
-    name_of: Callable[[str], str | None],
-    kind: type[_T],
-    problems: list[str],
-) -> dict[str, _T]:
-    """Every such object that can be read, by the name in its key."""
-    named = [(key, name) for key in bucket.list(prefix) if (name := name_of(key))]
-    if len(named) > MAX_PROCESSES:
-        problems.append(f"{len(named)} objects under {prefix}; {MAX_PROCESSES} are shown")
-
-    def read(place: tuple[str, str]) -> _T | None:
-        key, _ = place
+def _roster(
+    bucket: Bucket, prefix: str, name_of: Callable[[str], str | None], kind: type[_T]
+) -> Roster[_T]:
+    def read(key: str) -> _T | None:
         data = bucket.get(key, limit=MAX_STATUS_BYTES)
         return None if data is None else decode_json(data, kind, run=bucket.url, key=key)
 
-    found: dict[str, _T] = {}
-    with ThreadPoolExecutor(READERS) as pool:
-        answers = [(name, pool.submit(read, (key, name))) for key, name in named[:MAX_PROCESSES]]
-        for name, answer in answers:
-            value = _attempt(answer.result, problems)
-            if value is not None:
-                found[name] = value
-    return found
+    return Roster(bucket, prefix, name_of, read, readers=READERS, most=MAX_PROCESSES)
+
+
+def _take(roster: Roster[_T], prefix: str, problems: list[str]) -> dict[str, _T]:
+    """Every such object that can be read, by the name in its key."""
+    roster.look()
+    problems += [str(error) for error in roster.errors]
+    if roster.left_out:
+        problems.append(f"{roster.left_out} more objects under {prefix}, put longer ago")
+    return roster.values
 
 
 def _names(state: RunState) -> set[str]:

@@ -13,6 +13,7 @@ from deltawire.errors import CorruptError
 from deltawire.rl.admission import WorkerLoad
 from deltawire.rl.groups import READS
 from deltawire.rl.pool import Pool
+from deltawire.rl.roster import Roster
 from deltawire.rl.staleness import policy_of
 from deltawire.store import Bucket
 from deltawire.sync.chain import with_retries
@@ -23,6 +24,7 @@ from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat, Phase, TrainerSta
 
 HEARTBEAT_TIMEOUT_S = 15.0
 FLEET_POLL_S = 0.5
+FORGET_S = 3600.0
 REWRITE_S = 5.0
 
 
@@ -51,6 +53,7 @@ class Desk:
         self._annexes: dict[int, Annex] = {}
         self._stored: dict[str, int] = {}
         self._dropping: dict[str, int] = {}
+        self._gone_at: dict[str, float] = {}
         self._phase: Phase = "starting"
         self._written: TrainerStatus | None = None
         self._written_at = float("-inf")
@@ -76,6 +79,24 @@ class Desk:
             names = self._credits.keys() | alive
             self._stored = {name: pool.stored(name) for name in names}
             self._dropping = {name: pool.dropping(name) for name in names}
+            self._forget()
+
+    def _forget(self) -> None:
+        """Name no longer, in ``trainer.json`` and elsewhere, workers that have been gone for
+        `FORGET_S` and left nothing unsettled: of those there are ever more.
+
+        They hold no claim on what they never stored, so nothing is given away. One that does come
+        back is alive, and is granted credits on top of what it has stored, like a new one.
+        """
+        now = time.monotonic()
+        absent = self._credits.keys() - self.alive
+        self._gone_at = {name: self._gone_at.get(name, now) for name in absent}
+        for name, since in list(self._gone_at.items()):
+            settled = self.ledger.count(name) + self._dropping[name]
+            if now - since >= FORGET_S and self._stored[name] <= settled:
+                for table in (self._credits, self._stored, self._dropping, self._gone_at):
+                    table.pop(name, None)
+                self.staleness.forget(name)
 
     def write(self, phase: Phase | None = None) -> None:
         """Grant what may be granted, and replace ``trainer.json`` if anything changed.
@@ -131,8 +152,15 @@ class Fleet:
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+        self._roster = Roster(
+            bucket,
+            keys.FLEET,
+            keys.worker_of,
+            lambda key: check_heartbeat(bucket, key),
+            clock=time.monotonic,
+        )
         self._seen: dict[str, tuple[float, float]] = {}
+        self._lively: set[str] = set()
         self._looked_at = float("-inf")
         self.alive: set[str] = set()
         self.known: set[str] = set()
@@ -145,30 +173,30 @@ class Fleet:
         if now - self._looked_at < FLEET_POLL_S:
             return self.alive
         self._looked_at = now
-        alive = set()
-        for key in self._bucket.list(keys.FLEET):
-            worker = keys.worker_of(key)
-            beat = None if worker is None else read_heartbeat(self._bucket, key)
-            self.known |= {worker} if worker is not None else set()
-            if worker is None or beat is None or beat.phase in ("stopped", "finished"):
-                continue
-            if beat.stuck:  # Its heartbeat goes on; what it was granted will not come.
-                continue
+        for worker, beat in self._roster.look().items():
             stamp, since = self._seen.get(worker, (0.0, now))
-            if beat.at != stamp:
-                since = now
-            self._seen[worker] = (beat.at, since)
-            if now - since < HEARTBEAT_TIMEOUT_S:
-                alive.add(worker)
-        self.alive = alive
-        return alive
+            self._seen[worker] = (beat.at, now if beat.at != stamp else since)
+            # A stuck one's heartbeat goes on; what it was granted will not come.
+            gone = beat.phase in ("stopped", "finished") or beat.stuck
+            (self._lively.discard if gone else self._lively.add)(worker)
+        self.known |= self._roster.names
+        self._lively = {
+            worker for worker in self._lively if now - self._seen[worker][1] < HEARTBEAT_TIMEOUT_S
+        }
+        self.alive = set(self._lively)
+        return self.alive
+
+
+def check_heartbeat(bucket: Bucket, key: str) -> Heartbeat | None:
+    """A heartbeat, None if it is missing; raises `CorruptError`."""
+    data = bucket.get(key, limit=MAX_STATUS_BYTES)
+    return None if data is None else decode_json(data, Heartbeat, run=bucket.url, key=key)
 
 
 def read_heartbeat(bucket: Bucket, key: str) -> Heartbeat | None:
     """A heartbeat, None if it is missing or not readable."""
     try:
-        data = bucket.get(key, limit=MAX_STATUS_BYTES)
-        return None if data is None else decode_json(data, Heartbeat, run=bucket.url, key=key)
+        return check_heartbeat(bucket, key)
     except CorruptError:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
@@ -71,6 +72,14 @@ class Batch:
         return [(drop.worker, drop.sequence) for drop in self.drops]
 
 
+@dataclass
+class _Silence:
+    """Since when a worker was neither heard of nor alive, and when it is asked again."""
+
+    since: float
+    due_at: float
+
+
 class Pool:
     """Fetches groups by polling each worker's next sequence, and hands out batches.
 
@@ -91,6 +100,7 @@ class Pool:
         vocabulary: int | None = None,
         arrive: Callable[[str, int | None], int] = lambda _worker, _oldest: 0,
         withhold: Callable[[Group, int], bool] = lambda _group, _sequence: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._withhold = withhold
         self._bucket = bucket
@@ -98,6 +108,8 @@ class Pool:
         self._ledger = ledger
         self._limit = limit
         self._next: dict[str, int] = {}
+        self._silences: dict[str, _Silence] = {}
+        self._clock = clock
         self._waiting: list[Pooled] = []
         self._requeued: list[Pooled] = []
         self._dropped: list[Drop] = []
@@ -121,18 +133,37 @@ class Pool:
         dropped = sum(drop.worker == worker for drop in self._dropped)
         return dropped + sum(pooled.group.worker == worker for pooled in self._requeued)
 
-    def poll(self, workers: list[str]) -> int:
+    def poll(self, workers: Collection[str], alive: Collection[str] | None = None) -> int:
         """Fetch what these workers, and all that were ever named, have stored since the last look;
-        returns how many groups. A worker's last groups may be seen after it is gone."""
+        returns how many groups.
+
+        A worker's last groups may be seen after it is gone, a put being on its way for long. So
+        who is not ``alive`` (None is all) is asked again each time that his silence has doubled:
+        of those that are gone there are ever more.
+        """
+        now = self._clock()
+        for worker in workers:
+            self._silences.setdefault(worker, _Silence(now, now))
         found = 0
-        for worker in sorted({*workers, *self._next}):
+        due = (
+            worker
+            for worker, silence in self._silences.items()
+            if alive is None or worker in alive or silence.due_at <= now
+        )
+        for worker in sorted(due):
             self._next.setdefault(worker, self._ledger.below.get(worker, 0))
+            before = found
             while len(self._waiting) < 2 * self._limit:
                 sequence = self._next[worker]
                 if not self._ledger.settled(worker, sequence) and not self._fetch(worker, sequence):
                     break
                 self._next[worker] = sequence + 1
                 found += 1
+            silence = self._silences[worker]
+            if found > before or alive is None or worker in alive:
+                silence.since, silence.due_at = now, now
+            elif len(self._waiting) < 2 * self._limit:
+                silence.due_at = 2 * now - silence.since
         return found
 
     def _fetch(self, worker: str, sequence: int) -> bool:

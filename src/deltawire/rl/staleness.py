@@ -84,6 +84,11 @@ class StalenessPolicy(ABC):
         del worker, oldest
         return 0
 
+    def forget(self, worker: str) -> None:
+        """A worker that is gone for good, as far as anybody knows, is not shown to `admit` again
+        before it is back; its credits are void."""
+        del worker
+
     @abstractmethod
     def choose(
         self,
@@ -175,6 +180,12 @@ class WindowedFifo(StalenessPolicy):
                 self._note(name, granted[name] - max(load.granted, self._granted[name]), version)
                 self._granted[name] = granted[name]
         return granted
+
+    def forget(self, worker: str) -> None:
+        """Nor is anything of it outstanding."""
+        with self._lock:
+            self._open.pop(worker, None)
+            self._granted.pop(worker, None)
 
     def _note(self, worker: str, count: int, version: int) -> None:
         for _ in range(count):

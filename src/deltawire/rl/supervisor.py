@@ -50,8 +50,14 @@ from deltawire.errors import (
     StoppedError,
 )
 from deltawire.events import EventLog, Life, Role
-from deltawire.rl.desk import HEARTBEAT_TIMEOUT_S, read_heartbeat, read_trainer
+from deltawire.rl.desk import (
+    HEARTBEAT_TIMEOUT_S,
+    check_heartbeat,
+    read_heartbeat,
+    read_trainer,
+)
 from deltawire.rl.pulse import impatient
+from deltawire.rl.roster import Roster
 from deltawire.rl.watchman import Child, Watchman, has_ended, kill_with_its_own
 from deltawire.store import Bucket
 from deltawire.sync.chain import with_retries
@@ -278,10 +284,16 @@ def wait_for_workers(
     """
     deadline = time.monotonic() + AUDIT_PATIENCE_S
     seen: dict[str, tuple[float, float]] = {}
+    roster = Roster(bucket, keys.FLEET, keys.worker_of, lambda key: check_heartbeat(bucket, key))
     while True:
         now = time.monotonic()
         try:
-            beats = [beat for beat in heartbeats(bucket) if _may_be_live(beat, status)]
+            roster.look()
+            beats = [
+                beat
+                for name, beat in roster.values.items()
+                if beat.worker == name and _may_be_live(beat, status)
+            ]
         except RetryError:
             if now > deadline:
                 raise

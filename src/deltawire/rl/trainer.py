@@ -176,7 +176,7 @@ class Trainer:
         waited for as long as `STORE_PATIENCE_S`."""
         try:
             alive = self.fleet.look()
-            self.pool.poll(sorted(self.fleet.known | self.ledger.below.keys()))
+            self.pool.poll(self.fleet.known | self.ledger.below.keys(), alive)
         except RetryError:
             if time.monotonic() - self._answered_at > STORE_PATIENCE_S:
                 raise
