@@ -156,6 +156,7 @@ class _Session:
         return {
             name: bits.reshape(shapes[name]).astype(np.uint16)
             for name, bits in published_bits_of(self.masters).items()
+            if name in shapes  # Saved buffers are not trained.
         }
 
     def set_base(self) -> None:

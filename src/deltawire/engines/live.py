@@ -1,5 +1,9 @@
-"""The parameters of an ``nn.Module`` under the names that they are published by: the placement
-that needs no probe.
+"""The weights of an ``nn.Module`` under the names that they are published by: the placement that
+needs no probe.
+
+What is published is what a checkpoint saves: parameters, and saved (persistent) buffers, as the
+router biases of DeepSeek-V3 and GLM-4 that balance the load of experts. Parameters are published
+in one dtype, buffers in their own, since no master stands behind them.
 
 The published dtype may be narrower than the serving one: bf16 bits are served as float32 on
 machines without bf16 arithmetic. Widening is exact, so the published bits can always be read back
@@ -14,68 +18,78 @@ import torch
 
 from deltawire.codec import Digest, Patch
 from deltawire.engines.affine import AffineMap
-from deltawire.engines.layout import WIRE_DTYPES, survey_live
+from deltawire.engines.layout import TORCH_DTYPES, WIRE_DTYPES, survey_live
 from deltawire.engines.placed import PlacedWeights, Prepared
 from deltawire.engines.placement import Placement, Region, fingerprint_of
 from deltawire.errors import CorruptError, InputError
 from deltawire.sync.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
-_TORCH = {"BF16": torch.bfloat16, "F32": torch.float32}
+
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint of the model holds, by name, shared ones once."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def published_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All that is published of a model, as it lives in it: parameters, tied ones once, and saved
+    buffers."""
+    return {**dict(model.named_parameters()), **saved_buffers(model)}
 
 
 def published_specs(model: torch.nn.Module, dtype: str) -> list[TensorSpec]:
     """The tensor table of a model whose parameters are all published as ``dtype``, tied ones once,
-    in name order.
+    and saved buffers as what they are, in name order.
 
-    Raises `InputError` if the model keeps saved state outside its parameters: that state would
-    not reach the workers.
+    Raises `InputError` if the model saves what is no tensor, or none that can be published: it
+    would not reach the workers.
     """
-    everything = dict(model.named_parameters(remove_duplicate=False))
-    if buffers := sorted(model.state_dict().keys() - everything.keys()):
-        raise InputError(f"the model saves {len(buffers)} buffers too, such as {buffers[0]}")
-    return sorted(
-        (
-            TensorSpec(name, tuple(parameter.shape), dtype)
-            for name, parameter in model.named_parameters()
-        ),
-        key=lambda spec: spec.name,
-    )
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    if strange := sorted(model.state_dict().keys() - known):
+        raise InputError(f"the model saves {strange[0]}, which is no parameter and no buffer")
+    specs = [TensorSpec(name, tuple(p.shape), dtype) for name, p in model.named_parameters()]
+    for name, buffer in saved_buffers(model).items():
+        if buffer.dtype not in WIRE_DTYPES:
+            raise InputError(f"the model's buffer {name} is {buffer.dtype}, which has no wire type")
+        specs.append(TensorSpec(name, tuple(buffer.shape), WIRE_DTYPES[buffer.dtype]))
+    return sorted(specs, key=lambda spec: spec.name)
 
 
-def published_bits(parameter: torch.Tensor, dtype: str) -> torch.Tensor:
-    """A parameter rounded to ``dtype``: a contiguous CPU tensor, without a copy if it is one."""
-    return parameter.detach().to("cpu", _TORCH[dtype]).contiguous()
+def published_bits(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A weight rounded to ``dtype``: a contiguous CPU tensor, without a copy if it is one."""
+    return tensor.detach().to("cpu", TORCH_DTYPES[dtype]).contiguous()
 
 
-def identity(tensors: Sequence[TensorSpec], parameters: Mapping[str, torch.Tensor]) -> Placement:
-    """The placement of parameters that lie as the tensors of the same names do, each whole.
+def identity(tensors: Sequence[TensorSpec], weights: Mapping[str, torch.Tensor]) -> Placement:
+    """The placement of weights that lie as the tensors of the same names do, each whole.
 
-    Raises `InputError` if table and parameters differ, or one cannot be served exactly.
+    Raises `InputError` if table and weights differ, or one cannot be served exactly.
     """
     specs = {spec.name: spec for spec in tensors}
-    if parameters.keys() != specs.keys():
-        odd = sorted(parameters.keys() ^ specs.keys())
+    if weights.keys() != specs.keys():
+        odd = sorted(weights.keys() ^ specs.keys())
         raise InputError(f"model and run name different tensors: {odd[:5]}")
-    storages, live, _ = survey_live(parameters)
+    storages, live, _ = survey_live(weights)
     numbers = {spec.name: number for number, spec in enumerate(tensors)}
     places = {one.name: one for one in live}
     regions = []
-    for name, parameter in parameters.items():
-        spec, dtype = specs[name], WIRE_DTYPES.get(parameter.dtype, str(parameter.dtype))
-        if tuple(parameter.shape) != spec.shape or not parameter.is_contiguous():
+    for name, weight in weights.items():
+        spec, dtype = specs[name], WIRE_DTYPES.get(weight.dtype, str(weight.dtype))
+        if tuple(weight.shape) != spec.shape or not weight.is_contiguous():
+            raise InputError(f"tensor {name} is {tuple(weight.shape)}, the run's is {spec.shape}")
+        if dtype != spec.dtype and (spec.dtype, dtype) != ("BF16", "F32"):
             raise InputError(
-                f"tensor {name} is {tuple(parameter.shape)}, the run's is {spec.shape}"
+                f"tensor {name} is published as {spec.dtype} and cannot be served as {weight.dtype}"
             )
-        if spec.dtype not in _TORCH or dtype not in (spec.dtype, "F32"):
-            raise InputError(f"tensor {name} cannot be served as {parameter.dtype}")
         if name in places:  # What has no elements lies nowhere.
             place = places[name]
             through = (dtype,) if dtype == spec.dtype else (spec.dtype, dtype)
             whole = AffineMap(0, place.offset, (spec.count,), (1,), (1,))
             regions.append(Region(numbers[name], place.storage, whole, through))
     return Placement(
-        fingerprint_of(tensors, parameters, {}),
+        fingerprint_of(tensors, weights, {}),
         list(tensors),
         storages,
         live,
@@ -87,21 +101,21 @@ def identity(tensors: Sequence[TensorSpec], parameters: Mapping[str, torch.Tenso
 
 
 class LiveWeights:
-    """The parameters of one module, by the names in a run's tensor table: `PlacedWeights` over
-    their `identity`, of one rank. -1 is the version of what was never loaded.
+    """The weights of one module, by the names in a run's tensor table: `PlacedWeights` over their
+    `identity`, of one rank. -1 is the version of what was never loaded.
 
     Raises `InputError` if table and module differ.
     """
 
     def __init__(self, model: torch.nn.Module, tensors: Sequence[TensorSpec]) -> None:
-        parameters = dict(model.named_parameters())
-        self._placed = PlacedWeights(identity(tensors, parameters), parameters)
+        weights = published_tensors(model)
+        self._placed = PlacedWeights(identity(tensors, weights), weights)
         self._mirror: Mirror | None = None
         self._staged: Prepared | None = None
 
     @property
     def version(self) -> int:
-        """The version that the parameters hold."""
+        """The version that the weights hold."""
         return self._placed.version
 
     @property
@@ -110,10 +124,10 @@ class LiveWeights:
         return self._placed.share
 
     def load(self, mirror: Mirror) -> None:
-        """Set every parameter from ``mirror``, and attest.
+        """Set every weight from ``mirror``, and attest.
 
         The mirror is the one that `swap` compares with: whoever moves it does so behind the
-        weights. Raises `CorruptError` if the parameters do not hold what was written.
+        weights. Raises `CorruptError` if the model does not hold what was written.
         """
         self._mirror = mirror
         self._placed.load(mirror)
@@ -122,12 +136,12 @@ class LiveWeights:
 
     def stage(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
         """Do beside serving, in any one thread, what `swap` can find done: all but the exchange.
-        Raises `ResyncError` if the parameters would not have ``digest``."""
+        Raises `ResyncError` if the weights would not have ``digest``."""
         assert self._mirror is not None, "load first"
         self._staged = self._placed.prepare(patches, self._mirror, version, digest=digest)
 
     def swap(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
-        """Put ``patches`` in, if the parameters will then have ``digest``.
+        """Put ``patches`` in, if the weights will then have ``digest``.
 
         Else, or if the live bits are not what they should be, `ResyncError` is raised, and the old
         ones stay or go back: the weights are never left at anything but one version.

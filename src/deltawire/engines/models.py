@@ -113,14 +113,16 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
-    """Write a directory that `load_model` and `load_tokenizer` read, weights as bf16."""
+    """Write a directory that `load_model` and `load_tokenizer` read, parameters as bf16 and saved
+    buffers as they are: families keep biases of routers in float32."""
     path.mkdir(parents=True, exist_ok=True)
     with _quiet():
         tokenizer.save_pretrained(path)
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         tied -= {name for name, _ in model.named_parameters()}
+        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         state = {
-            name: tensor.detach().to(torch.bfloat16)
+            name: tensor.detach() if name in buffers else tensor.detach().to(torch.bfloat16)
             for name, tensor in model.state_dict().items()
             if name not in tied
         }

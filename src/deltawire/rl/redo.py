@@ -100,7 +100,9 @@ def load_reference(bucket: Bucket, run: Run, config: RunConfig, model: Any) -> A
 
 def _masters_at(origin: Mirror, run: Run, config: RunConfig, model: Any) -> MasterWeights:
     load_into(model, run, origin)
-    return MasterWeights(model, config.train, dtype=run.tensors[0].dtype)
+    trained = {name for name, _ in model.named_parameters()}
+    dtype = next(spec.dtype for spec in run.tensors if spec.name in trained)
+    return MasterWeights(model, config.train, dtype=dtype)
 
 
 @dataclass
@@ -169,7 +171,7 @@ def groups_of(bucket: Bucket, run: Run, version: int) -> list[Pooled]:
 
 def published_bits_of(masters: MasterWeights) -> dict[str, Any]:
     """The published bits by name, read from the model itself."""
-    return {name: codec.bits_of(t, masters.dtype) for name, t in masters.published().items()}
+    return masters.bits()
 
 
 def digest_of(masters: MasterWeights) -> Digest:

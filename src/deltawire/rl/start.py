@@ -9,7 +9,7 @@ import msgspec
 
 from deltawire import codec
 from deltawire.config import RunConfig, differences
-from deltawire.engines.live import published_bits, published_specs
+from deltawire.engines.live import published_bits, published_specs, published_tensors
 from deltawire.engines.models import load_model, load_tokenizer, read_files
 from deltawire.errors import InputError
 from deltawire.rl.envs import open_tasks
@@ -32,8 +32,8 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
     load_tokenizer(model_directory)
     open_tasks(config.task, seed=config.seed).draw("check", 0)
     specs = published_specs(model, PUBLISHED_DTYPE)
-    parameters = dict(model.named_parameters())
-    weights = {spec.name: published_bits(parameters[spec.name], spec.dtype) for spec in specs}
+    tensors = published_tensors(model)
+    weights = {spec.name: published_bits(tensors[spec.name], spec.dtype) for spec in specs}
     bits = {spec.name: codec.bits_of(weights[spec.name], spec.dtype) for spec in specs}
     digest = codec.digest_model(bits)
     files = [

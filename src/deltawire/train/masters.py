@@ -11,16 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltawire import codec
 from deltawire.config import TrainConfig
-from deltawire.engines.live import published_bits
+from deltawire.engines.live import (
+    published_bits,
+    published_specs,
+    published_tensors,
+    saved_buffers,
+)
 from deltawire.errors import CorruptError
 
 
 class MasterWeights:
     """AdamW on float32 copies of a model's parameters.
 
-    ``dtype`` is the published one, as safetensors names it. The masters start as the model's
-    parameters are, and those are rounded at once.
+    ``dtype`` is the published one of parameters, as safetensors names it. The masters start as the
+    model's parameters are, and those are rounded at once. Saved buffers take no steps: they are
+    published, and kept with the state, as whoever sets them leaves them.
     """
 
     def __init__(self, model: Any, config: TrainConfig, *, dtype: str = "BF16") -> None:
@@ -29,6 +36,7 @@ class MasterWeights:
         self.steps = 0
         self._config = config
         self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self._dtypes = {spec.name: spec.dtype for spec in published_specs(model, dtype)}
         self._masters = {
             name: parameter.detach().float().clone() for name, parameter in self._parameters.items()
         }
@@ -63,7 +71,17 @@ class MasterWeights:
 
     def published(self) -> dict[str, Tensor]:
         """The rounded weights by name, as contiguous CPU tensors."""
-        return {name: published_bits(p, self.dtype) for name, p in self._parameters.items()}
+        tensors = published_tensors(self.model)
+        return {
+            name: published_bits(tensor, self._dtypes[name]) for name, tensor in tensors.items()
+        }
+
+    def bits(self) -> dict[str, Any]:
+        """What `published` answers, as arrays of unsigned integers."""
+        return {
+            name: codec.bits_of(tensor, self._dtypes[name])
+            for name, tensor in self.published().items()
+        }
 
     def state(self) -> dict[str, Tensor]:
         """Everything a later process needs to go on from here, to the bit."""
@@ -72,6 +90,8 @@ class MasterWeights:
             state[f"master/{name}"] = master
             for key, value in self._optimizer.state.get(master, {}).items():
                 state[f"adam/{key}/{name}"] = torch.as_tensor(value)
+        for name, buffer in saved_buffers(self.model).items():
+            state[f"buffer/{name}"] = buffer
         return state
 
     @torch.no_grad()
@@ -89,6 +109,11 @@ class MasterWeights:
             }
             if kept:
                 self._optimizer.state[master] = kept
+        for name, buffer in saved_buffers(self.model).items():
+            saved = state.get(f"buffer/{name}")
+            if saved is None or (saved.shape, saved.dtype) != (buffer.shape, buffer.dtype):
+                raise CorruptError(f"the checkpoint does not fit the model at {name}")
+            buffer.copy_(saved)
         if "steps" not in state:
             raise CorruptError("the checkpoint does not count its steps")
         self.steps = int(state["steps"])
