@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -405,14 +406,15 @@ def load_config(path: Path) -> RunConfig:
     Raises `InputError` naming the file, the key and the nearest valid key.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise InputError(
             f"cannot read the configuration {path}: {error.strerror or error}",
             hint="give the path of a TOML file, such as examples/demo.toml",
         ) from error
     if len(data) > MAX_CONFIG_BYTES:
-        raise InputError(f"{path} has {len(data)} bytes; a configuration has at most a megabyte")
+        raise InputError(f"{path} is too large: a configuration has at most a megabyte")
     try:
         text = data.decode()
         raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -436,7 +438,8 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
     try:
         config = msgspec.convert(raw, RunConfig)
     except msgspec.ValidationError as error:
-        raise InputError(f"{source}: {str(error).replace('`$.', '`')}") from error
+        text = str(error).replace("`$.", "`")
+        raise InputError(f"{source}: {text}", hint=_way_on(text)) from error
     if found := config.train.contradiction():
         raise InputError(f"{source}: train: {found[0]}", hint=found[1])
     if config.task.environment == "reasoning_gym" and "{question}" not in config.task.prompt:
@@ -453,6 +456,37 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
             hint='set parity.routes = "off", or rollout.engine = "transformers"',
         )
     return config
+
+
+def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
+    """The configuration that the run in the bucket ``url`` carries. Raises `InputError` as
+    `load_config` does, and if the run has none."""
+    if not raw:
+        raise InputError(
+            "this run holds weights alone: deltawire's loop did not make it",
+            hint="log, status, pull, relay, serve, export and fsck are for it",
+            run=url,
+        )
+    return parse_config(raw, source=f"{url}/run.json")
+
+
+def _way_on(text: str) -> str:
+    """What may stand where msgspec says that something may not; empty if it says so itself."""
+    if text.startswith("Object missing required field `name`"):
+        return 'give the run a name, such as name = "mine"'
+    place = re.search(r"at `([^`]+)`", text)
+    if place is None:
+        return ""
+    if "matching regex" in text:
+        return "use at most 64 letters, digits, -, _ and .; a letter or digit comes first"
+    kind: Any = RunConfig
+    for name in re.sub(r"\[[^]]*\]", "", place[1]).split("."):
+        kinds = [option for option in (kind, *get_args(kind)) if isinstance(option, type)]
+        sections = [option for option in kinds if issubclass(option, _Section)]
+        if not sections or name not in (hints := get_type_hints(sections[0])):
+            return ""
+        kind = hints[name]
+    return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
 
 
 def _refuse_unknown(raw: dict[str, Any], kind: type[Any], prefix: str, source: str) -> None:

@@ -28,7 +28,8 @@ class DeltawireError(Exception):
         self.key = key
 
     def __str__(self) -> str:
-        """One line, whatever the message was made of."""
+        """One line, whatever the message was made of: names come out of buckets, and may hold what
+        a terminal would obey."""
         place = [
             f"{word} {value}"
             for word, value in (("run", self.run), ("version", self.version), ("key", self.key))
@@ -36,7 +37,8 @@ class DeltawireError(Exception):
         ]
         text = self.message + (f" ({', '.join(place)})" if place else "")
         text += f"; {self.hint}" if self.hint else ""
-        return " ".join(text.split())
+        line = " ".join(text.split())
+        return "".join(letter if letter.isprintable() else "·" for letter in line)
 
 
 class RetryError(DeltawireError):

@@ -221,5 +221,7 @@ def test_the_commands(bucket, capsys, tmp_path):
     assert keys.manifest(3) in text
     assert text.endswith("damaged\n")
     (tmp_path / "empty").mkdir()
-    assert main(["fsck", str(tmp_path / "empty")]) == 3
+    assert main(["fsck", str(tmp_path / "empty")]) == 2
+    bucket.inner.delete(keys.RUN)
+    assert main(["fsck", str(tmp_path)]) == 3
     assert main(["log", str(tmp_path / "empty")]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -322,3 +323,47 @@ def test_a_store_that_is_away_uses_up_no_restarts(bucket, tmp_path, monkeypatch)
         time.sleep(0.02)
     supervisor.stop()
     assert len(mark.read_text()) == 6
+
+
+@pytest.mark.parametrize(
+    ("says", "free", "expected"),
+    [
+        ("error: the cause", 1 << 30, "the cause"),
+        ("", 1 << 30, "child ended with exit code 2; its log is "),
+        ("", 0, "no space left on the disk of .*; free some"),
+    ],
+)
+def test_the_cause_is_that_of_the_last_start(
+    bucket, tmp_path, monkeypatch, says, free, expected
+) -> None:
+    """Logs go on from one session to the next; what stood there before is no cause of today's."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(supervising.shutil, "disk_usage", lambda path: usage._replace(free=free))
+    code = f"import sys; sys.stderr.write({says + chr(10)!r}); sys.exit(2)"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "child.log").write_text("error: of yesterday\n")
+    supervisor = Supervisor(bucket, tmp_path / "logs", command=(sys.executable, "-c", code))
+    supervisor.begin()
+    try:
+        with pytest.raises(ChildError, match=expected) as raised:
+            supervisor.run("child", "trainer", [], lambda: time.sleep(0.01))
+    finally:
+        supervisor.stop()
+    assert raised.value.exit_code == 2
+    assert "yesterday" not in str(raised.value)
+
+
+def test_a_process_that_does_not_stop_is_killed_by_whoever_is_in_a_hurry(bucket, tmp_path) -> None:
+    code = "import signal,time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)\n"
+    code += "time.sleep(3600)"
+    supervisor = Supervisor(bucket, tmp_path / "logs", command=(sys.executable, "-c", code))
+    supervisor.begin()
+    supervisor.add("child", "trainer", [])
+    deadline = time.monotonic() + PATIENCE_S
+    while not (tmp_path / "logs" / "child.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    asked = []
+    supervisor.stop(hurry=lambda: len(asked) > 2 or asked.append(1))
+    assert len(asked) == 3
+    assert not supervisor.running()

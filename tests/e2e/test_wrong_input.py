@@ -11,7 +11,10 @@ import pytest
 from deltawire.cli.main import main
 from deltawire.config import load_config
 from deltawire.store import open_bucket
+from deltawire.wire import keys
+from deltawire.wire.objects import encode_json
 from deltawire.wire.run import Run, encode_run
+from deltawire.wire.status import TrainerStatus
 
 TINY = """
 name = "tiny"
@@ -165,6 +168,94 @@ def test_a_damaged_run_json(
     assert "not a valid run" in line
     assert "run.json" in line
     assert bucket.get("run.json", limit=100) == b'{"format": 1, "name"'
+
+
+@pytest.mark.parametrize("command", ["fsck", "log", "status", "report", "replay", "probes"])
+def test_a_folder_without_a_run_is_no_damaged_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    line = fail(capsys, command, str(tmp_path))
+    assert "there is no run" in line
+    assert "; " in line  # and what to do
+
+
+@pytest.mark.parametrize("command", ["fsck", "status", "publish"])
+def test_a_bucket_without_a_name_is_not_the_folder_one_is_in(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ("publish", "--watch", ".", "--to", "") if command == "publish" else (command, "")
+    assert "the bucket's name is empty" in fail(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["report", "replay", "worker", "evaluator", "trainer"])
+def test_the_loops_commands_on_a_run_of_weights_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    open_bucket(str(tmp_path)).put("run.json", _run_json({}))
+    assert "this run holds weights alone" in fail(capsys, command, str(tmp_path))
+
+
+def test_a_choice_that_is_none_names_those_there_are(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    config.write_text(TINY + '[train.loss]\nsurrogate = "poo"\n')
+    assert "one of ppo, cispo, gspo" in fail(capsys, "run", str(config), "--dry-run")
+    config.write_text(TINY + '[[train.loss.corrections]]\nlevel = "poo"\n')
+    assert "one of token, sequence, geometric" in fail(capsys, "run", str(config), "--dry-run")
+    config.write_text(TINY.replace("tiny", "a b"))
+    assert "letters, digits" in fail(capsys, "run", str(config), "--dry-run")
+    config.write_text("")
+    assert 'such as name = "mine"' in fail(capsys, "run", str(config), "--dry-run")
+
+
+def test_a_configuration_without_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "at most a megabyte" in fail(capsys, "run", "/dev/zero", "--dry-run")
+
+
+def test_a_warm_start_takes_nobodys_directory_away(
+    capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "out" / "model"
+    mine.mkdir(parents=True)
+    (mine / "thesis.txt").write_text("years of work")
+    assert "is there already" in fail(capsys, "warm-start", str(config), "--out", str(mine))
+    line = fail(capsys, "run", str(config), "--out", str(mine.parent), "--plain")
+    assert "no warm start of deltawire run made it" in line
+    assert (mine / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_report_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
+) -> None:
+    bucket = open_bucket(str(tmp_path / "b"), create=True)
+    bucket.put("run.json", _run_json(msgspec.to_builtins(load_config(config))))
+    status = TrainerStatus(
+        phase="finished", version=0, digest="0" * 32, epoch=0, credits={}, at=0.0
+    )
+    bucket.put(keys.TRAINER, encode_json(status))
+    line = fail(capsys, "report", str(tmp_path / "b"), "--out", str(config))
+    assert "choose --out" in line
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://[", "http://", "http://h:99999"])
+def test_a_replica_that_is_no_address(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, url: str
+) -> None:
+    assert url in fail(capsys, "serve", str(tmp_path), "--replica", url)
+    line = fail(capsys, "serve", str(tmp_path), "--replica", "http://h", "--port", "70000")
+    assert "70000 is no port" in line
+
+
+def test_what_is_no_public_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    open_bucket(str(tmp_path)).put("run.json", _run_json({}))
+    for command in ("fsck", "log"):
+        line = fail(capsys, command, str(tmp_path), "--public-key", "abc")
+        assert "keygen prints" in line
 
 
 def _run_json(config: dict[str, object]) -> bytes:

@@ -46,3 +46,9 @@ def test_survives_a_process_boundary():
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is CorruptError
     assert str(copy) == str(error) == "bad (run r, version 3, key k); h"
+
+
+def test_nothing_in_it_is_obeyed_by_a_terminal():
+    error = CorruptError("tensor '\x1b]0;mine\x07\x1b[2J'", key="\x9b31m\u202e\x00")
+    assert str(error).isprintable()
+    assert str(error) == "tensor '·]0;mine··[2J' (key ·31m··)"

@@ -3,11 +3,12 @@ clear error; what was stopped goes on."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -335,6 +336,46 @@ def test_a_directory_that_somebody_changed_is_not_built_upon(tmp_path: Path) -> 
     weights.write_bytes(data)
     pull(bucket, tmp_path / "out", 1)
     assert files_in(tmp_path / "out") == files_in(paths[1])
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_full_disk_is_one_error_and_the_same_pull_goes_on_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Every write in turn meets a full disk, half of its bytes being there already."""
+    bucket = open_bucket("memory://")
+    first = write_directory(tmp_path / "1", 0, sharded=True)
+    publish(bucket, first)
+    run = read_run(bucket)
+    assert run is not None
+    writes = 0
+
+    def scarce(path: Path, data: bytes) -> None:
+        nonlocal writes
+        writes += 1
+        path.write_bytes(data[: len(data) // 2] if writes == at else data)
+        if writes == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def reserve(file: IO[bytes], size: int) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.flush()
+        file.truncate(size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deltawire.sync.checkout._write", scarce)
+        patch.setattr("deltawire.sync.checkout._reserve", reserve)
+        if at <= 7:  # run, two weight files, the number of what is built, index, two others
+            with pytest.raises(InputError, match=r"No space left on device.*free some"):
+                pull(bucket, tmp_path / "pulled", 0)
+            assert not (tmp_path / "pulled").exists()
+        else:
+            pull(bucket, tmp_path / "pulled", 0)
+    pull(bucket, tmp_path / "pulled", 0)
+    assert files_in(tmp_path / "pulled") == files_in(first)
 
 
 def test_what_is_in_the_way_is_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Seals and signatures: one turned bit anywhere is noticed, and so is another's key."""
 
+import errno
 import json
+import os
 
 import msgspec
 import pytest
@@ -82,9 +84,34 @@ def test_keys_are_kept_in_files_for_their_owner(tmp_path):
     with pytest.raises(InputError, match="there already"):
         OTHER.write(path)
     (tmp_path / "bad").write_text("zz")
-    for bad in ("bad", "none"):
-        with pytest.raises(InputError, match="no key"):
+    (tmp_path / "short").write_text("00" * 31)
+    for bad, message in (("bad", "no key"), ("short", "no key"), ("none", "No such file")):
+        with pytest.raises(InputError, match=message):
             Ed25519Signer.read(tmp_path / bad)
     with pytest.raises(InputError, match="32 bytes"):
         Ed25519Signer(b"short")
     assert not verify("00", b"", b"")
+
+
+def test_a_key_that_the_disk_did_not_take_leaves_its_name_free(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("deltawire.wire.signing.os.fdopen", lambda fd, mode: Full(fd))
+        with pytest.raises(InputError, match="No space left"):
+            Ed25519Signer.generate().write(tmp_path / "key")
+    assert list(tmp_path.iterdir()) == []
+
+
+class Full:
+    """A file on a full disk."""
+
+    def __init__(self, descriptor):
+        self.descriptor = descriptor
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        os.close(self.descriptor)
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -123,12 +123,16 @@ def run_job(
     command += [f"--threads={job.threads}", f"--repeats={repeats}", f"--seconds={seconds}"]
     rows: list[Measured] = []
     with subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
-        command, env=environment, stdout=subprocess.PIPE
+        command, env=environment, stdout=subprocess.PIPE, start_new_session=True
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            rows.append(msgspec.json.decode(line, type=Measured))
-            tell(rows[-1])
+        try:
+            for line in process.stdout:
+                rows.append(msgspec.json.decode(line, type=Measured))
+                tell(rows[-1])
+        except BaseException:  # An interrupt is for us alone, who answer in one line.
+            process.kill()
+            raise
     for path in pairs[len(rows) :]:
         rows.append(
             Measured(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from typing import Any
 
@@ -76,8 +75,7 @@ def log(arguments: argparse.Namespace) -> int:
     versions = _versions(bucket, run, arguments.last)
     readers = _readers(bucket)
     if arguments.json:
-        json.dump({"run": run.name, "versions": versions, "readers": readers}, sys.stdout)
-        sys.stdout.write("\n")
+        print(json.dumps({"run": run.name, "versions": versions, "readers": readers}))  # noqa: T201
         return 0
     console = Console(highlight=False)
     table = Table("version", "kind", "delta", "anchor", "folds from", "changed", "age", "held by")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TextIO
 
 from deltawire import __version__
 from deltawire.errors import DeltawireError
 
 INTERRUPTED = 130
+NOT_READ = 1
+"""Exit code where nobody reads what is printed any more, such as behind ``| head``; rich's too."""
+IO_FAILED = 74
 
 _EXTRA_OF = {
     "aiohttp": "serve",
@@ -39,8 +46,21 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 def _seconds(text: str) -> float:
     """What argparse makes a length of time of."""
-    if not 0 <= (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no length of time")
+    return _from_zero(text, "length of time")
+
+
+def _share(text: str) -> float:
+    """What argparse makes a share of something of; above 1 is as good as never."""
+    return _from_zero(text, "share")
+
+
+def _from_zero(text: str, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no {what}")
     return value
 
 
@@ -134,7 +154,7 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "--anchor-every", type=_at_least(0), default=25, metavar="N", help="0 is never"
     )
     publish.add_argument(
-        "--anchor-share", type=float, default=0.0, metavar="X", help="when deltas exceed it"
+        "--anchor-share", type=_share, default=0.0, metavar="X", help="when deltas exceed it"
     )
     publish.add_argument(
         "--retain", type=_at_least(0), default=0, metavar="N", help="versions; 0 is all"
@@ -414,21 +434,71 @@ def _add_codec_benches(benches: argparse._SubParsersAction[argparse.ArgumentPars
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors end as one line on standard error."""
-    arguments = build_parser().parse_args(argv)
+    supervised = False
     try:
+        arguments = build_parser().parse_args(argv)
+        supervised = getattr(arguments, "supervised", False)
         command = getattr(import_module(arguments.module), arguments.function)
-        return int(command(arguments))
+        code = int(command(arguments))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except DeltawireError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return error.exit_code
+        return _end(f"error: {error}", error.exit_code)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "deltawire":
             raise
         extra = _EXTRA_OF.get((error.name or "").split(".")[0], "rl")
-        print(  # noqa: T201
-            f"error: this command needs {error.name}; install deltawire[{extra}]", file=sys.stderr
-        )
-        return 2
+        return _end(f"error: this command needs {error.name}; install deltawire[{extra}]", 2)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)  # noqa: T201
-        return INTERRUPTED
+        return _end("interrupted", INTERRUPTED)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _unread():
+            _into_nothing(sys.stdout)
+            return NOT_READ
+        _give_up_output()
+        if supervised:  # Its log is read by people who look for a cause; it will be restarted.
+            raise
+        return _end(f"error: {_refusal(error)}", IO_FAILED)
+
+
+def _refusal(error: OSError) -> str:
+    place = f"{error.filename}: " if error.filename else ""
+    hint = "; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return f"{place}{error.strerror or error}{hint}"
+
+
+def _unread() -> bool:
+    """Whether nobody reads standard output any more."""
+    if sys.stdout is None or not hasattr(select, "poll"):
+        return False
+    look = select.poll()
+    look.register(sys.stdout.fileno(), 0)
+    return bool(look.poll(0))
+
+
+def _give_up_output() -> None:
+    """What standard output did not take is lost, and nothing is to complain of that again."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _into_nothing(sys.stdout)
+
+
+def _end(line: str, code: int) -> int:
+    """Say it, if that is possible, and return the code in any case: who started this command goes
+    by it, a supervisor whose disk is full and takes no log too."""
+    try:
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
+    except OSError:
+        _into_nothing(sys.stderr)
+    return code
+
+
+def _into_nothing(stream: TextIO) -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, stream.fileno())
+    finally:
+        os.close(nothing)

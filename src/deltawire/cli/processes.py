@@ -19,6 +19,13 @@ from deltawire.rl.process import Process
 from deltawire.store import Bucket, open_bucket
 from deltawire.wire.keys import valid_name
 
+INTERRUPTED = 130
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether nothing is in a folder."""
+    return not any(folder.iterdir())
+
 
 def pin(cpus: str) -> None:
     """Run on these processors only, where the system can."""
@@ -64,9 +71,7 @@ def _process(arguments: argparse.Namespace, name: str, role: Role) -> Process:
     pin(arguments.cpus)
     bucket = open_bucket(arguments.run)
     refuse_memory(bucket)
-    process = Process(bucket, name, role, supervised=arguments.supervised)
-    process.listen()
-    return process
+    return Process(bucket, name, role, supervised=arguments.supervised)
 
 
 def worker(arguments: argparse.Namespace) -> int:
@@ -77,6 +82,7 @@ def worker(arguments: argparse.Namespace) -> int:
     process = _process(arguments, name, "worker")
     from deltawire.rl.worker import run_worker
 
+    process.listen()  # Not before: while libraries load, a signal may end it, for nothing is begun.
     with process.beating():
         say = _quiet if process.supervised else _say
         run_worker(process, patience_s=arguments.patience, say=say)
@@ -108,6 +114,7 @@ def trainer(arguments: argparse.Namespace) -> int:
     process = _process(arguments, "trainer", "trainer")
     from deltawire.rl.trainer import run_trainer
 
+    process.listen()
     with process.beating():
         run_trainer(process, source)
     return 0
@@ -118,19 +125,23 @@ def evaluator(arguments: argparse.Namespace) -> int:
     process = _process(arguments, "evaluator", "evaluator")
     from deltawire.rl.evaluator import run_evaluator
 
+    process.listen()
     with process.beating():
         run_evaluator(process)
     return 0
 
 
 def warm_start(arguments: argparse.Namespace) -> int:
-    """``deltawire warm-start``: make the model directory that a run starts from."""
+    """``deltawire warm-start``: make the model directory that a run starts from; 130 if it was
+    interrupted before."""
     config = seeded(load_config(Path(arguments.config)), arguments.seed)
+    out = Path(arguments.out)
+    if not arguments.supervised and out.exists() and not (out.is_dir() and _is_empty(out)):
+        raise InputError(f"{out} is there already", hint="choose another --out, or remove it")
     bucket = open_bucket(arguments.bucket or "memory:///")
     process = Process(bucket, "warm-start", "warm-start", supervised=arguments.supervised)
-    process.listen()
     from deltawire.rl.warming import run_warm_start
 
+    process.listen()
     with process.beating() if arguments.bucket else contextlib.nullcontext():
-        run_warm_start(process, config, Path(arguments.out))
-    return 0
+        return 0 if run_warm_start(process, config, out) else INTERRUPTED

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from deltawire.cli.processes import refuse_memory, sampled_by
-from deltawire.config import RunConfig, differences, flatten, load_config, parse_config
+from deltawire.config import RunConfig, differences, flatten, load_config, run_config
 from deltawire.dashboard.live import LiveView, screen
 from deltawire.dashboard.report import write_report
 from deltawire.dashboard.state import RunState
@@ -31,6 +31,7 @@ from deltawire.rl.event_tail import EventFeed, EventTail
 from deltawire.rl.probes.watch import ProbeFigures, figures_of, read_probes
 from deltawire.rl.supervisor import (
     COMMAND,
+    ChildError,
     Supervisor,
     Verdict,
     heartbeats,
@@ -297,7 +298,9 @@ def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
     finally:
         if watcher.live is not None:
             watcher.live.stop()
-        supervisor.stop()
+        if stop:
+            console.print("stopping: what is half done is finished first; once more ends it now")
+        supervisor.stop(hurry=lambda: len(stop) > 1)
         for number, handler in before.items():
             signal.signal(number, handler)
         watcher.close()
@@ -316,7 +319,7 @@ def _stages(
     supervisor.begin()
     existing = read_run(job.bucket)
     if existing is not None:
-        theirs = parse_config(existing.config, source=f"{job.bucket.url}/run.json")
+        theirs = run_config(existing.config, url=job.bucket.url)
         if changed := differences(job.config, theirs):
             raise InputError(
                 f"the run that is here was started with another {', '.join(changed[:4])}",
@@ -353,8 +356,14 @@ def _warm(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]) -
         return True
     job.model.parent.mkdir(parents=True, exist_ok=True)
     record = job.model.with_name(WARM_RECORD)
+    if not record.is_file() and job.model.exists():
+        raise InputError(
+            f"{job.model} is there, and no warm start of deltawire run made it",
+            hint="choose another --out, or move it away",
+        )
     if record.is_file() and record.read_text() == job.warm_record() and job.model.is_dir():
         return True
+    record.write_text("")  # What lies there from now on is ours, finished or not.
 
     def tick() -> None:
         watcher.tick()
@@ -363,7 +372,11 @@ def _warm(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]) -
 
     arguments = ["warm-start", str(job.config_path), "--out", str(job.model), "--supervised"]
     arguments += ["--bucket", job.bucket.url, *job.seed_arguments()]
-    supervisor.run("warm-start", "warm-start", arguments, tick)
+    try:
+        supervisor.run("warm-start", "warm-start", arguments, tick)
+    except ChildError:
+        if not stop:
+            raise
     if stop:
         return False
     record.write_text(job.warm_record())
@@ -425,17 +438,21 @@ def report(arguments: argparse.Namespace) -> int:
     bucket = open_bucket(arguments.run)
     found = read_run(bucket)
     if found is None:
-        raise InputError("there is no run here", run=bucket.url)
-    config = parse_config(found.config, source=f"{bucket.url}/run.json")
+        raise InputError("there is no run here", hint="is the path right?", run=bucket.url)
+    config = run_config(found.config, url=bucket.url)
     out = Path(arguments.out)
-    out.mkdir(parents=True, exist_ok=True)
     console = Console()
     watcher = Watcher(Job(config, Path(), None, out, bucket), console, plain=True)
     watcher.read()
     status = last_status(bucket)
     verdicts = [judge(beat, status) for beat in heartbeats(bucket) if beat.phase == "finished"]
     summary = summary_of(config, bucket, watcher, verdicts)
-    write_report(summary, watcher.state, out)
+    try:
+        write_report(summary, watcher.state, out)
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {out}: {error.strerror or error}", hint="choose --out"
+        ) from error
     if arguments.json:
         console.print_json(msgspec.json.encode(summary).decode())
     else:

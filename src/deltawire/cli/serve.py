@@ -9,6 +9,7 @@ import secrets
 import signal
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -29,8 +30,10 @@ def serve(arguments: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     console = Console(stderr=True, highlight=False)
     for url in arguments.replica:
-        if not url.startswith(("http://", "https://")):
+        if not _is_http(url):
             raise InputError(f"--replica {url} is no http:// or https:// URL")
+    if not 0 <= arguments.port <= 65535:
+        raise InputError(f"--port {arguments.port} is no port")
     if arguments.drain <= 0:
         raise InputError("--drain must be above 0")
     bucket = open_bucket(arguments.run)
@@ -45,6 +48,14 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 def read_token(path: str) -> str:
     """The bearer token from a file or the environment, empty if there is none."""
     if not path:
@@ -53,7 +64,8 @@ def read_token(path: str) -> str:
         with Path(path).open("rb") as file:
             token = file.read(MAX_TOKEN_BYTES + 1).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the token in {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise InputError(f"cannot read the token in {path}: {reason}") from error
     if not token or len(token) > MAX_TOKEN_BYTES or not token.isprintable():
         raise InputError(f"{path} holds no token", hint="one line of printable characters")
     return token
@@ -94,7 +106,7 @@ async def _serve(
             except OSError as error:
                 raise InputError(
                     f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror}",
-                    hint="choose another --port",
+                    hint="choose another --port, or --host",
                 ) from error
             host, port = runner.addresses[0][:2]
             console.print(f"serving {run.name} on http://{host}:{port}", soft_wrap=True)

@@ -62,8 +62,10 @@ def milliseconds(value: float | None) -> str:
 
 
 def figure(value: float | None) -> str:
-    """A number of any size at three significant digits."""
-    return MISSING if value is None else f"{value:.3g}"
+    """A number of any size at three significant digits, or all before the point."""
+    if value is None:
+        return MISSING
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def sparkline(

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from deltawire.config import RunConfig, parse_config
+from deltawire.config import RunConfig, run_config
 from deltawire.errors import InputError
 from deltawire.events import EventLog, Life, Role
 from deltawire.rl.pulse import Heart
@@ -117,7 +117,7 @@ def open_run(
                 run=bucket.url,
             )
         time.sleep(0.2)
-    return run, parse_config(run.config, source=f"{bucket.url}/{keys.RUN}")
+    return run, run_config(run.config, url=bucket.url)
 
 
 RUN_PATIENCE_S = 300.0

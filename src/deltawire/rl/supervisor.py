@@ -33,6 +33,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,9 @@ from deltawire.wire.status import Heartbeat, TrainerStatus
 
 COMMAND = (sys.executable, "-m", "deltawire")
 
+MAX_LOG_BYTES = 1 << 20
+FULL_BYTES = 1 << 16
+"""With less than that free, a process that said nothing could not say it."""
 RESTARTS = 20
 """Deaths in a row, each within `HEALTHY_S` and before a piece of work was finished, after which a
 child is given up. A store that did not answer is nobody's fault, and counts for none."""
@@ -83,8 +87,8 @@ FINAL_CODES = frozenset(kind.exit_code for kind in (InputError, FencedError, Sto
 class ChildError(DeltawireError):
     """A process of the run ended with an error that restarting does not mend."""
 
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, code: int, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
         self.exit_code = code if code > 0 else 1
 
 
@@ -182,8 +186,8 @@ class Supervisor:
         """Whether any child still runs or will be restarted."""
         return any(not child.done for child in self._children)
 
-    def stop(self) -> None:
-        """Ask every child to stop, and wait; kill what does not listen."""
+    def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Ask every child to stop, and wait; kill what does not listen, or all if in a hurry."""
         for child in self._children:
             if child.process is not None and self._exit_code(child) is None:
                 child.process.send_signal(signal.SIGTERM)
@@ -192,7 +196,7 @@ class Supervisor:
             if child.process is None:
                 continue
             while self._exit_code(child) is None:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or hurry():
                     with self._watchman.lock:
                         kill_with_its_own(child.process)
                 time.sleep(0.05)
@@ -212,6 +216,7 @@ class Supervisor:
         self._logs.mkdir(parents=True, exist_ok=True)
         child.killed_for, child.achieved = "", False
         with (self._logs / f"{child.name}.log").open("ab") as log:
+            child.log_from = log.tell()
             child.process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
                 [*self._command, *child.arguments],
                 stdin=subprocess.DEVNULL,
@@ -255,12 +260,25 @@ class Supervisor:
 
     def _error(self, child: Child, code: int) -> ChildError:
         log = self._logs / f"{child.name}.log"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        lines = _end_of(log, child.log_from)
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         if said:
             return ChildError(said[-1], code)
         reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+        if shutil.disk_usage(self._logs).free < FULL_BYTES:
+            reason += f", and there is no space left on the disk of {self._logs}"
+            return ChildError(
+                f"{child.name} ended with {reason}", code, hint="free some; nothing stored was lost"
+            )
         return ChildError(f"{child.name} ended with {reason}; its log is {log}", code)
+
+
+def _end_of(log: Path, since: int) -> list[str]:
+    """The last lines that were written to a log behind ``since``."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(since, log.stat().st_size - MAX_LOG_BYTES))
+        return file.read(MAX_LOG_BYTES).decode(errors="replace").splitlines()
+    return []
 
 
 def heartbeats(bucket: Bucket) -> list[Heartbeat]:

@@ -36,8 +36,9 @@ def run_warm_start(
     out: Path,
     *,
     watch: Callable[[Progress], None] = lambda _: None,
-) -> None:
-    """Build or load the model, warm it, and write it to ``out``, all of it or nothing.
+) -> bool:
+    """Build or load the model, warm it, and write it to ``out``, all of it or nothing, in the place
+    of whatever is there; False if the process was asked to stop before.
 
     ``watch`` is told of every step.
     """
@@ -52,13 +53,14 @@ def run_warm_start(
         _warm(process, config, tasks, model, tokenizer, watch, mark)
     if process.stopping:
         process.tell("stopped", "interrupted")
-        return
+        return False
     unfinished = out.with_name(f"{out.name}.{process.nonce}")
     save_model(model, tokenizer, unfinished)
     if out.exists():
         shutil.rmtree(out)
     unfinished.rename(out)
     process.tell("stopped", str(out))
+    return True
 
 
 def _processors() -> int:

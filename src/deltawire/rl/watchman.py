@@ -39,6 +39,8 @@ class Child:
     retry_at: float = 0.0
     done: bool = False
     killed_for: str = ""
+    log_from: int = 0
+    """How long its log was when it was last started."""
     achieved: bool = False
     """Whether it was seen to finish a piece of work since it was started."""
 

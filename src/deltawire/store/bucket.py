@@ -243,8 +243,13 @@ def open_bucket(location: str, *, create: bool = False, **options: Any) -> Bucke
     ``options`` go to the store as they are and come before the environment, save for
     ``AWS_ENDPOINT_URL_S3``, which obstore puts first. A memory bucket lives in this process alone.
 
-    Raises `InputError` for a scheme that is not known or a folder that is not there.
+    Raises `InputError` for an empty name (a folder's would be the one of whoever asks), a scheme
+    that is not known or a folder that is not there.
     """
+    if not location.strip():
+        raise InputError(
+            "the bucket's name is empty", hint="is the variable set that it is taken from?"
+        )
     scheme = urlsplit(location).scheme
     if scheme in ("", "file") or len(scheme) == 1:
         return _open_folder(location, create=create)

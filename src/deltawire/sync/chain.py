@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -27,6 +28,8 @@ from deltawire.wire.signing import verify
 
 T = TypeVar("T")
 
+_PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
+
 RETRIES = 5
 FIRST_PAUSE_S = 0.1
 
@@ -47,8 +50,14 @@ def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
     """The run in this bucket, None if there is none; raises `CorruptError`.
 
     With ``public_key`` (64 hexadecimal digits), a run that is not signed by its owner is refused.
-    Whatever is read of the run afterwards must then be signed by the same key.
+    Whatever is read of the run afterwards must then be signed by the same key. Raises `InputError`
+    for what is no such key.
     """
+    if public_key and not _PUBLIC_KEY.fullmatch(public_key):
+        raise InputError(
+            f"{public_key[:80]!r} is no public key",
+            hint="give the 64 hexadecimal digits that deltawire keygen prints",
+        )
     data = bucket.get(keys.RUN, limit=MAX_RUN_BYTES)
     if data is None:
         return None

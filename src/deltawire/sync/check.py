@@ -18,12 +18,13 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 
 from deltawire.codec import Digest
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket
 from deltawire.sync.chain import (
     committed_versions,
     get_blob,
     newest_boundary,
+    newest_version,
     read_fold,
     read_manifest,
     read_run,
@@ -103,11 +104,14 @@ def check_run(
     Without ``deep`` blobs are only looked for, by name and size; with it every blob is read, every
     version is rebuilt in a mirror's memory and held against its digest. ``progress`` is called
     with what is being checked, how many are done and how many there are in all. Raises
-    `CorruptError` if there is no readable ``run.json``, `RetryError` if the store does not answer.
+    `CorruptError` if there is no readable ``run.json``, `InputError` if there is no run at all,
+    `RetryError` if the store does not answer.
     """
     run = with_retries(lambda: read_run(bucket, public_key=public_key))
     if run is None:
-        raise CorruptError("there is no run", run=bucket.url, key=keys.RUN)
+        if with_retries(lambda: newest_version(bucket)) is None:
+            raise InputError("there is no run here", hint="is the path right?", run=bucket.url)
+        raise CorruptError("a run's versions are here without it", run=bucket.url, key=keys.RUN)
     return _Check(bucket, run, progress or _silent).all(deep=deep)
 
 

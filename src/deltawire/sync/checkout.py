@@ -71,14 +71,10 @@ class Checkout:
         self._polls = 0
         self._resuming = False
         _check_free(self.directory)
-        try:
+        with self._writing("choose a folder that can be written"):
             self._store.mkdir(parents=True, exist_ok=True)
+        with self._writing("is another process pulling there?"):
             self._lock: IO[bytes] = open_locked(self._store / "lock")
-        except OSError as error:
-            raise InputError(
-                f"cannot pull into {directory}: {error.strerror or error}",
-                hint="is another process pulling there?",
-            ) from error
         try:
             self._claim()
         except BaseException:
@@ -117,15 +113,27 @@ class Checkout:
         """Have the directory show ``version``; its digest.
 
         Raises `CorruptError` if the run has no such version or it cannot be read any more,
-        `RetryError` if the store does not answer; the directory then shows what it did before.
+        `RetryError` if the store does not answer, `InputError` if the file system refuses (a full
+        disk, say); the directory then shows what it did before.
         """
         manifest = self._manifest(version)
-        if not (self._store / _name(version)).is_dir():
-            self._build(version, manifest)
+        with self._writing("free some space, or mend the disk; the same command goes on from here"):
+            if not (self._store / _name(version)).is_dir():
+                self._build(version, manifest)
         if self.version != version:
             self._show(version)
         self._prune(version)
         return manifest.digest
+
+    @contextmanager
+    def _writing(self, hint: str) -> Iterator[None]:
+        """What the file system refuses is an error with a way on."""
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"cannot pull into {self.directory}: {error.strerror or error}", hint=hint
+            ) from error
 
     def unfinished(self) -> int | None:
         """The version that was being built when an earlier process ended, None if none was."""
@@ -243,7 +251,10 @@ class Checkout:
     def _claim(self) -> None:
         mark = self._store / "run"
         if not mark.exists():
-            _write(mark, self.run.id.encode())
+            fresh = self._store / "run.new"
+            with self._writing("free some space, or choose another folder"):
+                _write(fresh, self.run.id.encode())
+                fresh.replace(mark)  # Half of it would be taken for another run's.
         if mark.read_bytes() != self.run.id.encode():
             raise InputError(
                 f"{self.directory} follows another run",

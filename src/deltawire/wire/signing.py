@@ -8,6 +8,8 @@ from typing import Any
 
 from deltawire.errors import InputError
 
+MAX_KEY_FILE_BYTES = 4096
+
 
 def _ed25519() -> Any:
     try:
@@ -37,9 +39,24 @@ class Ed25519Signer:
     def read(cls, path: Path) -> Ed25519Signer:
         """The key in a file that `write` wrote. Raises `InputError` if there is none."""
         try:
-            return cls(bytes.fromhex(path.read_text(encoding="ascii").strip()))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} holds no key of 64 hexadecimal digits") from error
+            with path.open("rb") as file:
+                text = file.read(MAX_KEY_FILE_BYTES).decode("ascii")
+        except OSError as error:
+            raise InputError(
+                f"cannot read the key {path}: {error.strerror or error}",
+                hint="deltawire keygen makes one",
+            ) from error
+        except UnicodeDecodeError:
+            text = ""
+        try:
+            secret = bytes.fromhex(text.strip())
+        except ValueError:
+            secret = b""
+        if len(secret) != 32:
+            raise InputError(
+                f"{path} holds no key of 64 hexadecimal digits", hint="deltawire keygen makes one"
+            )
+        return cls(secret)
 
     def write(self, path: Path) -> None:
         """Keep the key in a new file that only its owner can read.
@@ -49,11 +66,16 @@ class Ed25519Signer:
         data = self._key.private_bytes_raw().hex().encode() + b"\n"
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(data)
+            except OSError:
+                path.unlink(missing_ok=True)  # Half a key is none, and would keep its name taken.
+                raise
         except FileExistsError as error:
             raise InputError(
-                f"{path} is there already", hint="a key that is lost cannot be made again"
+                f"{path} is there already",
+                hint="name another file: a key that is lost cannot be made again",
             ) from error
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror or error}") from error
