@@ -255,6 +255,25 @@ def test_old_segments_are_left_out_but_for_each_series_last_words(bucket, monkey
     assert sorted(kept) == [keys.events("trainer-a", n) for n in (6, 7, 8)]
 
 
+def test_the_last_words_of_who_was_replaced_long_ago_slow_nothing_down(bucket) -> None:
+    """They are read whenever they were said; the figures are of the window all the same."""
+    before = look(bucket)
+    long_ago = NOW - 10_000
+    stored = Generated(
+        process="w9", at=long_ago, sequence=0, versions=[0], reward_mean=0.0, tokens=1
+    )
+    first = msgspec.structs.replace(step(0, [9], [0]), at=long_ago)
+    bucket.put(keys.events("trainer-z", 0), encode_lines([first]))
+    bucket.put(keys.events("w9-z", 0), encode_lines([stored]))
+    after = look(bucket)
+    assert after.steps_per_minute == before.steps_per_minute == 60.0
+    assert after.tokens_trained_per_s == before.tokens_trained_per_s
+    assert after.tokens_generated_per_s == before.tokens_generated_per_s
+    assert (after.window_s, after.staleness) == (before.window_s, before.staleness)
+    slow = Watch(bucket, window_s=1, clock=lambda: NOW).look()
+    assert slow.steps_per_minute == 60.0, "two steps at least"
+
+
 def test_steps_that_moved_nothing_are_counted(bucket) -> None:
     before = look(bucket)
     lost = msgspec.structs.replace(step(9, [0], [0]), loss=None, grad_norm=None)

@@ -20,7 +20,7 @@ from deltawire.config import FaultsConfig, RunConfig, parse_config
 from deltawire.dashboard.recent_events import RecentEvents
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.errors import CorruptError, InputError
-from deltawire.events import Life, Role
+from deltawire.events import Generated, Life, Parity, Published, Role, Step
 from deltawire.rl.desk import read_trainer
 from deltawire.rl.probes.monitor import ProbeState
 from deltawire.rl.probes.watch import apart, excesses, flagged_in, read_probes
@@ -127,6 +127,7 @@ class Watch:
         self, bucket: Bucket, *, window_s: float = WINDOW_S, clock: Callable[[], float] = time.time
     ) -> None:
         self._bucket = bucket
+        self._window_s = window_s
         self._clock = clock
         self._events = RecentEvents(bucket, window_s)
         self._beats = _roster(bucket, keys.FLEET, keys.worker_of, Heartbeat)
@@ -152,6 +153,10 @@ class Watch:
         pulses = _take(self._pulses, keys.PULSES, problems)
         state = RunState()
         state.fold(self._events.read())
+        # Last words are read however old they are, those of trainers long replaced among them.
+        state.steps = _lately(state.steps, self._window_s)
+        state.published = _lately(state.published, self._window_s)
+        state.parity = _lately(state.parity, self._window_s)
         if self._events.unreadable:
             count = self._events.unreadable
             problems.append(f"{count} segments of events hold none that can be read")
@@ -204,7 +209,7 @@ class Watch:
             staleness=_staleness(state, config),
             trainer_idle=state.idle(state.with_role("trainer")),
             workers_idle=state.idle(workers),
-            tokens_generated_per_s=_generated_rate(workers),
+            tokens_generated_per_s=_generated_rate(workers, self._window_s),
             tokens_trained_per_s=_trained_rate(state),
             bytes_full=state.bytes_full,
             bytes_per_version=fmean(sizes) if sizes else None,
@@ -236,6 +241,7 @@ def _config(bucket: Bucket, run: Run, problems: list[str]) -> RunConfig | None:
 
 
 _V = TypeVar("_V")
+_E = TypeVar("_E", Generated, Parity, Published, Step)
 
 
 def _attempt(action: Callable[[], _V | None], problems: list[str]) -> _V | None:
@@ -345,11 +351,18 @@ def _staleness(state: RunState, config: RunConfig | None) -> StalenessSplit:
     )
 
 
-def _generated_rate(workers: Iterable[ProcessState]) -> float | None:
+def _lately(events: dict[int, _E], window_s: float) -> dict[int, _E]:
+    """Those within so many seconds of the latest, and two at least: some steps take longer."""
+    order = sorted(events.items(), key=lambda item: (item[1].at, item[0]))
+    opens = order[-1][1].at - window_s if order else 0.0
+    return dict([pair for pair in order[:-2] if pair[1].at >= opens] + order[-2:])
+
+
+def _generated_rate(workers: Iterable[ProcessState], window_s: float) -> float | None:
     """Tokens of stored groups over the time between the first and the last of them."""
-    groups = sorted(
-        ((group.at, group.tokens) for one in workers for group in one.generated.values()),
-    )
+    every = (group for one in workers for group in one.generated.values())
+    lately = _lately(dict(enumerate(every)), window_s)
+    groups = sorted((group.at, group.tokens) for group in lately.values())
     if len(groups) < 2 or groups[-1][0] <= groups[0][0]:
         return None
     return sum(tokens for _, tokens in groups[1:]) / (groups[-1][0] - groups[0][0])
