@@ -215,6 +215,16 @@ def test_a_trainer_that_shows_no_life_is_told_apart(bucket, of, state, phase) ->
     assert found.phase == phase
 
 
+def test_groups_of_the_dead_are_not_in_flight(bucket) -> None:
+    data = bucket.get(keys.heartbeat("w0"), limit=1 << 16)
+    beat = msgspec.json.decode(data, type=Heartbeat)
+    killed = msgspec.structs.replace(beat, worker="gone", stored=1, at=NOW - 3600)
+    bucket.put(keys.heartbeat("gone"), encode_json(killed))
+    found = look(bucket)
+    assert {line.name: line.state for line in found.processes}["gone"] == "silent"
+    assert found.groups_in_flight == 4
+
+
 def test_what_is_damaged_is_named_and_the_rest_shown(bucket) -> None:
     for key in (keys.TRAINER, keys.heartbeat("w0"), keys.pulse("w0"), keys.events("w0-a", 0)):
         bucket.put(key, b"\x1b[31m{")

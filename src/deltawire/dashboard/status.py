@@ -220,7 +220,7 @@ class Watch:
             k3_max=max(k3s, default=None),
             k3_same_version=median(same) if same else None,
             ratio_max=max((step.ratio_max for step in steps), default=None),
-            groups_in_flight=_in_flight(trainer, beats),
+            groups_in_flight=_in_flight(trainer, beats, lines),
             groups_stored=sum(beat.stored for beat in beats.values()),
             failures=failures_by_cause(state),
             probes=excesses(probes),
@@ -374,11 +374,14 @@ def _trained_rate(state: RunState) -> float | None:
     return sum(step.tokens for step in state.steps_in_order[1:]) / (window[1] - window[0])
 
 
-def _in_flight(trainer: TrainerStatus | None, beats: dict[str, Heartbeat]) -> int | None:
-    """Groups that living workers were granted and have not stored."""
+def _in_flight(
+    trainer: TrainerStatus | None, beats: dict[str, Heartbeat], lines: Sequence[ProcessLine]
+) -> int | None:
+    """Groups that living workers were granted and have not stored. One that was killed says for
+    ever that it samples."""
     if trainer is None:
         return None
-    live = [beat for beat in beats.values() if beat.phase not in ("stopped", "finished")]
+    live = [beats[line.name] for line in lines if line.state == "alive" and line.name in beats]
     return sum(max(0, trainer.credits.get(beat.worker, 0) - beat.stored) for beat in live)
 
 
