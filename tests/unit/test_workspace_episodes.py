@@ -183,6 +183,27 @@ def test_what_a_command_leaves_stays_and_what_it_breaks_is_told():
     assert "only part of the 8893 bytes" in said(turns[3])
 
 
+def _new(path):
+    return ToolCall("edit_file", {"path": path, "old": "", "new": "x"})
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [_new("/".join([f"d{n}", *map(str, range(29)), "f"])) for n in range(6)],
+        [ToolCall("run", {"command": "head -c 900000 /dev/zero > big"})]
+        + [_new(f"f{n}") for n in range(90)],
+    ],
+    ids=["folders", "pages"],
+)
+def test_no_agent_can_fill_its_workspace_beyond_what_can_be_graded(calls):
+    """An episode that fails is not trained on: it would be the way out of earning nothing."""
+    workspace = opened(files=100, disk_mib=1)
+    filled, ended = act(workspace, calls, [SUBMIT])
+    assert "error: the workspace is full" in said(filled)
+    assert (ended.done, ended.reward) == (True, 0.0)
+
+
 def test_rollouts_never_meet():
     """Two episodes of one task, in turn and at once: each has its own files."""
     first, second = opened(), opened()

@@ -7,6 +7,7 @@ of the files that the header lists, in order. Only the standard library: the lau
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -88,6 +89,16 @@ def valid_path(path: str) -> bool:
         and path.isprintable()
         and not any(name in ("", ".", "..") or len(name.encode()) > 255 for name in names)
     )
+
+
+def footprint(files: Files) -> tuple[int, int]:
+    """Bytes and entries that a folder takes where it is laid out: each file whole pages, and the
+    folders that its path names."""
+    size = sum(-(-len(data) // mmap.PAGESIZE) * mmap.PAGESIZE for data in files.values())
+    folders = {
+        path.rsplit("/", depth)[0] for path in files for depth in range(1, path.count("/") + 1)
+    }
+    return size, len(files) + len(folders)
 
 
 def pack(header: Mapping[str, Any], parts: list[bytes]) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 from deltawire.engines.messages import Tool
 from deltawire.rl.sandbox.box import Limits
-from deltawire.rl.sandbox.plan import valid_path
+from deltawire.rl.sandbox.plan import footprint, valid_path
 
 MAX_HITS = 100
 MAX_LINES = 400
@@ -148,8 +148,9 @@ def edit_file(files: dict[str, bytes], arguments: Mapping[str, Any], limits: Lim
         data = after.encode()
     except UnicodeEncodeError as error:
         raise Refused("the new text holds half a character") from error
-    size = sum(map(len, files.values())) - len(files.get(path, b"")) + len(data)
-    if size > limits.disk_bytes or len(files) >= limits.files:
+    # What could not be laid out for a command or the grader would end the episode as a failure.
+    size, entries = footprint({**files, path: data})
+    if size > limits.disk_bytes or entries > limits.files:
         raise Refused("the workspace is full")
     files[path] = data
     return f"wrote {path} ({len(data)} bytes)"
