@@ -10,9 +10,11 @@ becomes a token of the template's own.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -117,7 +119,7 @@ class Text:
         if not self._chat:
             return None
         asked, shown = Message("user", "."), Message("assistant", "", calls=(SHOWN,))
-        rows = [_row(asked, asked.content), _row(shown, shown.content)]
+        rows = [_row(asked), _row(shown)]
         try:
             return spelling_of(self._apply(rows, None), self._apply(rows[:1], None))
         except Exception:  # templates raise through jinja2 whatever they like
@@ -137,28 +139,48 @@ class Text:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _render(self, messages: list[Message], tools: Sequence[Tool]) -> tuple[str, list[str]]:
-        """The template's text, marks in place of contents that spell tokens of its own, and the
-        contents that the marks stand for."""
+        """The template's text, marks in place of what spells tokens of its own, and the texts that
+        the marks stand for."""
         contents: list[str] = []
-        rows = []
-        for message in messages:
-            content = message.content
-            danger = self._special if message.role == "assistant" else self._added
-            if danger is not None and danger.search(content):
-                contents.append(content)
-                content = f"mark{self._nonce}x{len(contents) - 1}x"
-            rows.append(_row(message, content))
         schemas = [tool.schema for tool in tools] or None
         try:
+            rows = [self._row(message, contents) for message in messages]
             return self._apply(rows, schemas), contents
         except Exception as error:  # templates raise through jinja2 whatever they like
-            if any(row["role"] == "tool" for row in rows):
+            if any(message.role == "tool" for message in messages):
                 # Templates that know no tools take their answers as a user's.
                 return self._render([_as_user(message) for message in messages], ())
             roles = ", ".join(message.role for message in messages)
             raise InputError(
                 f"the model's chat template refuses messages of {roles}: {error}"
             ) from error
+
+    def _row(self, message: Message, contents: list[str]) -> dict[str, Any]:
+        """A message for the template; what it says that spells tokens goes to ``contents``."""
+        danger = self._special if message.role == "assistant" else self._added
+
+        def held(text: str, kept: str | None = None) -> str:
+            if danger is None or not danger.search(text):
+                return text
+            contents.append(text if kept is None else kept)
+            return f"mark{self._nonce}x{len(contents) - 1}x"
+
+        def within(value: Any) -> Any:
+            """Arguments: templates write them as JSON."""
+            if isinstance(value, str):
+                return held(value, json.dumps(value, ensure_ascii=False)[1:-1])
+            if isinstance(value, Mapping):
+                return {within(name): within(inner) for name, inner in value.items()}
+            return [within(inner) for inner in value] if isinstance(value, list) else value
+
+        calls = [
+            replace(call, name=held(call.name), arguments=within(call.arguments))
+            for call in message.calls
+        ]
+        name, call = held(message.name), held(message.call)
+        return _row(
+            replace(message, content=held(message.content), name=name, call=call, calls=(*calls,))
+        )
 
     def _apply(self, rows: list[dict[str, Any]], schemas: list[dict[str, Any]] | None) -> str:
         return str(
@@ -204,8 +226,8 @@ def _as_user(message: Message) -> Message:
     return Message("user", message.content) if message.role == "tool" else message
 
 
-def _row(message: Message, content: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"role": message.role, "content": content}
+def _row(message: Message) -> dict[str, Any]:
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         row["name"] = message.name
     if message.call:
