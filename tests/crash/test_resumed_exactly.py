@@ -24,10 +24,10 @@ from deltawire.rl import redo as redoing
 from deltawire.rl import trainer as training
 from deltawire.rl.audit import audit_fates
 from deltawire.rl.desk import read_trainer
+from deltawire.rl.event_tail import EventTail
 from deltawire.rl.process import Process, fetch_model_files, open_run
 from deltawire.rl.replay import Dump, replay
 from deltawire.rl.start import start_run
-from deltawire.rl.supervisor import EventTail
 from deltawire.rl.trainer import Trainer
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version, read_manifest, read_run
