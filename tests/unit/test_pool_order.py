@@ -7,6 +7,7 @@ import pytest
 
 from deltawire.errors import CorruptError
 from deltawire.rl import groups as groups_module
+from deltawire.rl.groups import Bounds
 from deltawire.rl.pool import Pool
 from deltawire.rl.staleness import Strict
 from deltawire.store import open_bucket
@@ -241,16 +242,26 @@ def test_a_version_that_does_not_exist_yet_is_dropped(bucket, store):
     assert batch.dropped == [("a", 1)]
 
 
-def test_a_token_that_no_model_has_is_damage(bucket, make_group):
-    group = make_group("a", [1])
-    assert bucket.create(keys.rollout("a", 0), encode_group(group))
-    kept = Pool(bucket, Ledger(), limit=10, vocabulary=group.largest_token + 1)
-    kept.poll(["a"])
-    assert kept.waiting == 1
-    refused = Pool(bucket, Ledger(), limit=10, vocabulary=group.largest_token)
-    refused.poll(["a"])
-    assert refused.waiting == 0
-    assert refused.damaged == [keys.rollout("a", 0)]
+KEPT = Bounds(vocabulary=9, temperature=1.0, context=3)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [
+        (KEPT, True),
+        (replace(KEPT, vocabulary=8), False),
+        (replace(KEPT, temperature=0.5), False),
+        (replace(KEPT, context=2), False),
+    ],
+    ids=["sound", "a token of no model", "another temperature", "beyond the context"],
+)
+def test_what_no_worker_of_the_run_draws_is_damage(bucket, make_group, bounds, kept):
+    """A group alone at another temperature would be scored at that of the others beside it."""
+    assert bucket.create(keys.rollout("a", 0), encode_group(make_group("a", [1])))
+    pool = Pool(bucket, Ledger(), limit=10, bounds=bounds)
+    pool.poll(["a"])
+    assert pool.waiting == int(kept)
+    assert pool.damaged == ([] if kept else [keys.rollout("a", 0)])
 
 
 def failing(make_group, worker, causes):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import blake3
 
 from deltawire.errors import CorruptError
@@ -14,17 +16,39 @@ READS = 3
 """A network may cut an answer short and call it whole. A group that is dropped for it is lost."""
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What each group of a run keeps to: tokens of the model's, the run's own temperature, and no
+    more tokens in a row than its context. One that does not is worse than useless: it would end
+    the trainer, or spoil the step of all that it is computed with."""
+
+    vocabulary: int
+    temperature: float
+    context: int
+
+    def fault(self, group: Group) -> str:
+        """What is wrong with a group, empty if nothing is."""
+        if group.largest_token >= self.vocabulary:
+            return "a token no model has"
+        if group.temperature != self.temperature:
+            return f"drawn at the temperature {group.temperature}, not {self.temperature}"
+        for _, _, t in group.trained():
+            if len(group.prompt_of(t)) + len(t.tokens_T) > self.context:
+                return f"a sequence of more than {self.context} tokens"
+        return ""
+
+
 def read_group(
-    bucket: Bucket, worker: str, sequence: int, *, vocabulary: int | None = None, expected: str = ""
+    bucket: Bucket, worker: str, sequence: int, *, bounds: Bounds | None = None, expected: str = ""
 ) -> tuple[Group, str] | None:
     """A worker's group and the hash of its bytes, None if there is none.
 
-    Raises `CorruptError` if it is no group, another worker's, holds a token beyond ``vocabulary``,
-    or is not the one whose hash is ``expected``.
+    Raises `CorruptError` if it is no group, another worker's, beyond its ``bounds``, or is not the
+    one whose hash is ``expected``.
     """
     for attempt in range(READS):
         try:
-            return _read_once(bucket, worker, sequence, vocabulary, expected)
+            return _read_once(bucket, worker, sequence, bounds, expected)
         except CorruptError:
             if attempt == READS - 1:
                 raise
@@ -32,7 +56,7 @@ def read_group(
 
 
 def _read_once(
-    bucket: Bucket, worker: str, sequence: int, vocabulary: int | None, expected: str
+    bucket: Bucket, worker: str, sequence: int, bounds: Bounds | None, expected: str
 ) -> tuple[Group, str] | None:
     key = keys.rollout(worker, sequence)
     data = bucket.get(key, limit=MAX_GROUP_BYTES)
@@ -46,8 +70,8 @@ def _read_once(
         group = decode_group(data, run=bucket.url, key=key)
         if group.worker != worker:
             fault = "a group of another worker"
-        elif vocabulary is not None and group.largest_token >= vocabulary:
-            fault = "a token no model has"
-        else:
+        elif bounds is not None:
+            fault = bounds.fault(group)
+        if not fault:
             return group, found
     raise CorruptError(fault, run=bucket.url, key=key)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from deltawire.errors import CorruptError
-from deltawire.rl.groups import read_group
+from deltawire.rl.groups import Bounds, read_group
 from deltawire.rl.staleness import StalenessPolicy
 from deltawire.store import Bucket
 from deltawire.wire import keys
@@ -83,10 +83,11 @@ class _Silence:
 class Pool:
     """Fetches groups by polling each worker's next sequence, and hands out batches.
 
-    A group that is damaged is dropped and its key kept in `damaged`. One of which failures
-    left fewer than `MIN_EPISODES` episodes is dropped too; `failed` counts those in a row, and
-    `failure` is the last one's first cause. Whatever is dropped counts as settled, so that its
-    credit comes back. ``arrive`` is told of each stored group once, and answers its place
+    A group that is damaged, or beyond its ``bounds``, is dropped and its key kept in `damaged`.
+    One of which failures left fewer than `MIN_EPISODES` episodes is dropped too; `failed` counts
+    those in a row, and `failure` is the last one's first cause. Whatever is dropped counts as
+    settled, so that its credit comes back. ``arrive`` is told of each stored group once, and
+    answers its place
     (`deltawire.rl.staleness.StalenessPolicy.arrive`). What ``withhold`` names is dropped when it
     comes (`deltawire.rl.probes.watch`).
     """
@@ -97,14 +98,14 @@ class Pool:
         ledger: Ledger,
         *,
         limit: int,
-        vocabulary: int | None = None,
+        bounds: Bounds | None = None,
         arrive: Callable[[str, int | None], int] = lambda _worker, _oldest: 0,
         withhold: Callable[[Group, int], bool] = lambda _group, _sequence: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._withhold = withhold
         self._bucket = bucket
-        self._vocabulary = vocabulary
+        self._bounds = bounds
         self._ledger = ledger
         self._limit = limit
         self._next: dict[str, int] = {}
@@ -169,7 +170,7 @@ class Pool:
     def _fetch(self, worker: str, sequence: int) -> bool:
         key = keys.rollout(worker, sequence)
         try:
-            found = read_group(self._bucket, worker, sequence, vocabulary=self._vocabulary)
+            found = read_group(self._bucket, worker, sequence, bounds=self._bounds)
             if found is None:
                 return False
         except CorruptError:

@@ -37,6 +37,7 @@ from deltawire.errors import (
 from deltawire.events import Published, Step, known
 from deltawire.parity import finite, parity_event
 from deltawire.rl.desk import Desk, Fleet, read_trainer, settle
+from deltawire.rl.groups import Bounds
 from deltawire.rl.mix import causes_of, failures_of, families_of
 from deltawire.rl.pool import Batch, Pool
 from deltawire.rl.probes.watch import ProbeWatch
@@ -96,7 +97,7 @@ class Trainer:
             self.bucket,
             self.ledger,
             limit=self.desk.staleness.limit,
-            vocabulary=vocabulary,
+            bounds=Bounds(vocabulary, config.rollout.temperature, config.rollout.context),
             arrive=self.desk.staleness.arrive,
             withhold=self.probes.withholds,
         )
