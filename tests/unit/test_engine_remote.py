@@ -63,12 +63,15 @@ class FakeEngine:
         self.hold = asyncio.Event()
         self.hold.set()
         self.gone = asyncio.Event()
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     def digest(self) -> str:
         return "f" * 32 if self.version in self.lies else digest_of(self.version).hex()
 
     async def rpc(self, request: web.Request) -> web.Response:
         call = await request.json()
+        await self.answers.wait()
         state: dict[str, Any] = {"phase": "serving"}
         if call["method"] == "deltawire_want":
             version = int(*call["args"])
@@ -131,6 +134,40 @@ def test_every_token_keeps_the_version_that_drew_it_and_the_temperature_is_asked
         told = asked["sampling_params"]
         assert (told["temperature"], told["max_tokens"], told["logprobs"]) == (0.7, 4, 0)
         assert (told["top_p"], told["top_k"], told["stop_token_ids"]) == (1.0, 0, [2])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_engine_that_hangs_is_told_from_one_that_takes_long(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests have no limit of time; without new versions nothing else would ever ask."""
+    monkeypatch.setattr(remote, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(remote, "ANSWER_WITHIN_S", 0.2)
+
+    async def forever(sampler: RemoteSampler) -> None:
+        while True:
+            await sampler.advance()
+
+    async def main() -> None:
+        engine = FakeEngine()
+        engine.hold.clear()
+        async with sampling(engine) as sampler:
+            request = asyncio.ensure_future(sampler.generate([1], GREEDY))
+            while not engine.asked:
+                await sampler.advance()
+            if not hangs:
+                for _ in range(30):
+                    await sampler.advance()
+                engine.hold.set()
+                assert (await request).tokens == [5, 6, 7, 2]
+                return
+            engine.answers.clear()
+            with pytest.raises(ResyncError, match="no longer says how it stands"):
+                await asyncio.wait_for(forever(sampler), 20)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
 
     asyncio.run(main())
 

@@ -4,6 +4,7 @@ Who waits for whom::
 
     requests ─▶ POST /inference/v1/generate (one connection each) ─▶ vLLM's scheduler
     `RemoteSampler.advance` ◀─ waits until one is answered, or a moment
+             └─ every `LOOK_EVERY_S` asks how the engine stands: an answer, or the error
     `RemoteWeights.swap` ─▶ deltawire_want N ─▶ the engine prepares, swaps between two steps
              └─ asks till it says N, with the digest that our own reader of the bucket expects
 
@@ -37,6 +38,9 @@ BYTES_A_TOKEN = 1024
 ADVANCE_S = 0.02
 ASK_EVERY_S = 0.01
 ANSWER_WITHIN_S = 60.0
+LOOK_EVERY_S = 10.0
+"""How often an engine with requests is asked whether it still works. A request may take as long as
+it likes, so that one which hangs shows by nothing else."""
 SWAP_WITHIN_S = 90.0
 """Below ``faults.stall_s``: who says why is better than who is killed."""
 LEAST_LOGPROB = -9999.0
@@ -244,6 +248,8 @@ class RemoteSampler:
         self._stop = list(stop_tokens)
         self._session: aiohttp.ClientSession | None = None
         self._asked: set[asyncio.Task[Completion]] = set()
+        self._look: asyncio.Task[None] | None = None
+        self._looked_at = time.monotonic()
         self._drawn = 0
 
     @property
@@ -280,7 +286,9 @@ class RemoteSampler:
         return completion
 
     async def advance(self) -> int:
-        """Wait until a request ends, `ADVANCE_S` at most; how many tokens have come since."""
+        """Wait until a request ends, `ADVANCE_S` at most; how many tokens have come since. Raises
+        `ResyncError` if the server no longer says how it stands."""
+        self._look_after_it()
         if self._asked:
             await asyncio.wait(self._asked, timeout=ADVANCE_S, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.sleep(0 if self._asked else ADVANCE_S)  # Those who waited take their tokens.
@@ -295,16 +303,44 @@ class RemoteSampler:
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._look is not None:
+            self._look.cancel()
+            await asyncio.gather(self._look, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def _ask(self, prompt: list[int], sampling: Sampling) -> Completion:
+    def _look_after_it(self) -> None:
+        now = time.monotonic()
+        if self._look is not None and self._look.done():
+            look, self._look, self._looked_at = self._look, None, now
+            look.result()
+        if self._look is None and self._asked and now - self._looked_at >= LOOK_EVERY_S:
+            self._look = asyncio.get_running_loop().create_task(self._stands())
+
+    async def _stands(self) -> None:
+        try:
+            async with self._connected().post(
+                "http://localhost/collective_rpc",
+                json={"method": "deltawire_status", "args": []},
+                timeout=aiohttp.ClientTimeout(total=ANSWER_WITHIN_S),
+                allow_redirects=False,
+            ) as response:
+                said = await response.content.read(MAX_ANSWER_BYTES)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ResyncError(f"vLLM no longer says how it stands: {error!r}") from error
+        if response.status != 200:
+            raise ResyncError(f"vLLM answers {response.status}: {_said(said)}")
+
+    def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.UnixConnector(self._path, limit=0),
                 timeout=aiohttp.ClientTimeout(total=None),
             )
+        return self._session
+
+    async def _ask(self, prompt: list[int], sampling: Sampling) -> Completion:
         wanted = {
             "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,
             "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": 0, "detokenize": False,
@@ -314,7 +350,7 @@ class RemoteSampler:
         data = bytearray()
         limit = MAX_ANSWER_BYTES + BYTES_A_TOKEN * sampling.max_tokens
         try:
-            async with self._session.post(
+            async with self._connected().post(
                 "http://localhost/inference/v1/generate", json=body, allow_redirects=False
             ) as response:
                 async for chunk in response.content.iter_any():
