@@ -108,6 +108,17 @@ def test_worker_with_a_hostile_name(
     assert "--id" in fail(capsys, *arguments)
 
 
+@pytest.mark.parametrize("name", ["trainer", "evaluator", "supervisor", "warm-start"])
+def test_a_worker_takes_no_other_processes_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    """The one that has it would find itself replaced, and end the run."""
+    bucket = open_bucket(str(tmp_path))
+    line = fail(capsys, "worker", bucket.url, "--id", name)
+    assert "another process's name" in line
+    assert bucket.list("") == []
+
+
 def test_unknown_dataset_leaves_an_empty_bucket(
     capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
 ) -> None:

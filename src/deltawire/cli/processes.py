@@ -9,6 +9,7 @@ import secrets
 import socket
 import sys
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -79,6 +80,10 @@ def worker(arguments: argparse.Namespace) -> int:
     name = arguments.id or _invented_name()
     if not valid_name(name) or len(name) > 40:
         raise InputError(f"--id {name[:60]!r}: use at most 40 letters, digits, - and _")
+    if name in get_args(Role):
+        raise InputError(
+            f"--id {name}: this is another process's name in the run", hint="choose another"
+        )
     process = _process(arguments, name, "worker")
     from deltawire.rl.worker import run_worker
 

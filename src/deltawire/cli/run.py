@@ -34,8 +34,7 @@ from deltawire.rl.supervisor import (
     ChildError,
     Supervisor,
     Verdict,
-    heartbeats,
-    judge,
+    attested,
     last_status,
     wait_for_workers,
 )
@@ -328,7 +327,7 @@ def _stages(
             )
         status = read_trainer(job.bucket)
         if status and status.phase == "finished" and status.version >= job.config.train.versions:
-            return [judge(b, status) for b in heartbeats(job.bucket) if b.phase == "finished"]
+            return attested(job.bucket, status)
     elif not _warm(job, supervisor, watcher, stop):
         return None
     _start_all(job, supervisor, watcher, stop)
@@ -445,7 +444,7 @@ def report(arguments: argparse.Namespace) -> int:
     watcher = Watcher(Job(config, Path(), None, out, bucket), console, plain=True)
     watcher.read()
     status = last_status(bucket)
-    verdicts = [judge(beat, status) for beat in heartbeats(bucket) if beat.phase == "finished"]
+    verdicts = attested(bucket, status)
     summary = summary_of(config, bucket, watcher, verdicts)
     try:
         write_report(summary, watcher.state, out)

@@ -335,6 +335,13 @@ def _may_be_live(beat: Heartbeat, status: TrainerStatus) -> bool:
     return beat.phase != "stopped" and (beat.phase != "finished" or beat.version == status.version)
 
 
+def attested(bucket: Bucket, status: TrainerStatus) -> list[Verdict]:
+    """What the workers attested that saw this end of the run. Who finished with an earlier one, and
+    was gone when the run went on, holds what it held and is not asked."""
+    beats = [beat for beat in heartbeats(bucket) if beat.phase == "finished"]
+    return [judge(beat, status) for beat in beats if _may_be_live(beat, status)]
+
+
 def judge(beat: Heartbeat, status: TrainerStatus) -> Verdict:
     """Compare what a worker attested with what the trainer holds."""
     identical = beat.attested and beat.version == status.version and beat.digest == status.digest
