@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, Qwen3MoeConfig
 
-from deltawire.engines.models import serve_as
+from deltawire.export.models import serve_as
 from deltawire.parity.comparison import compare
 from deltawire.parity.scorers import TransformersScorer, parse_spec
-from deltawire.parity.sources import random_prompts
+from deltawire.rl.evaluate.parity_sources import random_prompts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -5,8 +5,8 @@ from typing import Any
 import openai
 
 from deltawire.config import TaskConfig
-from deltawire.rl.envs import TaskSource
-from deltawire.rl.envs.chat import ChatTasks
+from deltawire.envs import TaskSource
+from deltawire.envs.chat import ChatTasks
 
 LETTERS = "abcdefghij"
 

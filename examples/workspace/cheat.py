@@ -14,12 +14,12 @@ import random
 
 import numpy as np
 
+from deltawire.chat.messages import ToolCall
 from deltawire.config import ProbesConfig, TaskConfig
-from deltawire.engines.messages import ToolCall
-from deltawire.rl.envs.base import Action
-from deltawire.rl.envs.workspace import WorkspaceTasks
-from deltawire.rl.envs.workspace.loopholes import ANSWERS
-from deltawire.rl.probes.monitor import Monitor
+from deltawire.envs.base import Action
+from deltawire.envs.workspace import WorkspaceTasks
+from deltawire.envs.workspace.loopholes import ANSWERS
+from deltawire.reward_monitor.monitor import Monitor
 from deltawire.wire.rollouts import Group, Trajectory
 
 say = functools.partial(print, flush=True)

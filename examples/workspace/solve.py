@@ -7,10 +7,10 @@ import asyncio
 import functools
 import sys
 
+from deltawire.chat.messages import ToolCall
 from deltawire.config import TaskConfig
-from deltawire.engines.messages import ToolCall
-from deltawire.rl.envs.base import Action
-from deltawire.rl.envs.workspace import WorkspaceTasks
+from deltawire.envs.base import Action
+from deltawire.envs.workspace import WorkspaceTasks
 
 say = functools.partial(print, flush=True)
 

@@ -59,7 +59,7 @@ class TaskConfig(_Section, frozen=True, kw_only=True):
     """Where tasks come from: an environment by name, and its own ``options``."""
 
     environment: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}\Z")] = "reasoning_gym"
-    """A name that `deltawire.rl.envs` knows, or ``module:attribute`` of a module that this machine
+    """A name that `deltawire.envs` knows, or ``module:attribute`` of a module that this machine
     trusts; see docs/ENVIRONMENTS.md."""
     dataset: str = "spell_backward"
     """Which of the environment's datasets, where it has several."""
@@ -123,7 +123,8 @@ class RolloutConfig(_Section, frozen=True, kw_only=True):
 
 
 class CorrectionConfig(_Section, frozen=True, kw_only=True):
-    """One off-policy correction by w = old / sampler (`deltawire.rl.loss.correction_weights`)."""
+    """One off-policy correction by w = old / sampler
+    (`deltawire.train.loss.correction_weights`)."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
     action: Literal["truncate", "clip", "mask"] = "truncate"
@@ -134,7 +135,7 @@ class CorrectionConfig(_Section, frozen=True, kw_only=True):
 
 
 class LossConfig(_Section, frozen=True, kw_only=True):
-    """The loss by its names (`deltawire.rl.loss`)."""
+    """The loss by its names (`deltawire.train.loss`)."""
 
     advantage: Literal["group_mean", "group_std", "leave_one_out"] = "group_std"
     anchor: Literal["old", "rollout"] = "rollout"
@@ -199,7 +200,7 @@ lag the ratio stays within PPO's bounds for almost every token; deeper queues ne
 
 
 class StalenessConfig(_Section, frozen=True, kw_only=True):
-    """What becomes of groups that finish late (`deltawire.rl.staleness`)."""
+    """What becomes of groups that finish late (`deltawire.rl.control.staleness`)."""
 
     policy: Literal["strict", "windowed_fifo", "requeue"] = "strict"
     window: Fraction = 0.3
@@ -332,7 +333,7 @@ class ParityConfig(_Section, frozen=True, kw_only=True):
 
 class FaultsConfig(_Section, frozen=True, kw_only=True):
     """How long a process may say nothing before its supervisor replaces it
-    (`deltawire.rl.supervisor` derives the bounds)."""
+    (`deltawire.runtime.supervisor` derives the bounds)."""
 
     silence_s: Positive = 30.0
     """No sign of life at all: stopped, or too busy even for its pulse."""
@@ -344,7 +345,7 @@ class FaultsConfig(_Section, frozen=True, kw_only=True):
 
 class ProbesConfig(_Section, frozen=True, kw_only=True):
     """Probes: checks of an environment that the reward does not see, and what is done when reward
-    and probe come apart (`deltawire.rl.probes`)."""
+    and probe come apart (`deltawire.reward_monitor`)."""
 
     action: Literal["warn", "downweight", "stop"] = "warn"
     """Say so; say so and train on fewer groups of the family; or say so and stop."""

@@ -64,8 +64,8 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     passed after the group's newest token was drawn; the rest passed while it was in flight.
     ``k3`` is the mean k3 estimate of the divergence between sampler and trainer, before the step,
     in nats a token. ``clipped`` and ``rejected`` are shares of the tokens, ``kl`` is the mean
-    penalty (`deltawire.rl.loss.PolicyLoss`). ``loss``, ``grad_norm`` and ``kl`` are None where they
-    came out as no finite number; without a ``grad_norm`` the step moved no weight.
+    penalty (`deltawire.train.loss.PolicyLoss`). ``loss``, ``grad_norm`` and ``kl`` are None where
+    they came out as no finite number; without a ``grad_norm`` the step moved no weight.
     """
 
     at: float

@@ -12,7 +12,7 @@ import msgspec
 
 from deltawire.store import open_bucket
 from deltawire.sync import Publisher, create_run, retire
-from deltawire.sync.mirror import empty_mirror
+from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.testing.tiny import start_run, weights
 from deltawire.wire.signing import Ed25519Signer
 

@@ -8,9 +8,16 @@ import pytest
 
 from deltawire.errors import CorruptError
 from deltawire.store import open_bucket
-from deltawire.sync import Folder, Subscriber, load_mirror, newest_version, read_manifest, read_run
-from deltawire.sync.chain import newest_boundary, read_fold
-from deltawire.sync.fetch import decode_delta
+from deltawire.sync import (
+    Compactor,
+    Subscriber,
+    load_mirror,
+    newest_version,
+    read_manifest,
+    read_run,
+)
+from deltawire.sync.chain.objects import newest_boundary, read_fold
+from deltawire.sync.follow.fetch import decode_delta
 from deltawire.wire import keys
 from deltawire.wire.objects import FORMAT
 from deltawire.wire.signing import Ed25519Signer
@@ -86,4 +93,4 @@ def test_nothing_is_written_by_reading(golden):
     run = read_run(bucket)
     load_mirror(bucket, run)
     assert bucket.entries("") == before
-    Folder(bucket, run, (), signer=SIGNER)
+    Compactor(bucket, run, (), signer=SIGNER)

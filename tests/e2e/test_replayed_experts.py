@@ -13,17 +13,16 @@ import msgspec
 import pytest
 import torch
 
+from deltawire.chat.text import Text
 from deltawire.config import ParityConfig, RunConfig, WarmStartConfig, load_config
 from deltawire.dashboard.state import RunState
-from deltawire.engines.models import empty_model, save_model
-from deltawire.engines.text import Text
+from deltawire.envs import ReasoningTasks
 from deltawire.events import decode_lines
+from deltawire.export.models import empty_model, fetch_model_files, save_model
 from deltawire.parity import divergence
-from deltawire.parity.replay import replay_of
-from deltawire.rl.envs import ReasoningTasks
-from deltawire.rl.pool import Pool
-from deltawire.rl.process import fetch_model_files
-from deltawire.rl.redo import load_into
+from deltawire.parity.router_replay import replay_of
+from deltawire.rl.control.rollout_buffer import RolloutBuffer
+from deltawire.rl.trainer.resume import load_into
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import load_mirror, read_manifest, read_run
 from deltawire.train.batch import collate
@@ -31,7 +30,7 @@ from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.policy import token_logprobs
 from deltawire.train.warm_start import warm_start
 from deltawire.wire import keys
-from deltawire.wire.ledger import Annex, Ledger
+from deltawire.wire.ledger import CommitMetadata, Ledger
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -81,8 +80,10 @@ def measure(bucket: Bucket, version: int, mode: str) -> tuple[float, int, int]:
     with fetch_model_files(bucket, run) as folder:
         model = empty_model(Path(folder)).eval()
     load_into(model, run, mirror)
-    annex = msgspec.convert(manifest.annex, Annex)
-    batch = collate([pooled.group for pooled in Pool(bucket, Ledger(), limit=1).fetch(annex)])
+    annex = msgspec.convert(manifest.annex, CommitMetadata)
+    batch = collate(
+        [pooled.group for pooled in RolloutBuffer(bucket, Ledger(), limit=1).fetch(annex)]
+    )
     replay = replay_of(model, msgspec.convert({"routes": mode}, ParityConfig))
     assert replay is not None
     with torch.no_grad():

@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deltawire.rl.desk import read_heartbeat, read_trainer
-from deltawire.rl.pool import Pool
+from deltawire.rl.control.rollout_buffer import RolloutBuffer
+from deltawire.runtime.fleet import read_heartbeat, read_trainer
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import load_mirror, newest_version, read_manifest, read_run
 from deltawire.wire import keys
-from deltawire.wire.ledger import Annex, Ledger
+from deltawire.wire.ledger import CommitMetadata, Ledger
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -112,14 +112,14 @@ def committed(bucket: Bucket) -> int:
     return -1 if (version := newest_version(bucket)) is None else version
 
 
-def annexes(bucket: Bucket) -> list[Annex]:
+def annexes(bucket: Bucket) -> list[CommitMetadata]:
     run = read_run(bucket)
     assert run is not None
     found = []
     for version in range(1, committed(bucket) + 1):
         manifest = read_manifest(bucket, run, version)
         assert manifest is not None
-        found.append(msgspec.convert(manifest.annex, Annex))
+        found.append(msgspec.convert(manifest.annex, CommitMetadata))
     return found
 
 
@@ -132,7 +132,7 @@ def assert_each_group_once(bucket: Bucket, *, groups_per_step: int) -> None:
         counts.update(annex.dropped)
     assert set(counts.values()) == {1}
     for annex in annexes(bucket):
-        assert len(Pool(bucket, Ledger(), limit=1).fetch(annex)) == groups_per_step
+        assert len(RolloutBuffer(bucket, Ledger(), limit=1).fetch(annex)) == groups_per_step
 
 
 def test_a_run_with_a_killed_and_a_joined_worker(tmp_path: Path, start: Start) -> None:

@@ -20,7 +20,7 @@ from deltawire.config import (
     parse_config,
 )
 from deltawire.errors import InputError
-from deltawire.rl.staleness import policy_of
+from deltawire.rl.control.staleness import policy_of
 
 SMALLEST = {"name": "run", "model": {"build": {}}}
 DEFAULTS = flatten(parse_config(SMALLEST, source="s"))

@@ -15,7 +15,7 @@ def warm(step: int) -> WarmStep:
     return WarmStep(process="p", at=1.0, step=step, loss=0.5)
 
 
-class Desk:
+class CreditIssuer:
     """A clock and a store of segments, both in the test's hand."""
 
     def __init__(self, **kwargs):
@@ -38,7 +38,7 @@ class Desk:
 
 
 def test_nothing_is_stored_before_its_time():
-    desk = Desk(every_s=1.0)
+    desk = CreditIssuer(every_s=1.0)
     desk.log.record(warm(0))
     desk.now += 0.9
     desk.log.record(warm(1))
@@ -52,7 +52,7 @@ def test_nothing_is_stored_before_its_time():
 
 
 def test_flush_numbers_segments_and_skips_empty_ones():
-    desk = Desk(every_s=100.0)
+    desk = CreditIssuer(every_s=100.0)
     for step in range(3):
         desk.log.flush()
         desk.log.record(warm(step))
@@ -65,7 +65,7 @@ def test_flush_numbers_segments_and_skips_empty_ones():
 @pytest.mark.parametrize("done", [False, True])
 def test_a_put_without_an_answer_is_put_again_to_the_byte(done):
     """It may have been stored, and read: what came since goes into the next segment."""
-    desk = Desk(every_s=100.0)
+    desk = CreditIssuer(every_s=100.0)
     desk.error, desk.done = RetryError("no"), done
     desk.log.record(warm(0))
     desk.log.flush()
@@ -79,7 +79,7 @@ def test_a_put_without_an_answer_is_put_again_to_the_byte(done):
 
 
 def test_an_outage_is_asked_after_once_a_period():
-    desk = Desk(every_s=1.0)
+    desk = CreditIssuer(every_s=1.0)
     desk.error = RetryError("no")
     for step in range(100):
         desk.now += 0.1
@@ -91,7 +91,7 @@ def test_an_outage_is_asked_after_once_a_period():
 
 
 def test_other_errors_pass_through_and_keep_the_events():
-    desk = Desk(every_s=100.0)
+    desk = CreditIssuer(every_s=100.0)
     desk.error = InputError("full")
     desk.log.record(warm(0))
     with pytest.raises(InputError):
@@ -102,7 +102,7 @@ def test_other_errors_pass_through_and_keep_the_events():
 
 
 def test_spans_that_touch_are_merged():
-    desk = Desk(every_s=1000.0)
+    desk = CreditIssuer(every_s=1000.0)
     desk.log.span("wait", 1.0, 2.0)
     desk.log.span("wait", 2.004, 3.0)
     desk.log.span("wait", 3.01, 4.0)
@@ -116,7 +116,7 @@ def test_spans_that_touch_are_merged():
 
 
 def test_a_span_is_not_merged_into_what_is_stored():
-    desk = Desk(every_s=1000.0)
+    desk = CreditIssuer(every_s=1000.0)
     desk.log.span("wait", 1.0, 2.0)
     desk.log.flush()
     desk.log.span("wait", 2.0, 3.0)
@@ -125,7 +125,7 @@ def test_a_span_is_not_merged_into_what_is_stored():
 
 
 def test_a_long_merged_span_is_stored_from_time_to_time():
-    desk = Desk(every_s=1.0)
+    desk = CreditIssuer(every_s=1.0)
     start = desk.now
     for _ in range(30):
         desk.now += 0.1
@@ -138,7 +138,7 @@ def test_a_long_merged_span_is_stored_from_time_to_time():
 
 
 def test_a_span_ends_now_by_default():
-    desk = Desk(every_s=1000.0)
+    desk = CreditIssuer(every_s=1000.0)
     assert desk.log.span("train", 999.0) == 1000.0
     desk.log.flush()
     assert desk.stored() == [Span(process="p", activity="train", start=999.0, end=1000.0)]

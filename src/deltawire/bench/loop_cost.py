@@ -15,21 +15,22 @@ import time
 from dataclasses import dataclass
 
 from deltawire.bench.scripted import ScriptedEngine, ScriptedTasks
+from deltawire.chat.text import Text
 from deltawire.config import RunConfig
-from deltawire.engines.text import Text
 from deltawire.errors import BugError
 from deltawire.events import EventLog, Step
 from deltawire.parity import ParityMeter
-from deltawire.rl.desk import Desk, settle
-from deltawire.rl.episode import Limits, group_of, play_all, run_episode
-from deltawire.rl.mix import causes_of, failures_of, families_of
-from deltawire.rl.pool import Batch, Pool
+from deltawire.rl.control.credits import CreditIssuer, settle
+from deltawire.rl.control.drop_bias import causes_of, failures_of, families_of
+from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
+from deltawire.rl.rollout.episode import play_all, run_episode
+from deltawire.rl.rollout.episode_types import Limits, group_of
 from deltawire.store import Bucket, open_bucket
 from deltawire.train.batch import collate
 from deltawire.train.build import byte_tokenizer
 from deltawire.train.step import batch_loss, totals_of
 from deltawire.wire import keys
-from deltawire.wire.ledger import Annex, Ledger
+from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.rollouts import encode_group
 
 WORKER = "w0"
@@ -121,9 +122,9 @@ class _NullTrainer:
     def __init__(self, bucket: Bucket, config: RunConfig) -> None:
         self._config = config
         self._ledger = Ledger()
-        self._desk = Desk(bucket, config, self._ledger.copy(), epoch=1, granted={})
+        self._desk = CreditIssuer(bucket, config, self._ledger.copy(), epoch=1, granted={})
         policy = self._desk.staleness
-        self._pool = Pool(bucket, self._ledger, limit=policy.limit, arrive=policy.arrive)
+        self._pool = RolloutBuffer(bucket, self._ledger, limit=policy.limit, arrive=policy.arrive)
         self._log = EventLog("trainer", lambda n, data: bucket.put(keys.events("trainer", n), data))
         self._desk.observe(self._pool, {WORKER})
         self._desk.write("training")
@@ -139,7 +140,7 @@ class _NullTrainer:
         loss = self._loss(batch, version)
         consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
         hashes = [pooled.hash for pooled in batch.taken]
-        annex = Annex(
+        annex = CommitMetadata(
             step=version + 1, consumed=consumed, dropped=batch.dropped, hashes=hashes, threads=1
         )
         annex.plain()

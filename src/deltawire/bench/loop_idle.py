@@ -17,8 +17,8 @@ import random
 from dataclasses import dataclass, field
 
 from deltawire.config import TrainConfig
-from deltawire.rl.admission import WorkerLoad
-from deltawire.rl.staleness import StalenessPolicy, policy_of
+from deltawire.rl.control.admission import WorkerLoad
+from deltawire.rl.control.staleness import StalenessPolicy, policy_of
 
 MAX_TURNS = 50
 EXPONENT = 1.1

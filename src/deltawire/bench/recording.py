@@ -25,16 +25,17 @@ import torch
 from torch import Tensor
 
 from deltawire.bench.pairs import Bf16Bits, save_pair
+from deltawire.chat.text import Text
 from deltawire.config import RunConfig
-from deltawire.engines.models import load_model, load_tokenizer, stop_tokens
-from deltawire.engines.text import Text
 from deltawire.engines.transformers import TransformersEngine
+from deltawire.envs import ReasoningTasks, Task
 from deltawire.errors import InputError
-from deltawire.rl.envs import ReasoningTasks, Task
-from deltawire.rl.episode import Limits, group_of, run_episode
-from deltawire.rl.process import Process
-from deltawire.rl.redo import published_bits_of
-from deltawire.rl.warming import run_warm_start
+from deltawire.export.models import load_model, load_tokenizer, stop_tokens
+from deltawire.rl.rollout.episode import run_episode
+from deltawire.rl.rollout.episode_types import Limits, group_of
+from deltawire.rl.trainer.resume import published_bits_of
+from deltawire.rl.trainer.warm_start import run_warm_start
+from deltawire.runtime.process import Process
 from deltawire.store import open_bucket
 from deltawire.train.build import is_built
 from deltawire.train.masters import MasterWeights

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from deltawire import codec
 from deltawire.codec import Patch
-from deltawire.engines.placed import PlacedWeights, Prepared
-from deltawire.engines.placement import probe
 from deltawire.errors import InputError
-from deltawire.sync.mirror import Mirror
+from deltawire.placement.placed import PlacedWeights, Prepared
+from deltawire.placement.placement import probe
+from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
 WIDTH = 1024

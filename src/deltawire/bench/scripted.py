@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deltawire.engines.base import Completion, OnToken, Sampling
-from deltawire.rl.envs.base import Action, Environment, Task, Turn
+from deltawire.envs.base import Action, Environment, Task, Turn
 
 TOKEN = ord("x")
 """What is drawn every time."""

@@ -26,8 +26,8 @@ from deltawire.bench.runner import Machine, this_machine
 from deltawire.errors import BugError, InputError
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import Publisher, open_publisher, read_safetensors
-from deltawire.sync.mirror import Bits
-from deltawire.sync.sources import safetensors_table
+from deltawire.sync.follow.mirror import Bits
+from deltawire.sync.publish.sources import safetensors_table
 
 SEQUENCES = 4
 CONTEXT = 2048

@@ -33,7 +33,7 @@ from deltawire.sync import (
     open_publisher,
     read_manifest,
 )
-from deltawire.sync.survey import Survey
+from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.wire.run import Run
 
 WINDOW = 50
@@ -308,7 +308,7 @@ def _objects(bucket: Bucket, run: Run, newest: int) -> int:
     those that end at one of the last 40 versions."""
     counts = []
     for goal in range(max(LAG, newest - 39), newest + 1):
-        route = Survey(bucket, run, None, goal - LAG, goal).find()
+        route = RouteFinder(bucket, run, None, goal - LAG, goal).find()
         if route is None:
             raise BugError("nothing leads 60 versions on", run=bucket.url, version=goal)
         counts.append(route.objects)

@@ -1,9 +1,9 @@
 """``deltawire bench loop``: the same job alternating and pipelined, on the same two cores.
 
 Alternating is the staleness bound 0: a step's groups are sampled at its own version, then the
-workers wait for the next one (`deltawire.rl.admission` derives it). Pipelined is the configured
-bound. The trainer is pinned to one core and the workers to the other, so that neither way gets
-more of the machine; the two ways take turns over the seeds, so that a slow hour hits both.
+workers wait for the next one (`deltawire.rl.control.admission` derives it). Pipelined is the
+configured bound. The trainer is pinned to one core and the workers to the other, so that neither
+way gets more of the machine; the two ways take turns over the seeds, so that a slow hour hits both.
 
 Beside it stand figures that need no run, and that ``--seeds 0`` prints alone: the loop's own cost
 (`deltawire.bench.loop_cost`) and the trainer's idle time by simulation

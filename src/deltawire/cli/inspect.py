@@ -15,7 +15,7 @@ from rich.table import Table
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version, read_manifest, read_run
-from deltawire.sync.check import Checked, check_run
+from deltawire.sync.maintain.fsck import Checked, check_run
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
 from deltawire.wire.run import Run

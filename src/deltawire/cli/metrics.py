@@ -13,11 +13,11 @@ from deltawire.cli.serve import read_token
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.status import Watch
 from deltawire.errors import InputError
-from deltawire.rl.desk import read_trainer
-from deltawire.rl.event_tail import EventTail
+from deltawire.runtime.event_tail import EventTail
+from deltawire.runtime.fleet import read_trainer
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_run
-from deltawire.sync.chain import with_retries
+from deltawire.sync.chain.objects import with_retries
 from deltawire.wire.run import Run
 
 OVER = frozenset({"finished", "stopped"})

@@ -16,7 +16,13 @@ from deltawire.errors import InputError
 from deltawire.parity.comparison import Comparison, compare
 from deltawire.parity.record import finite
 from deltawire.parity.scorers import Scorer, open_scorer, parse_spec
-from deltawire.parity.sources import Source, fitting, open_source, random_prompts, read_prompts
+from deltawire.rl.evaluate.parity_sources import (
+    Source,
+    fitting,
+    open_source,
+    random_prompts,
+    read_prompts,
+)
 
 EXCEEDED = 3
 _LIMITS = {"count": (1, 4096), "length": (1, 1 << 20), "tokens": (1, 1 << 20)}

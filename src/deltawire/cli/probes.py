@@ -9,9 +9,9 @@ from rich.console import Console
 
 from deltawire.dashboard.probes import whole
 from deltawire.errors import InputError
-from deltawire.rl.probes.watch import figures_of, read_probes
+from deltawire.reward_monitor.watch import figures_of, read_probes
 from deltawire.store import open_bucket
-from deltawire.sync.chain import read_run
+from deltawire.sync.chain.objects import read_run
 
 FLAGGED = 6
 """The exit code if any stream is flagged, for scripts."""

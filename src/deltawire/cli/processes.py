@@ -16,7 +16,7 @@ import msgspec
 from deltawire.config import RunConfig, load_config, parse_config
 from deltawire.errors import InputError
 from deltawire.events import Role
-from deltawire.rl.process import Process
+from deltawire.runtime.process import Process
 from deltawire.store import Bucket, open_bucket
 from deltawire.wire.keys import valid_name
 
@@ -85,7 +85,7 @@ def worker(arguments: argparse.Namespace) -> int:
             f"--id {name}: this is another process's name in the run", hint="choose another"
         )
     process = _process(arguments, name, "worker")
-    from deltawire.rl.worker import run_worker
+    from deltawire.rl.rollout.worker import run_worker
 
     process.listen()  # Not before: while libraries load, a signal may end it, for nothing is begun.
     with process.beating():
@@ -117,7 +117,7 @@ def trainer(arguments: argparse.Namespace) -> int:
         config = sampled_by(config, arguments.engine)
         source = (config, Path(arguments.model))
     process = _process(arguments, "trainer", "trainer")
-    from deltawire.rl.trainer import run_trainer
+    from deltawire.rl.trainer.trainer import run_trainer
 
     process.listen()
     with process.beating():
@@ -128,7 +128,7 @@ def trainer(arguments: argparse.Namespace) -> int:
 def evaluator(arguments: argparse.Namespace) -> int:
     """``deltawire evaluator``: measure held-out accuracy of a run's versions."""
     process = _process(arguments, "evaluator", "evaluator")
-    from deltawire.rl.evaluator import run_evaluator
+    from deltawire.rl.evaluate.evaluator import run_evaluator
 
     process.listen()
     with process.beating():
@@ -145,7 +145,7 @@ def warm_start(arguments: argparse.Namespace) -> int:
         raise InputError(f"{out} is there already", hint="choose another --out, or remove it")
     bucket = open_bucket(arguments.bucket or "memory:///")
     process = Process(bucket, "warm-start", "warm-start", supervised=arguments.supervised)
-    from deltawire.rl.warming import run_warm_start
+    from deltawire.rl.trainer.warm_start import run_warm_start
 
     process.listen()
     with process.beating() if arguments.bucket else contextlib.nullcontext():

@@ -11,8 +11,13 @@ import msgspec
 from deltawire.cli.transfer import Bars, bars, signer_of, size, strides_of
 from deltawire.errors import InputError
 from deltawire.store import Bucket, MeteredBucket, open_bucket
-from deltawire.sync.directory import Checkpoint, read_checkpoint
-from deltawire.sync.series import Outcome, Series, Watched, order
+from deltawire.sync.huggingface.checkpoint_dir import Checkpoint, read_checkpoint
+from deltawire.sync.huggingface.publish_dirs import (
+    CheckpointPublisher,
+    CheckpointWatcher,
+    Outcome,
+    order,
+)
 
 LOOK_S = 0.5
 
@@ -36,7 +41,7 @@ def publish(arguments: argparse.Namespace) -> int:
     paths = [Path(path) for path in arguments.checkpoints]
     watched = None
     if arguments.watch:
-        watched = Watched(Path(arguments.watch), settle_s=arguments.settle)
+        watched = CheckpointWatcher(Path(arguments.watch), settle_s=arguments.settle)
     elif not paths:
         raise InputError("nothing to publish", hint="name directories, or a folder to --watch")
     for path in paths:  # Told before anything is published, and not after an hour.
@@ -52,7 +57,7 @@ def publish(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _open(arguments: argparse.Namespace, bar: Bars) -> Series:
+def _open(arguments: argparse.Namespace, bar: Bars) -> CheckpointPublisher:
     where: Bucket
     try:
         where = open_bucket(arguments.to, create=not arguments.dry_run)
@@ -62,7 +67,7 @@ def _open(arguments: argparse.Namespace, bar: Bars) -> Series:
         where = open_bucket("memory://")  # A folder that is not there yet: an empty run.
     bucket = MeteredBucket(where, lambda _, written: bar.more(written))
     name = arguments.name or arguments.to.rstrip("/").rsplit("/", 1)[-1]
-    return Series(
+    return CheckpointPublisher(
         bucket,
         name=name[:64] or "run",
         signer=signer_of(arguments.key),
@@ -80,7 +85,9 @@ def _open(arguments: argparse.Namespace, bar: Bars) -> Series:
 
 
 class _Session:
-    def __init__(self, series: Series, bar: Bars, *, as_json: bool, dry_run: bool) -> None:
+    def __init__(
+        self, series: CheckpointPublisher, bar: Bars, *, as_json: bool, dry_run: bool
+    ) -> None:
         self._series = series
         self._bar = bar
         self._json = as_json
@@ -94,7 +101,7 @@ class _Session:
         self._bar.hide()
         self._tell(outcome, checkpoint, time.perf_counter() - started)
 
-    def watch(self, watched: Watched, *, idle_s: float) -> None:
+    def watch(self, watched: CheckpointWatcher, *, idle_s: float) -> None:
         """Publish each subfolder once it is whole, until interrupted or idle."""
         told = 0
         last = time.monotonic()

@@ -12,7 +12,7 @@ from deltawire.cli.transfer import Bars, bars, size
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import MeteredBucket, open_bucket
 from deltawire.sync import Checkout, read_run
-from deltawire.sync.chain import newest_version, with_retries
+from deltawire.sync.chain.objects import newest_version, with_retries
 from deltawire.wire.run import Run
 
 PATIENCE_S = 600.0

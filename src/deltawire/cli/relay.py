@@ -8,7 +8,7 @@ import msgspec
 
 from deltawire.cli.transfer import bars, signer_of, size, strides_of
 from deltawire.store import MeteredBucket, open_bucket
-from deltawire.sync.relay import Relay, Relayed
+from deltawire.sync.maintain.relay import Relay, Relayed
 
 
 def relay(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from deltawire.dashboard.wording import legible
 from deltawire.errors import InputError
-from deltawire.rl.replay import NAMED, Dump, Replayed, replay
+from deltawire.rl.trainer.verify_training import NAMED, Dump, Replayed, replay
 from deltawire.store import open_bucket
 
 DIFFERENT = 5

@@ -25,21 +25,14 @@ from deltawire.dashboard.state import RunState
 from deltawire.dashboard.summary import Summary, WorkerVerdict, summarize
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.events import Event, Life, Span
-from deltawire.rl.audit import audit_consumption
-from deltawire.rl.desk import read_trainer
-from deltawire.rl.event_tail import EventFeed, EventTail
-from deltawire.rl.probes.watch import ProbeFigures, figures_of, read_probes
-from deltawire.rl.supervisor import (
-    COMMAND,
-    ChildError,
-    Supervisor,
-    Verdict,
-    attested,
-    last_status,
-    wait_for_workers,
-)
+from deltawire.reward_monitor.watch import ProbeFigures, figures_of, read_probes
+from deltawire.rl.evaluate.attestation import Verdict, attested, last_status, wait_for_workers
+from deltawire.rl.evaluate.audit import audit_consumption
+from deltawire.runtime.event_tail import EventFeed, EventTail
+from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync.chain import read_run
+from deltawire.sync.chain.objects import read_run
 
 try:
     import fcntl

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from deltawire.cli.transfer import bars
-from deltawire.engines.snapshots import export_snapshot, import_snapshot
 from deltawire.errors import InputError
+from deltawire.export.snapshots import export_snapshot, import_snapshot
 from deltawire.store import MeteredBucket, open_bucket
 from deltawire.sync import newest_version, read_run
 

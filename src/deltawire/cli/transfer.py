@@ -18,7 +18,7 @@ from rich.progress import (
 )
 
 from deltawire.errors import InputError
-from deltawire.sync.folding import nested
+from deltawire.sync.maintain.compaction import nested
 from deltawire.wire.seal import Signer
 
 

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from deltawire.dashboard.wording import legible, sparkline
-from deltawire.rl.probes.evidence import threshold
-from deltawire.rl.probes.monitor import ALL, Example
-from deltawire.rl.probes.watch import ProbeFigures, StreamFigures
+from deltawire.reward_monitor.evidence import threshold
+from deltawire.reward_monitor.monitor import ALL, Example
+from deltawire.reward_monitor.watch import ProbeFigures, StreamFigures
 
 _BARS = 16
 LIVE_ROWS = 5

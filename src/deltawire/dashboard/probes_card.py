@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from deltawire.dashboard.probes import family_of, mean, place_of, worst_first
 from deltawire.dashboard.wording import legible
-from deltawire.rl.probes.monitor import Example, Point
-from deltawire.rl.probes.watch import ProbeFigures, StreamFigures
+from deltawire.reward_monitor.monitor import Example, Point
+from deltawire.reward_monitor.watch import ProbeFigures, StreamFigures
 
 MAX_ROWS = 40
 MAX_LISTED = 8

@@ -28,7 +28,7 @@ from deltawire.dashboard.wording import (
     percent,
     smaller,
 )
-from deltawire.rl.mix import PolicyCost
+from deltawire.rl.control.drop_bias import PolicyCost
 
 _STYLE = Path(__file__).with_name("report.css")
 

@@ -32,7 +32,7 @@ from deltawire.events import (
     Swapped,
     WarmStep,
 )
-from deltawire.rl.probes.watch import ProbeFigures
+from deltawire.reward_monitor.watch import ProbeFigures
 
 Window = tuple[float, float]
 

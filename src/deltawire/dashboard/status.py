@@ -17,14 +17,14 @@ from typing import Literal, TypeVar
 import msgspec
 
 from deltawire.config import FaultsConfig, RunConfig, parse_config
-from deltawire.dashboard.recent_events import RecentEvents
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.errors import CorruptError, InputError
 from deltawire.events import Generated, Life, Parity, Published, Role, Step
-from deltawire.rl.desk import read_trainer
-from deltawire.rl.probes.monitor import ProbeState
-from deltawire.rl.probes.watch import apart, excesses, flagged_in, read_probes
-from deltawire.rl.roster import Roster
+from deltawire.reward_monitor.monitor import ProbeState
+from deltawire.reward_monitor.watch import apart, excesses, flagged_in, read_probes
+from deltawire.runtime.event_window import RecentEvents
+from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.object_cache import Roster
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_run
 from deltawire.wire import keys

@@ -11,9 +11,9 @@ from typing import Literal
 import msgspec
 
 from deltawire.dashboard.state import RunState
-from deltawire.rl.audit import Consumption
-from deltawire.rl.mix import PolicyCost, cost_of
-from deltawire.rl.probes.watch import ProbeFigures
+from deltawire.reward_monitor.watch import ProbeFigures
+from deltawire.rl.control.drop_bias import PolicyCost, cost_of
+from deltawire.rl.evaluate.audit import Consumption
 
 
 class WorkerVerdict(msgspec.Struct, frozen=True, kw_only=True):

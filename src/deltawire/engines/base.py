@@ -87,7 +87,7 @@ class Sampler(Protocol):
 
 class Weights(Protocol):
     """The weights being served, at one version, patched in place between two calls of
-    `Sampler.advance`; `deltawire.engines.live.LiveWeights` is one."""
+    `Sampler.advance`; `deltawire.placement.live.LiveWeights` is one."""
 
     @property
     def version(self) -> int:

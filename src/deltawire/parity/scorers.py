@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from deltawire.engines.base import Sampling
-from deltawire.engines.models import serve_as
 from deltawire.engines.routers import Routers
 from deltawire.engines.transformers import TransformersEngine
 from deltawire.errors import InputError
-from deltawire.parity.replay import RouteReplay
+from deltawire.export.models import serve_as
+from deltawire.parity.router_replay import RouteReplay
 
 Precision = Literal["float32", "bfloat16"]
 Passes = Literal["whole", "decode"]

@@ -22,8 +22,8 @@ from typing import Literal
 
 from blake3 import blake3
 
-from deltawire.engines.snapshots import snapshot_identity, snapshot_version
 from deltawire.errors import BugError, DeltawireError, InputError, ResyncError, RetryError
+from deltawire.export.snapshots import snapshot_identity, snapshot_version
 from deltawire.serving.contract import (
     CacheReset,
     FleetState,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
-from deltawire.sync.chain import with_retries
+from deltawire.sync.chain.objects import with_retries
 from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.manifest import Index

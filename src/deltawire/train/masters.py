@@ -13,13 +13,13 @@ from torch import Tensor
 
 from deltawire import codec
 from deltawire.config import TrainConfig
-from deltawire.engines.live import (
+from deltawire.errors import CorruptError
+from deltawire.placement.published import (
     published_bits,
     published_specs,
     published_tensors,
     saved_buffers,
 )
-from deltawire.errors import CorruptError
 
 
 class MasterWeights:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from deltawire.parity.replay import RouteReplay
+from deltawire.parity.router_replay import RouteReplay
 from deltawire.train.batch import TokenBatch
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from deltawire.config import RunConfig
 from deltawire.parity import Parity, ParityMeter
-from deltawire.parity.replay import replay_of
-from deltawire.rl.loss import ADVANTAGES, PolicyLoss, Totals, policy_loss
+from deltawire.parity.router_replay import replay_of
 from deltawire.train.batch import TokenBatch, collate
+from deltawire.train.loss import ADVANTAGES, PolicyLoss, Totals, policy_loss
 from deltawire.train.masters import MasterWeights
 from deltawire.train.policy import token_logprobs
 from deltawire.wire.rollouts import Group

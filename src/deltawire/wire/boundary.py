@@ -18,7 +18,7 @@ MAX_SWEEP_BLOBS = 1 << 12
 MAX_SWEEP_BYTES = 1 << 19
 
 
-class Boundary(msgspec.Struct, frozen=True, kw_only=True):
+class RetentionFloor(msgspec.Struct, frozen=True, kw_only=True):
     """Every version below ``version`` is closed: no publisher may commit it, and retention may
     take it. Boundaries are only ever created, and the highest one counts."""
 
@@ -27,7 +27,7 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True):
     version: Index
 
 
-class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+class DeletionIntent(msgspec.Struct, frozen=True, kw_only=True):
     """The blobs that retention is about to delete, by hash. Never signed: it orders nothing, it
     makes writers look once more."""
 
@@ -51,9 +51,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     anchor: Payload | None = None
 
 
-def decode_sweep(data: bytes, *, table: Run, run: str, key: str) -> Sweep:
+def decode_sweep(data: bytes, *, table: Run, run: str, key: str) -> DeletionIntent:
     """Parse a sweep; raises `CorruptError`."""
-    sweep = unseal(data, Sweep, run=run, key=key)
+    sweep = unseal(data, DeletionIntent, run=run, key=key)
     if sweep.format != FORMAT or sweep.run != table.id:
         raise CorruptError("a sweep of something else", run=run, key=key)
     return sweep

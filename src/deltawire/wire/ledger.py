@@ -50,7 +50,7 @@ class Ledger(msgspec.Struct):
         )
 
 
-class Annex(msgspec.Struct, frozen=True, kw_only=True):
+class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a version's manifest says of the loop: the groups it consumed and dropped, each as
     (worker, sequence), in the order of training. Committed by the manifest itself, so that a
     group is consumed exactly if the version exists.
@@ -67,7 +67,7 @@ class Annex(msgspec.Struct, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any], *, run: str, version: int) -> Annex:
+    def of(cls, plain: Mapping[str, Any], *, run: str, version: int) -> CommitMetadata:
         """A manifest's annex, checked; raises `CorruptError`."""
         key = keys.manifest(version)
         try:

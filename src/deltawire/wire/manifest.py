@@ -102,7 +102,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     annex: dict[str, Any] = {}
 
 
-class Fold(msgspec.Struct, frozen=True, kw_only=True):
+class CompactedDelta(msgspec.Struct, frozen=True, kw_only=True):
     """A way to ``version`` that is no commit: from an earlier ``base`` in one stride, or, without
     a base, an anchor that was made later than its version."""
 
@@ -125,15 +125,15 @@ def encode_manifest(manifest: Manifest, *, signer: Signer | None = None) -> byte
     return seal(manifest, key=keys.manifest(manifest.version), signer=signer)
 
 
-def encode_fold(fold: Fold, *, signer: Signer | None = None) -> bytes:
+def encode_fold(fold: CompactedDelta, *, signer: Signer | None = None) -> bytes:
     """The object at the fold's key."""
     return seal(fold, key=keys.fold(fold.base, fold.version), signer=signer)
 
 
-def too_large(value: Manifest | Fold, data: bytes) -> str:
+def too_large(value: Manifest | CompactedDelta, data: bytes) -> str:
     """Which limit of readers ``value``, sealed in ``data``, exceeds, in a few words; empty if none.
     Of what nobody could read, nothing may be committed."""
-    payloads = [value.payload] if isinstance(value, Fold) else [value.delta, value.anchor]
+    payloads = [value.payload] if isinstance(value, CompactedDelta) else [value.delta, value.anchor]
     for payload in payloads:
         if payload is not None and len(payload.pieces) > MAX_PIECES:
             return f"{len(payload.pieces)} pieces, the most is {MAX_PIECES}"
@@ -163,9 +163,9 @@ def decode_manifest(data: bytes, *, version: int, table: Run, run: str, key: str
 
 def decode_fold(
     data: bytes, *, base: int | None, version: int, table: Run, run: str, key: str
-) -> Fold:
+) -> CompactedDelta:
     """Parse a fold and check it as a manifest is checked; raises `CorruptError`."""
-    fold = unseal(data, Fold, run=run, key=key)
+    fold = unseal(data, CompactedDelta, run=run, key=key)
     fault = _identity_fault(fold, version, table)
     if not fault and fold.base != base:
         fault = f"it says base {fold.base}"
@@ -178,7 +178,7 @@ def decode_fold(
     return fold
 
 
-def _identity_fault(value: Manifest | Fold, version: int, table: Run) -> str:
+def _identity_fault(value: Manifest | CompactedDelta, version: int, table: Run) -> str:
     if value.format != FORMAT:
         return f"format {value.format}; this deltawire reads format {FORMAT}"
     if value.run != table.id:

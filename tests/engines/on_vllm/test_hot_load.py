@@ -13,7 +13,7 @@ from engine import prompts
 from shapes import Trainer, build
 from test_served_over_http import Server
 
-from deltawire.engines.snapshots import snapshot_identity
+from deltawire.export.snapshots import snapshot_identity
 from deltawire.store import open_bucket
 from deltawire.sync import read_run
 

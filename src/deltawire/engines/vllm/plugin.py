@@ -20,10 +20,10 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from deltawire.engines.vllm import plain
+        from deltawire.engines.vllm import unpacked_cpu_kernels
 
-        plain.keep_plain()
-    from deltawire.engines.vllm import conductor, remade
+        unpacked_cpu_kernels.keep_plain()
+    from deltawire.engines.vllm import postprocess_check, swap_controller
 
-    remade.watch()
-    conductor.hook()
+    postprocess_check.watch()
+    swap_controller.hook()

@@ -26,21 +26,21 @@ import torch
 
 from deltawire import codec
 from deltawire.codec import Digest
-from deltawire.engines.placed import PlacedWeights, Prepared
-from deltawire.engines.placement import Placement, ownership, probe
-from deltawire.engines.steps import step_to
 from deltawire.engines.vllm.peers import Peers
+from deltawire.engines.vllm.postprocess_check import remade
 from deltawire.engines.vllm.refusals import (
     refuse_remade,
     refuse_stale_products,
     refuse_unreached,
 )
-from deltawire.engines.vllm.remade import remade
 from deltawire.engines.vllm.settings import Settings
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
+from deltawire.placement.placed import PlacedWeights, Prepared
+from deltawire.placement.placement import Placement, ownership, probe
+from deltawire.placement.steps import step_to
 from deltawire.store import open_bucket
 from deltawire.sync import Mirror, Subscriber, Update, load_mirror, newest_version, read_run
-from deltawire.sync.chain import with_retries
+from deltawire.sync.chain.objects import with_retries
 from deltawire.wire.run import Run
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from deltawire.engines.placement import Placement
 from deltawire.errors import InputError
+from deltawire.placement.placement import Placement
 
 ABSORBED = frozenset({"W_UK_T", "W_UV", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "W_V", "W_V_scale"})
 """What vLLM's latent attention makes of ``kv_b_proj`` once that is loaded: views of it, or under

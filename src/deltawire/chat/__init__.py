@@ -1,0 +1,1 @@
+"""Chat templates, tool calls and the OpenAI-compatible endpoint of one worker."""

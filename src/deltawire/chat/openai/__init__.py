@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint: requests, answers, streaming, and recorded conversations."""

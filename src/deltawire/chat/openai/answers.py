@@ -1,0 +1,166 @@
+"""An answer's choices in OpenAI's forms: as one object, or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from deltawire.chat.messages import Message
+from deltawire.chat.openai.chat import ChatRequest, spell_calls
+from deltawire.chat.openai.stops import Heard, safe
+from deltawire.chat.text import Text
+from deltawire.engines.base import Completion
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice: the tokens that are kept, and how the client is told them. ``kept``, if it is
+    told only what stands before a stop string, is all that the tokens say."""
+
+    completion: Completion
+    reply: Message
+    kept: str | None = None
+
+    @property
+    def finish(self) -> str:
+        """Why it ended, as clients know it."""
+        return "tool_calls" if self.reply.calls else self.completion.finish
+
+
+class Form:
+    """The shape of one answer."""
+
+    def __init__(self, asked: ChatRequest, number: int, model: str, prompt_tokens: int) -> None:
+        self.asked = asked
+        self.chat = bool(asked.messages)
+        self.kind = "chat.completion" if self.chat else "text_completion"
+        self._prompt_tokens = prompt_tokens
+        self._head = {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{number}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, choices: Sequence[Choice], text: Text) -> dict[str, Any]:
+        """The answer as one object."""
+        rows = [self._row(index, choice, text) for index, choice in enumerate(choices)]
+        return self.envelope(self.kind, rows, choices) | {"usage": self.usage(choices)}
+
+    def envelope(
+        self, kind: str, rows: list[dict[str, Any]], choices: Sequence[Choice] = ()
+    ) -> dict[str, Any]:
+        """What stands around every object; the fingerprint names the newest version that drew."""
+        body = {**self._head, "object": kind, "choices": rows}
+        versions = [c.completion.versions[-1] for c in choices if c.completion.versions]
+        if versions:
+            body["system_fingerprint"] = f"version-{max(versions)}"
+        return body
+
+    def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+        """Tokens read and drawn; the prompt counts once."""
+        drawn = sum(len(choice.completion.tokens) for choice in choices)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": drawn,
+            "total_tokens": self._prompt_tokens + drawn,
+        }
+
+    def _row(self, index: int, choice: Choice, text: Text) -> dict[str, Any]:
+        row: dict[str, Any] = {"index": index, "finish_reason": choice.finish}
+        if self.chat:
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": choice.reply.content or None,
+            }
+            if choice.reply.calls:
+                message["tool_calls"] = spell_calls(choice.reply.calls)
+            row["message"] = message
+        else:
+            row["text"] = choice.reply.content
+        if self.asked.logprobs:
+            row["logprobs"] = self._logprobs(choice.completion, text)
+        return row
+
+    def _logprobs(self, completion: Completion, text: Text) -> dict[str, Any]:
+        tokens = [text.decode([token]) for token in completion.tokens]
+        if not self.chat:
+            return {"tokens": tokens, "token_logprobs": completion.logprobs}
+        rows = zip(tokens, completion.logprobs, strict=True)
+        return {
+            "content": [
+                {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+                for token, logprob in rows
+            ]
+        }
+
+
+class Stream:
+    """An answer as server-sent events, its choices as they come.
+
+    Where calls are told apart, all is held back until the end, since a call begins like any text;
+    where there are stop strings, so is whatever one of them may begin with.
+    """
+
+    def __init__(self, request: web.Request, form: Form, text: Text) -> None:
+        self.held_back = form.asked.calls
+        self._form = form
+        self._request = request
+        self._response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        count = form.asked.choices
+        self._heard = [Heard(text) for _ in range(count)]
+        self._said = [""] * count
+        self._sent = [0] * count
+        self._kind = "chat.completion.chunk" if form.chat else "text_completion"
+
+    async def begin(self) -> None:
+        """The head, and the start of each message."""
+        await self._response.prepare(self._request)
+        if self._form.chat:
+            for index in range(len(self._said)):
+                await self._delta(index, {"role": "assistant", "content": ""})
+
+    async def token(self, index: int, token: int) -> None:
+        """A choice has one more token."""
+        self._said[index] += self._heard[index].add(token)
+        await self._say(index, safe(self._said[index], self._form.asked.stops))
+
+    async def end(self, choices: Sequence[Choice]) -> web.StreamResponse:
+        """What was held back, and why each choice ended."""
+        for index, choice in enumerate(choices):
+            if choice.reply.content.startswith(self._said[index][: self._sent[index]]):
+                await self._say(index, choice.reply.content)
+            if choice.reply.calls:
+                rows = enumerate(spell_calls(choice.reply.calls))
+                await self._delta(index, {"tool_calls": [{"index": i, **call} for i, call in rows]})
+            await self._delta(index, {}, finish=choice.finish)
+        if self._form.asked.usage:
+            body = self._form.envelope(self._kind, [], choices)
+            await self._write(body | {"usage": self._form.usage(choices)})
+        await self._response.write(b"data: [DONE]\n\n")
+        await self._response.write_eof()
+        return self._response
+
+    async def _say(self, index: int, whole: str) -> None:
+        """Send what is new of a choice's text."""
+        new = whole[self._sent[index] :]
+        if new:
+            self._sent[index] += len(new)
+            await self._delta(index, {"content": new})
+
+    async def _delta(self, index: int, delta: dict[str, Any], finish: str | None = None) -> None:
+        row: dict[str, Any] = {"index": index, "finish_reason": finish}
+        if self._form.chat:
+            row["delta"] = delta
+        else:
+            row["text"] = delta.get("content", "")
+        await self._write(self._form.envelope(self._kind, [row]))
+
+    async def _write(self, body: dict[str, Any]) -> None:
+        await self._response.write(f"data: {json.dumps(body)}\n\n".encode())

@@ -1,0 +1,227 @@
+"""What OpenAI's endpoints ask and answer, as far as an engine here can serve it.
+
+Whatever would change which tokens are drawn, and cannot be honoured, is refused rather than
+overlooked: a ``response_format`` other than text would need a grammar, and log-probabilities under
+it. Temperature and the like are the server's to decide; see `deltawire.chat.openai.endpoint`.
+
+``tool_choice``: with ``auto`` the model does as it likes; with ``none`` what it writes is told as
+text; ``required``, or a named tool, begins its answer with the beginning of a call, which is no
+part of what it drew. The tools stay in the prompt whatever the choice, so that a conversation goes
+on behind the very tokens that were drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.chat.messages import Message, Tool, ToolCall
+from deltawire.errors import InputError
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 256
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+
+_Name = Annotated[str, Meta(max_length=256)]
+
+
+class _Function(msgspec.Struct):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    arguments: str = "{}"
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+    type: str = "function"
+    id: _Name = ""
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | Annotated[list[_Part], Meta(max_length=MAX_MESSAGES)] | None = None
+    name: _Name | None = None
+    tool_call_id: _Name | None = None
+    tool_calls: Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+_Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class _Request(msgspec.Struct, kw_only=True):
+    model: _Name = ""
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    stream: bool | None = False
+    stream_options: _StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = 1
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
+    response_format: dict[str, Any] | None = None
+    echo: bool | None = False
+
+
+class _ChatRequest(_Request, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Any = None
+    logprobs: bool | None = False
+
+
+class _CompletionRequest(_Request, kw_only=True):
+    prompt: str | list[int | str | list[int]]
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request as it was understood. For completions ``prompt`` is set and ``messages`` empty.
+
+    ``calls`` says whether calls are told apart from text; ``forced`` that the answer begins with
+    one, of the tool ``forced``, or of any if that is empty.
+    """
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    prompt: str | tuple[int, ...] = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    stream: bool = False
+    usage: bool = False
+    logprobs: bool = False
+    choices: int = 1
+    stops: tuple[str, ...] = ()
+    calls: bool = False
+    forced: str | None = None
+
+
+def read_chat(data: bytes) -> ChatRequest:
+    """Parse ``POST /v1/chat/completions``; raises `InputError`."""
+    raw = _decode(data, _ChatRequest)
+    tools = tuple(map(_tool, raw.tools or ()))
+    return ChatRequest(
+        messages=tuple(map(_message, raw.messages)),
+        tools=tools,
+        calls=bool(tools) and raw.tool_choice != "none",
+        forced=_forced(raw.tool_choice, tools),
+        logprobs=bool(raw.logprobs),
+        **_shared(raw),
+    )
+
+
+def read_completion(data: bytes) -> ChatRequest:
+    """Parse ``POST /v1/completions``; raises `InputError`."""
+    raw = _decode(data, _CompletionRequest)
+    prompt: Any = raw.prompt
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise InputError("one prompt a request")
+        prompt = prompt[0]
+    if raw.echo:
+        raise InputError("echo is not served here")
+    if isinstance(prompt, list):
+        if not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in prompt):
+            raise InputError("the prompt is no list of tokens")
+        prompt = tuple(prompt)
+    if not prompt:
+        raise InputError("the prompt is empty")
+    return ChatRequest(prompt=prompt, logprobs=raw.logprobs is not None, **_shared(raw))
+
+
+def _shared(raw: _Request) -> dict[str, Any]:
+    if raw.response_format and raw.response_format.get("type") != "text":
+        raise InputError(
+            "response_format can only be text here: nothing holds the model to a grammar",
+            hint="say in the prompt what form the answer should have",
+        )
+    stops = [raw.stop] if isinstance(raw.stop, str) else raw.stop or []
+    return {
+        "choices": raw.n or 1,
+        "stops": tuple(stops),
+        "max_tokens": raw.max_completion_tokens or raw.max_tokens,
+        "temperature": raw.temperature,
+        "stream": bool(raw.stream),
+        "usage": bool(raw.stream_options and raw.stream_options.include_usage),
+    }
+
+
+def _decode(data: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InputError(f"the request is not understood: {error}"[:500]) from error
+
+
+def _forced(choice: Any, tools: Sequence[Tool]) -> str | None:
+    """The tool that must be called, empty for any; None if none must be."""
+    if choice in (None, "auto", "none"):
+        return None
+    if not tools:
+        raise InputError("tool_choice asks for a call, and no tools are offered")
+    if choice == "required":
+        return ""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice.get("type") != "function":
+        raise InputError("tool_choice can be auto, none, required or a function's name here")
+    if name not in {tool.name for tool in tools}:
+        raise InputError(f"tool_choice names {name[:64]!r}, which is not among the tools")
+    return name
+
+
+def _tool(raw: _Tool) -> Tool:
+    function = raw.function
+    empty = {"type": "object", "properties": {}}
+    return Tool(function.name, function.description or "", function.parameters or empty)
+
+
+def _message(raw: _Message) -> Message:
+    content = raw.content or ""
+    if not isinstance(content, str):
+        if odd := [part.type for part in content if part.type != "text"]:
+            raise InputError(f"content of type {odd[0][:40]} is not served here")
+        content = "".join(part.text for part in content)
+    role = "system" if raw.role == "developer" else raw.role
+    if role not in ("system", "user", "assistant", "tool"):
+        raise InputError(f"there is no role {raw.role[:40]!r}")
+    calls = tuple(_call(call) for call in raw.tool_calls or ())
+    return Message(role, content, raw.name or "", raw.tool_call_id or "", calls)  # type: ignore[arg-type]
+
+
+def _call(raw: _Tool) -> ToolCall:
+    try:
+        arguments = json.loads(raw.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"arguments of a call of {raw.function.name} are no JSON") from error
+    if not isinstance(arguments, dict):
+        raise InputError(f"arguments of a call of {raw.function.name} are no object")
+    return ToolCall(raw.function.name, arguments, raw.id)
+
+
+def spell_calls(calls: tuple[ToolCall, ...]) -> list[dict[str, Any]]:
+    """Calls as an answer holds them."""
+    return [
+        {
+            "id": call.identity,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+        }
+        for call in calls
+    ]

@@ -1,0 +1,266 @@
+"""An OpenAI-compatible endpoint over any `Sampler`.
+
+::
+
+    POST /v1/chat/completions     tools, n, stop, streaming, logprobs
+    POST /v1/completions          of a text, or of token ids
+    GET  /v1/models
+
+Requests wait for the engine in the same event loop; whoever runs this must drive the engine
+(`Sampler.advance`). A client that hangs up cancels its request. Everything wants the bearer token.
+
+With a recording, all that is drawn is kept, and the run's own temperature is used whatever the
+client asks for: a policy is trained on what it draws, as it draws it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from aiohttp import web
+
+from deltawire.chat.messages import Message, shorten
+from deltawire.chat.openai.answers import Choice, Form, Stream
+from deltawire.chat.openai.chat import ChatRequest, read_chat, read_completion
+from deltawire.chat.openai.recording import Prompt, Recording
+from deltawire.chat.openai.stops import StopWatch, cut
+from deltawire.chat.text import Text
+from deltawire.engines.base import Completion, OnToken, Sampler, Sampling
+from deltawire.errors import DeltawireError, InputError
+
+MAX_BODY_BYTES = 16 << 20
+
+
+@dataclass
+class Policy:
+    """How requests are sampled and bounded.
+
+    ``temperature`` None leaves it to the client. ``capacity`` bounds prompt and answer together;
+    ``turns`` the answers that one recording may hold; ``characters`` those of a message that the
+    model gets to read.
+    """
+
+    max_tokens: int
+    capacity: int
+    temperature: float | None = None
+    turns: int = 1_000_000
+    characters: int = 1_000_000
+    model: str = "policy"
+
+
+class Endpoint:
+    """One session's endpoint. ``refused`` says why the last request was not answered, if it was
+    for want of room (``context``) or of turns (``turns``)."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        text: Text,
+        policy: Policy,
+        *,
+        token: str,
+        recording: Recording | None = None,
+    ) -> None:
+        if not token:
+            raise InputError("a server needs a token")
+        self.refused = ""
+        self._sampler = sampler
+        self._text = text
+        self._policy = policy
+        self._token = f"Bearer {token}".encode()
+        self._recording = recording
+        self._drawing = 0
+        self._requests = itertools.count(1)
+        self._turns = itertools.count()
+
+    def app(self) -> web.Application:
+        """The application; serve it with ``handler_cancellation`` on."""
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        return app
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._token):
+            return _error(401, "a bearer token is needed, and this is not it", "invalid_api_key")
+        try:
+            return await handler(request)
+        except _RefusedError as error:
+            self.refused = error.why
+            return _error(400, str(error), error.code)
+        except InputError as error:
+            return _error(400, str(error), "invalid_request")
+        except DeltawireError as error:
+            return _error(500, str(error), "server_error")
+        except web.HTTPException as error:
+            return _error(error.status, error.reason, "invalid_request")
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        del request
+        model = {"id": self._policy.model, "object": "model", "created": 0, "owned_by": "deltawire"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, read_chat(await request.read()))
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, read_completion(await request.read()))
+
+    async def _answer(self, request: web.Request, asked: ChatRequest) -> web.StreamResponse:
+        recording = self._recording or Recording(self._text)
+        # What is being drawn will be an answer too, whoever asks meanwhile.
+        if recording.turns + self._drawing + asked.choices > self._policy.turns:
+            raise _RefusedError("the episode has had its turns", "turn_limit_exceeded", "turns")
+        short = [shorten(message, self._policy.characters) for message in asked.messages]
+        asked = replace(asked, messages=tuple(short))
+        prompt, lead = self._prompt(asked, recording)
+        sampling = self._sampling(asked, len(prompt.tokens))
+        form = Form(asked, next(self._requests), self._policy.model, len(prompt.tokens))
+        stream = Stream(request, form, self._text) if asked.stream else None
+        self._drawing += asked.choices
+        try:
+            if stream is not None:
+                await stream.begin()
+            drawn = await self._draw(prompt.tokens, sampling, asked, stream)
+            choices = [self._choice(asked, lead, completion) for completion in drawn]
+            for choice in choices:
+                recording.add(asked, prompt, choice.completion, choice.reply, kept=choice.kept)
+        finally:
+            self._drawing -= asked.choices
+        if stream is not None:
+            return await stream.end(choices)
+        return web.json_response(form.whole(choices, self._text))
+
+    def _prompt(self, asked: ChatRequest, recording: Recording) -> tuple[Prompt, str]:
+        """What the answer is drawn behind, and the text of a call's beginning at its end."""
+        prompt = recording.prompt(asked)
+        if asked.forced is None:
+            return prompt, ""
+        lead, tokens = self._text.opening(asked.forced or None)
+        return (
+            Prompt([*prompt.tokens, *tokens], [*prompt.between, *tokens], prompt.before),
+            lead,
+        )
+
+    def _choice(self, asked: ChatRequest, lead: str, completion: Completion) -> Choice:
+        """What was drawn, up to a stop string, and how the client is told it: calls apart, if it
+        offered tools."""
+        found = cut(self._text, completion.tokens, asked.stops)
+        if found is not None:
+            count = found.tokens
+            completion = Completion(
+                completion.tokens[:count],
+                completion.logprobs[:count],
+                completion.versions[:count],
+                "stop",
+            )
+        said = lead + (self._text.decode(completion.tokens) if found is None else found.said)
+        kept = None if found is None else lead + found.kept
+        if not asked.calls:
+            return Choice(completion, Message("assistant", said), kept)
+        written = self._text.read_calls(said, turn=next(self._turns))
+        content = "\n".join(part for part in (written.content, *written.broken) if part)
+        return Choice(completion, Message("assistant", content, calls=written.calls), kept)
+
+    def _sampling(self, asked: ChatRequest, length: int) -> Sampling:
+        policy = self._policy
+        room = min(policy.capacity, self._sampler.capacity) - length
+        if room < 1:
+            raise _RefusedError(
+                f"the conversation has {length} tokens; this model's context length is "
+                f"{policy.capacity}",
+                "context_length_exceeded",
+                "context",
+            )
+        wanted = min(asked.max_tokens or policy.max_tokens, policy.max_tokens)
+        temperature = policy.temperature
+        if temperature is None:
+            temperature = 1.0 if asked.temperature is None else asked.temperature
+        return Sampling(min(wanted, room), temperature)
+
+    async def _draw(
+        self, tokens: list[int], sampling: Sampling, asked: ChatRequest, stream: Stream | None
+    ) -> list[Completion]:
+        """Every choice, drawn side by side; a stream hears of their tokens as they come."""
+        told: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        live = None if stream is None or stream.held_back else stream
+        tasks = [
+            asyncio.create_task(
+                self._sampler.generate(
+                    tokens,
+                    sampling,
+                    on_token=self._listener(index, asked.stops, told if live else None),
+                )
+            )
+            for index in range(asked.choices)
+        ]
+        together = asyncio.gather(*tasks)
+        try:
+            while live is not None and not (together.done() and told.empty()):
+                next_token = asyncio.ensure_future(told.get())
+                either: set[asyncio.Future[Any]] = {together, next_token}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if next_token.done():
+                    await live.token(*next_token.result())
+                else:
+                    next_token.cancel()
+            return await together
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _listener(
+        self, index: int, stops: Sequence[str], told: asyncio.Queue[tuple[int, int]] | None
+    ) -> OnToken | None:
+        """What hears of a choice's tokens, and says when there are enough."""
+        if told is None and not stops:
+            return None
+        watch = StopWatch(self._text, stops) if stops else None
+
+        def listen(token: int) -> bool:
+            if told is not None:
+                told.put_nowait((index, token))
+            return watch is not None and watch.add(token)
+
+        return listen
+
+
+class _RefusedError(Exception):
+    """A request that finds no room."""
+
+    def __init__(self, message: str, code: str, why: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.why = why
+
+
+def _error(status: int, message: str, code: str) -> web.Response:
+    body = {"error": {"message": message, "type": "invalid_request_error", "code": code}}
+    return web.json_response(body, status=status)
+
+
+@asynccontextmanager
+async def listening(endpoint: Endpoint) -> AsyncIterator[str]:
+    """Serve an endpoint on a free port of this machine alone; gives its base URL."""
+    runner = web.AppRunner(
+        endpoint.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,211 @@
+"""What was said and drawn in one session, so that a client's conversation becomes trajectories.
+
+A client sends the whole conversation each time, as text. If it continues one that was answered
+here, the tokens of that answer, as they were drawn, begin the next prompt, and only what is new is
+encoded. Answers so form a tree::
+
+    prompt ─▶ answer 0 ─▶ answer 1 ─▶ answer 3        one segment: 0, 1, 3
+                     └──▶ answer 2                    another, behind the tokens up to answer 0
+
+Every answer belongs to one segment exactly; the first that continues another goes on with its
+segment. A conversation that was changed on the way (summarised, edited) continues nothing, and
+begins a tree of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from deltawire.chat.messages import Message, Tool
+from deltawire.chat.openai.chat import ChatRequest
+from deltawire.chat.text import Text
+from deltawire.engines.base import Completion
+
+_Key = tuple[object, ...]
+
+
+@dataclass
+class Answer:
+    """One answer: the tokens between the one that it continues and its own, and its own."""
+
+    before: Answer | None
+    between: list[int]
+    completion: Completion
+    keys: tuple[_Key, ...] = ()
+    continued: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything from the prompt to the end of this answer."""
+        parts: list[list[int]] = []
+        answer: Answer | None = self
+        while answer is not None:
+            parts += [answer.completion.tokens, answer.between]
+            answer = answer.before
+        return [token for part in reversed(parts) for token in part]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a request is answered behind: ``tokens`` in all, of which those ``between`` are new."""
+
+    tokens: list[int]
+    between: list[int]
+    before: Answer | None
+
+
+@dataclass
+class Segment:
+    """A stretch of conversation: a prompt, and behind it what was drawn (``mask`` 1) and what
+    others said (0)."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    turns: int = 0
+    finish: str = ""
+
+
+class Recording:
+    """The answers of one session."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._answers: list[Answer] = []
+        self._known: dict[_Key, Answer] = {}
+
+    @property
+    def turns(self) -> int:
+        """How many answers there are."""
+        return len(self._answers)
+
+    def prompt(self, request: ChatRequest) -> Prompt:
+        """The tokens for a request. Raises `InputError` if the chat template refuses it."""
+        if request.messages:
+            return self._chat_prompt(request)
+        if isinstance(request.prompt, str):
+            return self._text_prompt(request.prompt)
+        return self._token_prompt(list(request.prompt))
+
+    def add(
+        self,
+        request: ChatRequest,
+        prompt: Prompt,
+        completion: Completion,
+        reply: Message,
+        *,
+        kept: str | None = None,
+    ) -> None:
+        """Take an answer up. ``reply`` is how the client was told it; ``kept``, if it was told only
+        what stands before a stop string, is all that the tokens say.
+
+        A client that goes on behind such a text with the string in its own words means the very
+        tokens; one that does without it means others. In a conversation a turn that ended so is
+        the turn that it was, as is one with a token that ends sequences.
+        """
+        answer = Answer(prompt.before, prompt.between, completion)
+        if request.messages:
+            told = [reply] if kept is None else [reply, Message("assistant", kept)]
+            for message in told:
+                self._known[_chat_key(request.tools, [*request.messages, message])] = answer
+        elif isinstance(request.prompt, str) and (completion.finish != "stop" or kept is not None):
+            # Behind a token that ends sequences no client means to continue a text.
+            said = reply.content if kept is None else kept
+            self._known["text", request.prompt + said] = answer
+        self._answers.append(answer)
+
+    def segments(self) -> list[Segment]:
+        """The answers as segments, each answer once, in order of their first answers."""
+        segments: list[Segment] = []
+        place: dict[int, Segment] = {}
+        for answer in self._answers:
+            before = answer.before
+            if before is not None and not before.continued:
+                before.continued = True
+                segment = place[id(before)]
+                _others(segment, answer.between)
+            else:
+                prompt = [] if before is None else before.tokens
+                segment = Segment([*prompt, *answer.between])
+                segments.append(segment)
+            _drawn(segment, answer.completion)
+            place[id(answer)] = segment
+        for answer in self._answers:
+            answer.continued = False
+        return segments
+
+    def _chat_prompt(self, request: ChatRequest) -> Prompt:
+        messages = list(request.messages)
+        for count in range(len(messages) - 1, 0, -1):
+            if messages[count - 1].role != "assistant":
+                continue
+            before = self._known.get(_chat_key(request.tools, messages[:count]))
+            if before is not None:
+                so_far = before.tokens
+                between = self._text.bridge(messages[count:], after=so_far)
+                return Prompt([*so_far, *between], between, before)
+        tokens = self._text.prompt(messages, request.tools)
+        return Prompt(tokens, tokens, None)
+
+    def _text_prompt(self, prompt: str) -> Prompt:
+        texts = [key[1] for key in self._known if key[0] == "text"]
+        longest = max(
+            (text for text in texts if isinstance(text, str) and prompt.startswith(text)),
+            key=len,
+            default=None,
+        )
+        if longest is None or longest == prompt:
+            tokens = self._text.plain(prompt)
+            return Prompt(tokens, tokens, None)
+        before = self._known["text", longest]
+        between = self._text.plain(prompt[len(longest) :])
+        return Prompt([*before.tokens, *between], between, before)
+
+    def _token_prompt(self, tokens: list[int]) -> Prompt:
+        best: Answer | None = None
+        length = 0
+        for answer in self._answers:
+            so_far = answer.tokens
+            if length < len(so_far) < len(tokens) and tokens[: len(so_far)] == so_far:
+                best, length = answer, len(so_far)
+        return Prompt(tokens, tokens[length:], best)
+
+
+def _chat_key(tools: Sequence[Tool], messages: Sequence[Message]) -> _Key:
+    """Equal for conversations that differ in nothing that was said. Clients drop white space at
+    the ends of an answer, and write arguments their own way."""
+    schemas = json.dumps([tool.schema for tool in tools], sort_keys=True)
+    rows = [
+        (
+            message.role,
+            message.content.strip() if message.role == "assistant" else message.content,
+            message.name if message.role != "tool" else "",
+            message.call,
+            tuple(
+                (call.name, json.dumps(dict(call.arguments), sort_keys=True))
+                for call in message.calls
+            ),
+        )
+        for message in messages
+    ]
+    return ("chat", schemas, *rows)
+
+
+def _others(segment: Segment, tokens: list[int]) -> None:
+    segment.tokens += tokens
+    segment.logprobs += [0.0] * len(tokens)
+    segment.versions += [segment.versions[-1]] * len(tokens)
+    segment.mask += [0] * len(tokens)
+
+
+def _drawn(segment: Segment, completion: Completion) -> None:
+    segment.tokens += completion.tokens
+    segment.logprobs += completion.logprobs
+    segment.versions += completion.versions
+    segment.mask += [1] * len(completion.tokens)
+    segment.turns += 1
+    segment.finish = completion.finish

@@ -1,0 +1,420 @@
+"""In the engine's core process: which version is wanted, and the moment between two steps.
+
+Who waits for whom::
+
+    watching thread            the core's loop                       each worker
+      looks for a newer ─────▶  between two steps: prepare N ──────▶  starts a thread: fetch,
+      version; wakes the        …steps go on…                         decode, verify, stage
+      loop if it sleeps         between two steps: all staged? ◀────  says how it stands
+                                (drain: new requests wait till
+                                those that run have finished)
+                                between two steps: swap to N ──────▶  scatter, agree, commit
+                                relabel, resalt                       or put back
+                                the next step is N's
+
+The loop never waits for the bucket, and the workers agree on each swap among themselves: all of
+them hold N afterwards, or none.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal
+
+from deltawire.engines.vllm import rank
+from deltawire.engines.vllm.caching import resalt, resalt_waiting
+from deltawire.engines.vllm.refusals import refuse_configuration
+from deltawire.engines.vllm.settings import Settings, in_use, parse, settings_of
+from deltawire.errors import BugError, DeltawireError, InputError, ResyncError
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import newest_version
+from deltawire.wire import keys
+
+ASK_EVERY_S = 0.02
+"""So often the workers are asked how far preparing is."""
+
+AGAIN_AFTER_S = 1.0
+"""What failed is tried again this much later, twice as much each time, up to `AGAIN_AT_MOST_S`."""
+
+AGAIN_AT_MOST_S = 30.0
+
+TOLD_WITHIN_S = 30.0
+"""So long an engine that cannot start waits for a caller to say so to. vLLM's clients call it at
+once."""
+
+Phase = Literal["serving", "preparing", "ready"]
+
+
+def hook() -> None:
+    """Have every engine core of this process that is told to use deltawire get a conductor.
+
+    A core in a process of its own loads its plugins only while it is made, too late for a hook at
+    its end: it gets its conductor when its loop begins, before it looks at any request.
+    """
+    from vllm.v1.engine import core
+
+    core.EngineCore.__init__ = _then_attach(core.EngineCore.__init__)
+    for kind in (core.EngineCoreProc, core.DPEngineCoreProc):
+        if "run_busy_loop" in vars(kind):
+            kind.run_busy_loop = _attached_first(kind.run_busy_loop)
+
+
+def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        if not hasattr(self, "input_queue"):
+            _attach(self)
+
+    return __init__
+
+
+def _attached_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def run_busy_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            _attach(self)
+        except Exception as error:
+            _tell_first_caller(self, error)
+            raise
+        return original(self, *args, **kwargs)
+
+    return run_busy_loop
+
+
+def _tell_first_caller(core: Any, error: Exception) -> None:
+    """Answer the first call with ``error``, before the core ends of it: vLLM's client believes the
+    core started, and waits for ever for the answer of one that died."""
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, UtilityOutput
+
+    until = time.monotonic() + TOLD_WITHIN_S
+    while (left := until - time.monotonic()) > 0:
+        try:
+            kind, request = core.input_queue.get(timeout=left)
+        except queue.Empty:
+            return
+        if kind == EngineCoreRequestType.UTILITY:
+            client, call, _, _ = request
+            answer = UtilityOutput(call, failure_message=f"deltawire: {error}")
+            core.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=answer)))
+            return
+
+
+def _attach(core: Any) -> None:
+    if in_use(core.vllm_config) and not hasattr(core, "deltawire_status"):
+        SwapController(core, settings_of(core.vllm_config))
+
+
+class SwapController:
+    """Takes an engine core from version to version. ``settings`` None: until they come over
+    vLLM's own weight-transfer calls.
+
+    Raises `InputError` for parallelism that it cannot lead.
+    """
+
+    def __init__(self, core: Any, settings: Settings | None) -> None:
+        self.core = core
+        self.settings = settings
+        self.phase: Phase = "serving"
+        self.version = -1
+        self.wanted = -1
+        self.failure = ""
+        self.swaps = 0
+        self.last_swap: dict[str, Any] = {}
+        self._failures = 0
+        self._not_before = 0.0
+        self._attest_at = float("inf")
+        self._paused_as: Any = None
+        self._watch: Watch | None = None
+        refuse_configuration(core.vllm_config)
+        self._attach()
+        if settings is not None:
+            self._open(settings)
+
+    # What the core calls in its own place.
+
+    def _attach(self) -> None:
+        core = self.core
+        self._core_step: Callable[[], Any] = core.step_fn
+        self._core_add: Callable[..., None] = core.add_request
+        self._core_rpc: Callable[..., list[Any]] = core.collective_rpc
+        core.step_fn = self._step
+        core.add_request = self._add_request
+        core.collective_rpc = self._collective_rpc
+        core.deltawire_status = self.status
+        core.deltawire_want = self.want
+        core.deltawire_attest = self.attest
+        if hasattr(core, "has_work"):
+            self._core_has_work: Callable[[], bool] = core.has_work
+            core.has_work = lambda: self._core_has_work() or self._due()
+
+    def _step(self) -> Any:
+        if self._due():
+            self._advance()
+        return self._core_step()
+
+    def _add_request(self, request: Any, request_wave: int = 0) -> None:
+        resalt(request, self._epoch)
+        self._core_add(request, request_wave)
+
+    def _collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """vLLM's own calls go through here, and over HTTP those of whoever leads from outside;
+        some of them concern the whole engine and have one answer."""
+        own: dict[Any, Callable[..., dict[str, Any]]] = {
+            "deltawire_status": self.status, "deltawire_want": self.want,
+            "deltawire_attest": self.attest,
+        }  # fmt: skip
+        if method in own:
+            return [_answer(own[method], args)]
+        answers = self._core_rpc(method, timeout, args, kwargs)
+        if method == "init_weight_transfer_engine":
+            values = (kwargs or {}).get("init_info", args[0] if args else None)
+            settings = parse(values, where="init_info")
+            self.settings = settings
+            self._adopt()
+            if settings.follow:
+                self._follow(settings)
+        elif method == "finish_weight_update":
+            self._adopt()
+            self.wanted = self.version
+        return answers
+
+    # What others may ask for.
+
+    def status(self) -> dict[str, Any]:
+        """How it stands: the version served, the one wanted, what went wrong last, and each
+        rank's own word."""
+        ranks = self._ask(rank.status) if self.settings is not None else []
+        return {
+            "version": self.version,
+            "digest": ranks[0]["digest"] if ranks else "",
+            "wanted": self.wanted,
+            "phase": self.phase,
+            "failure": self.failure or (self._watch.failure if self._watch else ""),
+            "swaps": self.swaps,
+            "last_swap": self.last_swap,
+            "run": self.settings.run if self.settings else "",
+            "ranks": ranks,
+        }
+
+    def want(self, version: int | str) -> dict[str, Any]:
+        """Go to ``version`` once it is prepared, be it newer or older; returns at once."""
+        if self.settings is None:
+            raise InputError("no run is open")
+        self.wanted, self._not_before = int(version), 0.0
+        self.failure, self._failures = "", 0
+        self._wake()
+        return self.status()
+
+    def attest(self) -> dict[str, Any]:
+        """Digest the live bits of all ranks; says which ranks hold others than the version's, and
+        has these mended before the next step."""
+        answers = self._ask(rank.attest)
+        bad = [answer for answer in answers if not answer.get("sound")]
+        if bad:
+            self.failure = "; ".join(answer["failure"] for answer in bad)
+            self._mend()
+            self.failure = f"mended: {self.failure}"
+        return {"version": self.version, "sound": not bad, "ranks": answers}
+
+    # Following.
+
+    def _open(self, settings: Settings) -> None:
+        for answer in self._ask(rank.open_run, settings):
+            _raise_if_failed(answer)
+        self._adopt()
+        self._follow(settings)
+
+    def _follow(self, settings: Settings) -> None:
+        if settings.attest_every_s:
+            self._attest_at = time.monotonic() + settings.attest_every_s
+        if self._watch is None and (settings.follow or settings.attest_every_s):
+            bucket = open_bucket(settings.run)
+            self._watch = Watch(self, bucket, looking=settings.follow)
+            self._watch.start()
+
+    @property
+    def _epoch(self) -> str:
+        return f"{self.swaps} {self.version}"
+
+    def _due(self) -> bool:
+        """Whether there is something to do before the next step."""
+        if self.phase == "ready":
+            return True
+        now = time.monotonic()
+        if self.phase == "preparing":
+            return now >= self._not_before
+        return now >= self._attest_at or (self.wanted != self.version and now >= self._not_before)
+
+    def busy(self) -> bool:
+        """Whether the loop should be woken although nothing new was found."""
+        return self.phase != "serving" or self._due()
+
+    def _wake(self) -> None:
+        """Have a sleeping loop look."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if (requests := getattr(self.core, "input_queue", None)) is not None and requests.empty():
+            requests.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def _advance(self) -> None:
+        if self.phase == "serving" and time.monotonic() >= self._attest_at:
+            assert self.settings is not None
+            self._attest_at = time.monotonic() + self.settings.attest_every_s
+            self.attest()
+        elif self.phase == "serving":
+            self._judge(self._ask(rank.prepare, self.wanted))
+            self.phase = "preparing"
+            self._not_before = time.monotonic() + ASK_EVERY_S
+        elif self.phase == "preparing":
+            answers = self._ask(rank.status)
+            if not self._judge(answers):
+                return
+            self._not_before = time.monotonic() + ASK_EVERY_S
+            if all(answer["prepared"] == self.wanted for answer in answers):
+                self.phase = "ready"
+            elif not any(answer["preparing"] for answer in answers):
+                self.phase = "serving"  # A newer one was found meanwhile.
+        if self.phase == "ready" and self._quiet():
+            self._swap()
+
+    def _judge(self, answers: list[dict[str, Any]]) -> bool:
+        """Whether nothing failed; else the old version goes on being served, for now."""
+        failed = [answer["failure"] for answer in answers if answer["failure"]]
+        if not failed:
+            return True
+        self._fail(failed[0])
+        return False
+
+    def _fail(self, failure: str) -> None:
+        from vllm.logger import init_logger
+
+        self.failure = failure
+        pause = min(AGAIN_AFTER_S * 2**self._failures, AGAIN_AT_MOST_S)
+        init_logger("vllm.deltawire").warning(
+            "stays at version %d, tries again in %.0f s: %s", self.version, pause, failure
+        )
+        self._failures += 1
+        self._not_before = time.monotonic() + pause
+        self.phase = "serving"
+        self._resume()
+
+    def _quiet(self) -> bool:
+        """Whether the swap may happen now: no step is under way, and with ``drain`` no sequence.
+        Else sees to it that this comes about."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        assert self.settings is not None
+        core = self.core
+        draining = self.settings.in_flight == "drain" and core.scheduler.running
+        if not draining and not core.batch_queue:
+            return True
+        if self._paused_as is None:
+            self._paused_as = core.scheduler.pause_state
+            state = PauseState.PAUSED_NEW if draining else PauseState.PAUSED_ALL
+            core.scheduler.set_pause_state(max(state, self._paused_as))
+        return False
+
+    def _resume(self) -> None:
+        if self._paused_as is not None:
+            self.core.scheduler.set_pause_state(self._paused_as)
+            self._paused_as = None
+
+    def _swap(self) -> None:
+        began = time.perf_counter()
+        answers = self._ask(rank.swap, self.wanted)
+        if not self._judge(answers):
+            self.attest()  # Perhaps the live bits were not those that they should be.
+            return
+        self._adopt()
+        self._resume()
+        self.phase, self._failures, self.failure = "serving", 0, ""
+        self.last_swap = {
+            "version": self.version,
+            "engine_ms": (time.perf_counter() - began) * 1e3,
+            "ranks": [answer["swap"] for answer in answers],
+        }
+
+    def _mend(self) -> None:
+        """Write what the mirrors hold over live bits that are not theirs, at once. Raises what
+        ends the engine if that fails: then there is nothing right to serve."""
+        for answer in self._ask(rank.mend):
+            _raise_if_failed(answer)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """The ranks hold another version: label its tokens, and hide older caches from them."""
+        answers = self._ask(rank.status)
+        versions = {answer["version"] for answer in answers}
+        if len(versions) != 1:
+            raise BugError(f"the ranks hold versions {sorted(versions)}")
+        self.version = versions.pop()
+        self.wanted = self.version if self.wanted < 0 else self.wanted
+        self.swaps += 1
+        self.core.set_weight_version(str(self.version))
+        if self.settings is not None and self.settings.in_flight == "recompute":
+            self.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        resalt_waiting(self.core.scheduler, self._epoch)
+
+    def _ask(self, question: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = self._core_rpc(question, None, args, None)
+        return answers
+
+
+class Watch(threading.Thread):
+    """Looks for newer versions, and wakes the core's loop when there is something to do."""
+
+    def __init__(self, conductor: SwapController, bucket: Bucket, *, looking: bool) -> None:
+        super().__init__(name="deltawire-watch", daemon=True)
+        self.failure = ""
+        self._conductor = conductor
+        self._bucket = bucket
+        self._looking = looking
+        self._looks = 0
+
+    def run(self) -> None:
+        """The thread itself; it ends with the process."""
+        conductor = self._conductor
+        looked = float("-inf")
+        while True:
+            time.sleep(ASK_EVERY_S)
+            if self._looking and time.monotonic() - looked >= self._bucket.poll_s:
+                looked = time.monotonic()
+                try:
+                    self._look()
+                    self.failure = ""
+                except DeltawireError as error:
+                    self.failure = str(error)
+            if conductor.busy():
+                conductor._wake()
+
+    def _look(self) -> None:
+        wanted = self._conductor.wanted
+        self._looks += 1
+        # A listing now and then, for a manifest that got lost.
+        if self._looks % 20 == 0 or self._bucket.exists(keys.manifest(wanted + 1)):
+            newest = newest_version(self._bucket, behind=wanted)
+            if newest is not None and newest > wanted:
+                self._conductor.wanted = newest
+
+
+def _answer(question: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> dict[str, Any]:
+    try:
+        return question(*args)
+    except (DeltawireError, ValueError, TypeError) as error:
+        return {"version": -1, "wanted": -1, "phase": "serving", "failure": str(error)}
+
+
+def _raise_if_failed(answer: dict[str, Any]) -> None:
+    if answer["failure"]:
+        raise ResyncError(answer["failure"])

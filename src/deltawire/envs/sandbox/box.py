@@ -1,0 +1,251 @@
+"""`Sandbox`: one command over one folder, from an event loop.
+
+A folder is a value (`Files`): it goes in with the command and comes back with the outcome, and
+between two commands nothing exists but that value. So no process, no open file and no mount
+outlives a command, two rollouts cannot meet, and a folder can be kept, copied or graded elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+from deltawire.envs.sandbox.plan import (
+    MAX_HEADER_BYTES,
+    Files,
+    Limits,
+    Request,
+    Result,
+    pack_request,
+    valid_path,
+)
+from deltawire.errors import BugError, InputError, RetryError
+
+__all__ = ["Files", "Isolation", "Limits", "Outcome", "Sandbox", "check_files"]
+
+Isolation = Literal["namespaces", "process"]
+
+_GRACE_S = 30.0
+"""What the launcher may take beyond the command's own time before it counts as stuck."""
+_FAREWELL_S = 5.0
+_FIRST_UID = 1_900_000_000
+"""From here on users are taken when the worker is root: far from those that systems hand out."""
+_BOOT = (
+    "import sys; sys.path.append({!r}); from deltawire.envs.sandbox.launcher import main; main()"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did.
+
+    ``status`` is its exit code, or minus the signal that ended it; ``cause`` names the limit that
+    it broke: time, cpu, memory, processes or output, else it is empty. ``output`` is what it
+    printed, both streams in order, cut in the middle if ``printed`` bytes were more than allowed.
+    ``files`` is the folder afterwards; ``lost`` counts what was left out of it: links, pipes,
+    names that are none, and what is beyond the limits.
+    """
+
+    status: int
+    cause: str
+    output: bytes
+    printed: int
+    seconds: float
+    files: dict[str, bytes]
+    lost: int
+
+
+def check_files(files: Files, limits: Limits) -> None:
+    """Raise `InputError` if a folder holds a path that is none, or more than the limits."""
+    for path in files:
+        if not valid_path(path):
+            raise InputError(f"{path[:80]!r} is no path below the workspace")
+    size = sum(len(data) for data in files.values())
+    if len(files) > limits.files or size > limits.disk_bytes:
+        raise InputError(
+            f"a workspace of {len(files)} files, {size} bytes",
+            hint=f"at most {limits.files} files, {limits.disk_bytes} bytes",
+        )
+
+
+class Sandbox:
+    """Runs commands, ``at_once`` of them at a time and the others in turn.
+
+    ``isolation`` is ``namespaces`` (Linux: no network, nothing of the machine visible but its
+    programs) or ``process``, which has to be asked for: limits only, no isolation to speak of.
+    That is four a processor unless it is said, for commands wait as well as compute.
+    Under ``namespaces`` a machine that cannot do it raises `InputError`, and nothing is run.
+    """
+
+    def __init__(
+        self,
+        *,
+        isolation: Isolation = "namespaces",
+        at_once: int | None = None,
+        user_namespace: bool | None = None,
+    ) -> None:
+        self.isolation = isolation
+        self._user_namespace = user_namespace
+        self._checked = False
+        self._at_once = at_once or 4 * (os.cpu_count() or 1)
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._turns = WeakKeyDictionary()
+        if isolation == "namespaces" and sys.platform != "linux":
+            raise InputError(
+                f"no sandbox of namespaces on {sys.platform}",
+                hint='use Linux, or set isolation = "process" where you trust what is run',
+            )
+
+    async def check(self) -> None:
+        """Try it; raises `InputError` that says what this machine lacks."""
+        outcome = await self.run(["/bin/sh", "-c", "echo ready"], {})
+        if outcome.output != b"ready\n":
+            raise InputError(f"the sandbox does not run a shell: {outcome.output[:200]!r}")
+
+    def check_now(self) -> None:
+        """`check`, for callers without an event loop, or inside one that may stand still a little:
+        the first time; what was found good stays so."""
+        if self._checked:
+            return
+        with ThreadPoolExecutor(1) as apart:
+            apart.submit(asyncio.run, self.check()).result()
+        self._checked = True
+
+    async def run(
+        self,
+        command: Sequence[str] | str,
+        files: Files,
+        *,
+        limits: Limits | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Outcome:
+        """Run a command (a string is the shell's) in a folder of ``files``.
+
+        Cancelling ends the command. Raises `InputError` if this machine cannot isolate it or the
+        files are none, `RetryError` if it could not be started this time.
+        """
+        limits = limits or Limits()
+        check_files(files, limits)
+        words = ("/bin/sh", "-c", command) if isinstance(command, str) else tuple(command)
+        loop = asyncio.get_running_loop()
+        turns = self._turns.setdefault(loop, asyncio.Semaphore(self._at_once))
+        async with turns:
+            return await self._launch(words, files, limits, dict(environment or {}))
+
+    def _request(
+        self, command: tuple[str, ...], limits: Limits, environment: dict[str, str]
+    ) -> Request:
+        root = hasattr(os, "geteuid") and os.geteuid() == 0
+        apart = self._user_namespace if self._user_namespace is not None else not root
+        uid = None
+        if root and not apart:
+            uid = _FIRST_UID + int.from_bytes(os.urandom(3), "little")
+        isolated = self.isolation == "namespaces"
+        python = Path(getattr(sys, "_base_executable", "") or sys.executable).resolve()
+        fixed = {
+            "PATH": "/run/bin:/usr/bin:/bin" if isolated else f"{python.parent}:/usr/bin:/bin",
+            "HOME": "/tmp",  # noqa: S108  -- the sandbox's own
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONHASHSEED": "0",
+        }
+        return Request(
+            command=command,
+            environment={**fixed, **environment},
+            limits=limits,
+            isolation=self.isolation,
+            user_namespace=apart,
+            uid=uid,
+            python=str(python),
+            prefix=sys.base_prefix,
+        )
+
+    async def _launch(
+        self, command: tuple[str, ...], files: Files, limits: Limits, environment: dict[str, str]
+    ) -> Outcome:
+        request = self._request(command, limits, environment)
+        source = str(Path(__file__).resolve().parents[3])
+        launcher = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-B", "-c", _BOOT.format(source)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=1 << 20,
+        )
+        try:
+            async with asyncio.timeout(limits.wall_s + _GRACE_S):
+                return await self._converse(launcher, request, files)
+        except TimeoutError as error:
+            raise RetryError(f"the sandbox hangs: {shlex.join(command)[:200]}") from error
+        finally:
+            await _dismiss(launcher)
+
+    async def _converse(
+        self, launcher: asyncio.subprocess.Process, request: Request, files: Files
+    ) -> Outcome:
+        assert launcher.stdin is not None
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        try:
+            launcher.stdin.write(pack_request(request, files))
+            await launcher.stdin.drain()
+            result, output, left = await _answer(launcher.stdout, request.limits)
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
+            said = (await launcher.stderr.read(4096)).decode(errors="replace")
+            raise RetryError(f"the sandbox's launcher failed: {said[-500:] or error}") from error
+        finally:
+            launcher.stdin.close()
+        if result.unsupported:
+            raise InputError(
+                f"this machine gives no sandbox: {result.fault}",
+                hint="allow user namespaces (or run as root), or set isolation = "
+                '"process" where you trust what is run',
+            )
+        if result.fault:
+            raise RetryError(f"the sandbox did not start: {result.fault}")
+        return Outcome(
+            result.status, result.cause, output, result.printed, result.seconds, left, result.lost
+        )
+
+
+async def _dismiss(launcher: asyncio.subprocess.Process) -> None:
+    """Wait for the launcher's end. Its stdin is closed by now, which tells it to end the command;
+    without namespaces nobody else would."""
+    try:
+        async with asyncio.timeout(_FAREWELL_S):
+            await launcher.wait()
+    except TimeoutError:
+        launcher.kill()
+        await launcher.wait()
+    finally:
+        if launcher.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                launcher.kill()
+
+
+async def _answer(
+    reader: asyncio.StreamReader, limits: Limits
+) -> tuple[Result, bytes, dict[str, bytes]]:
+    """The launcher's frame, checked: it is ours, yet it repeats names that strangers chose."""
+    import msgspec
+
+    length = int.from_bytes(await reader.readexactly(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise BugError(f"the sandbox's launcher sent a header of {length} bytes")
+    header = msgspec.json.decode(await reader.readexactly(length))
+    output = await reader.readexactly(int(header["output"]))
+    left = {}
+    for path, size in header["files"]:
+        data = await reader.readexactly(int(size))
+        left[path] = data
+    check_files(left, limits)
+    return Result(**header["result"]), output, left

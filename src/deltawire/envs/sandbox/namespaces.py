@@ -1,0 +1,251 @@
+"""A root of its own for one command, out of the kernel's namespaces.
+
+What a command sees::
+
+    /usr /bin /lib …      the machine's programs and libraries, read-only
+    <Python's prefix>     the interpreter, where it is on the machine, read-only
+    /workspace            the folder it works on    ┐ one file system in memory, whose size and
+    /tmp, /dev/shm        scratch                   ┘ number of files are the disk limit
+    /dev                  null, zero, full, random, urandom
+    everything else       does not exist; there is no /proc, no device, no network
+
+The launcher stays outside and keeps the file system in memory at hand, so that it can read the
+folder once every process that could still change it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import sys
+from pathlib import Path
+
+from deltawire.envs.sandbox import seccomp
+from deltawire.envs.sandbox.plan import Limits, Request
+
+_MOUNTS, _UTS, _IPC, _USER, _PROCESSES, _NETWORK, _CGROUP = (
+    0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000, 0x02000000,
+)  # fmt: skip
+_NOSUID, _NODEV, _NOEXEC, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_DETACH = 2
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
+_READ_ONLY = 1
+_SET_DEATH_SIGNAL, _SET_DUMPABLE, _DROP_BOUND, _NO_NEW_PRIVILEGES = 1, 4, 24, 38
+
+BASE = "/tmp"  # noqa: S108  -- only covered, in a mount namespace of our own
+WORKSPACE = "/workspace"
+INSIDE_UID = 1000
+_SYSTEM = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec")
+_ALIASES = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_ETC = ("/etc/ld.so.cache", "/etc/alternatives")
+
+
+class Unsupported(Exception):  # noqa: N818
+    """This machine does not let its user make what is needed; the message says what."""
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(what: str, result: int) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise Unsupported(f"{what}: {os.strerror(number)}")
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    result = _libc().mount(
+        source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
+    )
+    _call(f"mount of {kind or source} on {target}", result)
+
+
+def _restrict(path: str, attributes: int, *, recursive: bool) -> None:
+    """Add mount attributes to what is mounted at ``path``, and below it."""
+
+    class Attributes(ctypes.Structure):
+        _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "how", "user"))
+
+    wanted = Attributes(attributes, 0, 0, 0)
+    result = _libc().syscall(
+        ctypes.c_long(_MOUNT_SETATTR),
+        ctypes.c_int(_AT_FDCWD),
+        path.encode(),
+        ctypes.c_uint(_AT_RECURSIVE if recursive else 0),
+        ctypes.byref(wanted),
+        ctypes.c_size_t(ctypes.sizeof(wanted)),
+    )
+    _call(f"mount_setattr of {path} (Linux 5.12 or later)", result)
+
+
+def _prctl(what: str, option: int, value: int) -> None:
+    _call(what, _libc().prctl(option, ctypes.c_ulong(value), 0, 0, 0))
+
+
+def enter(*, user_namespace: bool) -> None:
+    """Leave the machine's namespaces; the next child is the first process of its own."""
+    if not seccomp.supported():
+        raise Unsupported(f"no filter of system calls for {os.uname().machine}")
+    uid, gid = os.getuid(), os.getgid()
+    flags = _MOUNTS | _UTS | _IPC | _PROCESSES | _NETWORK | _CGROUP
+    _call("unshare", _libc().unshare(flags | (_USER if user_namespace else 0)))
+    if user_namespace:
+        try:
+            Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+            Path("/proc/self/gid_map").write_text(f"{INSIDE_UID} {gid} 1", encoding="ascii")
+            Path("/proc/self/uid_map").write_text(f"{INSIDE_UID} {uid} 1", encoding="ascii")
+        except OSError as error:
+            raise Unsupported(f"user namespace: {error}") from error
+    _mount("none", "/", "", _RECURSIVE | _PRIVATE)
+
+
+def _sources(request: Request) -> list[str]:
+    """The machine's folders to show, none inside another."""
+    folders = [path for path in _SYSTEM if Path(path).is_dir() and not Path(path).is_symlink()]
+    folders += [path for path in _ALIASES if Path(path).is_dir() and not Path(path).is_symlink()]
+    own = [str(Path(request.prefix) / name) for name in ("bin", "lib", "lib64")]
+    folders += [path for path in own if Path(path).is_dir() and not Path(path).is_symlink()]
+    return sorted({p for p in folders if not any(p.startswith(f"{q}/") for q in folders)})
+
+
+def build(request: Request) -> str:
+    """Lay out the root under `BASE`; returns the launcher's path to the folder of writable files,
+    which has ``workspace``, ``tmp`` and ``shm`` in it."""
+    shown = {path: os.open(path, os.O_PATH) for path in (*_sources(request), *_present(_ETC))}
+    devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES}
+    links = {path: str(Path(path).readlink()) for path in _ALIASES if Path(path).is_symlink()}
+    nothing_more = _NOSUID | _NODEV
+    _mount("tmpfs", BASE, "tmpfs", nothing_more, "mode=755,size=4m")
+    root, writable = f"{BASE}/root", f"{BASE}/writable"
+    for folder in (root, writable, f"{BASE}/proc"):
+        Path(folder).mkdir(mode=0o755)
+    _mount(root, root, "", _BIND)
+    limits = request.limits
+    _mount(
+        "tmpfs",
+        writable,
+        "tmpfs",
+        nothing_more,
+        f"mode=755,size={limits.disk_bytes},nr_inodes={limits.files + 8}",
+    )
+    for folder in ("workspace", "tmp", "shm"):
+        Path(writable, folder).mkdir(mode=0o700)
+        _own(f"{writable}/{folder}", request)
+    for path, handle in shown.items():
+        _show(root + path, handle, folder=Path(path).is_dir())
+        _restrict(root + path, _READ_ONLY | nothing_more, recursive=True)
+    for name, handle in devices.items():
+        _show(f"{root}/dev/{name}", handle, folder=False)
+        # One writes to such a device all the same; only its mode and owner are out of reach.
+        _restrict(f"{root}/dev/{name}", _READ_ONLY | _NOSUID | _NOEXEC, recursive=False)
+    for handle in (*shown.values(), *devices.values()):
+        os.close(handle)
+    for path, target in links.items():
+        Path(root + path).symlink_to(target)
+    for name, inside in (("workspace", WORKSPACE), ("tmp", "/tmp"), ("shm", "/dev/shm")):  # noqa: S108
+        Path(root + inside).mkdir(parents=True)
+        _mount(f"{writable}/{name}", root + inside, "", _BIND)
+    _details(root, request)
+    _restrict(root, _READ_ONLY, recursive=False)
+    return writable
+
+
+def _present(paths: tuple[str, ...]) -> list[str]:
+    return [path for path in paths if Path(path).exists()]
+
+
+def _own(path: str, request: Request) -> None:
+    if request.uid is not None:
+        os.chown(path, request.uid, request.uid)
+
+
+def _show(target: str, handle: int, *, folder: bool) -> None:
+    """Bind what an open handle points at. By handle, for `BASE` may cover its path by now."""
+    place = Path(target)
+    if folder:
+        place.mkdir(parents=True, exist_ok=True)
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+    _mount(f"/proc/self/fd/{handle}", target, "", _BIND | _RECURSIVE)
+
+
+def _details(root: str, request: Request) -> None:
+    """Names for the user and for Python, and the usual links."""
+    uid = INSIDE_UID if request.uid is None else request.uid
+    etc = Path(root, "etc")
+    etc.mkdir(exist_ok=True)
+    (etc / "passwd").write_text(f"agent:x:{uid}:{uid}::/tmp:/bin/sh\n", encoding="ascii")
+    (etc / "group").write_text(f"agent:x:{uid}:\n", encoding="ascii")
+    (etc / "hosts").write_text("127.0.0.1 localhost workspace\n", encoding="ascii")
+    commands = Path(root, "run/bin")
+    commands.mkdir(parents=True)
+    for name in ("python", "python3"):
+        (commands / name).symlink_to(request.python)
+
+
+def first_process(request: Request, writable: str) -> None:
+    """Become the first process of the namespace: in the root, as nobody in particular, with the
+    right to nothing. Raises `Unsupported` or `OSError`."""
+    del writable
+    _mount("proc", f"{BASE}/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+    libc = _libc()
+    # The launcher goes on with the mounts that it knows; only this process changes its root.
+    _call("unshare", libc.unshare(_MOUNTS))
+    name = b"workspace"
+    _call("sethostname", libc.sethostname(name, len(name)))
+    os.chdir(f"{BASE}/root")
+    _call("pivot_root", libc.pivot_root(b".", b"."))
+    # Old and new root are at one place now, the old one on top: this takes it away.
+    _call("umount", libc.umount2(b".", _DETACH))
+    os.chdir("/")
+    capability = 0
+    while libc.prctl(_DROP_BOUND, ctypes.c_ulong(capability), 0, 0, 0) == 0:
+        capability += 1
+    if request.uid is not None:
+        os.setgroups([])
+        os.setresgid(request.uid, request.uid, request.uid)
+        os.setresuid(request.uid, request.uid, request.uid)
+    _prctl("no_new_privs", _NO_NEW_PRIVILEGES, 1)
+    _prctl("not dumpable", _SET_DUMPABLE, 0)
+    _drop_capabilities()
+    _prctl("death signal", _SET_DEATH_SIGNAL, 9)
+
+
+def _drop_capabilities() -> None:
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    none = (ctypes.c_uint32 * 6)()
+    _call("capset", _libc().capset(header, none))
+
+
+def limit_command(limits: Limits, *, filtered: bool) -> None:
+    """Set the kernel's limits on this process and all it starts, and the filter if wanted."""
+
+    def limit(kind: int, value: int) -> None:
+        _, most = resource.getrlimit(kind)
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        with contextlib.suppress(ValueError, OSError):  # macOS refuses some of them
+            resource.setrlimit(kind, (value, value))
+
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_AS, limits.memory_bytes)
+    limit(resource.RLIMIT_CPU, max(1, round(limits.cpu_s)))
+    limit(resource.RLIMIT_FSIZE, limits.disk_bytes)
+    limit(resource.RLIMIT_NOFILE, limits.open_files)
+    if sys.platform == "linux":
+        limit(resource.RLIMIT_MSGQUEUE, 0)
+        limit(resource.RLIMIT_MEMLOCK, 0)
+        allowed = sorted(os.sched_getaffinity(0))
+        start = os.getpid() if not filtered else int.from_bytes(os.urandom(2), "little")
+        cores = {allowed[(start + i) % len(allowed)] for i in range(limits.cores)}
+        os.sched_setaffinity(0, cores)
+    if filtered:
+        # The first process counts, too. Without namespaces the user's other processes would.
+        limit(resource.RLIMIT_NPROC, limits.processes + 1)
+        seccomp.install()
+    with contextlib.suppress(OSError):
+        os.nice(10)

@@ -1,0 +1,135 @@
+"""Environments made with `verifiers` (0.4): their tasksets, harnesses and rewards, as they are.
+
+::
+
+    [task]
+    environment = "verifiers"
+    heldout = 20
+    options = { env = { taskset = { id = "my-taskset" } }, tasks = 1000 }
+
+``env`` is the environment's own configuration, ``tasks`` how many of its taskset are read at most:
+the first ``heldout`` of them are held out. The ids name Python packages, so the module of each
+must be trusted by this machine's user, as in `deltawire.envs.registry`. The reward is the sum
+of the trainable agents' rewards. Which programs a harness starts, and what those fetch, is its own
+matter; it finds the policy at the episode's endpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from deltawire.config import TaskConfig
+from deltawire.envs.base import Access, AgentHarness, Task
+from deltawire.envs.registry import require_trust
+from deltawire.errors import InputError
+
+DEFAULT_TASKS = 10_000
+
+
+@dataclass
+class _Episode(AgentHarness):
+    """One `verifiers` episode, in an environment object of its own."""
+
+    settings: dict[str, Any]
+    task: Any
+
+    async def drive(self, access: Access) -> float:
+        from verifiers.v1 import EvalClientConfig, ModelContext
+
+        # The library reads keys from environment variables alone.
+        variable = f"DELTAWIRE_EPISODE_KEY_{secrets.token_hex(8)}"
+        os.environ[variable] = access.api_key
+        try:
+            environment = _environment(self.settings)
+            client = EvalClientConfig(base_url=access.base_url, api_key_var=variable)
+            context = ModelContext(model=access.model, client=client)
+            async with environment.serving():
+                episode = await environment.run_episode(self.task, context)
+        finally:
+            del os.environ[variable]
+        errors = [*episode.errors, *(error for t in episode.traces for error in t.errors)]
+        if not episode.ok:
+            told = f"{errors[0].type}: {errors[0].message}" if errors else "no reason given"
+            raise RuntimeError(f"the verifiers episode failed: {told}")
+        return float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))
+
+
+class VerifiersTasks:
+    """A `TaskSource` over one `verifiers` taskset.
+
+    Raises `InputError` without the package, for modules that are not trusted, for settings that
+    the environment refuses, and for a taskset with nothing left to train on.
+    """
+
+    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+        unknown = config.options.keys() - {"env", "tasks"}
+        settings = config.options.get("env")
+        if unknown or not isinstance(settings, dict):
+            raise InputError("task.options must be { env = { … }, tasks = N } for verifiers")
+        for module in sorted(_modules(settings)):
+            require_trust(module)
+        self._settings: dict[str, Any] = settings
+        self._seed = seed
+        environment = _environment(settings)
+        self._family = environment.config.env_id[:64]
+        count = int(config.options.get("tasks", DEFAULT_TASKS))
+        self._tasks = list(itertools.islice(iter(environment.taskset), count))
+        if len(self._tasks) <= config.heldout:
+            raise InputError(
+                f"{self._family} has {len(self._tasks)} tasks, and {config.heldout} are held out",
+                hint="lower task.heldout",
+            )
+        self._heldout = config.heldout
+
+    def draw(self, stream: str, index: int) -> Task:
+        """Any task behind the held-out ones."""
+        import random
+
+        draw = random.Random(f"{self._seed} {stream} {index}")
+        return self._task(draw.randrange(self._heldout, len(self._tasks)))
+
+    def heldout(self) -> list[Task]:
+        """The first tasks."""
+        return [self._task(number) for number in range(self._heldout)]
+
+    def open(self, task: Task) -> AgentHarness:
+        """A fresh episode of ``task``."""
+        return _Episode(self._settings, self._tasks[task.data])
+
+    def _task(self, number: int) -> Task:
+        return Task(f"{self._family}/{number}", number, self._family)
+
+
+def _modules(settings: Any) -> set[str]:
+    """The packages that a configuration's ids would have imported: those of verifiers' own are
+    trusted as the package is."""
+    found: set[str] = set()
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            if key == "id" and isinstance(value, str) and value:
+                module = value.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+                found.add(module)
+            else:
+                found |= _modules(value)
+    elif isinstance(settings, list):
+        for value in settings:
+            found |= _modules(value)
+    return found
+
+
+def _environment(settings: dict[str, Any]) -> Any:
+    try:
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+    except ImportError as error:
+        raise InputError(
+            f"verifiers environments need the package verifiers: {error}",
+            hint="pip install 'deltawire[verifiers]'",
+        ) from error
+    try:
+        return load_environment(resolve_env_config(settings))
+    except Exception as error:  # whatever the environment's own package raises
+        raise InputError(f"verifiers refuses task.options.env: {error}") from error

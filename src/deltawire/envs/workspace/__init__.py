@@ -1,0 +1,8 @@
+"""A software workspace: small packages with a fault, an agent with tools, a grader out of reach."""
+
+from deltawire.envs.workspace.episode import Workspace
+from deltawire.envs.workspace.problems import Case, Problem, problem
+from deltawire.envs.workspace.settings import Settings
+from deltawire.envs.workspace.tasks import WorkspaceTasks
+
+__all__ = ["Case", "Problem", "Settings", "Workspace", "WorkspaceTasks", "problem"]

@@ -1,0 +1,63 @@
+"""``task.options`` of a workspace."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.envs.sandbox.box import Isolation, Limits
+from deltawire.errors import InputError
+
+Loophole = Literal["none", "editable_tests", "readable_answers", "printed_ok"]
+
+_MIB = 1 << 20
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a workspace may use and how its episodes end.
+
+    ``idle_turns`` turns in a row without a call end an episode. ``loophole`` plants a way to be
+    paid without solving the task, for tests of the probes.
+    """
+
+    turns: Annotated[int, Meta(ge=1, le=10_000)] = 50
+    idle_turns: Annotated[int, Meta(ge=1, le=10_000)] = 3
+    describe_tools: bool = False
+    """Whether the prompt says how to call the tools, for models without a chat template."""
+    broken_call_cost: Annotated[float, Meta(ge=0, le=1)] = 0.02
+    isolation: Isolation = "namespaces"
+    at_once: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Commands that one worker runs at a time; 0 for four a processor."""
+    wall_s: Annotated[float, Meta(gt=0, le=3600)] = 20.0
+    cpu_s: Annotated[float, Meta(gt=0, le=3600)] = 20.0
+    cores: Annotated[int, Meta(ge=1, le=1024)] = 1
+    memory_mib: Annotated[int, Meta(ge=32, le=1 << 20)] = 512
+    processes: Annotated[int, Meta(ge=1, le=1 << 15)] = 32
+    disk_mib: Annotated[int, Meta(ge=1, le=1 << 14)] = 16
+    files: Annotated[int, Meta(ge=16, le=100_000)] = 1000
+    output_kib: Annotated[int, Meta(ge=1, le=1024)] = 16
+    loophole: Loophole = "none"
+
+    @property
+    def limits(self) -> Limits:
+        """Of each command."""
+        return Limits(
+            wall_s=self.wall_s,
+            cpu_s=self.cpu_s,
+            cores=self.cores,
+            memory_bytes=self.memory_mib * _MIB,
+            processes=self.processes,
+            disk_bytes=self.disk_mib * _MIB,
+            files=self.files,
+            output_bytes=self.output_kib << 10,
+        )
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Settings:
+        """From ``task.options``; raises `InputError` that names the option."""
+        try:
+            return msgspec.convert(options, cls)
+        except msgspec.ValidationError as error:
+            raise InputError(f"task.options of a workspace: {error}") from error

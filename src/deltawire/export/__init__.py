@@ -1,0 +1,1 @@
+"""Defines which tensors a trainer publishes, and how they are read back."""

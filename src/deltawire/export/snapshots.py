@@ -1,0 +1,194 @@
+"""Snapshots as the hosted providers hot-load them: Hugging Face directories, whole or as a delta.
+
+The layout is Fireworks' (docs.fireworks.ai, "RL rollout delta checkpoints"): a full snapshot is a
+directory of safetensors with ``model.weight.spec.json`` beside them; an incremental one has the
+same files, in which each tensor is the arc_v2 code (XOR, zstd) of what changed since another
+snapshot, with an Adler-32 of the result. It is written and read by the provider's own package.
+arc_v3 is not supported: its envelope is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deltawire.errors import CorruptError, InputError
+from deltawire.store import Bucket
+from deltawire.sync import Checkout
+from deltawire.sync.huggingface.checkpoint_dir import read_checkpoint, weight_files
+from deltawire.sync.huggingface.safetensors_layout import LAYOUT, FilePlan, Layout, plan_files
+from deltawire.wire.run import Run
+
+FORMAT = "arc_v2"
+SPEC = "model.weight.spec.json"
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What the provider wants to hear with a snapshot: the body of its hot-load request."""
+
+    identity: str
+    incremental_snapshot_metadata: dict[str, str] | None = None
+
+
+def export_snapshot(
+    bucket: Bucket,
+    run: Run,
+    version: int,
+    folder: Path,
+    *,
+    base: int | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Snapshot:
+    """Write ``version`` as a snapshot to ``folder``, which must not be there yet: whole, or as a
+    delta to the snapshot of version ``base``.
+
+    Snapshots are named after the run and the version. Raises `InputError` if the folder is there or
+    the package is missing, `CorruptError` if a version cannot be read.
+    """
+    if folder.exists():
+        raise InputError(f"{folder} is there already", hint="name a folder that is not")
+    library: Any = None if base is None else _library()
+    work = folder.parent / f".{folder.name}.export"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        target = _write(bucket, run, version, work / "target", tell)
+        if base is not None:
+            source = _write(bucket, run, base, work / "base", tell)
+            if weight_files(source) != weight_files(target):
+                raise InputError(
+                    f"versions {base} and {version} have other files, which a delta cannot say",
+                    hint="export the version whole",
+                )
+            for name in weight_files(target):
+                tell(f"coding {name}")
+                library.delta_compress_files_to_file(
+                    src=str(source / name),
+                    dst=str(target / name),
+                    diff_file=str(work / "delta.safetensors"),
+                    compression_format=FORMAT,
+                )
+                (work / "delta.safetensors").replace(target / name)
+        _write_spec(run, target)
+        target.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    if base is None:
+        return Snapshot(snapshot_identity(run, version))
+    metadata = {
+        "previous_snapshot_identity": snapshot_identity(run, base),
+        "compression_format": FORMAT,
+        "checksum_format": "alder32",  # The provider's own spelling.
+    }
+    return Snapshot(snapshot_identity(run, version), metadata)
+
+
+def import_snapshot(snapshot: Path, base: Path, folder: Path) -> None:
+    """Write to ``folder`` the whole directory that an incremental ``snapshot`` and the directory it
+    builds on make: files of the base's layout, ready to be published.
+
+    For snapshots of a provider that is trusted: its package sets no limit to what they unpack to.
+    Raises `InputError` if they do not fit each other, `CorruptError` if a checksum does not.
+    """
+    library = _library()
+    if folder.exists():
+        raise InputError(f"{folder} is there already", hint="name a folder that is not")
+    old = read_checkpoint(base)
+    layout = msgspec.json.decode(old.files[LAYOUT], type=Layout)
+    table = Run(name="", created_at=0.0, tensors=old.specs, digest="0" * 32)
+    work = folder.parent / f".{folder.name}.import"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        for plan in plan_files(layout, table):
+            if not (snapshot / plan.name).is_file():
+                raise InputError(f"{snapshot} has no {plan.name}, which the base has")
+            _apply(library, plan, snapshot / plan.name, base / plan.name, work / plan.name)
+        for name, data in old.files.items():
+            if (snapshot / name).is_file():
+                (work / name).write_bytes((snapshot / name).read_bytes())
+            elif name != LAYOUT:
+                (work / name).write_bytes(data)
+        (work / SPEC).unlink(missing_ok=True)
+        work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _apply(library: Any, plan: FilePlan, diff: Path, base: Path, into: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    try:
+        with warnings.catch_warnings():
+            # The package wraps read-only bytes in a tensor, which it does not write to.
+            warnings.simplefilter("ignore", UserWarning)
+            new = library.delta_decompress_dict_from_file(
+                src=load_file(base), diff_file=str(diff), compression_format=FORMAT
+            )
+    except Exception as error:  # the package raises whatever its own dependencies do
+        raise CorruptError(f"{diff} does not fit {base}: {error}") from error
+    with into.open("wb") as file:
+        file.write(plan.prefix)
+        for place in plan.places:
+            tensor = new[place.name].contiguous().reshape(-1)
+            data = tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+            if len(data) != place.end - place.begin:
+                raise CorruptError(f"{diff}: tensor {place.name[:80]!r} has another size")
+            file.write(data)
+
+
+def _write(
+    bucket: Bucket, run: Run, version: int, folder: Path, tell: Callable[[str], None]
+) -> Path:
+    """A version's directory, as real files of our own."""
+    tell(f"reading version {version}")
+    link = folder.with_suffix(".pulled")
+    with Checkout(bucket, run, link) as checkout:
+        checkout.bring_to(version)
+    link.resolve().rename(folder)
+    return folder
+
+
+def _write_spec(run: Run, folder: Path) -> None:
+    tensors = {spec.name: {"shape": spec.shape, "dtype": spec.dtype} for spec in run.tensors}
+    (folder / SPEC).write_text(json.dumps({"tensor_map": tensors}), encoding="utf-8")
+
+
+def snapshot_identity(run: Run, version: int) -> str:
+    """The name under which a version is exported and hot-loaded: one segment of a path."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in run.name) or "run"
+    return f"{name}-{run.id[:8]}-{version:010d}"
+
+
+def snapshot_version(run: Run, identity: str) -> int:
+    """The version that `snapshot_identity` named so; a bare number names a version too.
+
+    Raises `InputError` for any other identity.
+    """
+    prefix, _, digits = identity.rpartition("-")
+    if digits.isascii() and digits.isdigit() and len(digits) <= 18:
+        version = int(digits)
+        if not prefix or identity == snapshot_identity(run, version):
+            return version
+    raise InputError(
+        f"{identity[:256]!r} is no snapshot of this run",
+        hint=f"its versions are called {snapshot_identity(run, 0)} and on; a number will do",
+    )
+
+
+def _library() -> Any:
+    try:
+        import fireworks_delta_compression
+    except ImportError as error:
+        raise InputError(
+            "incremental snapshots need the package fireworks-delta-compression",
+            hint="pip install 'deltawire[hosted]'",
+        ) from error
+    return fireworks_delta_compression

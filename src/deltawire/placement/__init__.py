@@ -1,0 +1,1 @@
+"""Maps checkpoint coordinates to an engine's live parameters, and swaps new weights into them."""

@@ -1,0 +1,152 @@
+"""Live bits on a device, digested where they lie; and which kernels there are for a device."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from deltawire import codec
+from deltawire.codec import Digest
+from deltawire.codec.digest import STEP
+from deltawire.errors import CorruptError
+from deltawire.placement.affine import AffineMap
+from deltawire.placement.elements import chunks
+from deltawire.placement.placement import Region
+
+_LOW = 0xFFFFFFFF
+
+
+class Found(NamedTuple):
+    """What an exchange met: changes ``outside`` of their storage, live bits that were not the old
+    ones (nothing was written then), new bits that were not there afterwards."""
+
+    outside: bool
+    drifted: bool
+    lost: bool
+
+
+class Kernels(Protocol):
+    """What is done on a device in one launch over many storages."""
+
+    LARGEST: int
+    """A digest's part has at most so many elements."""
+
+    def table(self, spans: Sequence[tuple[Tensor, int, int]]) -> Tensor:
+        """Where changes ``first`` to ``last`` of a move lie, for each storage's flat integers."""
+
+    def exchange(self, table: Tensor, index: Tensor, old: Tensor, new: Tensor) -> Found:
+        """Check the old bits, write the new ones unless any differed, and read them back."""
+
+    def write(self, table: Tensor, index: Tensor, bits: Tensor) -> None:
+        """Write bits, whatever is there."""
+
+    def digest(
+        self, flat: Tensor, part: AffineMap, key: int, *, widened: bool, lanes: Tensor, odd: Tensor
+    ) -> bool:
+        """Add the digest of a part to ``lanes``, int64[2, K] whose rows are sums, and set ``odd``,
+        int32[1], if widened bits have a lower half. False if it has no kernel for such a part."""
+
+
+@cache
+def kernels_of(device: torch.device) -> Kernels | None:
+    """Triton's where it runs."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from deltawire.placement import triton_kernels
+
+    return triton_kernels.TritonKernels()
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether NumPy and the native kernels can reach a tensor."""
+    return tensor.device.type == "cpu"
+
+
+class LiveDigest:
+    """The digest of live bits on one device, which is asked for it once, at the end."""
+
+    SLOTS = 64
+    """Sums that are kept side by side, lest everybody adds to the same place."""
+
+    def __init__(self, device: torch.device, regions: int, kernels: Kernels | None) -> None:
+        self._kernels = kernels
+        self._names: list[str] = []
+        self._lanes = torch.zeros((2, self.SLOTS), dtype=torch.int64, device=device)
+        self._odd = torch.zeros(regions, dtype=torch.int32, device=device)
+
+    def add(self, name: str, region: Region, flat: Tensor) -> None:
+        """Take in the elements of an exact region of ``flat``, its storage's integers."""
+        odd = self._odd[len(self._names) : len(self._names) + 1]
+        self._names.append(name)
+        if self._kernels is not None:
+            done = [
+                self._kernels.digest(
+                    flat,
+                    part,
+                    codec.tensor_key(name),
+                    widened=region.widened,
+                    lanes=self._lanes,
+                    odd=odd,
+                )
+                for part in chunks(region.map, self._kernels.LARGEST)
+            ]
+            if all(done):
+                return
+        for part in chunks(region.map):
+            self._add_by_torch(name, region, part, flat, odd)
+
+    def _add_by_torch(
+        self, name: str, region: Region, part: AffineMap, flat: Tensor, odd: Tensor
+    ) -> None:
+        view = flat.as_strided(part.shape, part.target_strides, part.target)
+        bits = view.reshape(-1).to(torch.int64)
+        if region.widened:
+            odd |= (bits & 0xFFFF).any().to(torch.int32)
+            bits = bits >> 16
+        width = 8 * codec.ITEMSIZE[region.dtypes[0]]
+        positions = torch.full((1,), part.source, dtype=torch.int64, device=flat.device)
+        for size, stride in zip(part.shape, part.source_strides, strict=True):
+            steps = torch.arange(size, dtype=torch.int64, device=flat.device) * stride
+            positions = (positions[:, None] + steps).view(-1)
+        self._lanes[:, 0] += lanes_of(name, positions, bits, width)
+
+    def total(self) -> Digest:
+        """The sum. Raises `CorruptError` if bits were found that were never published."""
+        lanes = self._lanes.sum(1).tolist()
+        for name, odd in zip(self._names, self._odd.tolist(), strict=False):
+            if odd:
+                raise CorruptError(f"tensor {name} holds bits that were never published")
+        return Digest(lanes[0] & (1 << 64) - 1, lanes[1] & (1 << 64) - 1)
+
+
+def lanes_of(name: str, positions: Tensor, bits: Tensor, width: int) -> Tensor:
+    """The digest of elements of ``width`` bits at ``positions``, int64[N], by torch alone:
+    int64[2].
+
+    ``bits`` is int64[N]; what lies above ``width`` is ignored.
+    """
+    if width == 64:
+        positions = torch.stack([2 * positions, 2 * positions + 1], 1).view(-1)
+        bits = torch.stack([bits, _shifted(bits, 32)], 1).view(-1)
+    bits = bits & (_LOW if width >= 32 else (1 << width) - 1)
+    words = (positions + 1) * signed(STEP) + signed(codec.tensor_key(name))
+    low = words & _LOW
+    product = (low ^ bits) * (_shifted(words, 32) | 1)
+    folded = product ^ _shifted(product, 29)
+    second = (folded & _LOW) * (_shifted(folded, 32) ^ low)
+    return torch.stack([folded.sum(), second.sum()])
+
+
+def signed(word: int) -> int:
+    """A word of 64 bits as a signed integer."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shifted(words: Tensor, by: int) -> Tensor:
+    """A logical shift to the right of int64."""
+    return (words >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,390 @@
+"""Live weights behind a placement: loaded, patched in place, and attested from what is read back.
+
+    prepare   any thread, while serving: positions in the checkpoint become positions in live
+              storages; old bits come from the mirror, new ones from the patch, both as the live
+              dtype has them; all of it is moved to the device. Memory: proportional to the changes.
+    swap      between two steps: live bits must be the mirror's; scatter; read back; they must be
+              the patch's. Else everything goes back.
+
+Whoever holds the mirror has verified old and new bits against the manifest, so equality with them,
+bit for bit, says of the changed elements what a digest would say, and a little more. What the
+rank's share of the model's digest will be is known when `prepare` returns: the shares of all ranks
+must add up to the manifest's digest before anybody swaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltawire import codec
+from deltawire.codec import Bits, Digest, Patch
+from deltawire.errors import BugError, CorruptError, InputError, ResyncError
+from deltawire.placement.affine import AffineMap, row_major
+from deltawire.placement.elements import (
+    CARRIER,
+    array_of,
+    chunks,
+    decode_bits,
+    digest_part,
+    encode_bits,
+    equal_bits,
+    locate,
+    plain_nans,
+    tensor_of,
+)
+from deltawire.placement.layout import TORCH_DTYPES, survey_live
+from deltawire.placement.moves import Move, Part
+from deltawire.placement.moves import stage as stage_moves
+from deltawire.placement.on_device import LiveDigest, kernels_of, on_host
+from deltawire.placement.placement import LoadWeights, Placement, Region, Share, ownership
+from deltawire.sync.follow.mirror import Mirror
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step from ``base`` to ``version``, staged. ``share`` is what this rank adds to the model's
+    digest after it, ``believed`` the part of that which cannot be read back from live memory.
+
+    ``dense`` are tensors that go through the engine's loader: base and target. ``changes`` counts
+    live elements, ``bytes`` what is allocated for all of this.
+    """
+
+    base: int
+    version: int
+    share: Digest
+    believed: Digest
+    moves: list[Move]
+    dense: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def changes(self) -> int:
+        """How many live elements change, besides those of dense tensors."""
+        return sum(move.changes for move in self.moves)
+
+    @property
+    def bytes(self) -> int:
+        """What is allocated for it."""
+        staged = sum(move.bytes for move in self.moves)
+        return staged + sum(t.nbytes for pair in self.dense.values() for t in pair)
+
+
+class PlacedWeights:
+    """The live tensors of one rank, at ``version``; -1 if they hold no version.
+
+    ``share`` is what the rank adds to the model's digest. ``load_weights`` is the engine's loader,
+    for what the placement could not place. Raises `InputError` if ``live`` is not what was probed.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        live: Mapping[str, Tensor],
+        *,
+        load_weights: LoadWeights | None = None,
+    ) -> None:
+        placement.check(live)
+        if not placement.owned:
+            placement = ownership([placement])[0]
+        if placement.unplaced and load_weights is None:
+            name, why = next(iter(placement.unplaced.items()))
+            raise InputError(f"tensor {name} needs the model's loader: {why}")
+        self.placement = placement
+        self.version = -1
+        self._live = codec.ZERO
+        self._believed = codec.ZERO
+        self._load_weights = load_weights
+        self._specs = {spec.name: spec for spec in placement.tensors}
+        self._flats = [flat.view(CARRIER[flat.element_size()]) for flat in survey_live(live)[2]]
+        self._believed_shares: dict[str, list[Share]] = {}
+        for share in placement.believed:
+            name = placement.tensors[share.tensor].name
+            self._believed_shares.setdefault(name, []).append(share)
+
+    @property
+    def share(self) -> Digest:
+        """What this rank adds to the model's digest, as of the last load or swap."""
+        return self._live + self._believed
+
+    @property
+    def believed(self) -> Digest:
+        """The part of `share` that cannot be read back from live memory."""
+        return self._believed
+
+    @torch.no_grad()
+    def load(self, mirror: Mirror) -> None:
+        """Set every placed element from ``mirror``, the rest by the engine's loader, and attest.
+
+        Raises `InputError` if the mirror does not hold what this rank needs, `CorruptError` if the
+        live memory does not hold what was written.
+        """
+        self.version = -1
+        for name in self.placement.unplaced:
+            self._load_dense({name: _dense(self._specs[name], _whole(mirror, name, self._specs))})
+        for region, part in self._parts():
+            self._set(region, part, mirror)
+        self.adopt(mirror)
+
+    def _set(self, region: Region, part: AffineMap, mirror: Mirror) -> None:
+        name = self.placement.tensors[region.tensor].name
+        bits = encode_bits(_gather(mirror, name, part), region.dtypes)
+        self._view(region, part).copy_(tensor_of(bits).view(part.shape))
+
+    @torch.no_grad()
+    def adopt(self, mirror: Mirror) -> None:
+        """Take the live tensors, loaded by somebody else, for the mirror's version, if they are.
+
+        Every placed element is compared, owned or not. Raises `CorruptError` naming the first
+        tensor that differs.
+        """
+        self.version = -1
+        self.verify(mirror)
+        for region, part in self._parts():
+            if not region.exact:  # Their NaNs may be others than a swap would write.
+                self._set(region, part, mirror)
+        self._believed = self._believe(mirror)
+        self._live = self._attest_live()
+        self.version = mirror.version
+
+    @torch.no_grad()
+    def verify(self, mirror: Mirror) -> None:
+        """Compare every placed element with ``mirror``, copies and converted ones too. Raises
+        `CorruptError` naming the first tensor that differs."""
+        for region, part in self._parts():
+            name = self.placement.tensors[region.tensor].name
+            expected = encode_bits(_gather(mirror, name, part), region.dtypes)
+            found = self._view(region, part).contiguous().view(-1)
+            if not region.exact:
+                values = found.view(TORCH_DTYPES[region.dtypes[-1]])
+                found = plain_nans(values).view(found.dtype)
+            if not equal_bits(found, tensor_of(expected)):
+                raise CorruptError(
+                    f"the live weights of {name} are not the mirror's", version=mirror.version
+                )
+
+    def attest(self) -> Digest:
+        """This rank's share, computed anew by one pass over the live bits that it counts.
+
+        Raises `CorruptError` if they hold what was never published. What cannot be read back
+        (`Placement.believed`) is added as the mirror stated it.
+        """
+        return self._attest_live() + self._believed
+
+    @torch.no_grad()
+    def _attest_live(self) -> Digest:
+        total = codec.ZERO
+        on_devices: dict[torch.device, LiveDigest] = {}
+        for region in self.placement.regions:
+            if not region.counts:
+                continue
+            name, flat = self.placement.tensors[region.tensor].name, self._flats[region.storage]
+            if on_host(flat):
+                for part in chunks(region.map):
+                    total += self._digest_on_host(name, region, part)
+                continue
+            if flat.device not in on_devices:
+                regions = len(self.placement.regions)
+                on_devices[flat.device] = LiveDigest(flat.device, regions, kernels_of(flat.device))
+            on_devices[flat.device].add(name, region, flat)
+        return sum((digest.total() for digest in on_devices.values()), total)
+
+    def _digest_on_host(self, name: str, region: Region, part: AffineMap) -> Digest:
+        found = self._view(region, part).contiguous().view(-1)
+        bits = decode_bits(array_of(found), region.dtypes)
+        if bits is None:
+            raise CorruptError(f"tensor {name} holds bits that were never published")
+        return digest_part(name, part, bits)
+
+    def prepare(
+        self,
+        patches: Mapping[str, Patch],
+        mirror: Mirror,
+        version: int,
+        *,
+        digest: Digest | None = None,
+    ) -> Prepared:
+        """Stage what turns the mirror's version, which is the live one, into ``version``.
+
+        Changes nothing, and may run beside serving. ``patches`` hold positions counted from each
+        tensor's first element; those that this rank does not hold are dropped. ``digest`` is that
+        of the whole model, to be given by an engine of one rank; several must add up their shares.
+        Raises `ResyncError` if the mirror is at another version than the live weights or the
+        outcome would not have ``digest``.
+        """
+        if mirror.version != self.version:
+            raise ResyncError(
+                f"the live weights are at version {self.version}, the mirror at {mirror.version}",
+                version=version,
+            )
+        stage = _Stage(len(self._flats))
+        believed = codec.ZERO
+        dense: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, whole in patches.items():
+            regions = self.placement.by_tensor.get(name, [])
+            shares = self._believed_shares.get(name, [])
+            if not regions and not shares and name not in self.placement.unplaced:
+                continue
+            patch, old = _held(mirror, name, whole)
+            for region in regions:
+                stage.add(name, region, patch, old)
+            for own in shares:
+                inside, _ = locate(_share_map(own), patch.positions)
+                believed += _change(name, patch, old, inside)
+            if name in self.placement.unplaced:
+                base = _whole(mirror, name, self._specs)
+                target = base.copy()
+                target[patch.positions] = patch.bits
+                spec = self._specs[name]
+                dense[name] = (_dense(spec, base), _dense(spec, target))
+        names = [storage.name for storage in self.placement.storages]
+        moves = stage_moves(stage.parts, names, self._flats)
+        share = self.share + stage.change + believed
+        if digest is not None and share != digest:
+            raise ResyncError(
+                f"the live weights' digest would be {share.hex()}, not {digest.hex()}",
+                version=version,
+            )
+        return Prepared(self.version, version, share, self._believed + believed, moves, dense)
+
+    @torch.no_grad()
+    def swap(self, prepared: Prepared) -> None:
+        """Take up a prepared step, between two steps of the engine.
+
+        If live bits are not the mirror's before, or not the patch's afterwards, the old bits stay
+        or go back, and `ResyncError` is raised: the weights are never left at anything but one
+        version, unless even that fails; then ``version`` is -1.
+        """
+        if prepared.base != self.version:
+            raise ResyncError(
+                f"prepared for version {prepared.base}, the live weights are at {self.version}",
+                version=prepared.version,
+            )
+        self.version = -1
+        begun: list[Move] = []
+        try:
+            if prepared.dense:
+                self._load_dense({name: new for name, (_, new) in prepared.dense.items()})
+            self._exchange(prepared.moves, begun)
+        except BaseException:
+            if prepared.dense:
+                self._load_dense({name: old for name, (old, _) in prepared.dense.items()})
+            for move in begun:
+                move.put_back()
+            self.version = prepared.base
+            raise
+        self._believed = prepared.believed
+        self._live = prepared.share - prepared.believed
+        self.version = prepared.version
+
+    def _exchange(self, moves: Sequence[Move], begun: list[Move]) -> None:
+        """Put new bits in the place of old ones, telling in ``begun`` which moves may have been.
+        Raises `ResyncError` if live bits are not the old ones before, or not the new ones
+        afterwards."""
+        for move in moves:
+            self._take_up(move, begun)
+
+    def _take_up(self, move: Move, begun: list[Move]) -> None:
+        begun.append(move)  # Should a signal come before the answer.
+        try:
+            move.exchange()
+        except ResyncError:
+            begun.pop()  # It left everything as it was.
+            raise
+
+    def _load_dense(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._load_weights is None:
+            raise BugError("no loader for what was not placed")
+        self._load_weights(iter(tensors.items()))
+
+    def _believe(self, mirror: Mirror) -> Digest:
+        total = codec.ZERO
+        for name, shares in self._believed_shares.items():
+            for share in shares:
+                for part in chunks(_share_map(share)):
+                    total += digest_part(name, part, _gather(mirror, name, part))
+        return total
+
+    def _parts(self) -> Iterator[tuple[Region, AffineMap]]:
+        for region in self.placement.regions:
+            for part in chunks(region.map):
+                yield region, part
+
+    def _view(self, region: Region, part: AffineMap) -> Tensor:
+        """The live elements of a part of a region, in the order of the checkpoint."""
+        flat = self._flats[region.storage]
+        return flat.as_strided(part.shape, part.target_strides, part.target)
+
+
+class _Stage:
+    """Gathers what changes in each storage."""
+
+    def __init__(self, storages: int) -> None:
+        self.change = codec.ZERO
+        self.parts: list[list[Part]] = [[] for _ in range(storages)]
+
+    def add(self, name: str, region: Region, patch: Patch, old: Bits) -> None:
+        """Take those of a patch that lie in ``region``."""
+        inside, index = locate(region.map, patch.positions)
+        if not index.size:
+            return
+        self.parts[region.storage].append(
+            (
+                index,
+                encode_bits(old[inside], region.dtypes),
+                encode_bits(patch.bits[inside], region.dtypes),
+            )
+        )
+        if region.counts:
+            self.change += _change(name, patch, old, inside)
+
+
+def _change(name: str, patch: Patch, old: Bits, inside: slice | NDArray[np.intp]) -> Digest:
+    part = Patch(
+        np.ascontiguousarray(patch.positions[inside]), np.ascontiguousarray(patch.bits[inside])
+    )
+    return codec.digest_patch(name, part, np.ascontiguousarray(old[inside]))
+
+
+def _share_map(share: Share) -> AffineMap:
+    return AffineMap(share.start, 0, share.shape, share.strides, row_major(share.shape))
+
+
+def _gather(mirror: Mirror, name: str, part: AffineMap) -> Bits:
+    """The mirror's bits at the source positions of ``part``, uint[N]."""
+    held = mirror.find(name, part.source, part.source_extent)
+    if held is None:
+        raise InputError(f"the mirror does not hold what is served of {name}")
+    strides = tuple(stride * held.itemsize for stride in part.source_strides)
+    return np.ascontiguousarray(as_strided(held, part.shape, strides)).reshape(-1)
+
+
+def _held(mirror: Mirror, name: str, patch: Patch) -> tuple[Patch, Bits]:
+    """The part of a patch that the mirror holds, and its bits there."""
+    bits = mirror.tensors.get(name)
+    if bits is None:
+        raise InputError(f"the mirror does not hold {name}")
+    start = mirror.starts.get(name, 0)
+    first, last = np.searchsorted(patch.positions, (start, start + bits.size))
+    if (first, last) != (0, len(patch)):
+        patch = Patch(patch.positions[first:last], patch.bits[first:last])
+    taken: Bits = bits[patch.positions - start] if start else bits[patch.positions]
+    return patch, taken
+
+
+def _whole(mirror: Mirror, name: str, specs: Mapping[str, Any]) -> Bits:
+    bits = mirror.find(name, 0, specs[name].count)
+    if bits is None:
+        raise InputError(f"the mirror does not hold all of {name}")
+    return bits
+
+
+def _dense(spec: Any, bits: Bits) -> Tensor:
+    """A checkpoint tensor, of its own memory."""
+    return tensor_of(bits.copy()).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)

@@ -1,0 +1,254 @@
+"""`Monitor`: reward against probes, for each family of tasks, group by group.
+
+Its state is a function of the groups and their order, and small: it is kept in the bucket as
+``probes.json``, from which every view is made and with which a trainer that comes back goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.config import ProbesConfig
+from deltawire.reward_monitor.evidence import BETS, advance, evidence, threshold
+from deltawire.wire.manifest import Index
+from deltawire.wire.objects import FORMAT
+from deltawire.wire.rollouts import Group
+
+ALARM = "alarm."
+"""A probe whose name begins so is 0 if all is well and 1 if it is not. Any other is a second
+opinion of the reward, on its scale."""
+ALL = "*"
+"""The family that stands for all of them together."""
+MAX_STREAMS = 1024
+MAX_EXAMPLES = 5
+MAX_POINTS = 64
+
+_Wealth = Annotated[list[float], Meta(min_length=len(BETS), max_length=len(BETS))]
+_Text = Annotated[str, Meta(max_length=64)]
+_Share = Annotated[float, Meta(gt=0, lt=1)]
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout to look at: ``rollouts/<worker>/<sequence>``, and which of its episodes."""
+
+    worker: _Text
+    sequence: Index
+    episode: Index
+    task: Annotated[str, Meta(max_length=256)]
+    reward: float
+    probe: float
+    version: Index
+
+    @property
+    def name(self) -> str:
+        """As other parts of deltawire name a rollout."""
+        return f"{self.worker}/{self.sequence}#{self.episode}"
+
+
+class Point(msgspec.Struct, kw_only=True):
+    """Sums over some groups in a row, the last of them trained into ``version``."""
+
+    version: Index
+    groups: int = 0
+    reward: float = 0.0
+    probe: float = 0.0
+    excess: float = 0.0
+
+
+class Stream(msgspec.Struct, kw_only=True):
+    """One probe in one family. ``number`` is its place in the order of opening.
+
+    ``flagged_at`` is the version whose step flagged it, for good, ``flagged_after`` how many of
+    its groups that took. ``points`` hold ``width`` groups each, but for the last.
+    """
+
+    family: _Text
+    probe: _Text
+    number: Annotated[int, Meta(ge=1)]
+    groups: Annotated[int, Meta(ge=0)] = 0
+    reward: float = 0.0
+    value: float = 0.0
+    excess: float = 0.0
+    wealth: Annotated[list[float], Meta(min_length=len(BETS), max_length=len(BETS))] = (
+        msgspec.field(default_factory=lambda: [0.0] * len(BETS))
+    )
+    flagged_at: Index | None = None
+    flagged_after: int | None = None
+    examples: Annotated[list[Example], Meta(max_length=MAX_EXAMPLES)] = []
+    width: Annotated[int, Meta(ge=1)] = 1
+    points: Annotated[list[Point], Meta(max_length=MAX_POINTS)] = []
+
+    @property
+    def evidence(self) -> float:
+        """How many times more likely than chance, were the bets fair (`evidence`)."""
+        return evidence(self.wealth, self.groups)
+
+    @property
+    def means(self) -> tuple[float, float, float]:
+        """Reward, probe, excess, over all groups."""
+        count = max(1, self.groups)
+        return self.reward / count, self.value / count, self.excess / count
+
+
+class ProbeState(msgspec.Struct, kw_only=True):
+    """``probes.json``: all streams, as of the groups of the steps up to ``version``.
+
+    ``untracked`` counts what was seen after `MAX_STREAMS` streams were open.
+    """
+
+    format: int = FORMAT
+    version: Index = 0
+    since: Index = 0
+    false_alarm: _Share = 0.01
+    tolerance: _Share = 0.05
+    streams: Annotated[list[Stream], Meta(max_length=MAX_STREAMS)] = []
+    untracked: Annotated[int, Meta(ge=0)] = 0
+
+    @property
+    def flagged(self) -> list[Stream]:
+        """Those that are."""
+        return [stream for stream in self.streams if stream.flagged_at is not None]
+
+
+def excess(name: str, reward: float, probe: float, scale: float) -> float:
+    """By how much a reward exceeds what a probe says, 0 … 1.
+
+    Of a second opinion it is what the reward is higher; of an alarm, the reward that was earned
+    while it was on, for what earns nothing will not be learned. A reward that is lower than the
+    probe is no excess: it must not make up for another that is higher.
+    """
+    if name.startswith(ALARM):
+        return min(max(reward / scale, 0.0), 1.0) * min(max(probe, 0.0), 1.0)
+    return min(max((reward - probe) / scale, 0.0), 1.0)
+
+
+class Monitor:
+    """Folds groups into a `ProbeState`, in the order in which they are trained on."""
+
+    def __init__(self, config: ProbesConfig, state: ProbeState | None = None) -> None:
+        self._config = config
+        fresh = ProbeState(false_alarm=config.false_alarm, tolerance=config.tolerance)
+        self.state = state if state is not None else fresh
+        self._streams = {(s.family, s.probe): s for s in self.state.streams}
+
+    def see(self, group: Group, sequence: int, *, version: int) -> list[Stream]:
+        """One group that a step into ``version`` trains on; the streams that it flags."""
+        found: list[Stream] = []
+        episodes = list(_episodes(group))
+        for name in sorted({name for _, _, probes in episodes for name in probes}):
+            rows = [(e, reward, probes[name]) for e, reward, probes in episodes if name in probes]
+            for family in (ALL, group.family[:64]):
+                stream = self._stream(family, name)
+                if stream is not None and self._fold(stream, rows, group, sequence, version):
+                    found.append(stream)
+        return found
+
+    def withholds(self, group: Group, sequence: int) -> bool:
+        """Whether a group that was just stored is left out, to down-weight its family.
+
+        By its name alone, so that the probe does not become a reward in its turn: groups that
+        cheat and groups that do not are left out alike.
+        """
+        if self._config.action != "downweight" or not self.suspect(group.family[:64]):
+            return False
+        name = f"{group.worker}/{sequence}".encode()
+        place = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+        return place / 2**64 >= self._config.keep
+
+    def suspect(self, family: str) -> bool:
+        """Whether a family is flagged, or all are together and its excess is not tolerable."""
+        everywhere = {s.probe for s in self.state.flagged if s.family == ALL}
+        return any(
+            stream.flagged_at is not None
+            or (stream.probe in everywhere and stream.means[2] > self._config.tolerance)
+            for stream in self.state.streams
+            if stream.family == family
+        )
+
+    def _stream(self, family: str, probe: str) -> Stream | None:
+        stream = self._streams.get((family, probe))
+        if stream is None:
+            if len(self._streams) >= MAX_STREAMS:
+                self.state.untracked += 1
+                return None
+            stream = Stream(family=family, probe=probe, number=len(self._streams) + 1)
+            self._streams[family, probe] = stream
+            self.state.streams.append(stream)
+        return stream
+
+    def _fold(
+        self,
+        stream: Stream,
+        rows: list[tuple[int, float, float]],
+        group: Group,
+        sequence: int,
+        version: int,
+    ) -> bool:
+        scale = self._config.reward_scale
+        excesses = [excess(stream.probe, reward, probe, scale) for _, reward, probe in rows]
+        y = sum(excesses) / len(rows)
+        reward = sum(reward for _, reward, _ in rows) / len(rows)
+        value = sum(probe for _, _, probe in rows) / len(rows)
+        stream.groups += 1
+        stream.reward += reward
+        stream.value += value
+        stream.excess += y
+        stream.wealth = advance(stream.wealth, stream.groups, y, self._config.tolerance)
+        _plot(stream, Point(version=version, groups=1, reward=reward, probe=value, excess=y))
+        worst = max(range(len(rows)), key=lambda i: excesses[i])
+        if excesses[worst] > self._config.tolerance:
+            episode, earned, said = rows[worst]
+            example = Example(
+                worker=group.worker[:64],
+                sequence=sequence,
+                episode=episode,
+                task=group.task[:256],
+                reward=earned,
+                probe=said,
+                version=version,
+            )
+            stream.examples = [*stream.examples, example][-MAX_EXAMPLES:]
+        limit = threshold(self._config.false_alarm, stream.number)
+        if stream.flagged_at is not None or stream.evidence < limit:
+            return False
+        stream.flagged_at, stream.flagged_after = version, stream.groups
+        return True
+
+
+def _episodes(group: Group) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """(episode, reward, probes) of each that is trained on; segments of one say the same."""
+    failed = {e for e, t in zip(group.episodes, group.trajectories, strict=True) if t.cause}
+    seen: set[int] = set()
+    for episode, trajectory in zip(group.episodes, group.trajectories, strict=True):
+        if episode not in failed and episode not in seen:
+            seen.add(episode)
+            yield episode, trajectory.reward, dict(trajectory.probes)
+
+
+def _plot(stream: Stream, point: Point) -> None:
+    """Add one group to the curve; when it is full, neighbours are joined."""
+    points = stream.points
+    if points and points[-1].groups < stream.width:
+        points[-1] = _joined(points[-1], point)
+        return
+    if len(points) == MAX_POINTS:
+        stream.points = points = [
+            _joined(a, b) for a, b in zip(points[::2], points[1::2], strict=True)
+        ]
+        stream.width *= 2
+    points.append(point)
+
+
+def _joined(first: Point, second: Point) -> Point:
+    return Point(
+        version=second.version,
+        groups=first.groups + second.groups,
+        reward=first.reward + second.reward,
+        probe=first.probe + second.probe,
+        excess=first.excess + second.excess,
+    )

@@ -1,0 +1,1 @@
+"""Flow control: credits, admission, staleness and the rollout buffer."""

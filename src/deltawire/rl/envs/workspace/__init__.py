@@ -1,8 +1,0 @@
-"""A software workspace: small packages with a fault, an agent with tools, a grader out of reach."""
-
-from deltawire.rl.envs.workspace.episode import Workspace
-from deltawire.rl.envs.workspace.problems import Case, Problem, problem
-from deltawire.rl.envs.workspace.settings import Settings
-from deltawire.rl.envs.workspace.tasks import WorkspaceTasks
-
-__all__ = ["Case", "Problem", "Settings", "Workspace", "WorkspaceTasks", "problem"]

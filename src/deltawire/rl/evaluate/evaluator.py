@@ -1,0 +1,146 @@
+"""The evaluator: one more reader of the run, which measures held-out accuracy of some versions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from deltawire.config import RunConfig
+from deltawire.envs import Task
+from deltawire.errors import InputError
+from deltawire.events import Evaluated, decode_lines
+from deltawire.rl.rollout.episode import play_all, run_episode
+from deltawire.rl.rollout.episode_types import Episode, Limits
+from deltawire.rl.rollout.policy_server import Served, follow, serve_model, swap
+from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
+from deltawire.sync import Follower
+from deltawire.sync.chain.objects import with_retries
+from deltawire.wire import keys
+
+MAX_SEGMENT_BYTES = 64 << 20
+SLOTS = 256
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of correct answers over the held-out problems."""
+
+    sampled: float
+    greedy: float
+    problems: int
+
+
+async def measure(
+    served: Served, config: RunConfig, mark: Callable[[str], None] = lambda _: None
+) -> Accuracy:
+    """Every held-out problem, ``samples`` times at the rollout's temperature and once greedy.
+
+    ``mark`` is called after every engine step. Episodes that fail count neither way; raises
+    `InputError` if all of them do.
+    """
+    rollout, samples = config.rollout, config.evaluate.samples
+    limits = Limits.of(rollout)
+    tasks = served.tasks.heldout()
+
+    async def solve(temperature: float, times: int) -> float:
+        def play(task: Task) -> Awaitable[Episode]:
+            return run_episode(
+                served.engine,
+                served.tasks.open(task),
+                served.text,
+                temperature=temperature,
+                limits=limits,
+            )
+
+        plays = [partial(play, task) for task in tasks for _ in range(times)]
+        episodes = await play_all(
+            served.engine,
+            plays,
+            concurrent=rollout.concurrent or served.engine.slots,
+            after_step=lambda: mark("evaluate"),
+        )
+        sound = [episode for episode in episodes if not episode.cause]
+        if not sound:
+            raise InputError(f"every held-out episode failed: {episodes[0].cause}")
+        return sum(episode.solved for episode in sound) / len(sound)
+
+    return Accuracy(await solve(rollout.temperature, samples), await solve(0.0, 1), len(tasks))
+
+
+def evaluated_versions(process: Process) -> set[int]:
+    """Versions that an evaluator of this run has measured before."""
+    found = set()
+    for series in process.bucket.folders(keys.EVENTS):
+        if not series.startswith(f"{process.name}-"):
+            continue
+        for key in process.bucket.list(f"{keys.EVENTS}{series}/"):
+            data = process.bucket.get(key, limit=MAX_SEGMENT_BYTES) or b""
+            found |= {e.version for e in decode_lines(data) if isinstance(e, Evaluated)}
+    return found
+
+
+def run_evaluator(process: Process) -> None:
+    """The evaluator process: follows every version, measures the due ones and the last."""
+    started = time.time()
+    process.tell("started")
+    run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    process.heart.faults = config.faults
+    with process.heart.taking("start"):
+        done = evaluated_versions(process)
+        served, subscriber = serve_model(
+            process, run, config, seed=config.seed, slots=SLOTS, at=max(done, default=0)
+        )
+    subscriber.stepwise = True  # Every due version is measured, also when several have come.
+    follower = follow(subscriber, served)
+    follower.start()
+    process.events.span("start", started)
+    try:
+        _follow(process, config, served, follower, done)
+    finally:
+        follower.close()
+    process.tell("stopped")
+
+
+def _follow(
+    process: Process, config: RunConfig, served: Served, follower: Follower, done: set[int]
+) -> None:
+    while not process.stopping:
+        process.heart.mark("wait")
+        version = served.live.version
+        last = _is_last(process, version)
+        due = last or version % config.evaluate.every == 0
+        if due and version not in done:
+            began = process.events.now()
+            accuracy = asyncio.run(measure(served, config, process.heart.mark))
+            ended = process.events.span("evaluate", began)
+            process.events.record(
+                Evaluated(
+                    process=process.name,
+                    at=ended,
+                    version=version,
+                    accuracy=accuracy.sampled,
+                    greedy=accuracy.greedy,
+                    samples=config.evaluate.samples,
+                    problems=accuracy.problems,
+                    seconds=ended - began,
+                )
+            )
+            process.events.flush()
+            process.heart.achieve()
+            done.add(version)
+        if last:
+            return
+        began = process.events.now()
+        swap(served, follower, process)
+        if served.live.version == version:
+            process.wait(process.bucket.poll_s)
+            process.events.span("wait", began)
+
+
+def _is_last(process: Process, version: int) -> bool:
+    status = with_retries(lambda: read_trainer(process.bucket))
+    return status is not None and status.phase == "finished" and status.version == version

@@ -1,0 +1,329 @@
+"""One episode: environment and engine in turn, token-in and token-out.
+
+The next request's prompt is the very tokens of the last one, plus what was drawn, plus what the
+environment answered: nothing is decoded and encoded again. When the context is full, and the
+configuration says so, the episode goes on in another segment, behind a prompt that is again made
+of tokens that were there before::
+
+    end       P t₁ b₁ t₂ b₂ t₃ ┊                 the episode is over
+    drop      P t₁ b₁ t₂ b₂ t₃ ┊ P t₃ b₃ t₄ …    the oldest turns are left out
+    summary   P t₁ b₁ t₂ ? s   ┊ P s b₂ t₃ …     the model writes s, which stands for the turns
+
+P is the prompt, t a turn of the model, b what the environment answered, ? the request for a
+summary. What stands behind ┊ up to the next t is the prompt of the new segment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltawire.chat.messages import shorten
+from deltawire.chat.text import Text
+from deltawire.engines.base import Completion, Sampler, Sampling
+from deltawire.envs.base import Action, AgentHarness, Environment, Message, Turn
+from deltawire.errors import InputError
+from deltawire.parity.routes import pack_parts
+from deltawire.rl.rollout.episode_types import (
+    MAX_MESSAGES,
+    Episode,
+    EpisodeFailure,
+    Limits,
+    T,
+    ask_probes,
+    one_line,
+    within,
+)
+from deltawire.runtime.orphans import brood
+from deltawire.wire.rollouts import Trajectory
+
+
+async def run_episode(
+    engine: Sampler,
+    environment: Environment | AgentHarness,
+    text: Text,
+    *,
+    temperature: float,
+    limits: Limits,
+) -> Episode:
+    """Play one episode to its end or its limits.
+
+    Cancelling it cancels its request, and closes the environment. What goes wrong in the
+    environment makes a failed episode; what goes wrong in the engine is raised.
+    """
+    if isinstance(environment, AgentHarness):
+        try:
+            from deltawire.rl.rollout.harness import run_driven
+        except ModuleNotFoundError as error:
+            raise InputError(
+                f"a harness needs the package {error.name}",
+                hint="pip install 'deltawire[serve]'",
+            ) from error
+
+        return await run_driven(engine, environment, text, temperature=temperature, limits=limits)
+    play = _Play(engine, environment, text, temperature, limits)
+    clock = asyncio.timeout(limits.episode_s)
+    with brood() as processes:
+        try:
+            async with clock:
+                await play.run()
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            play.fail(f"it took longer than {limits.episode_s:g} s")
+        except EpisodeFailure as failure:
+            play.fail(str(failure))
+        finally:
+            await play.close()
+            if left := processes.end():
+                play.fail(f"it left {left} processes behind")
+    return play.result()
+
+
+async def play_all(
+    engine: Sampler,
+    plays: Sequence[Callable[[], Awaitable[Episode]]],
+    *,
+    concurrent: int,
+    after_step: Callable[[], None] = lambda: None,
+) -> list[Episode]:
+    """The episodes that ``plays`` start, at most ``concurrent`` at a time, in their order; drives
+    the engine meanwhile, and calls ``after_step`` each time."""
+    gate = asyncio.Semaphore(concurrent)
+
+    async def one(play: Callable[[], Awaitable[Episode]]) -> Episode:
+        async with gate:
+            return await play()
+
+    together = asyncio.gather(*(one(play) for play in plays))
+    try:
+        while not together.done():
+            await engine.advance()
+            after_step()
+    finally:
+        together.cancel()
+    return await together
+
+
+@dataclass
+class _Segment:
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    routes: list[NDArray[np.int32]] = field(default_factory=list)
+    experts: int = 0
+    turns: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    def drawn(self, completion: Completion) -> None:
+        # Each turn reads all that was there before; what counts is how it was read first.
+        read = sum(map(len, self.routes))
+        self.routes += [np.concatenate(completion.routes)[read:]] if completion.routes else []
+        self.experts = completion.experts
+        self.tokens += completion.tokens
+        self.logprobs += completion.logprobs
+        self.versions += completion.versions
+        self.mask += [1] * len(completion.tokens)
+        self.turns += 1
+
+    def answered(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [self.versions[-1]] * len(tokens)
+        self.mask += [0] * len(tokens)
+
+    def packed_routes(self) -> bytes:
+        """Its expert choices. What the environment wrote at its end was never read."""
+        return pack_parts(self.routes, positions=self.length - 1, experts=self.experts)
+
+
+class _Play:
+    """The state of one episode."""
+
+    def __init__(
+        self,
+        engine: Sampler,
+        environment: Environment,
+        text: Text,
+        temperature: float,
+        limits: Limits,
+    ) -> None:
+        self._cause = ""
+        self._engine = engine
+        self._environment = environment
+        self._text = text
+        self._temperature = temperature
+        self._limits = limits
+        self._prompt: list[int] = []
+        self._segments: list[_Segment] = []
+        self._turns: list[list[int]] = []
+        """Each turn that is still in the context, with the answer to it."""
+        self._reserve = 0
+        self._reward = 0.0
+        self._finish = "length"
+        self._probes: Mapping[str, float] = {}
+        self._solved = False
+
+    async def run(self) -> None:
+        """From the reset to the probes; raises `EpisodeFailure`."""
+        turn = await self._ask("reset", self._environment.reset)
+        tools = self._plainly("tools", lambda: tuple(self._environment.tools))
+        self._prompt = self._tokens(lambda: self._text.prompt(turn.messages, tools))
+        self._segments = [_Segment(self._prompt)]
+        if self._limits.on_full == "summary":
+            self._reserve = len(self._summary_request([])) + self._limits.summary_tokens
+        for number in range(1, self._limits.max_turns + 1):
+            completion = await self._draw(self._limits.max_tokens, self._reserve)
+            self._finish = completion.finish
+            action = self._read(completion, number)
+            turn = await self._ask("step", lambda action=action: self._environment.step(action))  # type: ignore[misc]
+            if turn.done:
+                break
+            if number == self._limits.max_turns:
+                self._finish = "turns"
+            elif not await self._answer(turn, completion):
+                self._finish = "context"
+                break
+        self._probes = await ask_probes(self._environment.probes, self._limits.step_s)
+        self._solved = self._plainly("solved", lambda: bool(self._environment.solved(self._reward)))
+
+    async def close(self) -> None:
+        """Let the environment go; a failure to do so is the episode's."""
+        try:
+            await within("close", self._environment.close, self._limits.step_s)
+        except EpisodeFailure as failure:
+            self.fail(str(failure))
+
+    def fail(self, cause: str) -> None:
+        """The episode has failed; the first cause stands."""
+        self._cause = self._cause or cause
+
+    def result(self) -> Episode:
+        """The episode as it stands."""
+        cause = one_line(self._cause)
+        reward = 0.0 if cause else self._reward
+        drawn = [s for s in self._segments if 1 in s.mask]
+        segments = drawn or self._segments[:1] or [_Segment([])]
+        return Episode(
+            self._prompt,
+            [self._trajectory(segment, reward, cause) for segment in segments],
+            self._solved and not cause,
+            cause,
+        )
+
+    def _trajectory(self, segment: _Segment, reward: float, cause: str) -> Trajectory:
+        own = segment.prompt if segment.prompt != self._prompt else None
+        return Trajectory(
+            np.array(segment.tokens, np.int32),
+            np.minimum(np.array(segment.logprobs, np.float32), 0),
+            np.array(segment.versions, np.int32),
+            np.array(segment.mask, np.uint8),
+            reward,
+            self._finish,
+            prompt=None if own is None else np.array(own, np.int32),
+            turns=max(1, segment.turns),
+            cause=cause,
+            probes=self._probes,
+            routes=segment.packed_routes(),
+        )
+
+    async def _draw(self, max_tokens: int, reserve: int) -> Completion:
+        segment = self._segments[-1]
+        room = self._limits.context - segment.length - reserve
+        sampling = Sampling(max(1, min(max_tokens, room)), self._temperature)
+        try:
+            completion = await self._engine.generate(segment.prompt + segment.tokens, sampling)
+        except InputError as error:
+            raise EpisodeFailure(f"the engine refused the prompt: {error}") from error
+        segment.drawn(completion)
+        return completion
+
+    def _read(self, completion: Completion, number: int) -> Action:
+        text = self._text.decode(completion.tokens)
+        written = self._text.read_calls(text, turn=number)
+        return Action(text, written.content, written.calls, written.broken, completion.finish)
+
+    async def _answer(self, turn: Turn, completion: Completion) -> bool:
+        """Put the environment's answer into the context; False if there is no room for it."""
+        segment, limits = self._segments[-1], self._limits
+        bridge = self._tokens(
+            lambda: self._text.bridge(turn.messages, after=completion.tokens),
+        )
+        self._turns.append([*completion.tokens, *bridge])
+        if segment.length + len(bridge) + self._reserve < limits.context:
+            segment.answered(bridge)
+            return True
+        if limits.on_full == "drop":
+            return self._drop_turns()
+        if limits.on_full == "summary":
+            return await self._summarize(turn, completion)
+        return False
+
+    def _drop_turns(self) -> bool:
+        """A new segment behind the prompt and the newest turns, in half of what room there is."""
+        room = self._limits.context - len(self._prompt)
+        if len(self._turns[-1]) >= room:
+            return False
+        kept = [self._turns.pop()]
+        while self._turns and sum(map(len, kept)) + len(self._turns[-1]) <= room // 2:
+            kept.insert(0, self._turns.pop())
+        self._turns = kept
+        self._segments.append(_Segment(self._prompt + [t for turn in kept for t in turn]))
+        return True
+
+    def _summary_request(self, after: list[int]) -> list[int]:
+        message = Message("user", self._limits.summary_prompt)
+        return self._tokens(lambda: self._text.bridge([message], after=after))
+
+    async def _summarize(self, turn: Turn, completion: Completion) -> bool:
+        """A new segment behind the prompt and the model's own summary."""
+        segment = self._segments[-1]
+        segment.answered(self._summary_request(completion.tokens))
+        summary = await self._draw(self._limits.summary_tokens, 0)
+        bridge = self._tokens(lambda: self._text.bridge(turn.messages, after=summary.tokens))
+        prompt = [*self._prompt, *summary.tokens, *bridge]
+        self._segments.append(_Segment(prompt))
+        return len(prompt) + self._reserve < self._limits.context
+
+    def _tokens(self, encode: Callable[[], list[int]]) -> list[int]:
+        try:
+            return encode()
+        except InputError as error:
+            raise EpisodeFailure(str(error)) from error
+
+    def _plainly(self, what: str, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except Exception as error:
+            raise EpisodeFailure(f"{what} raised {type(error).__name__}: {error}") from error
+
+    async def _ask(self, what: str, call: Callable[[], Awaitable[Turn]]) -> Turn:
+        turn: Any = await within(what, call, self._limits.step_s)
+        if not isinstance(turn, Turn):
+            raise EpisodeFailure(f"{what} returned {type(turn).__name__}, not a Turn")
+        try:
+            messages = turn.messages
+            reward = float(turn.reward)
+        except (TypeError, ValueError) as error:
+            raise EpisodeFailure(f"{what} returned a turn that is none: {error}") from error
+        if not math.isfinite(reward):
+            raise EpisodeFailure(f"{what} gave the reward {reward}")
+        if len(messages) > MAX_MESSAGES:
+            raise EpisodeFailure(f"{what} returned {len(messages)} messages at once")
+        self._reward += reward
+        return Turn(
+            tuple(shorten(message, self._limits.max_characters) for message in messages),
+            reward,
+            bool(turn.done),
+        )

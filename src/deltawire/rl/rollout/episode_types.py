@@ -1,0 +1,161 @@
+"""Types and limits shared by the code that runs episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from deltawire.config import OnFull, RolloutConfig
+from deltawire.envs.base import Task
+from deltawire.wire.rollouts import MAX_NAME, MAX_PROBES, MAX_TASK, Group, Trajectory
+
+MAX_CAUSE = 400
+
+
+CANCEL_S = 1.0
+"""How long a call that was cancelled may still take."""
+
+
+MAX_MESSAGES = 1024
+"""Messages that an environment may answer at once."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one episode: tokens a turn, turns, tokens in all (prompt included), seconds that
+    one call of the environment and that the whole may take, characters of a message."""
+
+    max_tokens: int
+    max_turns: int
+    context: int
+    step_s: float = 120.0
+    episode_s: float = 7200.0
+    max_characters: int = 20_000
+    on_full: OnFull = "end"
+    summary_tokens: int = 256
+    summary_prompt: str = "Summarize what was done and found so far; only this will be kept."
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> Limits:
+        """Those of a configuration."""
+        return cls(
+            rollout.max_tokens,
+            rollout.max_turns,
+            rollout.context,
+            rollout.step_limit_s,
+            rollout.episode_limit_s,
+            rollout.max_characters,
+            rollout.on_full,
+            rollout.summary_tokens,
+            rollout.summary_prompt,
+        )
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A finished episode: its segments in order (one, mostly), all with the whole reward.
+
+    ``cause`` says why it failed for another reason than the model; then the reward is 0, and
+    ``prompt`` may be empty.
+    """
+
+    prompt: list[int]
+    trajectories: list[Trajectory]
+    solved: bool
+    cause: str = ""
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The first segment."""
+        return self.trajectories[0]
+
+
+class EpisodeFailure(Exception):  # noqa: N818  (it names what happened to an episode)
+    """An episode cannot go on, and the model is not to blame."""
+
+
+async def ask_probes(
+    call: Callable[[], Awaitable[Mapping[str, float]]], seconds: float
+) -> dict[str, float]:
+    """What the probes say; raises `EpisodeFailure` unless that is finite numbers by name."""
+    found: Any = await within("probes", call, seconds)
+    try:
+        probes = {one_line(str(n), MAX_NAME): float(value) for n, value in dict(found).items()}
+    except (TypeError, ValueError) as error:
+        raise EpisodeFailure(f"probes returned no numbers by name: {error}") from error
+    if len(probes) > MAX_PROBES:
+        raise EpisodeFailure(f"probes returned {len(probes)} values")
+    for name, value in probes.items():
+        if not math.isfinite(value):
+            raise EpisodeFailure(f"probe {name} gave {value}")
+    return probes
+
+
+async def within(what: str, call: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Await what the environment does, for so long. Raises `EpisodeFailure`; a call that does not
+    even end when it is cancelled is left alone."""
+
+    async def calling() -> T:
+        return await call()
+
+    task = asyncio.ensure_future(calling())
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        in_time = task.done()
+        if not in_time:
+            task.cancel()
+            task.add_done_callback(_overhear)
+            await asyncio.wait({task}, timeout=CANCEL_S)
+    if not in_time:
+        raise EpisodeFailure(f"{what} took longer than {seconds:g} s")
+    if task.cancelled():
+        raise EpisodeFailure(f"{what} cancelled itself")
+    if (error := task.exception()) is not None:
+        if not isinstance(error, Exception):
+            raise error
+        raise EpisodeFailure(f"{what} raised {type(error).__name__}: {error}") from error
+    return task.result()
+
+
+def one_line(cause: str, limit: int = MAX_CAUSE) -> str:
+    """A cause, or another text of an environment's, as it is stored."""
+    return " ".join(cause.split())[:limit].encode(errors="replace").decode()
+
+
+def _overhear(task: asyncio.Task[Any]) -> None:
+    """Take note of how an abandoned call ends, or the event loop complains."""
+    if not task.cancelled():
+        task.exception()
+
+
+def group_of(
+    worker: str, nonce: str, task: Task, temperature: float, episodes: Sequence[Episode]
+) -> Group:
+    """The group of a task's episodes, failed ones among them."""
+    prompt = next((e.prompt for e in episodes if e.prompt), [0])
+    trajectories = []
+    for number, episode in enumerate(episodes):
+        several = len(episode.trajectories) > 1
+        for trajectory in episode.trajectories:
+            own = trajectory.prompt
+            if own is None and episode.prompt and episode.prompt != prompt:
+                own = np.array(episode.prompt, np.int32)
+            trajectories.append(replace(trajectory, prompt=own, episode=number if several else -1))
+    return Group(
+        worker,
+        nonce,
+        one_line(task.identity, MAX_TASK),
+        temperature,
+        np.array(prompt, np.int32),
+        trajectories,
+        one_line(task.family, MAX_NAME),
+    )

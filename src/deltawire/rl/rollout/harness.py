@@ -1,0 +1,120 @@
+"""One episode of a harness that drives: it asks the model by HTTP, and all of it is recorded.
+
+Who waits for whom::
+
+    harness ─▶ endpoint (this process, a port and a token of the episode's own) ─▶ engine
+       └─ reward                └─ recording ─▶ segments ─▶ trajectories
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+
+import numpy as np
+
+from deltawire.chat.openai.endpoint import Endpoint, Policy, listening
+from deltawire.chat.openai.recording import Recording, Segment
+from deltawire.chat.text import Text
+from deltawire.engines.base import Sampler
+from deltawire.envs.base import Access, AgentHarness
+from deltawire.rl.rollout.episode_types import (
+    Episode,
+    EpisodeFailure,
+    Limits,
+    ask_probes,
+    one_line,
+    within,
+)
+from deltawire.runtime.orphans import brood
+from deltawire.wire.rollouts import Trajectory
+
+
+async def run_driven(
+    engine: Sampler, driven: AgentHarness, text: Text, *, temperature: float, limits: Limits
+) -> Episode:
+    """Play one episode; see `deltawire.rl.rollout.episode.run_episode`.
+
+    A harness that raises after it was refused for want of context or turns has not failed: the
+    model wrote too much, and earns nothing.
+    """
+    recording = Recording(text)
+    policy = Policy(
+        limits.max_tokens,
+        limits.context,
+        temperature=temperature,
+        turns=limits.max_turns,
+        characters=limits.max_characters,
+    )
+    token = secrets.token_urlsafe(24)
+    endpoint = Endpoint(engine, text, policy, token=token, recording=recording)
+    cause, reward, solved = "", 0.0, False
+    probes: Mapping[str, float] = {}
+    with brood() as processes:
+        try:
+            async with listening(endpoint) as url:
+                access = Access(url, token, policy.model)
+                reward = await _drive(driven, access, endpoint, limits)
+            if not recording.turns:
+                raise EpisodeFailure("the harness asked the model nothing")
+            probes = await ask_probes(driven.probes, limits.step_s)
+            solved = bool(driven.solved(reward))
+        except EpisodeFailure as failure:
+            cause = str(failure)
+        except Exception as error:  # `solved` is the environment's
+            cause = f"solved raised {type(error).__name__}: {error}"
+        finally:
+            try:
+                await within("close", driven.close, limits.step_s)
+            except EpisodeFailure as failure:
+                cause = cause or str(failure)
+            if left := processes.end():
+                cause = cause or f"it left {left} processes behind"
+    cause = one_line(cause)
+    return _episode(recording, endpoint, 0.0 if cause else reward, cause, probes, solved=solved)
+
+
+async def _drive(driven: AgentHarness, access: Access, endpoint: Endpoint, limits: Limits) -> float:
+    try:
+        found = await within("the harness", lambda: driven.drive(access), limits.episode_s)
+    except EpisodeFailure as failure:
+        if endpoint.refused and isinstance(failure.__cause__, Exception):
+            return 0.0
+        raise
+    try:
+        reward = float(found)
+    except (TypeError, ValueError) as error:
+        raise EpisodeFailure(f"the harness returned no reward: {error}") from error
+    if not math.isfinite(reward):
+        raise EpisodeFailure(f"the harness gave the reward {reward}")
+    return reward
+
+
+def _episode(
+    recording: Recording,
+    endpoint: Endpoint,
+    reward: float,
+    cause: str,
+    probes: Mapping[str, float],
+    *,
+    solved: bool,
+) -> Episode:
+    segments = recording.segments() or [Segment([])]
+    prompt = segments[0].prompt
+    trajectories = [
+        Trajectory(
+            np.array(segment.tokens, np.int32),
+            np.minimum(np.array(segment.logprobs, np.float32), 0),
+            np.array(segment.versions, np.int32),
+            np.array(segment.mask, np.uint8),
+            reward,
+            endpoint.refused or segment.finish or "stop",
+            prompt=None if segment.prompt == prompt else np.array(segment.prompt, np.int32),
+            turns=max(1, segment.turns),
+            cause=cause,
+            probes=probes,
+        )
+        for segment in segments
+    ]
+    return Episode(prompt, trajectories, solved and not cause, cause)

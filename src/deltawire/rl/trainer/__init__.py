@@ -1,0 +1,1 @@
+"""The trainer process: bootstrap, the training loop, resume and verification."""

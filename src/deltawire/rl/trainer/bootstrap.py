@@ -1,0 +1,73 @@
+"""Starting a run: the model's tensor table, its files and version 0 go into the bucket."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from deltawire import codec
+from deltawire.config import RunConfig, differences
+from deltawire.envs import open_tasks
+from deltawire.errors import InputError
+from deltawire.export.models import load_model, load_tokenizer, read_files
+from deltawire.placement.published import published_bits, published_specs, published_tensors
+from deltawire.runtime.process import open_run
+from deltawire.store import Bucket
+from deltawire.sync import Mirror, Publisher, create_run, newest_version
+from deltawire.sync.chain.objects import put_blob
+from deltawire.wire.run import ModelFile, Run, cell_for
+
+PUBLISHED_DTYPE = "BF16"
+
+
+def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
+    """Create the run, or check that the one in the bucket is this one; commit version 0.
+
+    Raises `InputError` if the bucket holds a run with another model or, but for the keys that may
+    change, another configuration.
+    """
+    model = load_model(model_directory)
+    load_tokenizer(model_directory)
+    open_tasks(config.task, seed=config.seed).draw("check", 0)
+    specs = published_specs(model, PUBLISHED_DTYPE)
+    tensors = published_tensors(model)
+    weights = {spec.name: published_bits(tensors[spec.name], spec.dtype) for spec in specs}
+    bits = {spec.name: codec.bits_of(weights[spec.name], spec.dtype) for spec in specs}
+    digest = codec.digest_model(bits)
+    files = [
+        ModelFile(name=name, blob=ref.hash, bytes=ref.bytes)
+        for name, data in read_files(model_directory).items()
+        for ref in [put_blob(bucket, data)]
+    ]
+    run = create_run(
+        bucket,
+        Run(
+            name=config.name,
+            created_at=time.time(),
+            tensors=specs,
+            digest=digest.hex(),
+            cell=cell_for(specs),
+            model_files=files,
+            config=msgspec.to_builtins(config),
+        ),
+    )
+    check_same(bucket, config)
+    if newest_version(bucket) is None:
+        mirror = Mirror({name: array.copy() for name, array in bits.items()}, -1, codec.ZERO)
+        publisher = Publisher(bucket, run, mirror, epoch=0, fold_strides=())
+        publisher.publish(weights)
+        publisher.close()
+    return run
+
+
+def check_same(bucket: Bucket, config: RunConfig) -> None:
+    """Raises `InputError` if the run in the bucket was started with another configuration."""
+    _, theirs = open_run(bucket)
+    if changed := differences(config, theirs):
+        raise InputError(
+            f"the run that is here was started with another {', '.join(changed[:4])}",
+            hint="choose another --out or bucket to start a new run",
+            run=bucket.url,
+        )

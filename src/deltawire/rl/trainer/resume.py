@@ -1,0 +1,184 @@
+"""Steps done over: from a checkpoint or version 0, on the groups that manifests name.
+
+A step depends on the state before it, on its groups in their order, on the run's configuration, on
+how many threads add up its sums, and on nothing else: its random numbers are seeded by its version,
+so that there is no random state to carry along. Doing it over gives the same bits, on the same
+kind of machine with the same libraries.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from deltawire import codec
+from deltawire.codec import Digest
+from deltawire.config import ParityLimits, RunConfig
+from deltawire.errors import CorruptError
+from deltawire.placement.live import LiveWeights
+from deltawire.rl.control.credits import settle
+from deltawire.rl.control.rollout_buffer import BufferedGroup, RolloutBuffer
+from deltawire.store import Bucket
+from deltawire.sync import Mirror, load_mirror, read_manifest
+from deltawire.train.checkpoint import load_checkpoint
+from deltawire.train.masters import MasterWeights
+from deltawire.train.step import StepResult, train_step
+from deltawire.wire.ledger import CommitMetadata, Ledger
+from deltawire.wire.run import Run
+
+
+def seed_step(config: RunConfig, version: int) -> None:
+    """Seed what the step that makes ``version`` may draw."""
+    digest = hashlib.blake2b(f"{config.seed} {version}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@dataclass
+class Resumed:
+    """The trainer's state at ``version``; ``reference`` as `load_reference` gives it."""
+
+    masters: MasterWeights
+    ledger: Ledger
+    version: int
+    reference: Any | None = None
+
+
+def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: int) -> Resumed:
+    """The newest checkpoint at or before ``newest`` that is whole and holds the weights that were
+    published at its version; without one, version 0.
+
+    Raises `CorruptError` if there is neither.
+    """
+    reference = load_reference(bucket, run, config, model)
+    before = newest
+    while (found := load_checkpoint(bucket, newest=before)) is not None:
+        commit, state = found
+        before = commit.version - 1
+        origin = load_mirror(bucket, run, at=commit.version)
+        if origin is None:
+            continue
+        masters = _masters_at(origin, run, config, model)
+        try:
+            masters.restore(state)
+        except CorruptError:
+            continue
+        if digest_of(masters) == origin.digest:
+            return Resumed(masters, commit.ledger, commit.version, reference)
+    origin = load_mirror(bucket, run, at=0)
+    if origin is None:
+        raise CorruptError(
+            "there is no whole checkpoint, and no version 0 to start from",
+            hint="versions that retention has taken cannot be done over",
+            run=bucket.url,
+        )
+    return Resumed(_masters_at(origin, run, config, model), Ledger(), 0, reference)
+
+
+def load_reference(bucket: Bucket, run: Run, config: RunConfig, model: Any) -> Any | None:
+    """Version 0 as a frozen model beside ``model``, if the loss penalises leaving it; else None.
+
+    Raises `CorruptError` if the bucket no longer has it.
+    """
+    if config.train.loss.kl == "none":
+        return None
+    origin = load_mirror(bucket, run, at=0)
+    if origin is None:
+        raise CorruptError(
+            "the reference of train.loss.kl is version 0, which is gone",
+            hint="versions that retention has taken cannot be referred to",
+            run=bucket.url,
+        )
+    reference = copy.deepcopy(model)
+    load_into(reference, run, origin)
+    return reference.requires_grad_(False)
+
+
+def _masters_at(origin: Mirror, run: Run, config: RunConfig, model: Any) -> MasterWeights:
+    load_into(model, run, origin)
+    trained = {name for name, _ in model.named_parameters()}
+    dtype = next(spec.dtype for spec in run.tensors if spec.name in trained)
+    return MasterWeights(model, config.train, dtype=dtype)
+
+
+@dataclass
+class Redone:
+    """A step that was done over."""
+
+    version: int
+    groups: list[BufferedGroup]
+    result: StepResult
+    digest: Digest
+    published: Digest
+
+    @property
+    def equal(self) -> bool:
+        """Whether it gave the bits that were published."""
+        return self.digest == self.published
+
+
+def annex_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata, Digest]:
+    """What a committed version was made of, and its digest; raises `CorruptError`."""
+    manifest = read_manifest(bucket, run, version)
+    if manifest is None or manifest.retired:
+        raise CorruptError(
+            "a manifest is missing" if manifest is None else "a version has been retired",
+            run=bucket.url,
+            version=version,
+        )
+    annex = CommitMetadata.of(manifest.annex, run=bucket.url, version=version)
+    return annex, Digest.from_hex(manifest.digest)
+
+
+def redo(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> Redone:
+    """Do the step behind ``state`` over, which moves it on by one version.
+
+    Raises `CorruptError` if a group that it consumed is missing or is not the one it was.
+    """
+    version = state.version + 1
+    annex, published = annex_at(bucket, run, version)
+    pool = RolloutBuffer(bucket, state.ledger, limit=1)
+    groups = pool.fetch(annex)
+    # What is published is not judged again, by limits that may be others by now.
+    judged = msgspec.structs.replace(config.parity, stop=ParityLimits())
+    config = msgspec.structs.replace(config, parity=judged)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(annex.threads or threads)
+    try:
+        seed_step(config, version)
+        result = train_step(
+            state.masters,
+            [pooled.group for pooled in groups],
+            config,
+            reference=state.reference,
+        )
+    finally:
+        torch.set_num_threads(threads)
+    settle(state.ledger, annex)
+    state.version = version
+    return Redone(version, groups, result, digest_of(state.masters), published)
+
+
+def groups_of(bucket: Bucket, run: Run, version: int) -> list[BufferedGroup]:
+    """The groups that a step consumed; raises `CorruptError` if they are gone."""
+    annex, _ = annex_at(bucket, run, version)
+    return RolloutBuffer(bucket, Ledger(), limit=1).fetch(annex)
+
+
+def published_bits_of(masters: MasterWeights) -> dict[str, Any]:
+    """The published bits by name, read from the model itself."""
+    return masters.bits()
+
+
+def digest_of(masters: MasterWeights) -> Digest:
+    """The digest of what the masters publish."""
+    return codec.digest_model(published_bits_of(masters))
+
+
+def load_into(model: Any, run: Run, mirror: Mirror) -> None:
+    """Set a model's parameters from a mirror."""
+    LiveWeights(model, run.tensors).load(mirror)

@@ -1,0 +1,363 @@
+"""The trainer process: takes groups from the bucket, makes versions, grants credits.
+
+Who waits for whom::
+
+    main thread                                    publisher's thread
+      poll groups ─▶ batch of the oldest               encode, upload, commit manifest
+      forward, backward, optimizer                     └─▶ desk.committed(receipt):
+      publish (copy only) ───────────────────────────▶     settle groups, grant credits,
+      │ waits only if the version before                   write trainer.json
+      ▼ is not committed yet
+      next batch
+
+One create commits a step: the manifest of the new version names, in its annex, the groups that
+made it. A trainer that dies loses at most the steps since its last checkpoint, and those it does
+over from the manifests' annexes, on the same groups in the same order, to the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltawire.config import RunConfig
+from deltawire.errors import (
+    BugError,
+    DeltawireError,
+    FencedError,
+    InputError,
+    ResyncError,
+    RetryError,
+    StoppedError,
+)
+from deltawire.events import Published, Step, known
+from deltawire.export.models import empty_model, fetch_model_files
+from deltawire.parity import finite, parity_event
+from deltawire.reward_monitor.watch import ProbeWatch
+from deltawire.rl.control.credits import CreditIssuer, settle
+from deltawire.rl.control.drop_bias import causes_of, failures_of, families_of
+from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
+from deltawire.rl.control.rollout_reader import Bounds
+from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.resume import digest_of, groups_of, redo, resume, seed_step
+from deltawire.runtime.fleet import Fleet, read_trainer
+from deltawire.runtime.process import Process, open_run
+from deltawire.sync import FOLD_STRIDES, Mirror, Publisher, Receipt, load_mirror, read_manifest
+from deltawire.train.checkpoint import save_checkpoint
+from deltawire.train.masters import MasterWeights
+from deltawire.train.step import StepResult, train_step
+from deltawire.wire.ledger import CommitMetadata, Ledger
+from deltawire.wire.run import Run
+
+STORE_PATIENCE_S = 300.0
+
+
+class Trainer:
+    """The trainer's state between two steps."""
+
+    def __init__(self, process: Process, run: Run, config: RunConfig, model: Any) -> None:
+        self.process = process
+        self.bucket = process.bucket
+        self.run = run
+        self.config = config
+        head = load_mirror(self.bucket, run)
+        if head is None:
+            raise InputError(
+                "the run has no version 0",
+                hint="start it with deltawire run",
+                run=self.bucket.url,
+            )
+        manifest = read_manifest(self.bucket, run, head.version)
+        before = read_trainer(self.bucket)
+        epoch = 1 + max(manifest.epoch if manifest else 0, before.epoch if before else 0)
+        self.epoch = epoch
+        self.version = head.version
+        self.ledger = Ledger()
+        self.masters = self._restore(model, head)
+        self.desk = CreditIssuer(
+            self.bucket,
+            config,
+            self.ledger.copy(),
+            epoch=epoch,
+            granted=dict(before.credits) if before else {},
+            confirm=process.heart.confirm,
+        )
+        self.desk.version, self.desk.digest = head.version, head.digest.hex()
+        vocabulary = model.get_input_embeddings().num_embeddings
+        self.probes = ProbeWatch(
+            self.bucket,
+            config.probes,
+            version=self.version,
+            again=lambda version: groups_of(self.bucket, run, version),
+            record=process.events.record,
+        )
+        self.pool = RolloutBuffer(
+            self.bucket,
+            self.ledger,
+            limit=self.desk.staleness.limit,
+            bounds=Bounds(vocabulary, config.rollout.temperature, config.rollout.context),
+            arrive=self.desk.staleness.arrive,
+            withhold=self.probes.withholds,
+        )
+        self.fleet = Fleet(self.bucket)
+        self.publisher = Publisher(
+            self.bucket,
+            run,
+            head,
+            epoch=epoch,
+            anchor_every=config.train.anchor_every,
+            fold_strides=FOLD_STRIDES if config.train.folds else (),
+            on_commit=self._on_commit,
+        )
+        self._saved = -1
+        self._answered_at = time.monotonic()
+
+    def _restore(self, model: Any, head: Mirror) -> MasterWeights:
+        """Masters at the head's version: from the newest checkpoint, then step by step again."""
+        state = resume(self.bucket, self.run, self.config, model, newest=head.version)
+        start, same = state.version, True
+        while state.version < head.version:
+            with self.process.heart.taking("redo"):
+                same = redo(self.bucket, self.run, self.config, state).equal
+        if start < head.version:
+            self.process.tell(
+                "started",
+                f"did steps {start + 1} to {head.version} over, "
+                + ("to the same bits" if same else "to other bits; the next delta carries them"),
+            )
+        self.ledger, self.reference = state.ledger, state.reference
+        self._strayed = not same
+        return state.masters
+
+    def _on_commit(self, receipt: Receipt) -> None:
+        self.desk.committed(receipt.version, receipt.digest)
+        self.process.events.record(
+            Published(
+                process=self.process.name,
+                at=time.time(),
+                version=receipt.version,
+                bytes_delta=receipt.bytes_delta,
+                bytes_full=receipt.bytes_full,
+                bytes_anchor=receipt.bytes_anchor,
+                changed=receipt.changed,
+                elements=receipt.elements,
+                blocked_ms=receipt.blocked_ms,
+                encode_ms=receipt.encode_ms,
+                upload_ms=receipt.upload_ms,
+            )
+        )
+
+    def loop(self) -> None:
+        """Train until the last version or until told to stop."""
+        events, train = self.process.events, self.config.train
+        self.desk.observe(self.pool, self._look() or set())
+        self.desk.write("training")
+        self._answered_at = time.monotonic()
+        mark = events.now()
+        while self.version < train.versions and not self.process.stopping:
+            self.process.heart.mark("wait")
+            if (alive := self._look()) is None:
+                mark = events.span("wait", mark)
+                continue
+            self._stop_if_all_fail()
+            batch = self.pool.take(self.desk.staleness, version=self.version, alive=alive)
+            self.desk.observe(self.pool, alive)
+            self.desk.write()
+            if batch is None:
+                self.process.wait(self.bucket.poll_s / 4)
+                mark = events.span("wait", mark)
+                continue
+            mark = self._step(batch, events.now())
+        self._finish()
+
+    def _look(self) -> set[str] | None:
+        """Who lives, and what they have stored; None while the store does not answer, which is
+        waited for as long as `STORE_PATIENCE_S`."""
+        try:
+            alive = self.fleet.look()
+            self.pool.poll(self.fleet.known | self.ledger.below.keys(), alive)
+        except RetryError:
+            if time.monotonic() - self._answered_at > STORE_PATIENCE_S:
+                raise
+            self.process.wait(1.0)
+            return None
+        self._answered_at = time.monotonic()
+        return alive
+
+    def _stop_if_all_fail(self) -> None:
+        """Raises `InputError` once as many groups in a row failed as the configuration allows."""
+        limit = self.config.train.max_failed_groups
+        if limit and self.pool.failed >= limit:
+            raise InputError(
+                f"{self.pool.failed} groups in a row failed, the last one by: {self.pool.failure}",
+                hint="mend the environment, or set train.max_failed_groups = 0 to go on",
+                run=self.bucket.url,
+                version=self.version,
+            )
+
+    def _step(self, batch: Batch, started: float) -> float:
+        events = self.process.events
+        groups = [pooled.group for pooled in batch.taken]
+        with self.process.heart.taking("train"):
+            seed_step(self.config, self.version + 1)
+            result = train_step(self.masters, groups, self.config, reference=self.reference)
+        trained = events.span("train", started)
+        self._tell_parity(batch, result)
+        consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
+        annex = CommitMetadata(
+            step=self.version + 1,
+            consumed=consumed,
+            dropped=batch.dropped,
+            hashes=[pooled.hash for pooled in batch.taken],
+            threads=torch.get_num_threads(),
+        )
+        self.desk.expect(self.version + 1, annex)
+        with self.process.heart.taking("publish"):
+            self.version = self.publisher.publish(self.masters.published(), annex=annex.plain())
+        self._strayed = False
+        self.process.heart.achieve()
+        settle(self.ledger, annex)
+        done = events.span("publish", trained)
+        self._watch_probes(batch)
+        shares: dict[str, int] = {}
+        for worker, _ in consumed:
+            shares[worker] = shares.get(worker, 0) + 1
+        events.record(
+            Step(
+                process=self.process.name,
+                at=done,
+                version=self.version,
+                groups=len(groups),
+                dropped=len(batch.dropped),
+                reward_mean=result.reward_mean,
+                loss=known(result.loss),
+                grad_norm=known(result.grad_norm),
+                k3=finite(result.parity.drift.k3),
+                ratio_max=finite(result.parity.drift.ratio_max),
+                clipped=result.clipped,
+                rejected=result.rejected,
+                kl=known(result.kl),
+                families=families_of(batch),
+                causes=causes_of(batch),
+                failures=failures_of(batch),
+                staleness=batch.staleness,
+                tokens=result.tokens,
+                seconds=trained - started,
+                workers=shares,
+                queued=[self.version - 1 - group.newest_version for group in groups],
+            )
+        )
+        if self.version % self.config.train.checkpoint_every == 0:
+            with self.process.heart.taking("checkpoint"):
+                self._checkpoint()
+            done = events.span("checkpoint", done)
+        return done
+
+    def _tell_parity(self, batch: Batch, result: StepResult) -> None:
+        """Record it; raises `StoppedError` if it stops the run."""
+        parity = result.parity
+        names = [
+            f"{batch.taken[group].group.worker}/{batch.taken[group].sequence}#{place}"
+            for group, place in result.members
+        ]
+        version = self.version + 1
+        self.process.events.record(
+            parity_event(
+                parity, process=self.process.name, at=time.time(), version=version, names=names
+            )
+        )
+        if parity.stopped:
+            self.process.events.flush()
+            self.publisher.flush()
+            self.desk.write("stopped")
+            parity.raise_if_stopped(run=self.bucket.url, version=version)
+
+    def _watch_probes(self, batch: Batch) -> None:
+        """Hold rewards against probes; raises `StoppedError` if that stops the run."""
+        try:
+            self.probes.observe(batch.taken, version=self.version)
+        except StoppedError:
+            self.process.events.flush()
+            self.publisher.flush()
+            self.probes.close()
+            self.desk.write("stopped")
+            raise
+
+    def _checkpoint(self) -> None:
+        self.publisher.flush()
+        # A state of other weights than its version's would be passed over, and push out others.
+        if self._saved != self.version and not self._strayed:
+            self.process.heart.confirm()
+            save_checkpoint(
+                self.bucket,
+                self.masters.state(),
+                self.ledger,
+                version=self.version,
+                digest=self.publisher.digest.hex(),
+            )
+            self._saved = self.version
+
+    def _finish(self) -> None:
+        with self.process.heart.taking("finish"):
+            self.publisher.close()
+            self._checkpoint()
+            self.probes.close()
+        if digest_of(self.masters) != self.publisher.digest and not self._strayed:
+            raise BugError("the trainer's weights are not what it published", run=self.bucket.url)
+        last = self.version >= self.config.train.versions
+        self.desk.write("finished" if last else "stopped")
+
+    def unfenced(self, error: FencedError) -> DeltawireError:
+        """What being fenced means: `ResyncError`, to start again from the newest version, if it
+        was a trainer before this one whose last commit came late; else the error itself."""
+        if error.version is None:
+            return error
+        manifest = read_manifest(self.bucket, self.run, error.version)
+        if manifest is None or manifest.epoch >= self.epoch:
+            return error
+        return ResyncError(
+            "the trainer before this one has committed a version late",
+            hint="start again, from that version",
+            run=self.bucket.url,
+            version=error.version,
+        )
+
+
+def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None:
+    """The trainer process, from its start to the last version or a signal.
+
+    ``source`` is the configuration and the model directory that the run starts from; None
+    continues the run that is there. Raises `InputError` if the bucket holds another run.
+    """
+    started = time.time()
+    process.tell("started")
+    if source is not None:
+        start_run(process.bucket, *source)
+    run, config = open_run(process.bucket)
+    config = config if source is None else source[0]
+    process.heart.faults = config.faults
+    torch.set_num_threads(config.threads)
+    with fetch_model_files(process.bucket, run) as folder:
+        model = empty_model(Path(folder)).train()
+    trainer = Trainer(process, run, config, model)
+    process.events.span("start", started)
+    try:
+        try:
+            trainer.loop()
+        except FencedError as error:
+            raise trainer.unfenced(error) from error
+    except DeltawireError as error:
+        _last_word(process, error)
+        raise
+    process.tell("stopped", f"version {trainer.version}")
+
+
+def _last_word(process: Process, error: DeltawireError) -> None:
+    """Tell of an error if the bucket still takes it."""
+    try:
+        process.tell("stopped", str(error))
+    except (RetryError, InputError):
+        return

@@ -1,0 +1,202 @@
+"""A run's training done over from its bucket, version by version, and compared to the bit.
+
+Nothing is sampled and nothing is written to the bucket: the groups are those that the manifests
+name. As long as each digest equals the published one, the trainer that made the run computed what
+this one computes, whatever befell it in between.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from deltawire.errors import CorruptError, DeltawireError, InputError
+from deltawire.export.models import empty_model, fetch_model_files
+from deltawire.rl.trainer.resume import (
+    Redone,
+    Resumed,
+    annex_at,
+    published_bits_of,
+    redo,
+    resume,
+)
+from deltawire.runtime.process import open_run
+from deltawire.store import Bucket
+from deltawire.sync import load_mirror, newest_version
+from deltawire.wire import keys
+from deltawire.wire.rollouts import MAX_GROUP_BYTES
+from deltawire.wire.run import Run
+
+NAMED = 5
+
+
+@dataclass
+class Replayed:
+    """What was compared, and where it first differed.
+
+    Versions ``first`` to ``last`` were done over, from the state at ``origin``; ``differs`` is the
+    first whose digest is another, ``reason`` why as far as can be told, ``tensors`` how many
+    weights of which tensors are other ones there.
+    """
+
+    origin: int
+    first: int
+    last: int
+    groups: int = 0
+    differs: int | None = None
+    reason: str = ""
+    tensors: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every version compared came out as it was published."""
+        return self.differs is None
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Keep everything about one step in a folder that does not exist yet."""
+
+    version: int
+    folder: Path
+
+
+def replay(
+    bucket: Bucket,
+    *,
+    first: int = 1,
+    last: int | None = None,
+    dump: Dump | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> Replayed:
+    """Do versions up to ``last`` (the newest) over and compare each from ``first`` on.
+
+    Starts from the newest checkpoint before ``first``, or from version 0; stops at the first
+    version that differs. ``progress`` is told how many steps are done, of how many.
+
+    Raises `InputError` if there is no such run or version, `CorruptError` if what is needed is
+    damaged or gone.
+    """
+    run, config = open_run(bucket)
+    newest = newest_version(bucket)
+    if newest is None:
+        raise InputError("the run has no version 0", run=bucket.url)
+    last = newest if last is None else last
+    _check_range(bucket, first, last, newest, dump)
+    torch.set_num_threads(config.threads)
+    with fetch_model_files(bucket, run) as folder:
+        model = empty_model(Path(folder)).train()
+    state = resume(bucket, run, config, model, newest=first - 1)
+    found = Replayed(state.version, first, last)
+    total = last - state.version
+    while state.version < last:
+        progress(state.version - found.origin, total)
+        wanted = dump is not None and dump.version == state.version + 1
+        if dump is not None and wanted:
+            _dump_before(bucket, run, state, dump)
+        step = redo(bucket, run, config, state)
+        if dump is not None and wanted:
+            _dump_step(dump, step, state)
+        found.groups += len(step.groups)
+        if not step.equal:
+            found.differs = step.version
+            _explain(bucket, run, found, state)
+            break
+    progress(state.version - found.origin, total)
+    return found
+
+
+def _check_range(bucket: Bucket, first: int, last: int, newest: int, dump: Dump | None) -> None:
+    if not 1 <= first <= last <= newest:
+        raise InputError(
+            f"cannot replay versions {first} to {last}: the run has 1 to {newest}",
+            hint="version 0 is what the run started from" if newest else "it has trained nothing",
+            run=bucket.url,
+        )
+    if dump is None:
+        return
+    if not first <= dump.version <= last:
+        raise InputError(f"version {dump.version} is not among those replayed")
+    try:
+        dump.folder.mkdir(parents=True)
+    except FileExistsError as error:
+        raise InputError(f"{dump.folder} is there already", hint="name a new folder") from error
+    except OSError as error:
+        raise InputError(f"cannot write to {dump.folder}: {error.strerror}") from error
+
+
+def _explain(bucket: Bucket, run: Run, found: Replayed, state: Resumed) -> None:
+    """Which tensors came out otherwise, and what is known about why."""
+    assert found.differs is not None
+    annex, _ = annex_at(bucket, run, found.differs)
+    found.reason = (
+        "the groups are those that were trained on: the arithmetic differs"
+        if annex.hashes
+        else "the manifest does not say which bytes its groups had"
+    )
+    if annex.step != found.differs:
+        found.reason = f"the version says that it is step {annex.step} of the loop"
+    try:
+        published = load_mirror(bucket, run, at=found.differs)
+    except DeltawireError as error:
+        found.reason += f"; {error}"
+        return
+    if published is None:
+        return
+    ours = published_bits_of(state.masters)
+    found.tensors = {
+        name: int(np.count_nonzero(bits != ours[name].reshape(bits.shape)))
+        for name, bits in published.tensors.items()
+        if not np.array_equal(bits, ours[name].reshape(bits.shape))
+    }
+
+
+def _dump_before(bucket: Bucket, run: Run, state: Resumed, dump: Dump) -> None:
+    """The state that the step starts from, and its groups as they lie in the bucket."""
+    annex, _ = annex_at(bucket, run, dump.version)
+    tensors = {name: tensor.contiguous() for name, tensor in state.masters.state().items()}
+    safetensors.torch.save_file(tensors, dump.folder / "state.safetensors")
+    for place, (worker, sequence) in enumerate(annex.consumed):
+        key = keys.rollout(worker, sequence)
+        data = bucket.get(key, limit=MAX_GROUP_BYTES)
+        if data is None:
+            raise CorruptError("a consumed group is missing", run=bucket.url, key=key)
+        (dump.folder / f"group-{place:04d}-{worker}-{sequence}.msgpack").write_bytes(data)
+
+
+def _dump_step(dump: Dump, step: Redone, state: Resumed) -> None:
+    """What the step measured, and each of its groups in figures."""
+    result: dict[str, Any] = {
+        name: value for name, value in asdict(step.result).items() if isinstance(value, int | float)
+    }
+    groups = [
+        {
+            "worker": pooled.group.worker,
+            "sequence": pooled.sequence,
+            "task": pooled.group.task,
+            "hash": pooled.hash,
+            "staleness": step.version - 1 - pooled.group.oldest_version,
+            "queued": step.version - 1 - pooled.group.newest_version,
+            "tokens": pooled.group.tokens,
+            "rewards": [trajectory.reward for trajectory in pooled.group.trajectories],
+            "finishes": [trajectory.finish for trajectory in pooled.group.trajectories],
+        }
+        for pooled in step.groups
+    ]
+    record = {
+        "version": step.version,
+        "digest": step.digest.hex(),
+        "published": step.published.hex(),
+        "equal": step.equal,
+        "optimizer_steps": state.masters.steps,
+        "result": result,
+        "groups": groups,
+    }
+    (dump.folder / "step.json").write_text(json.dumps(record, indent=2))

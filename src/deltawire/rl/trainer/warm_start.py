@@ -1,0 +1,160 @@
+"""The warm-start process: the task's own pairs, its own scores, a model directory at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltawire.chat.text import Text
+from deltawire.config import RunConfig
+from deltawire.engines.transformers import TransformersEngine
+from deltawire.envs import Task, TaskSource, open_tasks
+from deltawire.envs.base import AnsweredTasks
+from deltawire.errors import InputError
+from deltawire.events import WarmStep, known
+from deltawire.export.models import load_model, load_tokenizer, save_model, stop_tokens
+from deltawire.rl.rollout.episode import play_all, run_episode
+from deltawire.rl.rollout.episode_types import Episode, Limits
+from deltawire.runtime.process import Process
+from deltawire.train.build import build_model, byte_tokenizer
+from deltawire.train.warm_start import Pair, Progress, warm_start
+
+VALIDATION = 100
+"""Problems, neither trained on nor held out, on which the warm start decides when to stop."""
+
+
+def run_warm_start(
+    process: Process,
+    config: RunConfig,
+    out: Path,
+    *,
+    watch: Callable[[Progress], None] = lambda _: None,
+) -> bool:
+    """Build or load the model, warm it, and write it to ``out``, all of it or nothing, in the place
+    of whatever is there; False if the process was asked to stop before.
+
+    ``watch`` is told of every step.
+    """
+    started = time.time()
+    process.tell("started")
+    process.heart.faults = config.faults
+    torch.set_num_threads(max(config.threads, _processors()))
+    tasks = open_tasks(config.task, seed=config.seed)
+    model, tokenizer = origin(config)
+    mark = process.events.span("start", started)
+    if config.warm_start.max_steps:
+        _warm(process, config, tasks, model, tokenizer, watch, mark)
+    if process.stopping:
+        process.tell("stopped", "interrupted")
+        return False
+    unfinished = out.with_name(f"{out.name}.{process.nonce}")
+    save_model(model, tokenizer, unfinished)
+    if out.exists():
+        shutil.rmtree(out)
+    unfinished.rename(out)
+    process.tell("stopped", str(out))
+    return True
+
+
+def _processors() -> int:
+    """How many this process may use: a warm start that was pinned must not start more threads."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def origin(config: RunConfig) -> tuple[Any, Any]:
+    """The model and tokenizer that the configuration starts from, before any warm start."""
+    if config.model.path:
+        return load_model(Path(config.model.path)), load_tokenizer(Path(config.model.path))
+    assert config.model.build is not None
+    return build_model(config.model.build, seed=config.seed), byte_tokenizer()
+
+
+def _warm(
+    process: Process,
+    config: RunConfig,
+    tasks: TaskSource,
+    model: Any,
+    tokenizer: Any,
+    watch: Callable[[Progress], None],
+    mark: float,
+) -> None:
+    if not isinstance(tasks, AnsweredTasks):
+        raise InputError(
+            f"environment {config.task.environment} knows no answers to warm a model with",
+            hint="set warm_start.max_steps to 0",
+        )
+    answered: AnsweredTasks = tasks
+    text = Text(tokenizer)
+    stops = stop_tokens(model, tokenizer)
+    validation = [tasks.draw("validation", index) for index in range(VALIDATION)]
+    reserved = {answered.question(task) for task in validation}
+    batch = config.warm_start.batch
+
+    def pair(task: Task) -> Pair:
+        return text.prompt(answered.prompt(task)), [*text.plain(answered.answer(task)), stops[0]]
+
+    def draw(step: int) -> list[Pair]:
+        drawn = (tasks.draw("warm-start", step * batch + i) for i in range(batch))
+        return [pair(task) for task in drawn if answered.question(task) not in reserved]
+
+    def tell(progress: Progress) -> None:
+        nonlocal mark
+        process.heart.mark("train")
+        watch(progress)
+        mark = process.events.span("train", mark)
+        process.events.record(
+            WarmStep(
+                process=process.name,
+                at=time.time(),
+                step=progress.step,
+                loss=known(progress.loss),
+                accuracy=progress.accuracy,
+            )
+        )
+
+    def check() -> float:
+        with process.heart.taking("evaluate"):
+            return asyncio.run(_greedy_accuracy(config, tasks, validation, model, text, stops))
+
+    model.train()
+    warm_start(
+        model,
+        config.warm_start,
+        draw=draw,
+        check=check,
+        tell=tell,
+        stopping=lambda: process.stopping,
+    )
+
+
+async def _greedy_accuracy(
+    config: RunConfig,
+    tasks: TaskSource,
+    problems: list[Task],
+    model: Any,
+    text: Text,
+    stops: list[int],
+) -> float:
+    rollout = config.rollout
+    engine = TransformersEngine(
+        model, stop_tokens=stops, slots=len(problems), capacity=rollout.context
+    )
+    limits = Limits.of(rollout)
+
+    def play(task: Task) -> Awaitable[Episode]:
+        return run_episode(engine, tasks.open(task), text, temperature=0.0, limits=limits)
+
+    plays = [partial(play, task) for task in problems]
+    episodes = await play_all(engine, plays, concurrent=engine.slots)
+    model.train()
+    return sum(episode.solved for episode in episodes) / len(problems)

@@ -1,0 +1,1 @@
+"""The chain of versions: its objects, and routes through them."""

@@ -1,0 +1,242 @@
+"""Reading and starting a run's chain of versions."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import blake3
+
+from deltawire.codec import ITEMSIZE
+from deltawire.errors import BugError, CorruptError, InputError, RetryError
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.manifest import (
+    MAX_MANIFEST_BYTES,
+    BlobRef,
+    CompactedDelta,
+    Manifest,
+    decode_fold,
+    decode_manifest,
+    too_large,
+)
+from deltawire.wire.run import MAX_RUN_BYTES, Run, decode_run, encode_run
+from deltawire.wire.seal import Signer, check_signature
+from deltawire.wire.signing import verify
+
+T = TypeVar("T")
+
+_PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
+
+RETRIES = 5
+FIRST_PAUSE_S = 0.1
+
+
+def with_retries(action: Callable[[], T], *, pause: Callable[[float], None] = time.sleep) -> T:
+    """Run ``action``; on `RetryError` again, at most `RETRIES` times, pausing longer each time."""
+    for attempt in range(RETRIES + 1):
+        try:
+            return action()
+        except RetryError:
+            if attempt == RETRIES:
+                raise
+            pause(FIRST_PAUSE_S * 2**attempt)
+    raise BugError("the retry loop ended without a result")
+
+
+def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
+    """The run in this bucket, None if there is none; raises `CorruptError`.
+
+    With ``public_key`` (64 hexadecimal digits), a run that is not signed by its owner is refused.
+    Whatever is read of the run afterwards must then be signed by the same key. Raises `InputError`
+    for what is no such key.
+    """
+    if public_key and not _PUBLIC_KEY.fullmatch(public_key):
+        raise InputError(
+            f"{public_key[:80]!r} is no public key",
+            hint="give the 64 hexadecimal digits that deltawire keygen prints",
+        )
+    data = bucket.get(keys.RUN, limit=MAX_RUN_BYTES)
+    if data is None:
+        return None
+    run = decode_run(data, run=bucket.url, key=keys.RUN)
+    if public_key and run.public_key != public_key:
+        raise CorruptError(
+            "the run is signed by another key" if run.public_key else "the run is not signed",
+            hint="is it the run that the public key belongs to?",
+            run=bucket.url,
+            key=keys.RUN,
+        )
+    check_signed(bucket, run, data, keys.RUN)
+    for tensor in run.tensors:
+        if tensor.dtype not in ITEMSIZE:
+            raise CorruptError(
+                f"tensor {tensor.name[:80]!r} has the unknown dtype {tensor.dtype!r}",
+                run=bucket.url,
+                key=keys.RUN,
+            )
+    return run
+
+
+def check_signed(bucket: Bucket, run: Run, data: bytes, key: str) -> None:
+    """Raise `CorruptError` if the run is signed and the object's bytes are not."""
+    if run.public_key:
+        check_signature(data, public_key=run.public_key, verify=verify, run=bucket.url, key=key)
+
+
+def check_signer(bucket: Bucket, run: Run, signer: Signer | None) -> None:
+    """Raise `InputError` unless ``signer`` holds the run's key, or neither has one."""
+    if run.public_key != (signer.public_key if signer else ""):
+        raise InputError(
+            "the run is signed and this is not its key"
+            if run.public_key
+            else "a key for a run that is not signed",
+            hint="pass the private key that belongs to the public_key in run.json",
+            run=bucket.url,
+        )
+
+
+def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run:
+    """Write ``run.json``, or take up the run that is already there.
+
+    Raises `InputError` if that one is of another model: other tensors, or another version 0; or if
+    nobody could read what would be written.
+    """
+    check_signer(bucket, run, signer)
+    existing = read_run(bucket)
+    if existing is None:
+        data = encode_run(run, signer=signer)
+        _check_readable(bucket, data)
+        if bucket.create(keys.RUN, data):
+            return run
+    existing = existing or read_run(bucket)
+    if existing is None:
+        raise RetryError("run.json was there and is gone", run=bucket.url, key=keys.RUN)
+    if existing.tensors != run.tensors or existing.digest != run.digest:
+        raise InputError(
+            "a run with another model is already here",
+            hint="choose another --out or bucket, or the model this run was started from",
+            run=bucket.url,
+        )
+    return existing
+
+
+def _check_readable(bucket: Bucket, data: bytes) -> None:
+    """Raise `InputError` if a reader would refuse this run.json: it is never written again."""
+    try:
+        if len(data) > MAX_RUN_BYTES:
+            raise CorruptError(f"{len(data)} bytes, the most is {MAX_RUN_BYTES}")
+        decode_run(data, run=bucket.url, key=keys.RUN)
+    except CorruptError as error:
+        raise InputError(
+            f"no such run can be: {error.message}", hint=error.hint, run=bucket.url
+        ) from error
+
+
+def check_size(bucket: Bucket, value: Manifest | CompactedDelta, data: bytes) -> None:
+    """Raise `InputError` if ``value``, sealed in ``data``, is larger than readers take."""
+    if fault := too_large(value, data):
+        raise InputError(
+            f"no reader could read this version: {fault}",
+            hint="begin a run with larger cells, or publish from fewer ranks",
+            run=bucket.url,
+            version=value.version,
+        )
+
+
+def read_manifest(bucket: Bucket, run: Run, version: int) -> Manifest | None:
+    """The manifest of ``version``, None if it is not committed; raises `CorruptError`."""
+    key = keys.manifest(version)
+    data = bucket.get(key, limit=MAX_MANIFEST_BYTES)
+    if data is None:
+        return None
+    check_signed(bucket, run, data, key)
+    return decode_manifest(data, version=version, table=run, run=bucket.url, key=key)
+
+
+def read_fold(bucket: Bucket, run: Run, base: int | None, version: int) -> CompactedDelta | None:
+    """The fold from ``base`` to ``version``, None if there is none; raises `CorruptError`."""
+    key = keys.fold(base, version)
+    data = bucket.get(key, limit=MAX_MANIFEST_BYTES)
+    if data is None:
+        return None
+    check_signed(bucket, run, data, key)
+    return decode_fold(data, base=base, version=version, table=run, run=bucket.url, key=key)
+
+
+def newest_version(bucket: Bucket, *, behind: int | None = None) -> int | None:
+    """The newest committed version by listing, None if there is none.
+
+    With ``behind``, only versions newer than that are looked for.
+    """
+    return max(committed_versions(bucket, behind=behind), default=None)
+
+
+def committed_versions(bucket: Bucket, *, behind: int | None = None) -> list[int]:
+    """All committed versions by listing, or those newer than ``behind``."""
+    after = None if behind is None else keys.manifest(behind)
+    numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.MANIFESTS, after=after)]
+    # Only what `read_manifest` would find again counts: not a stray copy beside the manifests.
+    return [
+        number for number, key in numbers if number is not None and key == keys.manifest(number)
+    ]
+
+
+def newest_boundary(bucket: Bucket) -> int:
+    """Versions below this one are closed; 0 if none is."""
+    numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.BOUNDARIES)]
+    # A stray copy closes nothing: publishers end at a boundary, and retention would not know it.
+    return max((n for n, key in numbers if n is not None and key == keys.boundary(n)), default=0)
+
+
+def put_blob(bucket: Bucket, data: bytes) -> BlobRef:
+    """Store an immutable blob under the BLAKE3 of its content.
+
+    What already lies under that name is overwritten with the same bytes: were it damaged, it now
+    is not, and retention counts its age from now.
+    """
+    digest = blake3.blake3(data).hexdigest()
+    key = keys.blob(digest)
+    with_retries(lambda: bucket.put(key, data))
+    return BlobRef(hash=digest, bytes=len(data))
+
+
+RANGE_BYTES = 8 << 20
+"""Larger blobs are fetched in ranges of this size, `RANGES` of them at once."""
+
+RANGES = 4
+
+
+def get_blob(bucket: Bucket, ref: BlobRef, *, version: int | None = None) -> bytes | bytearray:
+    """Fetch a blob and verify it against its name; raises `CorruptError` if it is not there,
+    or not what its name says."""
+    key = keys.blob(ref.hash)
+    if ref.bytes <= RANGE_BYTES:
+        data: bytes | bytearray | None = bucket.get(key, limit=ref.bytes)
+    else:
+        data = _get_in_ranges(bucket, key, ref.bytes)
+    if data is None:
+        raise CorruptError("a blob is missing", run=bucket.url, version=version, key=key)
+    if len(data) != ref.bytes or blake3.blake3(data).hexdigest() != ref.hash:
+        raise CorruptError(
+            "a blob's content does not match its name", run=bucket.url, version=version, key=key
+        )
+    return data
+
+
+def _get_in_ranges(bucket: Bucket, key: str, size: int) -> bytearray | None:
+    found = bytearray()
+    wave = RANGE_BYTES * RANGES
+    for at in range(0, size, wave):
+        ends = range(at, min(at + wave, size), RANGE_BYTES)
+        ranges = [(start, min(RANGE_BYTES, size - start)) for start in ends]
+        parts = bucket.read_ranges(key, ranges)
+        if parts is None:
+            return None
+        # Taken only now: a manifest that overstates a blob must not choose how much memory.
+        found = found or bytearray(size)
+        for (start, length), part in zip(ranges, parts, strict=True):
+            found[start : start + length] = part
+    return found

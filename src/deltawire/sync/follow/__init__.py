@@ -1,0 +1,1 @@
+"""The reading side: fetches, verifies and applies versions."""

@@ -1,0 +1,230 @@
+"""From payloads to bits: blobs are fetched ahead, pieces are decoded on all cores, all is checked.
+
+Who waits for whom::
+
+    fetching thread          the caller's                    decoding threads
+      blob K+1 ───────────▶   pieces of blob K ─────────────▶  decode, digest
+      (one ahead)             in order, as they are done ◀───  patch of a piece
+
+So that at most two blobs are in memory at a time, beside what has been decoded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import blake3
+import numpy as np
+
+from deltawire import codec
+from deltawire.codec import Digest
+from deltawire.errors import CorruptError
+from deltawire.store import Bucket
+from deltawire.sync.chain.objects import get_blob
+from deltawire.sync.follow.mirror import Mirror, PiecePatch
+from deltawire.wire import keys
+from deltawire.wire.manifest import CompactedDelta, Manifest, Payload, Piece
+from deltawire.wire.run import Run
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+WHOLE = 0.5
+"""A reader that needs a larger share of a blob than this fetches all of it."""
+
+
+def threads_of(threads: int | None) -> int:
+    """How many threads to code with: as many as told, else one a core, at most 16."""
+    return max(threads or min(os.cpu_count() or 1, 16), 1)
+
+
+def in_order(
+    pool: ThreadPoolExecutor, work: Callable[[S], T], items: Iterable[S], *, ahead: int
+) -> Iterator[T]:
+    """``work`` of each item in order, on the pool, at most ``ahead`` of them begun too soon."""
+    waiting: list[Future[T]] = []
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > ahead:
+                yield waiting.pop(0).result()
+        while waiting:
+            yield waiting.pop(0).result()
+    finally:
+        for left in waiting:
+            left.cancel()
+
+
+def wanted_pieces(run: Run, payload: Payload, mirror: Mirror) -> list[Piece]:
+    """The pieces whose elements the mirror holds, in the order in which they lie in the blobs."""
+    found = [
+        piece
+        for piece in payload.pieces
+        if mirror.find(run.tensors[piece.tensor].name, piece.start, piece.count) is not None
+    ]
+    return sorted(found, key=lambda piece: (piece.blob, piece.offset))
+
+
+def fetch_pieces(
+    bucket: Bucket, payload: Payload, pieces: Sequence[Piece], *, version: int
+) -> Iterator[list[tuple[Piece, memoryview]]]:
+    """The coded bytes of ``pieces``, blob by blob, checked; the next blob is fetched meanwhile.
+
+    Raises `CorruptError` if a blob is missing or is not what its name says.
+    """
+    by_blob: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_blob.setdefault(piece.blob, []).append(piece)
+
+    def fetch(number: int) -> list[tuple[Piece, memoryview]]:
+        return _fetch_blob(bucket, payload, number, by_blob[number], version)
+
+    if len(by_blob) < 2:
+        yield from map(fetch, by_blob)
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="fetcher") as pool:
+        numbers = list(by_blob)
+        ahead = pool.submit(fetch, numbers[0])
+        for number in [*numbers[1:], None]:
+            batch = ahead.result()
+            if number is not None:
+                ahead = pool.submit(fetch, number)
+            yield batch
+            # The future and the caller still hold the list: what it held must go before the next
+            # blob is begun, for two to be the most.
+            batch.clear()
+
+
+def _fetch_blob(
+    bucket: Bucket, payload: Payload, number: int, pieces: list[Piece], version: int
+) -> list[tuple[Piece, memoryview]]:
+    ref = payload.blobs[number]
+    if sum(piece.length for piece in pieces) > WHOLE * ref.bytes or not all(
+        piece.length for piece in pieces
+    ):
+        blob = memoryview(get_blob(bucket, ref, version=version))
+        return [(piece, blob[piece.offset : piece.offset + piece.length]) for piece in pieces]
+    key = keys.blob(ref.hash)
+    parts = bucket.read_ranges(key, [(piece.offset, piece.length) for piece in pieces])
+    if parts is None:
+        raise CorruptError("a blob is missing", run=bucket.url, version=version, key=key)
+    for piece, part in zip(pieces, parts, strict=True):
+        if piece_hash(part) != piece.hash:
+            raise CorruptError(
+                "a piece's bytes do not match its hash", run=bucket.url, version=version, key=key
+            )
+    return list(zip(pieces, parts, strict=True))
+
+
+def piece_hash(coded: bytes | bytearray | memoryview) -> str:
+    """The first half of the BLAKE3 of a piece's bytes."""
+    return blake3.blake3(coded).hexdigest(16)
+
+
+def decode_delta(
+    bucket: Bucket,
+    run: Run,
+    step: Manifest | CompactedDelta,
+    payload: Payload,
+    mirror: Mirror,
+    *,
+    threads: int | None = None,
+) -> tuple[list[PiecePatch], Digest]:
+    """The patches from the mirror's version to the step's, and the digest of what is then held.
+
+    Nothing is changed. Raises `CorruptError` if a blob is missing or damaged, or if the result
+    would not be what the manifest says.
+    """
+    check_base(bucket, step, mirror)
+    count = threads_of(threads)
+    patches: list[PiecePatch] = []
+    held = mirror.held_digest
+
+    def decode(item: tuple[Piece, memoryview]) -> tuple[PiecePatch, Digest]:
+        return decode_piece(bucket, run, step.version, mirror, *item)
+
+    with ThreadPoolExecutor(count, thread_name_prefix="decoder") as pool:
+        pieces = wanted_pieces(run, payload, mirror)
+        for batch in fetch_pieces(bucket, payload, pieces, version=step.version):
+            for patch, change in in_order(pool, decode, batch, ahead=2 * count):
+                patches.append(patch)
+                held += change
+    return [patch for patch in patches if len(patch.positions)], held
+
+
+def decode_piece(
+    bucket: Bucket, run: Run, version: int, mirror: Mirror, piece: Piece, coded: memoryview
+) -> tuple[PiecePatch, Digest]:
+    """One piece of a delta, held against its sum; raises `CorruptError`."""
+    name = run.tensors[piece.tensor].name
+    base = mirror.find(name, piece.start, piece.count)
+    assert base is not None
+    patch, change = codec.decode_named(coded, name, base, start=piece.start, threads=1)
+    _check_sum(bucket, version, name, piece, change)
+    return PiecePatch(name, piece.start, patch.positions.astype(np.uint32), patch.bits), change
+
+
+def decode_anchor(
+    bucket: Bucket,
+    run: Run,
+    step: Manifest | CompactedDelta,
+    payload: Payload,
+    mirror: Mirror,
+    take: Callable[[str, int, codec.Bits], None] | None,
+    *,
+    threads: int | None = None,
+) -> Digest:
+    """Hand every piece that the mirror holds to ``take(name, start, bits)``, decoded and checked;
+    the digest of all of them. Without ``take`` they are decoded into the mirror's own memory, and
+    checked there. Raises `CorruptError`; the mirror may then hold some of each."""
+    count = threads_of(threads)
+    held = codec.ZERO
+
+    def decode(item: tuple[Piece, memoryview]) -> tuple[Piece, codec.Bits, Digest]:
+        piece, coded = item
+        spec = run.tensors[piece.tensor]
+        into = mirror.find(spec.name, piece.start, piece.count) if take is None else None
+        itemsize = codec.ITEMSIZE[spec.dtype]
+        bits = codec.decode_full(coded, piece.count, itemsize, threads=1, into=into)
+        found = codec.digest_bits(spec.name, bits, piece.start)
+        _check_sum(bucket, step.version, spec.name, piece, found)
+        return piece, bits, found
+
+    with ThreadPoolExecutor(count, thread_name_prefix="decoder") as pool:
+        pieces = wanted_pieces(run, payload, mirror)
+        for batch in fetch_pieces(bucket, payload, pieces, version=step.version):
+            for piece, bits, found in in_order(pool, decode, batch, ahead=count):
+                if take is not None:
+                    take(run.tensors[piece.tensor].name, piece.start, bits)
+                held += found
+    return held
+
+
+def check_base(bucket: Bucket, step: Manifest | CompactedDelta, mirror: Mirror) -> None:
+    """Raise `CorruptError` unless the step builds on exactly what the mirror holds."""
+    if step.base != mirror.version:
+        raise CorruptError(
+            f"the step builds on version {step.base}, not on {mirror.version}, which is held",
+            run=bucket.url,
+            version=step.version,
+        )
+    if step.base_digest != mirror.digest.hex():
+        raise CorruptError(
+            f"the digest of what is held is {mirror.digest.hex()}, "
+            f"the step builds on {step.base_digest}",
+            run=bucket.url,
+            version=step.version,
+        )
+
+
+def _check_sum(bucket: Bucket, version: int, name: str, piece: Piece, found: Digest) -> None:
+    if found.hex() != piece.sum:
+        raise CorruptError(
+            f"the digest of tensor {name} from element {piece.start} on is not what the manifest "
+            "says",
+            run=bucket.url,
+            version=version,
+        )

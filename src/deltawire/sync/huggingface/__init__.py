@@ -1,0 +1,1 @@
+"""Publishes and checks out Hugging Face checkpoint directories."""

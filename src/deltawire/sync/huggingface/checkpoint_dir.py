@@ -1,0 +1,250 @@
+"""Hugging Face directories as they are published: weights, their layout, and the files beside.
+
+What is carried of a directory besides its safetensors files: plain files of the suffixes below,
+by names that are one word. Pickles, code, the trainer's own state and subfolders are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from deltawire import codec
+from deltawire.codec import Digest
+from deltawire.errors import CorruptError, InputError
+from deltawire.store import Bucket
+from deltawire.sync.chain.objects import get_blob, put_blob
+from deltawire.sync.follow.fetch import threads_of
+from deltawire.sync.follow.mirror import Bits
+from deltawire.sync.huggingface.safetensors_layout import (
+    LAYOUT,
+    MAX_HEADER_BYTES,
+    SUFFIX,
+    FilePlan,
+    Layout,
+    WeightFile,
+    decode_layout,
+    default_layout,
+    encode_layout,
+    plain_name,
+    plan_files,
+)
+from deltawire.sync.publish.sources import safetensors_in
+from deltawire.wire.manifest import BlobRef, Manifest
+from deltawire.wire.run import MAX_MODEL_FILES, ModelFile, Run, TensorSpec
+
+MAX_FILE_BYTES = 256 << 20
+INDEX = "model.safetensors.index.json"
+SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
+LEFT_OUT = ("trainer_state.json", LAYOUT)
+
+CHUNK = 1 << 24
+"""Elements that are digested at a time."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory that was looked through: ``specs`` in name order, ``files`` by name with the
+    layout among them, ``left_out`` what is not carried, ``bytes`` those of its tensors."""
+
+    path: Path
+    specs: list[TensorSpec]
+    bits: Mapping[str, Bits]
+    files: Mapping[str, bytes]
+    left_out: list[str]
+
+    @property
+    def bytes(self) -> int:
+        """How much its tensors hold."""
+        return sum(bits.nbytes for bits in self.bits.values())
+
+    @property
+    def tensors(self) -> dict[str, Bits]:
+        """The tensors' bits in their shapes, mapped into memory."""
+        return {spec.name: self.bits[spec.name].reshape(spec.shape) for spec in self.specs}
+
+    def model_files(self) -> list[ModelFile]:
+        """What a run or a manifest says of the files."""
+        return [
+            ModelFile(name, blake3(data).hexdigest(), len(data))
+            for name, data in sorted(self.files.items())
+        ]
+
+    def digest(
+        self, *, threads: int | None = None, progress: Callable[[int], None] | None = None
+    ) -> Digest:
+        """The digest of its weights, by one pass over them; ``progress`` is told how many bytes
+        were read since it was last told."""
+
+        def one(part: tuple[str, int]) -> tuple[Digest, int]:
+            name, at = part
+            bits = self.bits[name][at : at + CHUNK]
+            return codec.digest_bits(name, bits, at), bits.nbytes
+
+        parts = [
+            (name, at) for name, bits in self.bits.items() for at in range(0, bits.size, CHUNK)
+        ]
+        total = codec.ZERO
+        with ThreadPoolExecutor(threads_of(threads), thread_name_prefix="digester") as pool:
+            for digest, size in pool.map(one, parts):
+                total += digest
+                if progress is not None:
+                    progress(size)
+        return total
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Look a directory through. Raises `InputError` if it is no Hugging Face directory, or one
+    that could not be written again byte for byte."""
+    if not path.is_dir():
+        raise InputError(f"there is no directory {path}", hint="is the path right?")
+    names = weight_files(path)
+    headers = [WeightFile(name, _header(path / name)) for name in names]
+    found = safetensors_in([path / name for name in names])
+    specs = sorted((spec for spec, _ in found), key=lambda spec: spec.name)
+    layout = Layout(files=headers)
+    try:
+        plans = plan_files(layout, Run(name="", created_at=0.0, tensors=specs, digest="0" * 32))
+    except CorruptError as error:
+        raise InputError(f"{path}: {error.message}") from error
+    for plan in plans:
+        if (path / plan.name).stat().st_size != plan.bytes:
+            raise InputError(
+                f"{path / plan.name} is not as long as its header says",
+                hint="is it still being written?",
+            )
+    files, left_out = _other_files(path, set(names))
+    files[LAYOUT] = encode_layout(layout)
+    if len(files) > MAX_MODEL_FILES:
+        raise InputError(f"{path} has {len(files)} files, the most is {MAX_MODEL_FILES}")
+    return Checkpoint(path, specs, {spec.name: bits for spec, bits in found}, files, left_out)
+
+
+def weight_files(path: Path) -> list[str]:
+    """The names of a directory's safetensors files, in order: those of its index if it has one.
+
+    Raises `InputError` if there are none, one is missing, or a name is none.
+    """
+    index = path / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(f"{index} is no index: {error}") from error
+    else:
+        names = sorted(file.name for file in path.glob(f"*{SUFFIX}"))
+    if not names:
+        raise InputError(f"there are no safetensors files in {path}")
+    for name in names:
+        if not isinstance(name, str) or not plain_name(name) or not name.endswith(SUFFIX):
+            raise InputError(f"{path}: {str(name)[:80]!r} cannot name a safetensors file")
+        if not (path / name).is_file():
+            raise InputError(f"{path} has no {name}, which its index names")
+    return names
+
+
+def check_alike(checkpoint: Checkpoint, run: Run, *, url: str = "") -> None:
+    """Raise `InputError` that says which tensor differs first, unless the tensors are the run's."""
+    there = {spec.name: spec for spec in checkpoint.specs}
+    wanted = {spec.name: spec for spec in run.tensors}
+    for name in sorted(there.keys() | wanted.keys()):
+        new, old = there.get(name), wanted.get(name)
+        if new == old:
+            continue
+        if new is None:
+            fault = "is missing"
+        elif old is None:
+            fault = "is not one of the run's"
+        elif new.shape != old.shape:
+            fault = f"has shape {list(new.shape)}, the run's has {list(old.shape)}"
+        else:
+            fault = f"has dtype {new.dtype}, the run's has {old.dtype}"
+        raise InputError(
+            f"{checkpoint.path} holds another model: tensor {name[:80]!r} {fault}",
+            hint="a run is one model; start another run for this one",
+            run=url,
+        )
+
+
+def put_files(bucket: Bucket, files: Mapping[str, bytes]) -> None:
+    """Store a directory's other files, as blobs."""
+    for data in files.values():
+        put_blob(bucket, data)
+
+
+def files_of(run: Run, manifest: Manifest) -> list[ModelFile]:
+    """The other files of a version's directory."""
+    return run.model_files if manifest.model_files is None else manifest.model_files
+
+
+def read_files(bucket: Bucket, files: list[ModelFile], *, version: int) -> dict[str, bytes]:
+    """Fetch a version's other files, checked. Raises `CorruptError` for a name that is none or not
+    carried, before anything is fetched."""
+    for file in files:
+        if not may_be_carried(file.name) and file.name != LAYOUT:
+            raise CorruptError(
+                f"{file.name[:80]!r} is not a file that a run may carry",
+                run=bucket.url,
+                version=version,
+            )
+        if file.bytes > MAX_FILE_BYTES:
+            raise CorruptError(
+                f"{file.name} has {file.bytes} bytes, the most is {MAX_FILE_BYTES}",
+                run=bucket.url,
+                version=version,
+            )
+    return {
+        file.name: bytes(get_blob(bucket, BlobRef(file.blob, file.bytes), version=version))
+        for file in files
+    }
+
+
+def plans_of(run: Run, files: Mapping[str, bytes], *, url: str) -> list[FilePlan]:
+    """The safetensors files that a version's directory has; raises `CorruptError`."""
+    if LAYOUT in files:
+        return decode_layout(files[LAYOUT], table=run, run=url, key=LAYOUT)
+    return plan_files(default_layout(run), run)
+
+
+def may_be_carried(name: str) -> bool:
+    """Whether a file of this name goes through a run."""
+    return plain_name(name) and name.endswith(SUFFIXES) and name not in LEFT_OUT
+
+
+def _other_files(path: Path, weights: set[str]) -> tuple[dict[str, bytes], list[str]]:
+    files, left_out = {}, []
+    for file in sorted(path.iterdir()):
+        if file.name in weights:
+            continue
+        if not file.is_file() or not may_be_carried(file.name):
+            left_out.append(file.name)
+            continue
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise InputError(f"{file} exceeds {MAX_FILE_BYTES} bytes")
+        files[file.name] = file.read_bytes()
+    return files, left_out
+
+
+def _header(path: Path) -> str:
+    """The text of a safetensors header, which is checked by whoever reads the tensors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            raise InputError(
+                f"{path} is no safetensors file, or not whole", hint="is it still being written?"
+            )
+        try:
+            return file.read(length).decode()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path} is no safetensors file: {error}") from error
+
+
+def same_files(left: list[ModelFile], right: list[ModelFile]) -> bool:
+    """Whether two lists of files are the same, in any order."""
+    return {(file.name, file.blob) for file in left} == {(file.name, file.blob) for file in right}

@@ -1,0 +1,1 @@
+"""Background upkeep of a run: compaction, retention, relays and fsck."""

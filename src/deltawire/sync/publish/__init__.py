@@ -1,0 +1,1 @@
+"""The writing side: encodes tensors and commits versions."""

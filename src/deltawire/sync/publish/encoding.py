@@ -1,0 +1,251 @@
+"""From bits to payloads: cells are encoded on all cores, blobs of a stated size are uploaded.
+
+Who waits for whom::
+
+    encoding threads           the caller's                    uploading threads
+      digest and encode ──────▶ pieces in order, gathered ────▶ put blob K
+      a cell                    until a blob is full            put blob K+1
+                                └ waits while two are on their way
+
+So that what is in memory of a delta is never more than four blobs and a cell a thread, however
+large the delta is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+from deltawire import codec
+from deltawire.codec import Digest
+from deltawire.errors import BugError, RetryError
+from deltawire.store import Bucket
+from deltawire.sync.chain.objects import put_blob
+from deltawire.sync.follow.fetch import in_order, piece_hash, threads_of
+from deltawire.sync.follow.mirror import Bits, Mirror
+from deltawire.sync.maintain.gc_intents import blobs_stay
+from deltawire.wire.manifest import BlobRef, Payload, Piece
+from deltawire.wire.run import Run
+
+BLOB_BYTES = 32 << 20
+"""A blob is closed when it holds so much: it is then larger by less than one cell."""
+
+UPLOADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A range of a tensor that no piece may cross: one cell, or the part of it that is held."""
+
+    tensor: int
+    name: str
+    start: int
+    count: int
+
+
+def cells_of(run: Run, mirror: Mirror) -> list[Chunk]:
+    """The cells of everything a mirror holds, in the order of the table."""
+    found = []
+    for number, spec in enumerate(run.tensors):
+        bits = mirror.tensors.get(spec.name)
+        first = mirror.starts.get(spec.name, 0)
+        at, stop = first, first + (0 if bits is None else bits.size)
+        while at < stop:
+            end = min((at // run.cell + 1) * run.cell, stop)
+            found.append(Chunk(number, spec.name, at, end - at))
+            at = end
+    return found
+
+
+def bits_at(mirror: Mirror, cell: Chunk) -> Bits:
+    """A cell's memory in a mirror that holds it."""
+    bits = mirror.find(cell.name, cell.start, cell.count)
+    assert bits is not None
+    return bits
+
+
+class Coded(NamedTuple):
+    """A cell as it goes on the wire; ``payload`` is None if nothing of it changed."""
+
+    cell: Chunk
+    payload: bytes | None
+    change: Digest
+    digest: Digest
+    changed: int
+
+
+class BlobWriter:
+    """Gathers payloads into blobs and uploads them meanwhile; use it as a context."""
+
+    def __init__(self, bucket: Bucket, *, blob_bytes: int = BLOB_BYTES) -> None:
+        self._bucket = bucket
+        self._blob_bytes = blob_bytes
+        self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
+        self._uploads: list[Future[BlobRef]] = []
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._pieces: list[Piece] = []
+        self.bytes = 0
+        """How much was added so far."""
+
+    def __enter__(self) -> BlobWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, cell: Chunk, payload: bytes, total: Digest) -> None:
+        """The next piece; ``total`` is what it adds to the digest. Raises what an earlier upload
+        failed with."""
+        place = (len(self._uploads), self._size, len(payload))
+        self._pieces.append(
+            Piece(cell.tensor, cell.start, cell.count, *place, total.hex(), piece_hash(payload))
+        )
+        self._parts.append(payload)
+        self._size += len(payload)
+        self.bytes += len(payload)
+        if self._size >= self._blob_bytes:
+            self._close_blob()
+
+    def finish(self, changed: int) -> Payload:
+        """Wait for all uploads; raises what one failed with."""
+        if self._parts:
+            self._close_blob()
+        refs = [upload.result() for upload in self._uploads]
+        return Payload(blobs=refs, pieces=self._pieces, changed=changed)
+
+    def _close_blob(self) -> None:
+        if len(self._uploads) >= UPLOADS:
+            self._uploads[-UPLOADS].result()
+        data, self._parts, self._size = b"".join(self._parts), [], 0
+        self._uploads.append(self._pool.submit(put_blob, self._bucket, data))
+
+
+def upload_delta(
+    bucket: Bucket,
+    run: Run,
+    cells: Sequence[Chunk],
+    base: Mirror,
+    target: Mirror,
+    sums: Mapping[Chunk, Digest],
+    *,
+    threads: int | None = None,
+    blob_bytes: int = BLOB_BYTES,
+) -> tuple[Payload, dict[Chunk, Digest]]:
+    """Encode and upload what turns ``base`` into ``target``; ``sums`` are the base's digests by
+    cell, returned are the target's beside the payload."""
+    moved, changed = dict(sums), 0
+    with BlobWriter(bucket, blob_bytes=blob_bytes) as writer:
+        for coded in code_cells(cells, run, base, target, sums, threads=threads):
+            if coded.payload is not None:
+                writer.add(coded.cell, coded.payload, coded.change)
+                moved[coded.cell] = coded.digest
+                changed += coded.changed
+        return writer.finish(changed), moved
+
+
+def upload_anchor(
+    bucket: Bucket,
+    run: Run,
+    cells: Sequence[Chunk],
+    target: Mirror,
+    *,
+    threads: int | None = None,
+    blob_bytes: int = BLOB_BYTES,
+) -> Payload:
+    """Encode and upload all of ``target``."""
+    with BlobWriter(bucket, blob_bytes=blob_bytes) as writer:
+        for coded in anchor_cells(cells, run, target, threads=threads):
+            assert coded.payload is not None
+            writer.add(coded.cell, coded.payload, coded.change)
+        return writer.finish(sum(cell.count for cell in cells))
+
+
+def keep_blobs(
+    bucket: Bucket, run: Run, payloads: Sequence[Payload], again: Callable[[], Sequence[Payload]]
+) -> None:
+    """See to it that the blobs of ``payloads``, which a manifest has just committed, stay (see
+    `sweeps`); ``again`` encodes and uploads them once more.
+
+    Encoding is deterministic, so that they come back under their names. Raises `BugError` if they
+    do not, `RetryError` if the store does not answer.
+    """
+    refs = [ref for payload in payloads for ref in payload.blobs]
+    if blobs_stay(bucket, run, refs):
+        return
+    if list(again()) != list(payloads):
+        raise BugError("encoded once more, the same weights made other blobs", run=bucket.url)
+    if not blobs_stay(bucket, run, refs):
+        raise RetryError("blobs that were just put are gone again", run=bucket.url)
+
+
+def code_cells(
+    cells: Iterable[Chunk],
+    run: Run,
+    base: Mirror,
+    target: Mirror,
+    sums: Mapping[Chunk, Digest],
+    *,
+    threads: int | None = None,
+) -> Iterator[Coded]:
+    """What turns each cell of ``base`` into that of ``target``; ``sums`` are the base's digests
+    by cell, to which the encoder adds what changes."""
+    count = threads_of(threads)
+
+    def code(cell: Chunk) -> Coded:
+        return code_cell(run, cell, bits_at(base, cell), bits_at(target, cell), sums[cell])
+
+    with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
+        yield from in_order(pool, code, cells, ahead=2 * count)
+
+
+def code_cell(run: Run, cell: Chunk, old: Bits, new: Bits, old_digest: Digest) -> Coded:
+    """What turns the bits of one cell into others."""
+    spec = run.tensors[cell.tensor]
+    coded = codec.encode_named(
+        cell.name,
+        old,
+        new,
+        start=cell.start,
+        dtype=spec.dtype,
+        columns=spec.columns,
+        threads=1,
+    )
+    payload = coded.payload if coded.changed else None
+    return Coded(cell, payload, coded.moved, old_digest + coded.moved, coded.changed)
+
+
+def anchor_cells(
+    cells: Iterable[Chunk], run: Run, target: Mirror, *, threads: int | None = None
+) -> Iterator[Coded]:
+    """Every cell of ``target`` whole; ``change`` is its digest."""
+    count = threads_of(threads)
+
+    def code(cell: Chunk) -> Coded:
+        bits = bits_at(target, cell)
+        digest = codec.digest_bits(cell.name, bits, cell.start)
+        payload = codec.encode_full(bits, run.tensors[cell.tensor].dtype, threads=1)
+        return Coded(cell, payload, digest, digest, cell.count)
+
+    with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
+        yield from in_order(pool, code, cells, ahead=count)
+
+
+def digest_cells(
+    cells: Iterable[Chunk], mirror: Mirror, *, threads: int | None = None
+) -> dict[Chunk, Digest]:
+    """The digest of every cell of a mirror."""
+
+    def one(cell: Chunk) -> tuple[Chunk, Digest]:
+        return cell, codec.digest_bits(cell.name, bits_at(mirror, cell), cell.start)
+
+    with ThreadPoolExecutor(threads_of(threads), thread_name_prefix="digester") as pool:
+        return dict(pool.map(one, cells))

@@ -1,0 +1,378 @@
+"""A trainer that comes back continues to the very bits of one that was never gone, or says what
+is in the way."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from deltawire.cli.main import main
+from deltawire.config import BuildConfig, RunConfig, parse_config
+from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
+from deltawire.events import Step
+from deltawire.export.models import empty_model, fetch_model_files, save_model
+from deltawire.rl.evaluate import audit as auditing
+from deltawire.rl.evaluate.audit import audit_fates
+from deltawire.rl.trainer import resume as redoing
+from deltawire.rl.trainer import trainer as training
+from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.trainer import Trainer
+from deltawire.rl.trainer.verify_training import Dump, replay
+from deltawire.runtime.event_tail import EventTail
+from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.process import Process, open_run
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import newest_version, read_manifest, read_run
+from deltawire.train.build import build_model, byte_tokenizer
+from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
+from deltawire.wire import keys
+from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.objects import encode_json
+from deltawire.wire.rollouts import Group, Trajectory, encode_group
+from deltawire.wire.status import Heartbeat
+
+VERSIONS = 6
+CONFIG = {
+    "name": "exact",
+    "model": {"path": "model"},
+    "train": {
+        "versions": VERSIONS,
+        "groups_per_step": 2,
+        "max_staleness": 100,
+        "checkpoint_every": 2,
+        "learning_rate": 1e-3,
+        "warmup_steps": 1,
+        "micro_batch_groups": 1,
+    },
+}
+
+BEAT = Heartbeat(
+    worker="w0",
+    nonce="n",
+    phase="sampling",
+    version=0,
+    digest="",
+    attested=False,
+    lag=0,
+    stored=2 * VERSIONS,
+    supervised=False,
+    host="h",
+    pid=1,
+    started_at=0.0,
+    at=1.0,
+)
+
+
+def group(number: int) -> Group:
+    rng = np.random.default_rng(number)
+    trajectories = [
+        Trajectory(
+            rng.integers(0, 256, 6, np.int32),
+            np.full(6, -5.0, np.float32),
+            np.zeros(6, np.int32),
+            np.ones(6, np.uint8),
+            float(place % 2),
+            "stop",
+        )
+        for place in range(4)
+    ]
+    return Group("w0", "n", f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """A bucket with a run at version 0 and enough groups; its model drops attention at random."""
+    folder = tmp_path_factory.mktemp("exact")
+    sizes = BuildConfig(hidden_size=32, layers=1, head_size=16, feed_forward_size=48, context=64)
+    model = build_model(sizes, seed=0)
+    model.config.attention_dropout = 0.3
+    save_model(model, byte_tokenizer(), folder / "model")
+    bucket = open_bucket(str(folder / "bucket"), create=True)
+    config = {**CONFIG, "model": {"path": str(folder / "model")}}
+    start_run(bucket, parse_config(config, source="test"), folder / "model")
+    for number in range(2 * VERSIONS):
+        bucket.put(keys.rollout("w0", number), encode_group(group(number)))
+    bucket.put(keys.heartbeat("w0"), encode_json(BEAT))
+    return folder / "bucket"
+
+
+@pytest.fixture
+def bucket(begun, tmp_path) -> Bucket:
+    shutil.copytree(begun, tmp_path / "bucket")
+    return open_bucket(str(tmp_path / "bucket"))
+
+
+def trainer_of(bucket: Bucket, **settings: int) -> Trainer:
+    torch.set_num_threads(1)
+    run, config = open_run(bucket)
+    train = msgspec.structs.replace(config.train, **settings)
+    config: RunConfig = msgspec.structs.replace(config, train=train)
+    process = Process(bucket, "trainer", "trainer", supervised=False)
+    with fetch_model_files(bucket, run) as folder:
+        model = empty_model(Path(folder)).train()
+    return Trainer(process, run, config, model)
+
+
+def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False) -> list[str]:
+    """Train up to a version; what dies leaves no checkpoint of its end."""
+    torch.manual_seed(time.monotonic_ns())  # Nothing may hang on what was drawn before.
+    trainer = trainer_of(bucket, versions=to)
+    if die:
+        trainer._finish = trainer.publisher.close  # type: ignore[method-assign]
+    trainer.loop()
+    return digests(bucket)
+
+
+def digests(bucket: Bucket) -> list[str]:
+    run = read_run(bucket)
+    found = [read_manifest(bucket, run, n) for n in range(newest_version(bucket) + 1)]
+    return [manifest.digest for manifest in found]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(begun, tmp_path_factory) -> list[str]:
+    place = tmp_path_factory.mktemp("whole") / "bucket"
+    shutil.copytree(begun, place)
+    found = train(open_bucket(str(place)))
+    assert len(set(found)) == VERSIONS + 1, "each step moves some weights"
+    return found
+
+
+@pytest.mark.parametrize("crashes", [(1,), (3,), (5,), (1, 2, 3, 4, 5)])
+def test_after_a_crash_the_same_bits(bucket, uninterrupted, crashes) -> None:
+    for version in crashes:
+        train(bucket, to=version, die=True)
+    assert train(bucket) == uninterrupted
+    assert replay(bucket).exact
+
+
+def test_other_bits_than_before_end_no_run_that_has_nothing_left_to_train(
+    bucket, monkeypatch
+) -> None:
+    """As on another machine than the one that died: what is published stands, and goes on."""
+    before = train(bucket, to=3, die=True)
+    honest = redoing.seed_step
+    monkeypatch.setattr(
+        redoing, "seed_step", lambda config, version: honest(config, version + (version == 3))
+    )
+    assert train(bucket, to=3) == before
+    assert read_trainer(bucket).phase == "finished"
+    assert load_checkpoint(bucket, newest=3)[0].version == 2, "no state of other weights"
+    assert train(bucket, to=5)[:4] == before
+    assert load_checkpoint(bucket, newest=5)[0].version == 5
+
+
+def test_a_step_that_moved_nothing_is_on_record(bucket, monkeypatch) -> None:
+    """JSON has no NaN: a line with one where a number must stand would not be read again."""
+    honest = training.train_step
+
+    def broken(*args, **named):
+        return replace(honest(*args, **named), loss=math.nan, grad_norm=math.inf, kl=math.nan)
+
+    monkeypatch.setattr(training, "train_step", broken)
+    trainer = trainer_of(bucket, versions=1)
+    trainer.loop()
+    trainer.process.events.flush()
+    (step,) = [event for event in EventTail(bucket).read() if isinstance(event, Step)]
+    assert (step.version, step.loss, step.grad_norm, step.kl) == (1, None, None, None)
+
+
+def flip(bucket: Bucket, key: str) -> None:
+    data = bytearray(bucket.get(key, limit=1 << 26))
+    data[len(data) // 2] ^= 4
+    bucket.put(key, bytes(data))
+
+
+@pytest.mark.parametrize("part", ["state", "commit"])
+def test_a_damaged_checkpoint_is_passed_over(bucket, uninterrupted, part) -> None:
+    train(bucket, to=5, die=True)
+    flip(bucket, keys.checkpoint(4, part))
+    assert load_checkpoint(bucket, newest=5)[0].version == 2
+    assert train(bucket) == uninterrupted
+
+
+def test_a_checkpoint_of_other_weights_is_passed_over(bucket, uninterrupted) -> None:
+    """Whole in itself, and of a trainer whose version 4 is not the one that was committed."""
+    train(bucket, to=5, die=True)
+    commit, state = load_checkpoint(bucket, newest=4)
+    other = {name: tensor * 2 if "master" in name else tensor for name, tensor in state.items()}
+    save_checkpoint(bucket, other, commit.ledger, version=4, digest=commit.digest)
+    assert train(bucket) == uninterrupted
+
+
+def test_a_group_damaged_at_rest_is_named_and_never_trained_on(bucket) -> None:
+    """A flipped bit in a log-probability leaves a group that can be read."""
+    train(bucket, to=3, die=True)
+    key = keys.rollout("w0", 4)
+    changed = group(4)
+    changed.trajectories[0].logprobs_T[2] = -5.5
+    bucket.put(key, encode_group(changed))
+    with pytest.raises(CorruptError, match=f"not the one that was trained on.*{key}"):
+        trainer_of(bucket)
+    with pytest.raises(CorruptError, match=key):
+        replay(bucket)
+    assert replay(bucket, last=2).exact
+
+
+def test_replay_from_a_checkpoint_redoes_only_what_it_must(bucket, uninterrupted) -> None:
+    train(bucket)
+    seen = []
+    found = replay(bucket, first=5, progress=lambda *told: seen.append(told))
+    assert (found.origin, found.first, found.last, found.exact) == (4, 5, 6, True)
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+
+
+def test_replay_names_the_first_version_that_differs(bucket, monkeypatch) -> None:
+    train(bucket)
+    honest = redoing.seed_step
+    monkeypatch.setattr(
+        redoing, "seed_step", lambda config, version: honest(config, version + (version == 3))
+    )
+    found = replay(bucket)
+    assert (found.exact, found.differs) == (False, 3)
+    assert "the arithmetic differs" in found.reason
+    assert sum(found.tensors.values()) > 0
+
+
+def test_a_dump_holds_all_that_a_step_was_made_of(bucket, tmp_path) -> None:
+    import safetensors.torch
+
+    train(bucket)
+    assert replay(bucket, dump=Dump(6, tmp_path / "step")).exact
+    record = msgspec.json.decode((tmp_path / "step" / "step.json").read_bytes())
+    assert record["equal"]
+    assert [found["sequence"] for found in record["groups"]] == [10, 11]
+    assert len(list((tmp_path / "step").glob("group-*.msgpack"))) == 2
+    state = safetensors.torch.load_file(tmp_path / "step" / "state.safetensors")
+    assert int(state["steps"]) == 5
+    with pytest.raises(InputError, match="is there already"):
+        replay(bucket, dump=Dump(6, tmp_path / "step"))
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 3), (4, 3), (1, 9)])
+def test_versions_that_are_not_there_are_refused(bucket, first, last) -> None:
+    train(bucket, to=3)
+    with pytest.raises(InputError, match="the run has 1 to 3"):
+        replay(bucket, first=first, last=last)
+
+
+def test_what_a_dead_worker_stored_is_trained_on(bucket) -> None:
+    """It died before any trainer saw it: nothing of it is settled, and it is not alive."""
+    stopped = msgspec.structs.replace(BEAT, phase="stopped")
+    bucket.put(keys.heartbeat("w0"), encode_json(stopped))
+    train(bucket)
+    fates = audit_fates(bucket, max_staleness=100)
+    assert (fates.consumed, fates.stored) == (2 * VERSIONS, 2 * VERSIONS)
+
+
+def test_an_outage_is_waited_for(bucket, uninterrupted, monkeypatch) -> None:
+    trainer = trainer_of(bucket)
+    outages = iter([True, False, True, True])
+    look = trainer.fleet.look
+
+    def unsteady() -> set[str]:
+        if next(outages, False):
+            raise RetryError("the store does not answer")
+        return look()
+
+    trainer.fleet.look = unsteady
+    trainer.process.wait = lambda seconds: None
+    trainer.loop()
+    assert digests(bucket) == uninterrupted
+
+
+def test_an_answer_that_was_cut_short_is_asked_for_again(bucket, monkeypatch) -> None:
+    train(bucket, to=1)
+    get, cuts = bucket.get, iter([True, True, False, True, True, True])
+
+    def cut(key: str, *, limit: int) -> bytes | None:
+        data = get(key, limit=limit)
+        return data[: len(data) // 2] if next(cuts, False) else data
+
+    monkeypatch.setattr(bucket, "get", cut)
+    assert read_trainer(bucket).version == 1
+    with pytest.raises(CorruptError, match=r"trainer\.json"):
+        read_trainer(bucket)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_just_now_ends_nobody(
+    bucket, uninterrupted, monkeypatch
+) -> None:
+    delete, faults = bucket.delete, iter([True, False, True])
+
+    def unsteady(key: str) -> None:
+        if next(faults, False):
+            raise RetryError("the store does not answer")
+        delete(key)
+
+    monkeypatch.setattr(bucket, "delete", unsteady)
+    assert train(bucket) == uninterrupted
+    assert len(bucket.list(keys.CHECKPOINTS)) == 4, "two are kept, of two objects each"
+
+
+def test_a_store_that_never_answers_ends_it(bucket, monkeypatch) -> None:
+    trainer = trainer_of(bucket)
+    monkeypatch.setattr("deltawire.rl.trainer.trainer.STORE_PATIENCE_S", -1.0)
+
+    def never() -> set[str]:
+        raise RetryError("the store does not answer")
+
+    trainer.fleet.look = never
+    with pytest.raises(RetryError):
+        trainer.loop()
+    trainer.publisher.close()
+
+
+def test_fates_tell_what_was_forgotten_and_what_was_settled_twice(bucket, monkeypatch) -> None:
+    train(bucket, to=3)
+    found = audit_fates(bucket, max_staleness=100)
+    assert (found.consumed, found.dropped, found.waiting) == (6, 0, 2 * VERSIONS - 6)
+    bucket.delete(keys.rollout("w0", 11))
+    annexes = [
+        CommitMetadata(consumed=[("w0", 0), ("w0", 11)]),
+        CommitMetadata(dropped=[("w0", 2), ("w0", 0)]),
+    ]
+    monkeypatch.setattr(auditing, "annexes", lambda _: enumerate(annexes, start=1))
+    found = audit_fates(bucket, max_staleness=1)
+    assert found.twice == [("w0", 0)]
+    assert found.forgotten == [], "version 0 is recent enough for version 2"
+    monkeypatch.setattr(auditing, "annexes", lambda _: enumerate(annexes, start=5))
+    found = audit_fates(bucket, max_staleness=0)
+    assert found.forgotten == [("w0", n) for n in (1, *range(3, 11))]
+
+
+def test_a_predecessors_late_commit_is_no_rival(bucket) -> None:
+    """The new trainer starts again behind it; a rival with a higher epoch stops it for good."""
+    old, new = trainer_of(bucket, versions=1), trainer_of(bucket, versions=1)
+    new.epoch = new.publisher.epoch = old.epoch + 1
+    old.loop()
+    with pytest.raises(FencedError) as fenced:
+        new.loop()
+    assert isinstance(new.unfenced(fenced.value), ResyncError)
+    new.epoch = old.epoch
+    assert new.unfenced(fenced.value) is fenced.value
+
+
+def test_the_command(bucket, tmp_path, capsys) -> None:
+    train(bucket, to=2)
+    assert main(["replay", bucket.url, "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out)["exact"]
+    (tmp_path / "empty").mkdir()
+    for arguments, says in [
+        ([str(tmp_path / "empty")], "there is no run here"),
+        ([str(tmp_path / "nowhere")], "there is no bucket"),
+        ([bucket.url, "--from", "3"], "the run has 1 to 2"),
+        ([bucket.url, "--dump", "1"], "--dump and --out go together"),
+    ]:
+        assert main(["replay", *arguments]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert says in lines[0]

@@ -1,0 +1,423 @@
+"""A region's bucket: the same versions, the same bytes, each across once, whatever happens."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from history import snapshot
+
+from deltawire.bench.synthetic import SyntheticSteps
+from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.store import Bucket, MeteredBucket, open_bucket
+from deltawire.sync import Relay, load_mirror, open_publisher, read_manifest, read_run, retire
+from deltawire.sync.maintain.fsck import check_run
+from deltawire.testing.faulty import FaultyBucket, flip_bit
+from deltawire.testing.tiny import TENSORS, audit, same_bits, start_publisher, weights
+from deltawire.wire import keys
+from deltawire.wire.signing import Ed25519Signer
+
+
+def publish(bucket: Bucket, first: int, last: int, **options: Any) -> None:
+    publisher = start_publisher(bucket, **options)
+    for version in range(first, last + 1):
+        publisher.publish(weights(version))
+        publisher.flush()
+    publisher.close()
+
+
+def relay(source: Bucket, destination: Bucket, **options: Any) -> Relay:
+    carrier = Relay(source, destination, start=0, strides=(), **options)
+    try:
+        carrier.advance()
+    finally:
+        carrier.close()
+    return carrier
+
+
+def contents(bucket: Bucket, prefix: str = "") -> dict[str, bytes | None]:
+    return {key: bucket.get(key, limit=1 << 30) for key in bucket.list(prefix)}
+
+
+def test_the_destination_is_the_source_byte_for_byte() -> None:
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 9)
+    relay(source, destination)
+    assert contents(destination) == contents(source)
+    assert audit(destination, weights) == 9
+    assert check_run(destination).faults == []
+
+
+def test_anchors_after_the_first_never_cross() -> None:
+    inner, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(inner, 0, 9, anchor_every=3)
+    source = MeteredBucket(inner)
+    relay(source, destination)
+    run = read_run(inner)
+    assert run is not None
+    anchors: set[str] = set()
+    deltas: set[str] = set()
+    for version in range(1, 10):
+        manifest = read_manifest(inner, run, version)
+        assert manifest is not None
+        assert manifest.delta is not None
+        deltas |= {keys.blob(ref.hash) for ref in manifest.delta.blobs}
+        if manifest.anchor is not None:
+            anchors |= {keys.blob(ref.hash) for ref in manifest.anchor.blobs}
+    assert len(anchors) == 3
+    assert not anchors & set(source.read_keys)
+    for key in deltas:  # and each delta crosses once
+        assert source.read_keys[key] == inner.size(key)
+
+
+def test_a_blob_that_another_coder_made_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltawire import codec
+    from deltawire.sync.maintain import relay as module
+
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 4)
+    real = codec.encode_full
+
+    def other(*args: Any, **options: Any) -> bytes:
+        return real(*args, **options)[::-1]
+
+    monkeypatch.setattr(module.codec, "encode_full", other)
+    carrier = Relay(source, destination, start=0, strides=())
+    copied = [done.anchor_copied for done in iter(carrier.step, None) if done.version]
+    carrier.close()
+    assert [size > 0 for size in copied] == [False, False, True, False]
+    assert check_run(destination).faults == []
+
+
+def test_a_signed_run_verifies_at_the_destination_without_the_key() -> None:
+    signer = Ed25519Signer.generate()
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publisher = open_publisher(
+        source, weights(0), specs=TENSORS, signer=signer, anchor_every=3, fold_strides=(2, 4)
+    )
+    for version in range(1, 9):
+        publisher.publish(weights(version))
+        publisher.flush()
+    publisher.close()
+    carrier = Relay(source, destination, public_key=signer.public_key, start=0, strides=(2, 4))
+    carrier.advance()
+    carrier.close()
+    assert contents(destination, "weights/manifests/") == contents(source, "weights/manifests/")
+    assert contents(destination, "weights/folds/") == contents(source, "weights/folds/")
+    assert destination.list(keys.FOLDS)
+    assert check_run(destination, public_key=signer.public_key).faults == []
+    with pytest.raises(CorruptError, match="another key"):
+        read_run(destination, public_key=Ed25519Signer.generate().public_key)
+
+
+def test_folds_are_made_at_the_destination() -> None:
+    inner, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(inner, 0, 8)
+    source = MeteredBucket(inner)
+    carrier = Relay(source, destination, start=0, strides=(2, 4))
+    carrier.advance()
+    carrier.close()
+    assert len(destination.list(keys.FOLDS)) >= 4
+    assert not [key for key in source.read_keys if key.startswith(keys.FOLDS)]
+    assert audit(destination, weights) == 8
+
+
+def test_a_new_region_begins_with_the_newest_anchor() -> None:
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 8, anchor_every=3)
+    carrier = Relay(source, destination, strides=())
+    assert [done.version for done in iter(carrier.step, None)] == [6, 7, 8]
+    carrier.close()
+    found = check_run(destination)
+    assert found.whole
+    assert found.first == 6
+    run = read_run(destination)
+    assert run is not None
+    mirror = load_mirror(destination, run)
+    assert mirror is not None
+    assert mirror.version == 8
+
+
+def test_versions_that_retention_took_from_the_source_are_passed() -> None:
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 4, anchor_every=3)
+    relay(source, destination)
+    publish(source, 5, 11, anchor_every=3)
+    run = read_run(source)
+    assert run is not None
+    assert retire(source, run, cutoff=9, grace_s=0).swept == 9
+    assert relay(source, destination).version == 11
+    assert relay(source, destination).version == 11
+    mirror = load_mirror(destination, run)
+    assert mirror is not None
+    assert mirror.version == 11
+    publish(source, 12, 12, anchor_every=3)
+    assert relay(source, destination).version == 12
+
+
+def test_a_region_does_not_grow_for_ever() -> None:
+    """What the source has retired goes at the destination too, and nothing else does."""
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 4, anchor_every=3)
+    relay(source, destination, grace_s=0)
+    assert contents(destination) == contents(source)
+    publish(source, 5, 11, anchor_every=3)
+    run = read_run(source)
+    assert run is not None
+    carrier = Relay(source, destination, strides=(), grace_s=0)
+    assert carrier.advance() == 7
+    assert retire(source, run, cutoff=9, grace_s=3600).boundary == 9
+    assert carrier.advance() == 0
+    assert destination.list(keys.BOUNDARIES) == [keys.boundary(9)]
+    # Closed, but nothing is retired at the source yet: all stays here too.
+    assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
+    assert retire(source, run, cutoff=9, grace_s=0).swept == 9
+    carrier.advance()
+    assert contents(destination, keys.MANIFESTS) == contents(source, keys.MANIFESTS)
+    assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
+    assert check_run(destination).faults == []
+    assert carrier.tidy() is None  # It asks for no more than the source's boundary.
+    carrier.close()
+
+
+def test_a_region_may_keep_what_the_source_retires() -> None:
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 9, anchor_every=3)
+    relay(source, destination, grace_s=0)
+    run = read_run(source)
+    assert run is not None
+    retire(source, run, cutoff=9, grace_s=0)
+    relay(source, destination, retain=False, grace_s=0)
+    assert audit(destination, weights) == 9
+    relay(source, destination, grace_s=3600)
+    assert audit(destination, weights) == 9
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_region_that_began_later_retires_without_the_key(signed: bool) -> None:
+    signer = Ed25519Signer.generate() if signed else None
+    public_key = signer.public_key if signer else ""
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publisher = open_publisher(
+        source, weights(0), specs=TENSORS, signer=signer, anchor_every=3, fold_strides=()
+    )
+    for version in range(1, 12):
+        publisher.publish(weights(version))
+        publisher.flush()
+    carrier = Relay(source, destination, public_key=public_key, start=4, strides=(), grace_s=0)
+    assert carrier.advance() == 9
+    found = check_run(destination, public_key=public_key)
+    assert (found.faults, found.first, found.boundary) == ([], 3, 3)
+    retire(source, publisher.run, cutoff=8, grace_s=0, signer=signer)
+    carrier.advance()
+    found = check_run(destination, public_key=public_key)
+    assert (found.faults, found.first, found.boundary, found.retired) == ([], 3, 6, 3)
+    assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
+    publisher.publish(weights(12))
+    publisher.close()
+    assert carrier.advance() == 1
+    carrier.close()
+    mirror = load_mirror(destination, publisher.run)
+    assert mirror is not None
+    assert mirror.version == 12
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+@pytest.mark.parametrize("done", [False, True])
+def test_following_retention_may_fail_at_each_operation(
+    side: str, done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltawire.sync.chain.objects.FIRST_PAUSE_S", 0.0)
+    inner, filled = open_bucket("memory://"), open_bucket("memory://")
+    publish(inner, 0, 6, anchor_every=3)
+    relay(inner, filled)
+    run = read_run(inner)
+    assert run is not None
+    retire(inner, run, cutoff=3, grace_s=0)
+    for at in range(1, 100):
+        source, destination = FaultyBucket(inner), FaultyBucket(snapshot(filled))
+        carrier = Relay(source, destination, strides=(), grace_s=0)
+        faulty = source if side == "source" else destination
+        faulty.fail(at=at, done=done, times=None)
+        failed = False
+        try:
+            carrier.tidy()
+        except RetryError:
+            failed = True
+        faulty.heal()
+        for version in (3, 6):
+            mirror = load_mirror(destination, run, at=version)
+            assert mirror is not None
+            assert same_bits(mirror.tensors, weights(version))
+        carrier.tidy()
+        carrier.close()
+        for prefix in (keys.MANIFESTS, keys.BLOBS):
+            assert contents(destination, prefix) == contents(inner, prefix)
+        if not failed:
+            assert at > 4
+            return
+    raise AssertionError("it never got through")
+
+
+def test_killed_before_it_looked_after_its_blobs() -> None:
+    """Committed, and then retention took a blob that had lain there, old and nobody's, before."""
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 6, anchor_every=3)
+    relay(source, destination)
+    run = read_run(source)
+    assert run is not None
+    manifest = read_manifest(destination, run, 6)
+    assert manifest is not None
+    assert manifest.delta is not None
+    assert manifest.anchor is not None
+    for ref in (*manifest.delta.blobs, *manifest.anchor.blobs):
+        destination.delete(keys.blob(ref.hash))
+    assert relay(source, destination).version == 6
+    assert contents(destination) == contents(source)
+
+
+def test_a_destination_with_something_else_is_left_alone() -> None:
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 2)
+    other = start_publisher(destination, seed=1)
+    other.publish(weights(0, seed=1))
+    other.close()
+    before = contents(destination)
+    with pytest.raises(InputError, match="another run"):
+        relay(source, destination)
+    assert contents(destination) == before
+
+
+def test_a_fork_at_the_destination_is_an_error() -> None:
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 2)
+    first = Relay(source, destination, start=0, strides=())
+    first.step()
+    second = start_publisher(destination)  # somebody publishes into the copy
+    second.publish(weights(5))
+    second.close()
+    with pytest.raises(CorruptError, match="another version of this number"):
+        first.step()
+    first.close()
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+@pytest.mark.parametrize("done", [False, True])
+def test_each_operation_failed_in_turn(
+    side: str, done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltawire.sync.chain.objects.FIRST_PAUSE_S", 0.0)
+    inner = open_bucket("memory://")
+    publish(inner, 0, 2, anchor_every=2)
+    for at in range(1, 100):
+        source, destination = FaultyBucket(inner), FaultyBucket(open_bucket("memory://"))
+        faulty = source if side == "source" else destination
+        faulty.fail(at=at, done=done, times=None)
+        failed = False
+        try:
+            relay(source, destination)
+        except RetryError:
+            failed = True
+        faulty.heal()
+        # What is committed by now can be read, and the rest follows.
+        assert audit(destination, weights) <= 2
+        assert relay(inner, destination).version == 2
+        assert contents(destination) == contents(inner)
+        if not failed:
+            assert at > 10
+            return
+    raise AssertionError("it never got through")
+
+
+def test_a_turned_bit_on_the_way_is_not_passed_on() -> None:
+    inner, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(inner, 0, 3)
+    source = FaultyBucket(inner)
+    source.damage("weights/blobs/*", lambda data: flip_bit(data, 77))
+    with pytest.raises(CorruptError):
+        relay(source, destination)
+    assert destination.list(keys.BLOBS) == []
+    source.heal()
+    relay(source, destination)
+    assert contents(destination) == contents(inner)
+
+
+def test_a_damaged_blob_at_the_destination_is_fetched_again() -> None:
+    source, inner = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 1)
+    relay(source, inner)
+    publish(source, 2, 2)
+    run = read_run(source)
+    assert run is not None
+    manifest = read_manifest(source, run, 2)
+    assert manifest is not None
+    assert manifest.delta is not None
+    key = keys.blob(manifest.delta.blobs[0].hash)
+    data = source.get(key, limit=1 << 20)
+    assert data is not None
+    inner.put(key, flip_bit(data, 9))
+    relay(source, inner)
+    assert contents(inner) == contents(source)
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
+    source = open_bucket(str(tmp_path / "source"), create=True)
+    publisher = start_publisher(source, anchor_every=4)
+    for version in range(40):
+        publisher.publish(weights(version))
+    publisher.close()
+    chance = random.Random(4)
+    script = Path(__file__).parents[3] / "support/relay_to_kill.py"
+    arguments = [sys.executable, str(script), str(tmp_path / "source"), str(tmp_path / "copy")]
+    reached = []
+    for _ in range(8):
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"relaying\n"
+        time.sleep(chance.random() * 0.05)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        reached.append(audit(open_bucket(str(tmp_path / "copy")), weights))
+    assert reached == sorted(reached)
+    relay(source, open_bucket(str(tmp_path / "copy")))
+    copy = open_bucket(str(tmp_path / "copy"))
+    assert contents(copy, "weights/manifests/") == contents(source, "weights/manifests/")
+    assert check_run(copy).whole
+
+
+def test_fifty_versions_move_a_fiftieth_of_fifty_models() -> None:
+    """The figure of the README, at a density of one in a hundred: with the first model at most
+    3 % of fifty, then at most 1 % a window."""
+    steps = SyntheticSteps(1 << 21, 0.01)
+    inner, destination = open_bucket("memory://"), open_bucket("memory://")
+    publisher = open_publisher(
+        inner, steps.tensors, specs=steps.specs, anchor_every=25, fold_strides=(), cell=1 << 18
+    )
+    source = MeteredBucket(inner)
+    carrier = Relay(source, destination, strides=())
+    shares = []
+    for _ in range(2):
+        before = source.read_bytes
+        if not shares:
+            carrier.advance()
+        for _ in range(50 - (0 if shares else 1)):
+            steps.advance()
+            publisher.publish(steps.tensors)
+            publisher.flush()
+            carrier.advance()
+        shares.append((source.read_bytes - before) / (50 * steps.bytes))
+    publisher.close()
+    carrier.close()
+    assert carrier.mirror.version == 99
+    assert np.array_equal(
+        carrier.mirror.tensors[steps.specs[0].name], steps.tensors[steps.specs[0].name].reshape(-1)
+    )
+    assert shares[0] <= 0.03
+    assert shares[1] <= 0.01

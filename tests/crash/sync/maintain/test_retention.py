@@ -1,0 +1,255 @@
+"""Retention: what is kept can be read, what is stalled stays out, what fails does no harm."""
+
+from contextlib import suppress
+
+import pytest
+
+from deltawire.errors import (
+    CorruptError,
+    DeltawireError,
+    FencedError,
+    InputError,
+    RetryError,
+)
+from deltawire.store import open_bucket
+from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest
+from deltawire.sync.chain import objects as chain
+from deltawire.sync.maintain.retention import retire
+from deltawire.testing.faulty import FaultyBucket, no_answer
+from deltawire.testing.tiny import same_bits, start_publisher, start_run, weights
+from deltawire.wire import keys
+
+NEWEST = 10
+ANCHORS = (0, 4, 8)
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+
+
+def fill(bucket, newest=NEWEST, **options):
+    publisher = start_publisher(bucket, **{"anchor_every": 4, "fold_strides": (2, 4), **options})
+    for version in range(publisher.version + 1, newest + 1):
+        publisher.publish(weights(version))
+    publisher.close()
+    return publisher.run
+
+
+@pytest.fixture(params=["memory", "folder"])
+def bucket(request, tmp_path):
+    inner = open_bucket("memory://" if request.param == "memory" else str(tmp_path))
+    bucket = FaultyBucket(inner)
+    fill(bucket)
+    return bucket
+
+
+def publish_and_wait(publisher, tensors):
+    publisher.publish(tensors)
+    publisher.flush()
+
+
+def stored(bucket):
+    return {entry.key: entry.bytes for entry in bucket.inner.entries("")}
+
+
+def assert_kept(bucket, first):
+    """Every version from ``first`` on is whole, and readers of any age get to the newest."""
+    inner, run = bucket.inner, start_run(bucket.inner)
+    newest = newest_version(inner)
+    for version in range(first, newest + 1):
+        assert same_bits(load_mirror(inner, run, at=version).tensors, weights(version))
+    for version in range(first):
+        with pytest.raises(CorruptError, match="retention has taken"):
+            load_mirror(inner, run, at=version)
+
+
+@pytest.mark.parametrize("cutoff", [4, 5, 7, 8, NEWEST, NEWEST + 5])
+def test_hangs_on_the_newest_anchor_at_or_before_the_cutoff(bucket, cutoff):
+    run = start_run(bucket)
+    before = stored(bucket)
+    found = retire(bucket, run, cutoff=cutoff, grace_s=0)
+    anchor = max(a for a in ANCHORS if a <= cutoff)
+    assert (found.anchor, found.boundary, found.swept) == (anchor, anchor, anchor)
+    assert found.manifests == list(range(anchor))
+    assert_kept(bucket, anchor)
+    after = stored(bucket)
+    gone = {key for key in before if key not in after}
+    assert gone == set(found.blobs) | set(found.folds)
+    assert found.bytes == sum(before[key] for key in found.blobs) > 0
+    assert {keys.manifest(v) for v in range(NEWEST + 1)} <= after.keys()
+    # A second time there is nothing left to do.
+    again = retire(bucket, run, cutoff=cutoff, grace_s=0)
+    assert (again.manifests, again.folds, again.blobs) == ([], [], [])
+    fill(bucket, NEWEST + 3)
+    assert_kept(bucket, anchor)
+
+
+def test_without_an_anchor_that_is_there_nothing_is_deleted(bucket):
+    run = start_run(bucket)
+    before = stored(bucket)
+    assert retire(bucket, run, cutoff=-1, grace_s=0).anchor is None
+    for version in (8, 4):
+        for ref in read_manifest(bucket, run, version).anchor.blobs:
+            bucket.hide(keys.blob(ref.hash))
+    found = retire(bucket, run, cutoff=NEWEST, grace_s=0)
+    assert found.anchor == 0
+    assert (found.manifests, found.blobs) == ([], [])
+    bucket.heal()
+    after = stored(bucket)
+    assert {key: after[key] for key in before} == before
+
+
+def test_an_anchor_from_which_the_newest_cannot_be_reached_does_not_count():
+    bucket = FaultyBucket(open_bucket("memory://"))
+    run = fill(bucket, fold_strides=())
+    bucket.hide(keys.manifest(9))
+    assert retire(bucket, run, cutoff=NEWEST, grace_s=0).anchor is None
+
+
+def test_the_grace_period(bucket):
+    run = start_run(bucket)
+    before = stored(bucket)
+    found = retire(bucket, run, cutoff=8, grace_s=3600)
+    assert (found.boundary, found.swept) == (8, 0)
+    assert (found.manifests, found.folds, found.blobs) == ([], [], [])
+    # Closed, but all there: whoever planned before goes on fetching.
+    assert before.items() <= stored(bucket).items()
+    for version in range(NEWEST + 1):
+        assert same_bits(load_mirror(bucket, run, at=version).tensors, weights(version))
+    found = retire(bucket, run, cutoff=8, grace_s=0)
+    assert found.swept == 8
+
+
+def test_a_dry_run_deletes_nothing_and_says_what_it_would(bucket):
+    run = start_run(bucket)
+    retire(bucket, run, cutoff=8, grace_s=3600)
+    before = stored(bucket)
+    would = retire(bucket, run, cutoff=8, grace_s=0, dry_run=True)
+    assert stored(bucket) == {**before, keys.CLOCK: 1}
+    assert retire(bucket, run, cutoff=8, grace_s=0) == would
+    assert would.blobs
+
+
+def test_a_checkpoint_holds_its_version(bucket):
+    run = start_run(bucket)
+    bucket.put(keys.checkpoint(5, "commit"), b"{}")
+    assert retire(bucket, run, cutoff=NEWEST, grace_s=0).anchor == 4
+    assert_kept(bucket, 4)
+
+
+@pytest.mark.parametrize("held", range(NEWEST + 1))
+def test_readers_of_any_age_go_on(bucket, held):
+    run = start_run(bucket)
+    subscriber = Subscriber(bucket, run, load_mirror(bucket, run, at=held))
+    retire(bucket, run, cutoff=8, grace_s=0)
+    subscriber.advance()
+    assert subscriber.mirror.version == NEWEST
+    assert same_bits(subscriber.mirror.tensors, weights(NEWEST))
+
+
+def test_readers_caught_between_plan_and_fetch(bucket):
+    run = start_run(bucket)
+    for stop in range(1, 12):
+        fresh = FaultyBucket(open_bucket("memory://"))
+        for key in stored(bucket):
+            fresh.inner.put(key, bucket.inner.get(key, limit=1 << 20))
+        subscriber = Subscriber(fresh, run, load_mirror(fresh.inner, run, at=0))
+
+        def strike(verb, key, fresh=fresh):
+            retire(fresh.inner, run, cutoff=8, grace_s=0)
+            return no_answer(verb, key)
+
+        fresh.fail(at=stop, error=strike)
+        subscriber.advance()
+        assert same_bits(subscriber.mirror.tensors, weights(NEWEST))
+
+
+def test_a_writer_stalled_for_longer_than_retention_commits_nothing(bucket):
+    """Its name for version 3 must not be free again, and it must find out at once."""
+    other = FaultyBucket(open_bucket("memory://"))
+    fill(other, 2)
+    stalled = start_publisher(other, fold_strides=())
+    fill(other, NEWEST)
+    run = start_run(other)
+    retire(other, run, cutoff=8, grace_s=0)
+    for _ in range(2):
+        with pytest.raises(FencedError):
+            publish_and_wait(stalled, weights(3, seed=9))
+    stalled.close()
+    assert read_manifest(other, run, 3).retired
+    assert_kept(other, 8)
+
+
+def test_a_lost_name_below_the_boundary_is_closed_too(bucket):
+    run = start_run(bucket)
+    bucket.inner.delete(keys.manifest(2))
+    retire(bucket, run, cutoff=8, grace_s=0)
+    assert read_manifest(bucket, run, 2).retired
+    assert bucket.create(keys.manifest(2), b"") is False
+
+
+def test_even_if_somebody_deletes_the_tombstones_the_boundary_holds(bucket):
+    """A lifecycle rule of the store, say."""
+    other = FaultyBucket(open_bucket("memory://"))
+    fill(other, 2)
+    stalled = start_publisher(other, fold_strides=())
+    stalled._last_anchor = 0  # It had read the newest manifest before it stalled.
+    fill(other, NEWEST)
+    run = start_run(other)
+    retire(other, run, cutoff=8, grace_s=0)
+    for version in range(8):
+        other.inner.delete(keys.manifest(version))
+    with pytest.raises(FencedError, match="closed"):
+        publish_and_wait(stalled, weights(3, seed=9))
+    stalled.close()
+
+
+def test_a_commit_whose_boundary_could_not_be_asked_for_is_asked_again(bucket):
+    """The version is committed when the store falls silent; what becomes of it is found out by the
+    next publish, which must look at the boundary as well."""
+    publisher = start_publisher(bucket, anchor_every=4)
+    bucket.fail("list", keys.BOUNDARIES, times=6)
+    publisher.publish(weights(NEWEST + 1))
+    with pytest.raises(RetryError):
+        publisher.flush()
+    bucket.put(keys.boundary(NEWEST + 2), b"")
+    with pytest.raises(FencedError, match="closed this version"):
+        publisher.publish(weights(NEWEST + 2))
+    publisher.close()
+
+
+def test_the_boundary_is_never_lowered(bucket):
+    run = start_run(bucket)
+    retire(bucket, run, cutoff=8, grace_s=0)
+    assert retire(bucket, run, cutoff=4, grace_s=0).boundary == 8
+    assert chain.newest_boundary(bucket) == 8
+    with pytest.raises(InputError):
+        retire(bucket, run, cutoff=8, grace_s=-1)
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("times", [1, None], ids=["once", "for-ever"])
+def test_each_operation_in_turn(done, times):
+    inner = open_bucket("memory://")
+    run = fill(inner)
+    count = FaultyBucket(inner)
+    retire(count, run, cutoff=8, grace_s=0, dry_run=True)
+    objects = {key: inner.get(key, limit=1 << 20) for key in inner.list("")}
+    at, ended = 0, False
+    while not ended:
+        at += 1
+        fresh = FaultyBucket(open_bucket("memory://"))
+        for key, data in objects.items():
+            fresh.inner.put(key, data)
+        fresh.fail(at=at, times=times, done=done)
+        with suppress(DeltawireError):
+            retire(fresh, run, cutoff=8, grace_s=0)
+            ended = len(fresh.operations) < at
+        for version in (8, 9, 10):
+            assert same_bits(load_mirror(fresh.inner, run, at=version).tensors, weights(version))
+        fresh.heal()
+        retire(fresh, run, cutoff=8, grace_s=0)
+        assert_kept(fresh, 8)
+        assert not set(retire(fresh, run, cutoff=8, grace_s=0).blobs)
+    assert at > 40

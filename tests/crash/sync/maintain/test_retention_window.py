@@ -1,0 +1,319 @@
+"""Retention and a writer that was stalled for longer than the grace, one step of each at a time.
+
+The writer's blobs lie there, old and nobody's, and it is about to commit. It does so before each
+operation of retention in turn: whichever way, what it has committed can be read in the end.
+"""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from history import LIMIT, snapshot, weights
+from test_shards import RANKS, close, publish_all, rank_publisher
+
+from deltawire.errors import RetryError
+from deltawire.store import open_bucket
+from deltawire.sync import Compactor, Relay, load_mirror, read_manifest, read_run
+from deltawire.sync.chain.objects import read_fold
+from deltawire.sync.maintain import gc_intents as sweeps
+from deltawire.sync.maintain.fsck import check_run
+from deltawire.sync.maintain.retention import retire
+from deltawire.testing.faulty import FaultyBucket, no_answer
+from deltawire.testing.tiny import same_bits, start_publisher
+from deltawire.wire import keys
+from deltawire.wire.boundary import DeletionIntent
+from deltawire.wire.seal import seal
+
+LAST = 5
+OPERATIONS = 60
+"""No sweep of the small run takes more; the tests see to it."""
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr("deltawire.sync.chain.objects.FIRST_PAUSE_S", 0.0)
+
+
+def publish(bucket, first, last, **options):
+    publisher = start_publisher(bucket, anchor_every=3, **options)
+    for version in range(first, last + 1):
+        publisher.publish(weights(version))
+    publisher.close()
+
+
+@pytest.fixture(scope="module")
+def original():
+    bucket = open_bucket("memory://")
+    publish(bucket, 0, LAST)
+    return bucket
+
+
+class OnePublisher:
+    """Version 6, a delta and an anchor."""
+
+    def __init__(self, bucket):
+        self.publisher = start_publisher(bucket, anchor_every=3)
+
+    def commit(self):
+        self.publisher.publish(weights(LAST + 1))
+        self.publisher.flush()
+        self.publisher.close()
+
+
+class Ranks:
+    """The same from three ranks."""
+
+    def __init__(self, bucket):
+        run = read_run(bucket)
+        digest = load_mirror(bucket, run, at=LAST).digest
+        self.ranks = [
+            rank_publisher(bucket, rank, version=LAST, digest=digest, session="s9", epoch=9)
+            for rank in range(RANKS)
+        ]
+
+    def commit(self):
+        assert publish_all(self.ranks, LAST + 1) == [None] * RANKS
+        close(self.ranks)
+
+
+class Carrier:
+    """The same from another bucket."""
+
+    def __init__(self, bucket):
+        source = snapshot(bucket)
+        publish(source, LAST + 1, LAST + 1)
+        self.relay = Relay(source, bucket, strides=(), retain=False)
+
+    def commit(self):
+        assert self.relay.advance() == 1
+        self.relay.close()
+
+
+class Folding:
+    """A fold to version 4. It may be missing; it must not be hollow."""
+
+    def __init__(self, bucket):
+        self.folder = Compactor(bucket, read_run(bucket), (2,), threads=1)
+
+    def commit(self):
+        self.folder.fold_up_to(4)
+
+
+WRITERS = {
+    "publisher": (OnePublisher, "weights/manifests/*"),
+    "ranks": (Ranks, "weights/manifests/*"),
+    "relay": (Carrier, "weights/manifests/*"),
+    "folder": (Folding, "weights/folds/*"),
+}
+
+
+class Turns:
+    """A writer that stands before its commit until retention has come to an operation, and
+    retention that stands there until the writer has finished, or waits for it."""
+
+    def __init__(self, inner, kind, monkeypatch):
+        self.inner = inner
+        self.committing, self.go, self.settled = (threading.Event() for _ in range(3))
+        bucket = FaultyBucket(inner)
+        make, key = WRITERS[kind]
+        self.writer = make(bucket)
+        bucket.pause("create", key, wait=self._stall)
+        monkeypatch.setattr(sweeps, "time", SimpleNamespace(**vars(time) | {"sleep": self._wait}))
+
+    def _stall(self):
+        self.committing.set()
+        assert self.go.wait(30)
+
+    def _wait(self, seconds):
+        """The writer waits for a sweep: it is retention's turn again."""
+        self.settled.set()
+        time.sleep(0.001)
+
+    def _release(self):
+        self.go.set()
+        assert self.settled.wait(30)
+
+    def retire_around_the_commit(self, at, *, done=False):
+        """Whether retention came as far as its ``at``-th operation."""
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(self.writer.commit)
+            writing.add_done_callback(lambda _: self.settled.set())
+            assert self.committing.wait(30)
+            bucket = FaultyBucket(self.inner)
+            bucket.pause(wait=self._release, at=at, done=done)
+            try:
+                found = retire(bucket, read_run(self.inner), cutoff=LAST, grace_s=0)
+            finally:
+                self.go.set()
+            assert found.blobs
+            writing.result(30)
+        self.operations = bucket.operations
+        return len(bucket.operations) >= at
+
+
+def assert_whole(bucket, newest):
+    found = check_run(bucket)
+    assert (found.whole, found.faults, found.newest) == (True, [], newest)
+    run = read_run(bucket)
+    for version in range(found.boundary, newest + 1):
+        assert same_bits(load_mirror(bucket, run, at=version).tensors, weights(version))
+    for key in bucket.list(keys.FOLDS):
+        fold = read_fold(bucket, run, *keys.fold_of(key))
+        assert all(bucket.size(keys.blob(ref.hash)) == ref.bytes for ref in fold.payload.blobs)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_commit_before_each_operation_of_retention(original, kind, monkeypatch):
+    waited = restored = 0
+    for at in range(1, OPERATIONS):
+        inner = snapshot(original)
+        turns = Turns(inner, kind, monkeypatch)
+        reached = turns.retire_around_the_commit(at)
+        assert_whole(inner, LAST if kind == "folder" else LAST + 1)
+        assert not inner.list(keys.SWEEPS)
+        if not reached:
+            break
+        # What was deleted although the version counts on it, had to be put again.
+        verb, key = turns.operations[at - 1]
+        waited += verb == "delete" and key.startswith(keys.BLOBS)
+        restored += verb == "delete" and key.startswith(keys.SWEEPS)
+    assert not reached
+    assert waited > 1  # Among these are moments at which a look alone would have found all well.
+    assert restored == 1
+
+
+def test_without_the_sweep_a_look_behind_the_commit_is_too_early(original, monkeypatch):
+    """The test above would notice: what both did before they told each other."""
+    monkeypatch.setattr(sweeps, "_wait_for", lambda *_: None)
+    lost = 0
+    for at in range(1, OPERATIONS):
+        inner = snapshot(original)
+        reached = Turns(inner, "publisher", monkeypatch).retire_around_the_commit(at)
+        lost += not check_run(inner).whole
+        if not reached:
+            break
+    assert lost > 0
+
+
+def one_blob(bucket, version):
+    (ref,) = read_manifest(bucket, read_run(bucket), version).delta.blobs
+    return ref.hash
+
+
+def left_behind(bucket, blobs, *, run=None):
+    """A sweep whose maker died."""
+    key = keys.sweep("dead")
+    run = run or read_run(bucket)
+    bucket.put(key, seal(DeletionIntent(run=run.id, blobs=blobs), key=key))
+    return key
+
+
+@pytest.mark.parametrize("kind", ["named", "damaged"])
+def test_a_sweep_whose_maker_died_is_waited_for_no_longer_than_it_may_delete(
+    original, kind, monkeypatch
+):
+    inner = snapshot(original)
+    publish(inner, LAST + 1, LAST + 1)
+    doomed = one_blob(inner, LAST + 1)
+    inner = snapshot(original)
+    key = left_behind(inner, [doomed])
+    if kind == "damaged":  # It may name anything.
+        inner.put(key, inner.get(key, limit=LIMIT)[:-9])
+    now = [0.0]
+    slept = []
+
+    def clock(bucket):
+        return later(real(bucket), now[0])
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += 100.0
+
+    def later(moment, seconds):
+        from datetime import timedelta
+
+        return moment + timedelta(seconds=seconds)
+
+    real = sweeps.store_clock
+    monkeypatch.setattr(sweeps, "store_clock", clock)
+    monkeypatch.setattr("deltawire.sync.maintain.retention.store_clock", clock)
+    monkeypatch.setattr(sweeps, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
+    publish(inner, LAST + 1, LAST + 1)
+    assert len(slept) == (sweeps.SWEEP_S + sweeps.MARGIN_S) / 100
+    assert_whole(inner, LAST + 1)
+    retire(inner, read_run(inner), cutoff=0, grace_s=0)
+    assert not inner.list(keys.SWEEPS)
+
+
+def test_a_sweep_that_names_others_is_not_waited_for(original, monkeypatch):
+    inner = snapshot(original)
+    left_behind(inner, [one_blob(inner, 1)])
+    monkeypatch.setattr(sweeps, "time", SimpleNamespace(**vars(time) | {"sleep": pytest.fail}))
+    publish(inner, LAST + 1, LAST + 1)
+    assert_whole(inner, LAST + 1)
+    # It is young by the store's clock: its maker may be alive.
+    retire(inner, read_run(inner), cutoff=0, grace_s=0)
+    assert inner.list(keys.SWEEPS)
+
+
+def test_nothing_is_deleted_later_than_writers_wait(original, monkeypatch):
+    """Retention that was stalled between two deletions goes no further, by its own clock."""
+    inner = snapshot(original)
+    bucket = FaultyBucket(inner)
+    now = [0.0]
+    monkeypatch.setattr(sweeps, "_uptime", lambda: now[0])
+
+    def stall():
+        now[0] += sweeps.SWEEP_S + 1
+
+    bucket.pause("delete", "weights/blobs/*", wait=stall, at=2)
+    run = read_run(inner)
+    found = retire(bucket, run, cutoff=LAST, grace_s=0)
+    deleted = [key for verb, key in bucket.operations if verb == "delete" and keys.BLOBS in key]
+    assert deleted == found.blobs
+    assert len(deleted) == 2
+    assert not inner.list(keys.SWEEPS)
+    assert len(retire(bucket, run, cutoff=LAST, grace_s=0).blobs) == 1
+    assert_whole(inner, LAST)
+
+
+def test_a_deletion_is_not_asked_for_again_later_than_writers_wait(original, monkeypatch):
+    """Each answer that does not come takes its time: asking again is beginning again."""
+    inner = snapshot(original)
+    bucket = FaultyBucket(inner)
+    now = [0.0]
+    monkeypatch.setattr(sweeps, "_uptime", lambda: now[0])
+    begun = []
+
+    def not_answered(verb, key):
+        begun.append(now[0])
+        now[0] += sweeps.SWEEP_S / 2.5
+        return no_answer(verb, key)
+
+    bucket.fail("delete", "weights/blobs/*", times=None, error=not_answered)
+    with pytest.raises(RetryError, match="no time is left"):
+        retire(bucket, read_run(inner), cutoff=LAST, grace_s=0)
+    assert begun
+    assert max(begun) <= sweeps.SWEEP_S
+    assert len(inner.list(keys.SWEEPS)) == 1
+
+
+def test_a_deletion_that_was_not_answered_leaves_the_sweep_there(original):
+    inner = snapshot(original)
+    bucket = FaultyBucket(inner)
+    bucket.fail("delete", "weights/blobs/*", times=None, error=no_answer)
+    with pytest.raises(RetryError):
+        retire(bucket, read_run(inner), cutoff=LAST, grace_s=0)
+    assert len(inner.list(keys.SWEEPS)) == 1
+
+
+def test_many_blobs_are_swept_a_batch_at_a_time(original, monkeypatch):
+    monkeypatch.setattr(sweeps, "MAX_SWEEP_BLOBS", 2)
+    bucket = FaultyBucket(snapshot(original))
+    found = retire(bucket, read_run(bucket), cutoff=LAST, grace_s=0)
+    assert len(found.blobs) == 3
+    made = [key for verb, key in bucket.operations if verb == "put" and keys.SWEEPS in key]
+    assert len(set(made)) == len(made) == 2
+    assert_whole(bucket.inner, LAST)

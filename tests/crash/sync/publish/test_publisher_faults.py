@@ -1,0 +1,225 @@
+"""Fail the store at each operation in turn, then audit the bucket.
+
+Whatever happened: each committed version holds what was published for it, no committed manifest
+ever changes, and a fresh publisher continues from the head.
+"""
+
+from contextlib import suppress
+
+import pytest
+from history import History, weights
+
+from deltawire.errors import CorruptError, DeltawireError, FencedError, InputError, RetryError
+from deltawire.store import open_bucket
+from deltawire.sync import Subscriber, load_mirror, newest_version
+from deltawire.sync.chain import objects as chain
+from deltawire.testing.faulty import disk_full, half, no_answer
+from deltawire.testing.tiny import audit, same_bits, start_publisher
+from deltawire.wire import keys
+
+LAST = 6
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+
+
+def operations_of_a_clean_life():
+    history = History(open_bucket("memory://"), last=LAST)
+    history.live()
+    assert history.audit() == LAST
+    operations = history.bucket.operations
+    stored = [key for verb, key in operations if verb == "put" and key.startswith(keys.BLOBS)]
+    assert len(stored) == 1 + 6 + 2
+    assert sum(verb == "create" for verb, _ in operations) == 1 + 7
+    return len(operations)
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("error", [no_answer, disk_full])
+@pytest.mark.parametrize("times", [1, 3, None], ids=["once", "thrice", "until-restart"])
+def test_each_operation_in_turn(done, error, times):
+    count = operations_of_a_clean_life()
+    lives = []
+    for at in range(1, count + 1):
+        history = History(open_bucket("memory://"), last=LAST)
+        history.bucket.fail(at=at, times=times, done=done, error=error)
+        with suppress(DeltawireError):
+            history.live()
+        assert len(history.bucket.operations) >= at
+        before = history.audit()
+        if before < LAST:
+            history.bucket.heal()
+            history.live()
+        assert history.audit() == LAST
+        lives.append(history.lives)
+    retried = error is no_answer and times is not None
+    # Reads at the start are not retried; everything behind them is, and then nobody restarts.
+    assert lives.count(2) >= (1 if retried else count - 5)
+    assert lives.count(1) >= (count - 4 if retried else 0)
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("key", ["weights/manifests/*", "weights/blobs/*"])
+def test_lost_answers_cost_nothing_but_time(key, done):
+    history = History(open_bucket("memory://"), last=LAST)
+    for at in range(1, 60, 2):
+        history.bucket.fail("create", key, at=at, done=done)
+    history.live()
+    assert history.lives == 1
+    assert history.audit() == LAST
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_the_read_back_may_fail_as_well(done):
+    history = History(open_bucket("memory://"), last=LAST)
+    history.lives = 1
+    publisher = start_publisher(history.bucket, anchor_every=3)
+    for _ in range(LAST + 1):
+        for verb in ("create", "get"):
+            history.bucket.fail(verb, "weights/manifests/*", times=2, done=done)
+        history.publish(publisher)
+        publisher.flush()
+        history.bucket.heal()
+    publisher.close()
+    tried = [key for verb, key in history.bucket.operations if verb == "create"]
+    assert tried.count(keys.manifest(LAST)) == 3
+    assert history.audit() == LAST
+
+
+@pytest.mark.parametrize("error", [no_answer, disk_full])
+@pytest.mark.parametrize("verb_and_key", [("put", "weights/blobs/*"), ("create", "*/manifests/*")])
+@pytest.mark.parametrize("at", [2, 3])
+def test_the_baseline_does_not_advance_before_the_commit(verb_and_key, at, error):
+    """The trainer goes on with other weights under the same number: readers get just those."""
+    history = History(open_bucket("memory://"), last=LAST)
+    publisher = start_publisher(history.bucket, anchor_every=3)
+    published = []
+    for version in range(at):
+        published.append(weights(version))
+        publisher.publish(published[-1])
+    publisher.flush()
+    reader = Subscriber(
+        history.bucket.inner,
+        publisher.run,
+        load_mirror(history.bucket.inner, publisher.run),
+        stepwise=True,
+    )
+    history.bucket.fail(*verb_and_key, times=None, error=error)
+    for lost in range(3):
+        assert publisher.publish(weights(at, seed=90 + lost)) == at
+        with pytest.raises((RetryError, InputError)):
+            publisher.flush()
+        assert publisher.version == at - 1
+        assert newest_version(history.bucket.inner) == at - 1
+        assert reader.prepare() is None
+    history.bucket.heal()
+    for version in (at, at + 1, at + 2):
+        published.append(weights(version, seed=50))
+        assert publisher.publish(published[-1]) == version
+    publisher.close()
+    assert audit(history.bucket.inner, lambda version: published[version]) == at + 2
+    for version in (at, at + 1, at + 2):
+        reader.commit(reader.prepare())
+        assert same_bits(reader.mirror.tensors, published[version])
+
+
+@pytest.mark.parametrize("error", [no_answer, disk_full])
+def test_a_commit_that_is_not_known_of_never_forks(error):
+    """The manifest was created, no answer ever came: the publisher must not go on over it."""
+    history = History(open_bucket("memory://"), last=LAST)
+    publisher = start_publisher(history.bucket, anchor_every=3)
+    publisher.publish(weights(0))
+    publisher.flush()
+    history.bucket.fail("create", "*/manifests/*", times=None, done=True, error=error)
+    history.bucket.fail("get", times=None)
+    publisher.publish(weights(1))
+    with pytest.raises((RetryError, InputError)):
+        publisher.flush()
+    history.bucket.heal()
+    assert newest_version(history.bucket) == 1
+    # It remembers its nonce, finds that it was the one, and builds on it.
+    assert publisher.publish(weights(2)) == 2
+    publisher.close()
+    assert audit(history.bucket, weights) == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_each_operation_in_turn_on_a_real_store(new_bucket, kind, done):
+    """For ever, so that the trainer has to be started anew; then all is as on any other day.
+
+    On the slower store every other operation, before it or behind it.
+    """
+    first, stride = (1, 1) if kind == "folder" else (1 + done, 2)
+    for at in range(first, operations_of_a_clean_life() + 1, stride):
+        history = History(new_bucket(kind), last=LAST)
+        history.bucket.fail(at=at, times=None, done=done)
+        with pytest.raises(DeltawireError):
+            history.live()
+        history.audit()
+        history.bucket.heal()
+        history.live()
+        assert history.audit() == LAST
+
+
+def test_each_answer_in_turn_is_short():
+    """A short answer is an error or no matter; it never becomes a version."""
+    troubled = 0
+    for at in range(1, operations_of_a_clean_life() + 1):
+        history = History(open_bucket("memory://"), last=LAST)
+        history.live()
+        history.last += 3  # What a second life reads at its start is more than nothing.
+        history.bucket.damage("*", half, at=at, times=1)
+        # A manifest's read-back is asked for by a create whose answer was lost.
+        history.bucket.fail("create", "*/manifests/*", at=2, done=True)
+        try:
+            history.live()
+        except CorruptError:
+            troubled += 1
+        history.audit()
+        history.bucket.heal()
+        history.live()
+        assert history.audit() == LAST + 3
+    assert troubled >= 3
+
+
+def test_listings_in_any_order():
+    for seed in range(5):
+        history = History(open_bucket("memory://"), last=3)
+        history.bucket.shuffle(seed=seed)
+        for _ in range(4):
+            history.live()
+            history.last += 3
+        history.audit()
+
+
+def test_a_rival_at_each_operation_in_turn():
+    """Between any two operations of a trainer, another starts and commits a version.
+
+    Each number has one author, and whoever was overtaken is told so.
+    """
+    fenced = 0
+    for at in range(1, operations_of_a_clean_life() + 1):
+        for done in (False, True):
+            history = History(open_bucket("memory://"), last=LAST)
+            rival = History(history.bucket.inner, last=LAST)
+            rival.lives = 100  # Weights of its own.
+            rival.attempts = history.attempts
+
+            def overtake(rival=rival):
+                rival.lives += 1
+                publisher = start_publisher(rival.bucket, anchor_every=3)
+                rival.publish(publisher)
+                publisher.close()
+
+            history.bucket.pause(wait=overtake, at=at, done=done)
+            try:
+                history.live()
+            except FencedError:
+                fenced += 1
+                history.live()
+            # Overtaken behind its last operation, a trainer has nothing more to be told.
+            assert history.audit() in (LAST, LAST + 1)
+    assert fenced > 20

@@ -1,0 +1,230 @@
+"""Ranks that write apart: one manifest commits all of them, or none."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+
+from deltawire import codec
+from deltawire.errors import DeltawireError, FencedError, InputError, RetryError
+from deltawire.store import open_bucket
+from deltawire.sync import Mirror, ShardPublisher, Subscriber, load_mirror, newest_version
+from deltawire.sync.chain import objects as chain
+from deltawire.testing.faulty import FaultyBucket
+from deltawire.testing.tiny import TENSORS, audit, same_bits, start_publisher, start_run, weights
+from deltawire.wire import keys
+
+RANKS = 3
+LAST = 4
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def bucket():
+    return FaultyBucket(open_bucket("memory://"))
+
+
+def cut(spec, rank):
+    """The range of a tensor that is a rank's: uneven, and not at the borders of cells."""
+    step = -(-spec.count // RANKS)
+    return min(rank * step, spec.count), min((rank + 1) * step, spec.count)
+
+
+def shards(version, rank, seed=0):
+    tensors = weights(version, seed=seed)
+    found = {}
+    for spec in TENSORS:
+        start, stop = cut(spec, rank)
+        if stop > start:
+            found[spec.name] = tensors[spec.name].reshape(-1)[start:stop].copy()
+    return found
+
+
+def mirror_of(version, rank, digest=codec.ZERO):
+    starts = {spec.name: cut(spec, rank)[0] for spec in TENSORS if cut(spec, rank)[0]}
+    return Mirror(shards(max(version, 0), rank), version, digest, starts)
+
+
+def rank_publisher(bucket, rank, *, version=-1, digest=codec.ZERO, session="s0", **options):
+    options = {"epoch": 0, "anchor_every": 3, "timeout_s": 30, "ranks": RANKS, **options}
+    return ShardPublisher(
+        bucket,
+        start_run(bucket),
+        mirror_of(version, rank, digest),
+        rank=rank,
+        session=session,
+        **options,
+    )
+
+
+def publish_all(publishers, version, seed=0):
+    """All ranks at once; what each of them raised, or None."""
+
+    def one(publisher):
+        try:
+            publisher.publish(shards(version, publisher.rank, seed), annex={"v": version})
+            publisher.flush()
+        except DeltawireError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(one, publishers))
+
+
+def close(publishers):
+    for publisher in publishers:
+        with suppress(DeltawireError):
+            publisher.close()
+
+
+def test_one_manifest_commits_all(bucket):
+    publishers = [rank_publisher(bucket, rank, blob_bytes=60) for rank in range(RANKS)]
+    for version in range(LAST + 1):
+        assert publish_all(publishers, version) == [None] * RANKS
+        assert {p.version for p in publishers} == {version}
+        assert len({p.digest for p in publishers}) == 1
+    close(publishers)
+    assert audit(bucket, weights) == LAST
+    assert not bucket.list(keys.PARTS)
+    run = start_run(bucket)
+    subscriber = Subscriber(bucket, run, load_mirror(bucket, run, at=0), stepwise=True)
+    for version in range(1, LAST + 1):
+        subscriber.commit(subscriber.prepare())
+        assert same_bits(subscriber.mirror.tensors, weights(version))
+    # A whole publisher takes the run over, and hands it back to ranks.
+    whole = start_publisher(bucket)
+    whole.publish(weights(LAST + 1))
+    whole.close()
+    again = [
+        rank_publisher(bucket, r, version=LAST + 1, digest=whole.digest, session="s1", epoch=2)
+        for r in range(RANKS)
+    ]
+    assert publish_all(again, LAST + 2) == [None] * RANKS
+    close(again)
+    assert audit(bucket, weights) == LAST + 2
+
+
+@pytest.mark.parametrize("missing", range(RANKS))
+def test_without_one_rank_nothing_is_committed(bucket, missing):
+    publishers = [rank_publisher(bucket, rank) for rank in range(RANKS)]
+    assert publish_all(publishers, 0) == [None] * RANKS
+    for publisher in publishers:
+        publisher._timeout_s = 0.1
+    present = [p for p in publishers if p.rank != missing]
+    errors = publish_all(present, 1)
+    assert all(isinstance(error, RetryError) for error in errors)
+    assert newest_version(bucket) == 0
+    assert {p.version for p in publishers} == {0}
+    # The session is over, and says so ever after.
+    with pytest.raises(RetryError):
+        present[0].publish(shards(1, present[0].rank))
+    digest = publishers[0].digest
+    close(publishers)
+    again = [
+        rank_publisher(bucket, r, version=0, digest=digest, session="s1", epoch=1)
+        for r in range(RANKS)
+    ]
+    assert publish_all(again, 1) == [None] * RANKS
+    close(again)
+    assert audit(bucket, weights) == 1
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_PIECES", 9), ("MAX_BLOBS", 2)])
+def test_more_than_readers_take_is_not_committed(bucket, monkeypatch, limit, value):
+    """Each rank keeps to the limits, and all of them together do not."""
+    monkeypatch.setattr(f"deltawire.wire.manifest.{limit}", value)
+    publishers = [rank_publisher(bucket, rank, timeout_s=0.2) for rank in range(RANKS)]
+    errors = publish_all(publishers, 0)
+    assert "no reader could read this version" in str(errors[0])
+    assert isinstance(errors[0], InputError)
+    assert newest_version(bucket) is None
+    close(publishers)
+
+
+def test_parts_that_do_not_fit_are_not_committed(bucket):
+    def attempt(*publishers):
+        for publisher in publishers:
+            publisher._timeout_s = 2
+        errors = publish_all(publishers, 0)
+        close(publishers)
+        assert newest_version(bucket) is None
+        return str(errors[0])
+
+    wrong = rank_publisher(bucket, 2, session="a")
+    wrong._baseline.starts["embed.weight"] = 0
+    wrong._staging.starts["embed.weight"] = 0
+    from deltawire.sync.publish.encoding import cells_of
+
+    wrong._cells = cells_of(wrong.run, wrong._baseline)
+    text = attempt(*(rank_publisher(bucket, r, session="a") for r in range(2)), wrong)
+    assert "overlap or leave a gap" in text
+    others = [rank_publisher(bucket, r, session="b", epoch=int(r == 2)) for r in range(RANKS)]
+    assert "epoch" in attempt(*others)
+    few = [rank_publisher(bucket, r, session="c", ranks=2) for r in range(2)]
+    assert "does not cover" in attempt(*few)
+
+
+def test_another_publisher_wins(bucket):
+    publishers = [rank_publisher(bucket, rank) for rank in range(RANKS)]
+    assert publish_all(publishers, 0) == [None] * RANKS
+    rival = start_publisher(bucket)
+    rival.publish(weights(1))
+    rival.close()
+    errors = publish_all(publishers, 1, seed=5)
+    assert all(isinstance(error, FencedError) for error in errors)
+    close(publishers)
+    assert audit(bucket, weights) == 1
+
+
+def test_a_session_is_used_once(bucket):
+    publishers = [rank_publisher(bucket, rank) for rank in range(RANKS)]
+    publisher = rank_publisher(bucket, 0)
+    publisher._timeout_s = 0.05
+    publisher.publish(shards(0, 0))
+    with pytest.raises(RetryError):
+        publisher.flush()
+    close([publisher])
+    other = rank_publisher(bucket, 0)
+    other.publish({name: bits ^ 1 for name, bits in shards(0, 0).items()})
+    with pytest.raises(InputError, match="session"):
+        other.flush()
+    close([other, *publishers])
+    assert newest_version(bucket) is None
+    for session in ("", "a/b", "..", "x" * 80):
+        with pytest.raises(InputError):
+            rank_publisher(bucket, 0, session=session)
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_each_operation_in_turn(done):
+    """Whatever fails once is retried, by whichever rank it hits."""
+    for at in range(1, 40, 3):
+        bucket = FaultyBucket(open_bucket("memory://"))
+        publishers = [rank_publisher(bucket, rank, threads=1) for rank in range(RANKS)]
+        assert publish_all(publishers, 0) == [None] * RANKS
+        bucket.fail(at=at, done=done)
+        assert publish_all(publishers, 1) == [None] * RANKS
+        close(publishers)
+        bucket.heal()
+        assert audit(bucket, weights) == 1
+
+
+def test_wrong_shards_are_refused(bucket):
+    publisher = rank_publisher(bucket, 0)
+    good = shards(0, 0)
+    for wrong in (
+        {},
+        {**good, "more": good["norm"]},
+        {**good, "norm": good["norm"][:-1].copy()},
+        {**good, "norm": good["norm"].astype("u2")},
+    ):
+        with pytest.raises(InputError):
+            publisher.publish(wrong)
+    assert threading.active_count() < 50
+    close([publisher])

@@ -1,0 +1,172 @@
+"""Publisher and subscriber over a network that drops, delays, cuts off and refuses.
+
+The store is a real S3 server behind the proxy. Whatever the network does, an operation heals or
+says so; nothing wrong is committed, and nothing wrong is held.
+"""
+
+import random
+from contextlib import suppress
+
+import pytest
+from history import History, check_bucket, weights
+
+from conftest import QUICK_RETRIES
+from deltawire.errors import CorruptError, DeltawireError, RetryError
+from deltawire.sync import Subscriber, load_mirror, read_run
+from deltawire.sync.chain import objects as chain
+from deltawire.testing.proxy import FaultyProxy
+from deltawire.testing.tiny import same_bits, start_publisher
+
+LAST = 9
+FAULTS = ["refuse", "busy", "cut_request", "lose", "busy_after", "cut_answer", "delay"]
+MOST_ERRORS = 10_000
+"""A reader without retries begins each step anew; of forty seeds it met 170 errors in the mean, 765
+at most."""
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+
+
+@pytest.fixture(params=["ministack", "moto"])
+def server(request):
+    return request.getfixturevalue({"ministack": "s3_server", "moto": "moto_server"}[request.param])
+
+
+@pytest.fixture
+def place(request):
+    return "s3://drills/network/" + request.node.name.replace("[", "-").replace("]", "")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_struck_now_and_then_heals(s3_server, place, fault, drill_seed):
+    """Every third request, but never one more often than the client is patient.
+
+    The store's library asks again for everything but a listing that is cut off in the middle. That
+    one is an error, and the next life or look finds the listing whole.
+    """
+    near = s3_server.open(place)
+    with FaultyProxy(
+        s3_server.endpoint, seed=drill_seed, rates={fault: 0.33}, mercy=2, delay_s=0.005
+    ) as proxy:
+        far = s3_server.open(place, endpoint=proxy.endpoint, retry_config=QUICK_RETRIES)
+        history = History(far, last=LAST)
+        for _ in range(3 if fault == "cut_answer" else 1):
+            with suppress(RetryError):
+                history.live()
+        assert history.acknowledged == LAST
+        assert follow_through(far, near, history, random.Random(drill_seed)) == LAST
+    assert len(proxy.struck) > 5
+    history.bucket.inner = near
+    assert history.audit() == LAST
+
+
+def test_a_network_without_mercy(server, place, drill_seed):
+    """Without the store library's retries, each life may end in an error; the chain goes on."""
+    rates = dict.fromkeys(FAULTS, 0.05)
+    near = server.open(place)
+    history = History(near, last=LAST)
+    with FaultyProxy(server.endpoint, seed=drill_seed, rates=rates, delay_s=0.002) as proxy:
+        far = server.open(place, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
+        history.bucket.inner = far
+        for _ in range(60):
+            # Never fenced: an answer that was lost is no rival.
+            with suppress(RetryError):
+                history.live()
+                break
+        history.bucket.inner = near
+        assert history.audit() == LAST
+        assert len({fault for fault, _, _ in proxy.struck}) >= 3
+        held = follow_through(far, near, history, random.Random(drill_seed))
+    assert held == LAST
+
+
+def follow_through(far, near, history, rng):
+    """A reader behind the proxy: an error now and then, and otherwise the right bits."""
+    run = read_run(near)
+    mirror, errors = None, 0
+    while True:
+        try:
+            if mirror is None:
+                mirror = load_mirror(far, run, at=rng.randrange(3))
+            subscriber = Subscriber(far, run, mirror)
+            update = subscriber.prepare()
+        except DeltawireError:
+            errors += 1
+            assert errors < MOST_ERRORS
+            continue
+        assert same_bits(mirror.tensors, history.published(mirror.version))
+        if update is None:
+            return mirror.version
+        subscriber.commit(update)
+
+
+def test_short_answers_that_http_calls_whole(server, place, drill_seed):
+    """Nothing below notices: lengths and digests do."""
+    near = server.open(place)
+    history = History(near, last=LAST)
+    history.live()
+    run = read_run(near)
+    with FaultyProxy(server.endpoint, seed=drill_seed, rates={"shorten": 0.3}) as proxy:
+        far = server.open(place, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
+        assert follow_through(far, near, history, random.Random(drill_seed)) == LAST
+        noticed = 0
+        for version in range(LAST + 1):
+            for _ in range(3):
+                try:
+                    mirror = load_mirror(far, run, at=version)
+                except (CorruptError, RetryError):
+                    noticed += 1
+                else:
+                    assert same_bits(mirror.tensors, history.published(version))
+    assert noticed > 3
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_each_request_in_turn_is_dropped(s3_server, place, done):
+    """Behind the store's library, one request after another, with and without having been done."""
+    place += "-{}"
+    with FaultyProxy(s3_server.endpoint) as proxy:
+        History(s3_server.open(place.format("clean"), endpoint=proxy.endpoint), last=4).live()
+        total = proxy.requests
+    assert total > 12
+    for at in range(total):
+        near = s3_server.open(place.format(at))
+        history = History(near, last=4)
+        with FaultyProxy(s3_server.endpoint) as proxy:
+
+            def strike(method, path, number, proxy=proxy, at=at):
+                if proxy.requests == at:
+                    return "lose" if done else "refuse"
+                return None
+
+            proxy.choose = strike
+            far = s3_server.open(
+                place.format(at), endpoint=proxy.endpoint, retry_config={"max_retries": 0}
+            )
+            history.bucket.inner = far
+            with suppress(RetryError):
+                history.live()
+            assert len(proxy.struck) == 1
+            history.bucket.inner = near
+            history.audit()
+            if history.acknowledged < 4:
+                history.bucket.inner = far
+                history.live()
+                history.bucket.inner = near
+        assert history.audit() == 4
+
+
+def test_a_network_that_is_gone_ends_a_publisher_with_an_error(s3_server, place):
+    near = s3_server.open(place)
+    with FaultyProxy(s3_server.endpoint) as proxy:
+        far = s3_server.open(place, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
+        publisher = start_publisher(far)
+        publisher.publish(weights(0))
+        publisher.flush()
+        proxy.choose = lambda method, path, number: "refuse"
+        publisher.publish(weights(1))
+        with pytest.raises(RetryError):
+            publisher.close()
+    assert check_bucket(near, weights) == 0

@@ -1,0 +1,158 @@
+"""Engines that would serve something else than the run, for all that digests say: not started."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deltawire.engines.vllm import remade
+from deltawire.engines.vllm.refusals import (
+    refuse_configuration,
+    refuse_remade,
+    refuse_unreached,
+)
+from deltawire.errors import InputError
+from deltawire.placement.placement import probe
+from deltawire.wire.run import TensorSpec
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        rng = torch.Generator().manual_seed(3)
+        self.w13 = torch.nn.Parameter(torch.randn(4, 6, 5, generator=rng).bfloat16())
+        self.w2 = torch.nn.Parameter(torch.randn(4, 5, 3, generator=rng))
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+
+def exchange_halves(model):
+    """As `swap_w13_to_w31` of vLLM's FlashInfer experts: same shape, same bits, another order."""
+    model.w13.data = torch.cat([model.w13.data[:, 3:], model.w13.data[:, :3]], dim=1)
+
+
+def shuffle_in_place(model):
+    model.w2.data.copy_(model.w2.data[torch.tensor([1, 0, 2, 3])])
+
+
+def transpose(model):
+    model.w2 = torch.nn.Parameter(model.w2.data.transpose(1, 2).contiguous())
+
+
+def quantise(model):
+    model.w13 = torch.nn.Parameter(model.w13.data.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def flip_one_bit(model):
+    model.w13.data.view(torch.int16)[3, 5, 4] ^= 1
+
+
+def pack(model):
+    del model.w2
+
+
+@pytest.mark.parametrize(
+    ("process", "name", "how"),
+    [
+        (exchange_halves, "w13", "another order"),
+        (shuffle_in_place, "w2", "another order"),
+        (transpose, "w2", r"became \[4, 3, 5\] of float32"),
+        (quantise, "w13", r"became \[4, 6, 5\] of float8_e4m3fn"),
+        (flip_one_bit, "w13", "other bits"),
+        (pack, "w2", "is gone"),
+    ],
+)
+def test_weights_that_do_not_stay_as_loaded_are_refused(process, name, how):
+    model = Experts()
+    before = remade.outlines(model)
+    process(model)
+    found = remade.differences(before, remade.outlines(model))
+    assert found.keys() == {name}
+    with pytest.raises(InputError, match=f"{name} .*{how}"):
+        refuse_remade(found)
+
+
+def test_weights_that_only_move_stay_as_loaded():
+    model = Experts()
+    before = remade.outlines(model)
+    model.w13 = torch.nn.Parameter(model.w13.data.clone())
+    # As the rows of a wider memory: as padded weights lie.
+    wide = torch.zeros(4, 5, 7)
+    wide[..., :3] = model.w2.data
+    model.w2 = torch.nn.Parameter(wide[..., :3])
+    model.scale.data.fill_(0.5)  # A scale that vLLM works out itself.
+    found = remade.differences(before, remade.outlines(model))
+    assert found == {}
+    refuse_remade(found)
+
+
+def test_the_sum_sees_order_within_and_across_what_is_summed_at_once(monkeypatch):
+    bits = torch.randint(0, 1 << 15, (1000,), dtype=torch.int16)
+    whole = remade._sum_of(bits)
+    monkeypatch.setattr(remade, "_AT_ONCE", 64)
+    assert remade._sum_of(bits) == whole
+    for first, second in [(0, 1), (5, 63), (5, 64), (3, 900), (63, 127)]:
+        if bits[first] != bits[second]:
+            other = bits.clone()
+            other[first], other[second] = bits[second], bits[first]
+            assert remade._sum_of(other) != whole
+    zeros = torch.zeros(10, dtype=torch.bfloat16)
+    assert remade._sum_of(zeros) != remade._sum_of(-zeros)
+
+
+def test_what_nobody_watched_is_refused():
+    assert remade.remade(Experts()) is None
+    with pytest.raises(InputError, match="was not seen"):
+        refuse_remade(remade.remade(Experts()))
+
+
+class Tower(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.language = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+        self.vision = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+        self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+        self.register_buffer("frequencies", torch.zeros(8))
+
+    def load_weights(self, weights):
+        for name, given in weights:
+            getattr(self, name).data[: len(given)].copy_(given)
+
+
+@pytest.mark.parametrize(
+    ("published", "refused"),
+    [
+        ({"language": 4, "vision": 4}, False),
+        ({"language": 4}, True),
+        ({"language": 4, "vision": 2}, False),  # The rest is padding.
+    ],
+)
+def test_parameters_that_the_run_does_not_reach_are_refused(published, refused):
+    model = Tower()
+    specs = [TensorSpec(name, (rows, 4), "BF16") for name, rows in published.items()]
+    live = dict(model.named_parameters()) | dict(model.named_buffers())
+    placement = probe(model.load_weights, specs, live)
+    if refused:
+        with pytest.raises(InputError, match="into the parameter vision"):
+            refuse_unreached(placement, model)
+    else:
+        refuse_unreached(placement, model)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "match"),
+    [
+        ({"data_parallel_size": 2}, "data-parallel"),
+        ({"enable_eplb": True}, "moves about"),
+        ({}, None),
+    ],
+)
+def test_parallelism_that_cannot_be_followed_is_refused(parallel, match):
+    told = {"data_parallel_size": 1, "enable_eplb": False} | parallel
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**told), model_config=SimpleNamespace(is_moe=True)
+    )
+    if match is None:
+        refuse_configuration(config)
+        return
+    with pytest.raises(InputError, match=match):
+        refuse_configuration(config)

@@ -1,0 +1,213 @@
+"""Readers of a run's events against ones that list everything at each look.
+
+Writers come, go and come again, the store fails before and behind a put, whoever owns the bucket
+deletes old segments, and readers look at random moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from datetime import UTC, datetime
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from deltawire.errors import RetryError
+from deltawire.events import EventLog, WarmStep, decode_lines
+from deltawire.runtime.event_cursor import QUIET_S, first_since, newest_segment, number_of, segments
+from deltawire.runtime.event_tail import EventTail
+from deltawire.runtime.event_window import TAIL, RecentEvents, recent
+from deltawire.store import open_bucket
+from deltawire.store.bucket import Entry
+from deltawire.testing.faulty import FaultyBucket
+from deltawire.wire import keys
+
+WINDOW_S = 300.0
+
+
+class ClockedBucket(FaultyBucket):
+    """A store whose clock is in the test's hand."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.now = 1_000_000.0
+        self.stamps: dict[str, float] = {}
+
+    def put(self, key, data):
+        self.stamps[key] = self.now
+        super().put(key, data)
+
+    def look(self, key):
+        return self._stamped(super().look(key))
+
+    def entries(self, prefix, *, after=None):
+        return [self._stamped(entry) for entry in super().entries(prefix, after=after)]
+
+    def _stamped(self, entry):
+        if entry is None:
+            return None
+        at = datetime.fromtimestamp(self.stamps[entry.key], UTC)
+        return Entry(entry.key, entry.bytes, at)
+
+
+class ReadersAndWriters(RuleBasedStateMachine):
+    """What was written, by series; what is still there; and what each reader has seen of it."""
+
+    @initialize(seed=st.integers(0, 99))
+    def begin(self, seed):
+        self.bucket = ClockedBucket(open_bucket("memory://"))
+        self.seed = seed
+        self._heal()
+        self.now = 0.0
+        self.count = 0
+        self.jumped = False
+        self.writers: list[EventLog] = []
+        self.written: dict[str, list[int]] = {}
+        self.tail = EventTail(self.bucket, clock=lambda: self.now)
+        self.told: dict[str, list[int]] = {}
+        self.recent = RecentEvents(self.bucket, WINDOW_S, clock=lambda: self.now)
+        self.gotten: Counter[str] = Counter()
+        self.strikes = 0
+        self.start("trainer")
+        self.start("w0")
+
+    @rule(kind=st.sampled_from(["trainer", "w0", "supervisor"]))
+    def start(self, kind):
+        series = f"{kind}-{len(self.writers)}"
+
+        def put(number, data):
+            self.bucket.put(keys.events(series, number), data)
+
+        self.writers.append(EventLog(series, put, clock=lambda: self.now))
+        self.written[series] = []
+
+    @rule(
+        which=st.integers(0, 5),
+        rounds=st.integers(1, 12),
+        struck=st.sampled_from(["", "", "before", "behind"]),
+        at=st.integers(1, 2),
+        watched=st.booleans(),
+    )
+    def write(self, which, rounds, struck, at, watched):
+        if struck:
+            self.bucket.fail("put", at=at, done=struck == "behind")
+        for _ in range(rounds):
+            self._write(which)
+            if watched:
+                self._read_tail(everything=False)
+        self._heal()
+
+    @rule(verb=st.sampled_from(["get", "exists", "list"]), at=st.integers(1, 4))
+    def strike_a_look(self, verb, at):
+        for which in range(2):
+            self._write(which)
+        self.bucket.fail(verb, at=at)
+        with contextlib.suppress(RetryError):
+            self._look_at_recent(everything=False)
+        self._read_tail(everything=False)
+        self.strikes += 1
+        self._heal()
+
+    @rule(seconds=st.sampled_from([1.0, QUIET_S, WINDOW_S - 1, 1000.0, 50_000.0]))
+    def wait(self, seconds):
+        self._pass(seconds)
+
+    @rule(seconds=st.sampled_from([-5000.0, -30.0, 5000.0]))
+    def jump_the_stores_clock(self, seconds):
+        self.bucket.now += seconds
+        self.jumped = self.jumped or seconds < 0
+
+    @rule(which=st.integers(0, 5), rounds=st.integers(0, 9), count=st.integers(1, 20))
+    def delete_the_oldest(self, which, rounds, count):
+        """All but a series' last words, as a rule by age would, perhaps under a reader."""
+        for _ in range(rounds):
+            self._write(which)
+        series = self.writers[which % len(self.writers)].process
+        for entry in segments(self.bucket.inner, series)[:-TAIL][:count]:
+            self.bucket.inner.delete(entry.key)
+
+    @rule(everything=st.booleans())
+    def follow(self, everything):
+        self._read_tail(everything=everything)
+        if everything:
+            for series in self.written:
+                there = self._there(series)
+                assert there == [n for n in self.told.get(series, []) if n in set(there)]
+
+    @rule(everything=st.booleans())
+    def look(self, everything):
+        kept = self._look_at_recent(everything=everything)
+        entries = self.bucket.entries(keys.EVENTS)
+        wanted = {entry.key for entry in recent(entries, WINDOW_S)}
+        if everything and not self.jumped:
+            there = {entry.key for entry in entries}
+            assert wanted == {key for key in kept if key in there}
+        elif everything:
+            for series in self.bucket.folders(keys.EVENTS):
+                tail = [entry.key for entry in segments(self.bucket, series)[-TAIL:]]
+                assert kept.keys() >= set(tail)
+
+    @rule()
+    def find_ends(self):
+        """Doubling and halving against a listing."""
+        for series in self.bucket.folders(keys.EVENTS):
+            listed = segments(self.bucket.inner, series)
+            newest = newest_segment(self.bucket, series)
+            assert newest is not None
+            assert newest.key == listed[-1].key
+            if not self.jumped:
+                since_s = self.bucket.stamps[newest.key] - WINDOW_S
+                first = first_since(self.bucket, series, number_of(newest), since_s)
+                young = [e for e in listed if self.bucket.stamps[e.key] >= since_s]
+                assert first == number_of(young[0])
+
+    @invariant()
+    def each_once_and_in_order(self):
+        for series, told in getattr(self, "told", {}).items():
+            assert told == sorted(set(told))
+            assert set(told) <= set(self.written[series])
+
+    def _write(self, which):
+        log = self.writers[which % len(self.writers)]
+        for _ in range(1 + self.count % 2):
+            log.record(WarmStep(process=log.process, at=self.now, step=self.count, loss=0.0))
+            self.written[log.process].append(self.count)
+            self.count += 1
+        log.flush()
+        self._pass(1.0)
+
+    def _heal(self):
+        self.bucket.heal()
+        self.bucket.shuffle(seed=self.seed)
+
+    def _pass(self, seconds):
+        self.now += seconds
+        self.bucket.now += seconds
+
+    def _there(self, series):
+        """The events of what lies in the bucket, by listing."""
+        stored = (
+            self.bucket.inner.get(entry.key, limit=1 << 20) or b""
+            for entry in segments(self.bucket.inner, series)
+        )
+        return [event.step for data in stored for event in decode_lines(data)]
+
+    def _read_tail(self, *, everything):
+        for event in self.tail.read(everything=everything):
+            self.told.setdefault(event.process, []).append(event.step)
+
+    def _look_at_recent(self, *, everything):
+        before = len(self.bucket.operations)
+        try:
+            self.recent.read(everything=everything)
+        finally:
+            made = self.bucket.operations[before:]
+            self.gotten.update(key for verb, key in made if verb == "get")
+        assert max(self.gotten.values(), default=0) <= 1 + self.strikes
+        return self.recent._kept
+
+
+TestReadersAndWriters = ReadersAndWriters.TestCase
+TestReadersAndWriters.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -1,0 +1,198 @@
+"""A fold equals step-by-step replay, digest included; and readers far behind need few objects."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltawire import codec
+from deltawire.errors import InputError
+from deltawire.store import open_bucket
+from deltawire.sync import FOLD_STRIDES, Compactor, Subscriber, load_mirror, read_manifest
+from deltawire.sync.chain.objects import read_fold
+from deltawire.sync.follow.fetch import decode_delta
+from deltawire.testing.faulty import FaultyBucket, flip_bit
+from deltawire.testing.tiny import same_bits, start_publisher, weights
+from deltawire.wire import keys
+
+LONG = 129
+
+
+@pytest.fixture(scope="module")
+def long_run():
+    """A chain without anchors but the first, and its folds."""
+    bucket = FaultyBucket(open_bucket("memory://"))
+    publisher = start_publisher(bucket, anchor_every=0, fold_strides=FOLD_STRIDES)
+    for version in range(LONG):
+        publisher.publish(weights(version))
+    publisher.close()
+    assert publisher.folding.error is None
+    return bucket, publisher.run, publisher.folding.made
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    st.sampled_from([(2,), (3,), (2, 4), (2, 6), (4, 8)]),
+    st.integers(1, 14),
+    st.integers(0, 1000),
+    st.integers(0, 14),
+)
+def test_a_fold_equals_replay(strides, versions, seed, begun):
+    bucket = open_bucket("memory://")
+    publisher = start_publisher(bucket, seed=seed, anchor_every=5)
+    folder = Compactor(bucket, publisher.run, strides, threads=1)
+    made = []
+    for version in range(versions + 1):
+        publisher.publish(weights(version, seed=seed))
+        publisher.flush()
+        if version >= begun:
+            made += folder.fold_up_to(version)
+    publisher.close()
+    run = publisher.run
+    assert [keys.fold_of(key) for key in bucket.list(keys.FOLDS)] == sorted(
+        made, key=lambda fold: (fold[1], fold[0])
+    )
+    for base, target in made:
+        assert target - base in strides
+        assert target % (target - base) == 0
+        fold, mirror = read_fold(bucket, run, base, target), load_mirror(bucket, run, at=base)
+        pieces, held = decode_delta(bucket, run, fold, fold.payload, mirror)
+        mirror.move(pieces, target, codec.Digest.from_hex(fold.digest), held)
+        assert same_bits(mirror.tensors, weights(target, seed=seed))
+        assert mirror.compute_held().hex() == read_manifest(bucket, run, target).digest
+        spanned = [read_manifest(bucket, run, v).delta.bytes for v in range(base + 1, target + 1)]
+        assert fold.payload.bytes < sum(spanned)
+
+
+def test_all_that_is_due_is_made(long_run):
+    _, _, made = long_run
+    due = {(t - s, t) for s in FOLD_STRIDES for t in range(s, LONG, s)}
+    assert set(made) <= due
+    # Short strides are dropped where random changes hardly overlap; the long ones never.
+    assert {(t - 64, t) for t in (64, 128)} <= set(made)
+    assert len(made) > 0.8 * len(due)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 5, 17, 47, 61, 67, 68])
+def test_sixty_versions_behind(long_run, start):
+    """At most 12 deltas, folds and anchors, wherever the reader starts."""
+    bucket, run, made = long_run
+    newest = start + 60
+    for version in range(newest + 1, LONG):
+        bucket.hide(keys.manifest(version))
+    bucket.heal() if newest == LONG - 1 else None
+    subscriber = Subscriber(bucket, run, load_mirror(bucket.inner, run, at=start))
+    before, steps = len(bucket.operations), 0
+    while (update := subscriber.prepare()) is not None:
+        subscriber.commit(update)
+        steps += 1
+    asked = bucket.operations[before:]
+    bucket.heal()
+    assert subscriber.mirror.version == newest
+    assert same_bits(subscriber.mirror.tensors, weights(newest))
+    blobs = {key for verb, key in asked if verb in ("get", "range") and key.startswith(keys.BLOBS)}
+    dropped = len({(t - s, t) for s in FOLD_STRIDES for t in range(s, LONG, s)} - set(made))
+    assert steps <= 12 + 3 * dropped
+    assert len(blobs) == steps
+    # Manifests and folds that are read to plan it are few as well.
+    assert len(asked) < 60
+
+
+def test_a_damaged_fold_is_got_around(long_run):
+    bucket, run, _ = long_run
+    for damage in ("object", "blob", "missing"):
+        fold = read_fold(bucket.inner, run, 0, 64)
+        key = keys.fold(0, 64)
+        if damage == "object":
+            bucket.damage(key, lambda data: flip_bit(data, 99))
+        elif damage == "blob":
+            bucket.hide(keys.blob(fold.payload.blobs[0].hash))
+        else:
+            bucket.hide(key)
+        mirror = load_mirror(bucket, run, at=66)
+        assert same_bits(mirror.tensors, weights(66))
+        subscriber = Subscriber(bucket, run, load_mirror(bucket.inner, run, at=0))
+        assert subscriber.advance()
+        assert same_bits(subscriber.mirror.tensors, weights(LONG - 1))
+        bucket.heal()
+
+
+def test_a_delta_that_is_gone_is_spanned_by_a_fold(long_run):
+    """Recovery without an operator where another path exists."""
+    bucket, run, _ = long_run
+    lost = read_manifest(bucket.inner, run, 30).delta.blobs[0]
+    bucket.hide(keys.blob(lost.hash))
+    bucket.hide(keys.manifest(31))
+    subscriber = Subscriber(bucket, run, load_mirror(bucket.inner, run, at=29))
+    try:
+        assert subscriber.advance()
+        assert same_bits(subscriber.mirror.tensors, weights(LONG - 1))
+    finally:
+        bucket.heal()
+
+
+def test_every_bit_of_a_fold_is_noticed(long_run):
+    bucket, run, _ = long_run
+    key = keys.fold(64, 128)
+    for place in range(0, 8 * bucket.inner.size(key), 3):
+        bucket.damage(key, lambda data, place=place: flip_bit(data, place))
+        subscriber = Subscriber(bucket, run, load_mirror(bucket.inner, run, at=127))
+        assert subscriber.advance()
+        assert same_bits(subscriber.mirror.tensors, weights(128))
+        bucket.heal()
+        if place > 300:
+            break
+
+
+def test_strides_must_nest():
+    bucket = open_bucket("memory://")
+    publisher = start_publisher(bucket)
+    for strides in ((1,), (4, 6), (0, 4)):
+        with pytest.raises(InputError, match="multiples"):
+            Compactor(bucket, publisher.run, strides)
+    publisher.close()
+
+
+def test_a_mirror_that_was_lost_on_the_way_is_filled_again():
+    """As by a store that falls silent while the folder's mirror is read from an anchor."""
+    bucket = open_bucket("memory://")
+    publisher = start_publisher(bucket, anchor_every=4)
+    folder = Compactor(bucket, publisher.run, (2, 4))
+    for version in range(13):
+        publisher.publish(weights(version))
+        publisher.flush()
+        if version == 4:
+            folder.fold_up_to(version)
+            folder._mirror.begin()
+    assert folder.fold_up_to(12)[-1] == (8, 12)
+    publisher.close()
+    assert Subscriber(bucket, publisher.run, load_mirror(bucket, publisher.run, at=8)).advance()
+
+
+def test_a_fold_that_readers_would_refuse_is_not_published(monkeypatch):
+    bucket = open_bucket("memory://")
+    publisher = start_publisher(bucket, anchor_every=0)
+    for version in range(3):
+        publisher.publish(weights(version))
+    publisher.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("deltawire.wire.manifest.MAX_PIECES", 2)
+        assert Compactor(bucket, publisher.run, (2,)).fold_up_to(2) == []
+    assert Compactor(bucket, publisher.run, (2,)).fold_up_to(2) == [(0, 2)]
+
+
+def test_folds_that_cannot_be_made_harm_nothing():
+    bucket = FaultyBucket(open_bucket("memory://"))
+    publisher = start_publisher(bucket, anchor_every=0, fold_strides=(2, 4))
+    bucket.fail("create", "weights/folds/*", times=None, error=lambda verb, key: RuntimeError(key))
+    for version in range(6):
+        publisher.publish(weights(version))
+    publisher.close()
+    assert "cannot fold: RuntimeError" in str(publisher.folding.error)
+    assert publisher.version == 5
+    bucket.heal()
+    again = start_publisher(bucket, anchor_every=0, fold_strides=(2, 4))
+    for version in range(6, 9):
+        again.publish(weights(version))
+    again.close()
+    assert again.folding.error is None
+    assert {(4, 6), (6, 8), (4, 8)} & set(again.folding.made)

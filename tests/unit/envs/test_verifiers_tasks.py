@@ -1,0 +1,76 @@
+"""An environment made with verifiers, unchanged, as tasks of a run."""
+
+import asyncio
+
+import pytest
+
+from deltawire.chat.text import Text
+from deltawire.config import TaskConfig
+from deltawire.engines.base import Completion
+from deltawire.envs import open_tasks
+from deltawire.errors import InputError
+from deltawire.rl.rollout.episode import run_episode
+from deltawire.rl.rollout.episode_types import Limits
+
+pytest.importorskip("verifiers")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+ENV = {
+    "taskset": {"id": "doubling"},
+    "agent": {"harness": {"id": "doubling"}, "runtime": {"type": "subprocess"}},
+    "interception": {"type": "server"},
+}
+
+
+class Doubler:
+    """Says a fixed number, whatever it is asked."""
+
+    version, slots, capacity, active = 3, 4, 2048, 0
+
+    def __init__(self, said):
+        self.said = said
+
+    async def generate(self, prompt, sampling, *, on_token=None):
+        tokens = [*self.said.encode(), 256]
+        return Completion(tokens, [-0.5] * len(tokens), [3] * len(tokens), "stop")
+
+
+def source(heldout=2):
+    options = {"env": ENV, "tasks": 5}
+    config = TaskConfig(environment="verifiers", heldout=heldout, options=options)
+    return open_tasks(config, seed=0)
+
+
+def test_packages_that_nobody_trusts_are_not_imported(monkeypatch):
+    monkeypatch.delenv("DELTAWIRE_TRUSTED_MODULES", raising=False)
+    with pytest.raises(InputError, match="module doubling, which this machine does not trust"):
+        source()
+
+
+def test_an_environment_of_verifiers_gives_tasks_and_rewards(monkeypatch, byte_tokenizer):
+    monkeypatch.setenv("DELTAWIRE_TRUSTED_MODULES", "doubling")
+    tasks = source()
+    assert [task.data for task in tasks.heldout()] == [0, 1]
+    drawn = {tasks.draw("w", index).data for index in range(50)}
+    assert drawn == {2, 3, 4}
+    limits = Limits(16, 8, 2048, step_s=60, episode_s=60)
+    for number, said, reward in [(1, "2", 1.0), (1, "7", 0.0), (0, "0", 1.0)]:
+        episode = asyncio.run(
+            run_episode(
+                Doubler(said),
+                tasks.open(tasks.heldout()[number]),
+                Text(byte_tokenizer),
+                temperature=1.0,
+                limits=limits,
+            )
+        )
+        assert episode.cause == ""
+        assert episode.trajectory.reward == reward
+        assert bytes(episode.prompt) == f"double {number}".encode()
+        assert episode.trajectory.turns == 2
+
+
+def test_too_few_tasks_say_so(monkeypatch):
+    monkeypatch.setenv("DELTAWIRE_TRUSTED_MODULES", "doubling")
+    with pytest.raises(InputError, match="has 5 tasks, and 5 are held out"):
+        source(heldout=5)

@@ -1,0 +1,315 @@
+"""The trainer's pool: oldest first, too old never, damaged never, everything once."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from deltawire.errors import CorruptError
+from deltawire.rl.control import rollout_reader as groups_module
+from deltawire.rl.control.rollout_buffer import RolloutBuffer
+from deltawire.rl.control.rollout_reader import Bounds
+from deltawire.rl.control.staleness import Strict
+from deltawire.store import open_bucket
+from deltawire.wire import keys
+from deltawire.wire.ledger import CommitMetadata, Ledger
+from deltawire.wire.rollouts import encode_group
+
+
+@pytest.fixture
+def bucket():
+    return open_bucket("memory://")
+
+
+@pytest.fixture
+def store(bucket, make_group):
+    def put(worker, sequence, *versions, by=None):
+        data = encode_group(make_group(by or worker, versions))
+        assert bucket.create(keys.rollout(worker, sequence), data)
+
+    return put
+
+
+def names(batch):
+    return [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
+
+
+def test_the_oldest_come_first_whoever_made_them(bucket, store):
+    for sequence, version in enumerate([3, 5, 4]):
+        store("a", sequence, version)
+    for sequence, version in enumerate([4, 3]):
+        store("b", sequence, version)
+    pool = RolloutBuffer(bucket, Ledger(), limit=10)
+    assert pool.poll(["a", "b"]) == 5
+    first = pool.take(Strict(2, 2), version=5)
+    assert names(first) == [("a", 0), ("b", 1)]
+    assert first.staleness == [2, 2]
+    second = pool.take(Strict(3, 2), version=5)
+    assert names(second) == [("a", 2), ("b", 0), ("a", 1)]
+    assert second.staleness == [1, 1, 0]
+    assert pool.waiting == 0
+
+
+def test_the_oldest_token_of_any_trajectory_is_the_groups_age(bucket, store):
+    store("a", 0, 6, 2, 6)
+    store("a", 1, 3, 3)
+    pool = RolloutBuffer(bucket, Ledger(), limit=10)
+    pool.poll(["a"])
+    assert pool.take(Strict(2, 4), version=6).staleness == [4, 3]
+
+
+def test_too_few_are_left_to_wait(bucket, store):
+    store("a", 0, 0)
+    pool = RolloutBuffer(bucket, Ledger(), limit=4)
+    pool.poll(["a"])
+    assert pool.take(Strict(2, 0), version=0) is None
+    assert pool.waiting == 1
+    store("a", 1, 0)
+    assert pool.poll(["a"]) == 1
+    assert names(pool.take(Strict(2, 0), version=0)) == [("a", 0), ("a", 1)]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_exactly_what_exceeds_the_bound_is_dropped(bucket, store, staleness):
+    for sequence, version in enumerate(range(7)):
+        store("a", sequence, version)
+    pool = RolloutBuffer(bucket, Ledger(), limit=10)
+    pool.poll(["a"])
+    batch = pool.take(Strict(1, staleness), version=6)
+    assert batch.staleness == [staleness]
+    assert batch.dropped == [("a", sequence) for sequence in range(6 - staleness)]
+
+
+def test_drops_are_told_once_with_the_next_batch(bucket, store):
+    store("a", 0, 0)
+    store("a", 1, 0)
+    pool = RolloutBuffer(bucket, Ledger(), limit=10)
+    pool.poll(["a", "b"])
+    assert pool.take(Strict(1, 2), version=5) is None
+    assert (pool.waiting, pool.dropping("a"), pool.dropping("b")) == (0, 2, 0)
+    assert pool.take(Strict(1, 2), version=5) is None
+    assert pool.dropping("a") == 2
+    store("b", 0, 5)
+    store("b", 1, 5)
+    pool.poll(["a", "b"])
+    assert pool.take(Strict(1, 2), version=5).dropped == [("a", 0), ("a", 1)]
+    assert pool.dropping("a") == 0
+    assert pool.take(Strict(1, 2), version=5).dropped == []
+
+
+DAMAGE = {
+    "cut": lambda data: data[:-3],
+    "empty": lambda _: b"",
+    "garbage": lambda _: b"\xc1" * 40,
+    "other type": lambda _: b"\x93\x01\x02\x03",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_groups_are_dropped_and_named(bucket, store, make_group, damage):
+    store("a", 0, 0)
+    bucket.put(keys.rollout("a", 1), DAMAGE[damage](encode_group(make_group("a", [0]))))
+    store("a", 2, 0)
+    pool = RolloutBuffer(bucket, Ledger(), limit=10)
+    pool.poll(["a"])
+    assert pool.damaged == [keys.rollout("a", 1)]
+    assert pool.dropping("a") == 1
+    batch = pool.take(Strict(2, 0), version=0)
+    assert names(batch) == [("a", 0), ("a", 2)]
+    assert batch.dropped == [("a", 1)]
+
+
+def test_a_group_under_another_workers_name_is_damaged(bucket, store):
+    store("a", 0, 0, by="b")
+    pool = RolloutBuffer(bucket, Ledger(), limit=10)
+    pool.poll(["a", "b"])
+    assert pool.damaged == [keys.rollout("a", 0)]
+    assert pool.waiting == 0
+
+
+def test_a_huge_object_is_never_read(bucket, store, monkeypatch):
+    store("a", 0, 0)
+    monkeypatch.setattr(groups_module, "MAX_GROUP_BYTES", 10)
+    pool = RolloutBuffer(bucket, Ledger(), limit=10)
+    pool.poll(["a"])
+    assert pool.damaged == [keys.rollout("a", 0)]
+
+
+def test_no_more_are_held_than_can_be_of_use(bucket, store):
+    for sequence in range(30):
+        store("a", sequence, 0)
+    pool = RolloutBuffer(bucket, Ledger(), limit=4)
+    assert pool.poll(["a"]) == 8
+    assert pool.stored("a") == 8
+    assert pool.poll(["a"]) == 0
+    assert len(pool.take(Strict(4, 0), version=0).taken) == 4
+    assert pool.poll(["a"]) == 4
+
+
+def test_the_last_groups_of_a_worker_that_left_are_found(bucket, store):
+    pool = RolloutBuffer(bucket, Ledger(), limit=4)
+    assert pool.poll(["a", "b"]) == 0
+    store("b", 0, 0)
+    assert pool.poll(["a"]) == 1
+    assert names(pool.take(Strict(1, 0), version=0)) == [("b", 0)]
+
+
+def test_a_hole_is_waited_for(bucket, store):
+    """A later sequence is not looked at before the earlier one is there: puts come in order."""
+    store("a", 0, 0)
+    store("a", 2, 0)
+    pool = RolloutBuffer(bucket, Ledger(), limit=10)
+    assert pool.poll(["a"]) == 1
+    store("a", 1, 0)
+    assert pool.poll(["a"]) == 2
+    assert pool.stored("a") == 3
+
+
+def test_every_group_is_handed_out_once_across_restarts(bucket, store):
+    """A trainer that dies keeps only its ledger; the next pool takes up exactly the rest."""
+    rng = random.Random(0)
+    counts = {"a": 17, "b": 9, "c": 1}
+    for worker, count in counts.items():
+        for sequence in range(count):
+            store(worker, sequence, rng.randint(0, 3))
+    ledger, seen = Ledger(), []
+    for _ in range(20):
+        pool = RolloutBuffer(bucket, ledger.copy(), limit=6)
+        pool.poll(sorted(counts))
+        batch = pool.take(Strict(rng.randint(1, 4), 2), version=3)
+        if batch is None:
+            break
+        for worker, sequence in [*names(batch), *batch.dropped]:
+            assert not ledger.settled(worker, sequence)
+            ledger.settle(worker, sequence)
+            seen.append((worker, sequence))
+    # What nothing was left to be reported with.
+    seen += [(drop.worker, drop.sequence) for drop in pool._dropped]
+    left = {(pooled.group.worker, pooled.sequence) for pooled in pool._waiting}
+    assert len(seen) == len(set(seen))
+    assert {*seen, *left} == {(w, s) for w, count in counts.items() for s in range(count)}
+
+
+def test_a_batch_that_was_not_committed_comes_again(bucket, store):
+    for sequence in range(4):
+        store("a", sequence, 0)
+    ledger = Ledger()
+    pool = RolloutBuffer(bucket, ledger, limit=4)
+    pool.poll(["a"])
+    lost = names(pool.take(Strict(2, 0), version=0))
+    again = RolloutBuffer(bucket, ledger, limit=4)
+    again.poll(["a"])
+    assert names(again.take(Strict(2, 0), version=0)) == lost
+
+
+def test_named_groups_are_fetched_in_their_order(bucket, store):
+    store("a", 0, 1)
+    store("b", 0, 2)
+    pool = RolloutBuffer(bucket, Ledger(), limit=4)
+    found = pool.fetch(CommitMetadata(consumed=[("b", 0), ("a", 0)]))
+    assert [(p.group.worker, p.sequence, p.group.oldest_version) for p in found] == [
+        ("b", 0, 2),
+        ("a", 0, 1),
+    ]
+    with pytest.raises(CorruptError, match="missing") as caught:
+        pool.fetch(CommitMetadata(consumed=[("a", 1)]))
+    assert keys.rollout("a", 1) in str(caught.value)
+
+
+def test_the_ledger_is_a_set(bucket):
+    rng = random.Random(3)
+    ledger, twin = Ledger(), set()
+    for _ in range(400):
+        worker, sequence = rng.choice("ab"), rng.randrange(60)
+        ledger.settle(worker, sequence)
+        twin.add((worker, sequence))
+    for worker in "abc":
+        assert ledger.count(worker) == sum(name == worker for name, _ in twin)
+        for sequence in range(70):
+            assert ledger.settled(worker, sequence) == ((worker, sequence) in twin)
+    other = ledger.copy()
+    other.settle("a", 1000)
+    assert not ledger.settled("a", 1000)
+
+
+def test_a_version_that_does_not_exist_yet_is_dropped(bucket, store):
+    store("a", 0, 3)
+    store("a", 1, 2, 4)
+    pool = RolloutBuffer(bucket, Ledger(), limit=10)
+    pool.poll(["a"])
+    batch = pool.take(Strict(1, 2), version=3)
+    assert names(batch) == [("a", 0)]
+    assert batch.dropped == [("a", 1)]
+
+
+KEPT = Bounds(vocabulary=9, temperature=1.0, context=3)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [
+        (KEPT, True),
+        (replace(KEPT, vocabulary=8), False),
+        (replace(KEPT, temperature=0.5), False),
+        (replace(KEPT, context=2), False),
+    ],
+    ids=["sound", "a token of no model", "another temperature", "beyond the context"],
+)
+def test_what_no_worker_of_the_run_draws_is_damage(bucket, make_group, bounds, kept):
+    """A group alone at another temperature would be scored at that of the others beside it."""
+    assert bucket.create(keys.rollout("a", 0), encode_group(make_group("a", [1])))
+    pool = RolloutBuffer(bucket, Ledger(), limit=10, bounds=bounds)
+    pool.poll(["a"])
+    assert pool.waiting == int(kept)
+    assert pool.damaged == ([] if kept else [keys.rollout("a", 0)])
+
+
+def failing(make_group, worker, causes):
+    """A group with an episode for each cause; the empty one is that of an episode that went well.
+    What failed before a token was drawn has none."""
+    group = make_group(worker, [0] * len(causes))
+    for place, (t, cause) in enumerate(zip(group.trajectories, causes, strict=True)):
+        tokens = slice(0) if cause == "reset" else slice(None)
+        group.trajectories[place] = replace(
+            t,
+            tokens_T=t.tokens_T[tokens],
+            logprobs_T=t.logprobs_T[tokens],
+            versions_T=t.versions_T[tokens],
+            mask_T=t.mask_T[tokens],
+            cause=cause,
+        )
+    return group
+
+
+@pytest.mark.parametrize("causes", [["reset"] * 3, ["tool", "", "tool"], ["tool"], ["tool", ""]])
+def test_a_group_that_failures_left_too_small_is_settled_by_its_cause(bucket, make_group, causes):
+    bucket.create(keys.rollout("a", 0), encode_group(failing(make_group, "a", causes)))
+    pool = RolloutBuffer(bucket, Ledger(), limit=10)
+    pool.poll(["a"])
+    assert (pool.waiting, pool.stored("a"), pool.dropping("a")) == (0, 1, 1)
+    assert (pool.failed, pool.failure) == (1, causes[0])
+    bucket.create(keys.rollout("a", 1), encode_group(failing(make_group, "a", ["", "tool", ""])))
+    pool.poll(["a"])
+    assert pool.failed == 0
+    batch = pool.take(Strict(1, 0), version=0)
+    assert batch.dropped == [("a", 0)]
+    assert (batch.drops[0].cause, batch.drops[0].detail) == ("failed", causes[0])
+    assert names(batch) == [("a", 1)]
+
+
+def test_drops_say_why(bucket, store, make_group):
+    store("a", 0, 0)
+    store("a", 1, 9)
+    bucket.put(keys.rollout("a", 2), b"x")
+    bucket.create(keys.rollout("a", 3), encode_group(failing(make_group, "a", ["tool"])))
+    store("a", 4, 5)
+    pool = RolloutBuffer(bucket, Ledger(), limit=10)
+    pool.poll(["a"])
+    found = pool.take(Strict(1, 2), version=5)
+    assert {drop.sequence: drop.cause for drop in found.drops} == {
+        0: "stale",
+        1: "unknown version",
+        2: "damaged",
+        3: "failed",
+    }
+    assert {drop.sequence: drop.tokens for drop in found.drops} == {0: 2, 1: 2, 2: 0, 3: 2}

@@ -1,0 +1,37 @@
+"""Finished groups on their way from a worker to the bucket."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from deltawire.errors import BugError
+from deltawire.rl.rollout.uploader import Uploader
+from deltawire.wire import keys
+from deltawire.wire.rollouts import Group, Trajectory
+
+
+def group(task):
+    drawn = Trajectory(
+        np.array([1]), np.array([-1.0]), np.array([0]), np.ones(1, np.uint8), 0.0, "stop"
+    )
+    return Group("w", "n", task, 1.0, np.array([1]), [drawn])
+
+
+def uploader(bucket):
+    heart = SimpleNamespace(confirm=lambda **_: True, achieve=lambda: None)
+    events = SimpleNamespace(record=lambda _: None)
+    return Uploader(bucket, "w", 0, SimpleNamespace(heart=heart, events=events))
+
+
+def test_a_group_that_cannot_be_stored_is_told_and_not_kept_silent_about(new_bucket):
+    """Else the worker would draw on for ever, and nothing would come of it."""
+    bucket = new_bucket("memory")
+    thread = uploader(bucket)
+    thread.submit(group("sound"))
+    thread.submit(group("\ud800"))  # no text that any format holds
+    thread.start()
+    thread.join(timeout=30)
+    assert isinstance(thread.error, BugError)
+    assert "cannot store a group: UnicodeEncodeError" in str(thread.error)
+    assert thread.stored == 1
+    assert bucket.exists(keys.rollout("w", 0))

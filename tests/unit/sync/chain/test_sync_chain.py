@@ -1,0 +1,216 @@
+"""Starting a run, finding its newest version, and asking again."""
+
+import msgspec
+import pytest
+
+from deltawire.errors import BugError, CorruptError, InputError, RetryError
+from deltawire.store import open_bucket
+from deltawire.sync import create_run, load_mirror, newest_version, read_manifest, read_run
+from deltawire.sync.chain import objects as chain
+from deltawire.sync.chain.objects import (
+    RETRIES,
+    get_blob,
+    newest_boundary,
+    put_blob,
+    with_retries,
+)
+from deltawire.testing.faulty import FaultyBucket, flip_bit
+from deltawire.testing.tiny import audit, start_publisher, start_run, weights
+from deltawire.wire import keys
+from deltawire.wire.run import TensorSpec, encode_run
+
+
+@pytest.fixture
+def bucket():
+    return FaultyBucket(open_bucket("memory://"))
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+
+
+def test_no_run_yet(bucket):
+    assert read_run(bucket) is None
+    assert newest_version(bucket) is None
+
+
+def test_create_then_take_up_again(bucket):
+    run = start_run(bucket)
+    again = create_run(bucket, msgspec.structs.replace(run, created_at=5.0, config={"x": 1}))
+    assert again == run == read_run(bucket)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"digest": "f" * 32},
+        {"tensors": [TensorSpec("a", (3,), "F32")]},
+        {"tensors": []},
+    ],
+)
+def test_another_model_is_refused(bucket, changes):
+    run = start_run(bucket)
+    with pytest.raises(InputError, match="another model"):
+        create_run(bucket, msgspec.structs.replace(run, **changes))
+    assert read_run(bucket) == run
+
+
+def test_the_same_tensors_in_another_order_are_another_model(bucket):
+    run = start_run(bucket)
+    with pytest.raises(InputError, match="another model"):
+        create_run(bucket, msgspec.structs.replace(run, tensors=run.tensors[::-1]))
+
+
+def test_another_creates_the_run_in_between(bucket):
+    ours = start_run(open_bucket("memory://"))
+    theirs = msgspec.structs.replace(ours, created_at=9.0)
+
+    def race(verb, key):
+        bucket.inner.put(keys.RUN, encode_run(theirs))
+        return RetryError("lost")
+
+    bucket.fail("create", error=race)
+    with pytest.raises(RetryError):
+        create_run(bucket, ours)
+    assert create_run(bucket, ours) == theirs
+
+
+def test_a_lost_race_takes_up_the_winner(bucket):
+    ours = start_run(bucket)
+    theirs = msgspec.structs.replace(ours, created_at=9.0)
+    bucket.inner.put(keys.RUN, encode_run(theirs))
+    first = iter([True])
+    real = bucket.get
+    # The first look comes before the other's create, the second behind it.
+    bucket.get = lambda key, *, limit: None if next(first, False) else real(key, limit=limit)
+    assert create_run(bucket, ours) == theirs
+    other = msgspec.structs.replace(theirs, digest="f" * 32)
+    bucket.inner.put(keys.RUN, encode_run(other))
+    first = iter([True])
+    with pytest.raises(InputError, match="another model"):
+        create_run(bucket, ours)
+
+
+def test_a_run_that_comes_and_goes_is_asked_for_again(bucket):
+    run = start_run(bucket)
+    bucket.hide(keys.RUN)
+    with pytest.raises(RetryError, match=r"run\.json"):
+        create_run(bucket, run)
+
+
+def test_an_unknown_dtype_is_refused(bucket):
+    run = start_run(bucket)
+    specs = [TensorSpec("a", (2,), "BF17")]
+    bucket.inner.put(keys.RUN, encode_run(msgspec.structs.replace(run, tensors=specs)))
+    with pytest.raises(CorruptError, match="BF17"):
+        read_run(bucket)
+
+
+def test_newest_version_is_that_of_a_manifest(bucket):
+    publisher = start_publisher(bucket)
+    for version in range(3):
+        publisher.publish(weights(version))
+    publisher.close()
+    assert newest_version(bucket) == 2
+    # Strays: nothing that `read_manifest` would not find may count as a version.
+    for stray in ("0000000007.json.bak", "0000000008", "old/0000000009.json", "x.json"):
+        bucket.put(f"{keys.MANIFESTS}{stray}", b"{}")
+    assert newest_version(bucket) == 2
+    assert load_mirror(bucket, publisher.run).version == 2
+    assert audit(bucket, weights) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"tensors": [TensorSpec("a", (1 << 19,), "F32")], "cell": 1}, "cells of 1 elements"),
+        ({"tensors": [TensorSpec("a", (1 << 50,), "F32")], "cell": 1 << 30}, "Expected `int`"),
+        ({"tensors": [TensorSpec("a" * 1025, (1,), "F32")]}, "length"),
+        ({"aliases": {"b": "c"}}, "alias"),
+        ({"config": {"a": "x" * (1 << 20)}}, "config has"),
+        ({"config": {"a": "x" * (1 << 24)}}, "bytes, the most is"),
+        ({"name": "x" * 65}, "length"),
+    ],
+)
+def test_a_run_that_nobody_could_read_is_not_begun(bucket, changes, what):
+    """run.json is never written again: the bucket would be lost."""
+    run = msgspec.structs.replace(start_run(open_bucket("memory://")), **changes)
+    with pytest.raises(InputError, match=what):
+        create_run(bucket, run)
+    assert bucket.list("") == []
+
+
+def test_a_boundary_is_nothing_but_its_key(bucket):
+    publisher = start_publisher(bucket)
+    publisher.publish(weights(0))
+    publisher.flush()
+    for stray in ("0000000007.json.bak", "0000000008", "old/0000000009.json", "x.json"):
+        bucket.put(f"{keys.BOUNDARIES}{stray}", b"{}")
+    assert newest_boundary(bucket) == 0
+    publisher.publish(weights(1))
+    publisher.close()  # A boundary above it would have fenced it.
+    bucket.put(keys.boundary(1), b"{}")
+    assert newest_boundary(bucket) == 1
+
+
+def test_a_manifest_that_is_not_there(bucket):
+    run = start_run(bucket)
+    assert read_manifest(bucket, run, 0) is None
+    assert load_mirror(bucket, run) is None
+    with pytest.raises(CorruptError, match="manifest is missing"):
+        load_mirror(bucket, run, at=3)
+
+
+def test_blobs_are_verified(bucket):
+    ref = put_blob(bucket, b"some bytes")
+    assert put_blob(bucket, b"some bytes") == ref
+    assert get_blob(bucket, ref) == b"some bytes"
+    for change, reason in (
+        (lambda data: flip_bit(data, 5), "does not match"),
+        (lambda data: data[:-1], "does not match"),
+        (lambda data: b"", "does not match"),
+    ):
+        bucket.damage(keys.blob(ref.hash), change)
+        with pytest.raises(CorruptError, match=reason) as caught:
+            get_blob(bucket, ref, version=4)
+        assert caught.value.key == keys.blob(ref.hash)
+        assert caught.value.version == 4
+        bucket.heal()
+    bucket.hide(keys.blob(ref.hash))
+    with pytest.raises(CorruptError, match="missing"):
+        get_blob(bucket, ref)
+    bucket.heal()
+    bucket.put(keys.blob(ref.hash), b"some bytes and more")
+    with pytest.raises(CorruptError, match="exceeds the limit"):
+        get_blob(bucket, ref)
+
+
+def test_retries_are_bounded_and_pause_longer_each_time(monkeypatch):
+    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.1)
+    calls, pauses = [], []
+
+    def action():
+        calls.append(1)
+        raise RetryError("no")
+
+    with pytest.raises(RetryError):
+        with_retries(action, pause=pauses.append)
+    assert len(calls) == RETRIES + 1
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6])
+
+
+def test_retries_end_with_the_first_answer_and_pass_other_errors():
+    answers = iter([RetryError("no"), RetryError("no"), 7])
+
+    def action():
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert with_retries(action) == 7
+    answers = iter([BugError("x"), 7])
+    with pytest.raises(BugError):
+        with_retries(action)
+    assert next(answers) == 7

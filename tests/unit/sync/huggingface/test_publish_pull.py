@@ -1,0 +1,518 @@
+"""Directories go through a run and come out the same, byte for byte; what is wrong with one is one
+clear error; what was stopped goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+
+from deltawire.errors import CorruptError, InputError
+from deltawire.store import Bucket, MeteredBucket, open_bucket
+from deltawire.sync import (
+    Checkout,
+    CheckpointPublisher,
+    CheckpointWatcher,
+    load_mirror,
+    read_manifest,
+    read_run,
+)
+from deltawire.sync.huggingface.checkpoint_dir import INDEX, read_checkpoint
+from deltawire.sync.huggingface.safetensors_layout import (
+    Layout,
+    WeightFile,
+    encode_layout,
+    plan_files,
+)
+from deltawire.sync.maintain.fsck import check_run
+from deltawire.testing.faulty import FaultyBucket
+from deltawire.wire import keys
+from deltawire.wire.run import Run
+
+SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
+    "model.embed.weight": ((64, 48), "BF16"),
+    "model.layers.0.bias": ((7,), "BOOL"),
+    "model.layers.0.weight": ((48, 33), "BF16"),
+    "model.norm.weight": ((33,), "F32"),
+    "nothing": ((0, 3), "BF16"),
+}
+SIZES = {"BF16": 2, "BOOL": 1, "F32": 4}
+
+
+def contents(step: int) -> dict[str, bytes]:
+    """Every tensor's bytes at a step: a few more elements differ at each."""
+    found = {}
+    for number, (name, (shape, dtype)) in enumerate(SHAPES.items()):
+        rng = np.random.default_rng(number)
+        count = int(np.prod(shape)) * SIZES[dtype]
+        data = bytearray(rng.integers(0, 2, count, np.uint8).tobytes())
+        for at in range(step):
+            for place in rng.integers(0, max(count, 1), 5):
+                if count:
+                    data[place] = (at + place) % 2
+        found[name] = bytes(data)
+    return found
+
+
+def safetensors(tensors: dict[str, bytes], *, order: list[str], metadata: dict[str, str]) -> bytes:
+    """A file by hand, so that nothing of it is any library's habit: order, blanks, metadata."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name in order:
+        shape, dtype = SHAPES[name]
+        end = at + len(tensors[name])
+        header[name] = {"shape": list(shape), "dtype": dtype, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode() + b"   "
+    return len(text).to_bytes(8, "little") + text + b"".join(tensors[name] for name in order)
+
+
+def write_directory(path: Path, step: int, *, sharded: bool = False, config: str = "{}") -> Path:
+    path.mkdir(parents=True)
+    tensors = contents(step)
+    names = list(SHAPES)[::-1]
+    if sharded:
+        parts = {"model-00001-of-00002": names[:2], "model-00002-of-00002": names[2:]}
+        for stem, order in parts.items():
+            data = safetensors(tensors, order=order, metadata={"format": "pt"})
+            (path / f"{stem}.safetensors").write_bytes(data)
+        where = {n: f"{stem}.safetensors" for stem, order in parts.items() for n in order}
+        (path / INDEX).write_text(json.dumps({"weight_map": where}))
+    else:
+        data = safetensors(tensors, order=names, metadata={"step": str(step)})
+        (path / "model.safetensors").write_bytes(data)
+    (path / "config.json").write_text(config)
+    (path / "tokenizer.json").write_text('{"é": 1}')
+    return path
+
+
+def files_in(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def publish(bucket: Bucket, *paths: Path, **options: Any) -> list[tuple[int, bool]]:
+    with CheckpointPublisher(bucket, **options) as series:
+        return [(o.version, o.published) for o in map(series.publish, paths)]
+
+
+def pull(bucket: Bucket, path: Path, version: int) -> None:
+    run = read_run(bucket)
+    assert run is not None
+    with Checkout(bucket, run, path) as checkout:
+        checkout.bring_to(version)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_directories_come_out_byte_for_byte(tmp_path: Path, sharded: bool) -> None:
+    bucket = open_bucket("memory://")
+    paths = [write_directory(tmp_path / f"c-{n}", n, sharded=sharded) for n in range(4)]
+    assert publish(bucket, *paths) == [(0, True), (1, True), (2, True), (3, True)]
+    for version in (0, 1, 3, 2):  # forward, over two, and back
+        pull(bucket, tmp_path / "out", version)
+        assert files_in(tmp_path / "out") == files_in(paths[version])
+    assert check_run(bucket).faults == []
+
+
+def test_files_and_sharding_that_change_belong_to_their_version(tmp_path: Path) -> None:
+    bucket = open_bucket("memory://")
+    first = write_directory(tmp_path / "c-1", 1, config='{"a": 1}')
+    second = write_directory(tmp_path / "c-2", 1, sharded=True, config='{"a": 2}')
+    assert publish(bucket, first, second) == [(0, True), (1, True)]
+    for version, path in enumerate((first, second)):
+        pull(bucket, tmp_path / "out", version)
+        assert files_in(tmp_path / "out") == files_in(path)
+    run = read_run(bucket)
+    assert run is not None
+    manifest = read_manifest(bucket, run, 1)
+    assert manifest is not None
+    assert manifest.delta is not None
+    assert manifest.delta.bytes == 0  # The weights are the same: nothing of them was sent.
+    assert check_run(bucket).unreferenced == 0
+
+
+def test_what_is_published_is_known_by_its_content(tmp_path: Path) -> None:
+    bucket = open_bucket("memory://")
+    paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
+    again = write_directory(tmp_path / "c-3", 0)  # the trainer went back
+    assert publish(bucket, *paths[:2]) == [(0, True), (1, True)]
+    assert publish(bucket, *paths, again) == [(0, False), (1, False), (2, True), (3, True)]
+    assert publish(bucket, *paths, again) == [(0, False), (1, False), (2, False), (3, False)]
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    bucket = open_bucket("memory://")
+    paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(2)]
+    assert publish(bucket, *paths, dry_run=True) == [(0, False), (1, False)]
+    assert bucket.list("") == []
+
+
+def change_shape(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "model.norm.weight", ((11, 3), "F32"))
+    write_directory(path, 1)
+
+
+def change_dtype(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "model.embed.weight", ((64, 48), "BOOL"))
+    write_directory(path, 1)
+
+
+def lose_tensor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(SHAPES, "nothing")
+    write_directory(path, 1)
+
+
+def add_tensor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "lora", ((2, 2), "F32"))
+    write_directory(path, 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (change_shape, r"'model.norm.weight' has shape \[11, 3\], the run's has \[33\]"),
+        (change_dtype, "'model.embed.weight' has dtype BOOL, the run's has BF16"),
+        (lose_tensor, "'nothing' is missing"),
+        (add_tensor, "'lora' is not one of the run's"),
+    ],
+)
+def test_another_model_is_one_clear_error(
+    tmp_path: Path, damage: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = open_bucket("memory://")
+    publish(bucket, write_directory(tmp_path / "c-0", 0))
+    with monkeypatch.context() as patch:
+        damage(tmp_path / "c-1", patch)
+    with pytest.raises(InputError, match=says):
+        publish(bucket, tmp_path / "c-1")
+    assert len(bucket.list(keys.MANIFESTS)) == 1
+    assert publish(bucket, write_directory(tmp_path / "c-2", 2)) == [(1, True)]
+
+
+def test_a_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    path = write_directory(tmp_path / "c", 0)
+    weights = path / "model.safetensors"
+    whole = weights.read_bytes()
+    for data in (whole[:-1], whole + b"\0", whole[:20], b""):
+        weights.write_bytes(data)
+        with pytest.raises(InputError):
+            read_checkpoint(path)
+    weights.write_bytes(whole)
+    assert read_checkpoint(path).bytes == sum(map(len, contents(0).values()))
+
+
+def test_code_pickles_and_the_trainers_state_are_not_carried(tmp_path: Path) -> None:
+    path = write_directory(tmp_path / "c", 0)
+    odd = ["modeling.py", "optimizer.pt", "trainer_state.json", ".hidden.json"]
+    for name in odd:
+        (path / name).write_text("{}")
+    (path / "global_step1").mkdir()
+    assert sorted(read_checkpoint(path).left_out) == sorted([*odd, "global_step1"])
+    bucket = open_bucket("memory://")
+    publish(bucket, path)
+    pull(bucket, tmp_path / "out", 0)
+    assert sorted(files_in(tmp_path / "out")) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def test_weights_that_change_while_they_are_published_are_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = open_bucket("memory://")
+    first, second = (write_directory(tmp_path / f"c-{n}", n) for n in range(2))
+    with CheckpointPublisher(bucket) as series:
+        series.publish(first)
+
+        def overwrite(path: Path) -> None:
+            with (path / "model.safetensors").open("r+b") as file:
+                file.seek(-8, os.SEEK_END)
+                file.write(b"\1\0\1\0\1\0\1\1")
+
+        series._on_digest = overwrite
+        with pytest.raises(InputError, match="changed while"):
+            series.publish(second)
+        series._on_digest = None
+        assert len(bucket.list(keys.MANIFESTS)) == 1
+        assert series.publish(second).version == 1
+
+
+def test_files_that_retention_took_from_a_stalled_publisher_are_put_again(tmp_path: Path) -> None:
+    bucket = FaultyBucket(open_bucket("memory://"))
+    first, second = (
+        write_directory(tmp_path / f"c-{n}", n, config=f'{{"step": {n}}}') for n in range(2)
+    )
+    with CheckpointPublisher(bucket) as series:
+        series.publish(first)
+        files = {file.name: file.blob for file in read_checkpoint(second).model_files()}
+        create = bucket.create
+
+        def stalled(key: str, data: bytes) -> bool:
+            bucket.delete(keys.blob(files["config.json"]))
+            return create(key, data)
+
+        bucket.create = stalled  # type: ignore[method-assign]
+        series.publish(second)
+    pull(bucket, tmp_path / "out", 1)
+    assert files_in(tmp_path / "out") == files_in(second)
+
+
+# --- the directory that is kept ------------------------------------------------------------------
+
+
+def test_a_version_is_only_seen_whole_and_the_one_before_outlives_it(tmp_path: Path) -> None:
+    bucket = open_bucket("memory://")
+    paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(6)]
+    publish(bucket, *paths)
+    whole = [files_in(path) for path in paths]
+    out, seen, stop = tmp_path / "out", [], threading.Event()
+    pull(bucket, out, 0)
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.append(files_in(out.resolve()) in whole)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    held = out.resolve()
+    for version in range(1, 6):
+        pull(bucket, out, version)
+        assert files_in(held) == whole[version - 1]
+        held = out.resolve()
+    stop.set()
+    reader.join()
+    assert seen
+    assert all(seen)
+    assert len([p for p in (tmp_path / ".out.deltawire").iterdir() if p.is_dir()]) == 2
+
+
+def test_only_deltas_are_fetched_once_a_version_is_there(tmp_path: Path) -> None:
+    inner = open_bucket("memory://")
+    paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
+    publish(inner, *paths, anchor_every=0)
+    pull(inner, tmp_path / "out", 0)
+    bucket = MeteredBucket(inner)
+    pull(bucket, tmp_path / "out", 2)
+    run = read_run(inner)
+    assert run is not None
+    first = read_manifest(inner, run, 0)
+    assert first is not None
+    assert first.anchor is not None
+    assert not {keys.blob(ref.hash) for ref in first.anchor.blobs} & set(bucket.read_keys)
+    assert files_in(tmp_path / "out") == files_in(paths[2])
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_a_pull_that_is_stopped_goes_on(tmp_path: Path, at: int) -> None:
+    inner = open_bucket("memory://")
+    paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
+    publish(inner, *paths, blob_bytes=512, cell=64, anchor_every=0)
+    bucket = FaultyBucket(inner)
+    run = read_run(inner)
+    assert run is not None
+    bucket.fail("get", "weights/blobs/*", at=at, error=lambda verb, key: CorruptError("stopped"))
+    out = tmp_path / "out"
+    stopped = True
+    with Checkout(bucket, run, out) as checkout:
+        try:
+            checkout.bring_to(2)
+            stopped = False
+        except CorruptError:
+            assert not out.exists()
+            assert checkout.unfinished() in (None, 2)
+    bucket.heal()
+    counted = MeteredBucket(bucket)
+    pull(counted, out, 2)
+    assert files_in(out) == files_in(paths[2])
+    if stopped and at > 6:
+        whole = MeteredBucket(inner)
+        pull(whole, tmp_path / "other", 2)
+        assert counted.read_bytes < whole.read_bytes
+
+
+def test_a_directory_that_somebody_changed_is_not_built_upon(tmp_path: Path) -> None:
+    bucket = open_bucket("memory://")
+    paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(2)]
+    publish(bucket, *paths)
+    pull(bucket, tmp_path / "out", 0)
+    weights = tmp_path / "out" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    pull(bucket, tmp_path / "out", 1)
+    assert files_in(tmp_path / "out") == files_in(paths[1])
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_full_disk_is_one_error_and_the_same_pull_goes_on_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Every write in turn meets a full disk, half of its bytes being there already."""
+    bucket = open_bucket("memory://")
+    first = write_directory(tmp_path / "1", 0, sharded=True)
+    publish(bucket, first)
+    run = read_run(bucket)
+    assert run is not None
+    writes = 0
+
+    def scarce(path: Path, data: bytes) -> None:
+        nonlocal writes
+        writes += 1
+        path.write_bytes(data[: len(data) // 2] if writes == at else data)
+        if writes == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def reserve(file: IO[bytes], size: int) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.flush()
+        file.truncate(size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deltawire.sync.huggingface.checkout._write", scarce)
+        patch.setattr("deltawire.sync.huggingface.checkout._reserve", reserve)
+        if at <= 7:  # run, two weight files, the number of what is built, index, two others
+            with pytest.raises(InputError, match=r"No space left on device.*free some"):
+                pull(bucket, tmp_path / "pulled", 0)
+            assert not (tmp_path / "pulled").exists()
+        else:
+            pull(bucket, tmp_path / "pulled", 0)
+    pull(bucket, tmp_path / "pulled", 0)
+    assert files_in(tmp_path / "pulled") == files_in(first)
+
+
+def test_what_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
+    bucket, other = open_bucket("memory://"), open_bucket("memory://")
+    path = write_directory(tmp_path / "c", 0)
+    publish(bucket, path)
+    publish(other, path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "full")
+    for name in ("full", "file", "link"):
+        with pytest.raises(InputError):
+            pull(bucket, tmp_path / name, 0)
+    assert (tmp_path / "full" / "mine").read_text() == "x"
+    (tmp_path / "empty").mkdir()
+    pull(bucket, tmp_path / "empty", 0)
+    assert files_in(tmp_path / "empty") == files_in(path)
+    with pytest.raises(InputError, match="another run"):
+        pull(other, tmp_path / "empty", 0)
+    run = read_run(bucket)
+    assert run is not None
+    with (
+        Checkout(bucket, run, tmp_path / "empty"),
+        pytest.raises(InputError, match="another process"),
+    ):
+        Checkout(bucket, run, tmp_path / "empty")
+
+
+def test_a_run_without_directories_is_written_as_one_file(tmp_path: Path) -> None:
+    safetensors_numpy = pytest.importorskip("safetensors.numpy")
+    from deltawire.sync import open_publisher
+
+    shared = np.arange(12, dtype=np.float32).reshape(3, 4)
+    tensors = {"b": shared, "lm_head": shared, "a": np.arange(5, dtype=np.int64)}
+    bucket = open_bucket("memory://")
+    open_publisher(bucket, tensors).close()
+    pull(bucket, tmp_path / "out", 0)
+    found = safetensors_numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+
+
+def header(**entries: Any) -> str:
+    return json.dumps(entries)
+
+
+SPEC = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [("../x.safetensors", header(a=SPEC))],
+        [("/x.safetensors", header(a=SPEC))],
+        [("x.bin", header(a=SPEC))],
+        [("x.safetensors", header(a={**SPEC, "shape": [3]}))],
+        [("x.safetensors", header(a={**SPEC, "dtype": "I32"}))],
+        [("x.safetensors", header(a={**SPEC, "data_offsets": [4, 12]}))],
+        [("x.safetensors", header(a={**SPEC, "data_offsets": [0, 1 << 50]}))],
+        [("x.safetensors", header(b=SPEC))],
+        [("x.safetensors", header())],
+        [("x.safetensors", "[" * 100_000)],
+        [("x.safetensors", header(a=SPEC)), ("y.safetensors", header(a=SPEC))],
+        [("x.safetensors", header(a=SPEC)), ("x.safetensors", header())],
+        [("x.safetensors", header(a=7))],
+        [("x.safetensors", "7")],
+    ],
+)
+def test_a_layout_from_a_hostile_bucket_makes_no_file(files: list[tuple[str, str]]) -> None:
+    from deltawire.wire.run import TensorSpec
+
+    table = Run(name="", created_at=0, tensors=[TensorSpec("a", (2,), "F32")], digest="0" * 32)
+    with pytest.raises(CorruptError):
+        plan_files(Layout(files=[WeightFile(*file) for file in files]), table)
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil.json", "/etc/x.json", "a/b.json", "x.py", "", "x.json\n"]
+)
+def test_file_names_from_a_hostile_bucket_are_no_paths(tmp_path: Path, name: str) -> None:
+    from deltawire.sync.huggingface.checkpoint_dir import read_files
+    from deltawire.wire.run import ModelFile
+
+    with pytest.raises(CorruptError, match="not a file that a run may carry"):
+        read_files(open_bucket("memory://"), [ModelFile(name, "0" * 64, 1)], version=0)
+
+
+# --- the folder that grows -----------------------------------------------------------------------
+
+
+def test_a_watched_folder_gives_whole_directories_in_order(tmp_path: Path) -> None:
+    now = 0.0
+    watched = CheckpointWatcher(tmp_path, settle_s=5, clock=lambda: now)
+
+    def ready(at: float) -> list[str]:
+        nonlocal now
+        now = at
+        return [path.name for path in watched.ready()]
+
+    for name in ("checkpoint-1000", "checkpoint-900", "checkpoint-800"):
+        write_directory(tmp_path / name, 0, sharded=True)
+    missing = tmp_path / "checkpoint-900" / "model-00002-of-00002.safetensors"
+    kept = missing.read_bytes()
+    missing.unlink()
+    half = tmp_path / "checkpoint-1000" / "model-00001-of-00002.safetensors"
+    whole = half.read_bytes()
+    half.write_bytes(whole[:-5])
+    (tmp_path / "logs").mkdir()
+    assert ready(0) == ready(4) == []
+    assert ready(6) == ["checkpoint-800"]
+    half.write_bytes(whole)
+    assert ready(7) == ready(11) == []  # Changed at 7: not before 12.
+    assert ready(13) == ["checkpoint-1000"]
+    missing.write_bytes(kept)
+    assert ready(14) == ready(30) == []
+    assert [path.name for path in watched.passed_over] == ["checkpoint-900"]
+
+
+def test_the_whole_model_is_readable_by_those_who_want_no_directory(tmp_path: Path) -> None:
+    bucket = open_bucket("memory://")
+    publish(bucket, *(write_directory(tmp_path / f"c-{n}", n) for n in range(2)))
+    run = read_run(bucket)
+    assert run is not None
+    mirror = load_mirror(bucket, run)
+    assert mirror is not None
+    assert {n: b.tobytes() for n, b in mirror.tensors.items()} == contents(1)
+    assert encode_layout(Layout(files=[])).endswith(b"\n")

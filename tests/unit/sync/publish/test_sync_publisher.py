@@ -1,0 +1,588 @@
+"""The publisher: what it refuses, what it copies, what it says."""
+
+import itertools
+import threading
+from contextlib import closing, nullcontext
+
+import msgspec
+import numpy as np
+import pytest
+
+from deltawire import codec
+from deltawire.errors import FencedError, InputError, RetryError
+from deltawire.store import open_bucket
+from deltawire.sync import Publisher, create_run, load_mirror, open_publisher, read_manifest
+from deltawire.sync.chain import objects as chain
+from deltawire.sync.follow.mirror import empty_mirror
+from deltawire.testing.faulty import FaultyBucket, disk_full
+from deltawire.testing.tiny import (
+    TENSORS,
+    audit,
+    same_bits,
+    start_publisher,
+    start_run,
+    weights,
+)
+from deltawire.wire import keys
+
+
+@pytest.fixture
+def bucket():
+    return FaultyBucket(open_bucket("memory://"))
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def publisher(bucket):
+    publisher = start_publisher(bucket)
+    yield publisher
+    publisher.close()
+
+
+def wrong(version):
+    """Models that are not the run's, each with what its refusal must name."""
+    good = weights(version)
+    name = "embed.weight"
+    yield {k: v for k, v in good.items() if k != name}, name
+    yield {**good, "extra": good[name]}, "extra"
+    yield {}, "norm"
+    yield {**good, name: good[name].T.copy()}, name
+    yield {**good, name: good[name].reshape(-1)}, name
+    yield {**good, name: good[name][:-1].copy()}, name
+    yield {**good, "scale": good["scale"].reshape(1)}, "scale"
+    yield {**good, name: np.asfortranarray(good[name])}, "contiguous"
+    yield {**good, name: good[name].astype(np.uint32)}, "U32"
+    yield {**good, "mask": good["mask"].astype(np.float16)}, "F16"
+    yield {**good, name: good[name].astype(">u2")}, "byte order"
+    yield {**good, name: good[name].tolist()}, "list"
+
+
+def test_a_wrong_model_is_refused_and_nothing_is_harmed(bucket, publisher):
+    publisher.publish(weights(0))
+    publisher.flush()
+    before = len(bucket.operations)
+    count = 0
+    for tensors, word in wrong(1):
+        with pytest.raises(InputError, match=word):
+            publisher.publish(tensors)
+        count += 1
+    assert count == 12
+    assert len(bucket.operations) == before
+    assert publisher.version == 0
+    assert publisher.publish(weights(1)) == 1
+    publisher.flush()
+    assert audit(bucket, weights) == 1
+
+
+def test_what_the_caller_does_behind_publish_does_not_matter(bucket, publisher):
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    tensors = weights(0)
+    publisher.publish(tensors)
+    for array in tensors.values():
+        array.fill(1)
+    gate.set()
+    publisher.flush()
+    assert audit(bucket, weights) == 0
+
+
+def test_real_dtypes_are_taken_as_they_are(bucket, publisher):
+    good = weights(0)
+    publisher.publish(good)
+    floats = {
+        **good,
+        "norm": good["norm"].view(np.float32),
+        "scale": good["scale"].view(np.float32),
+        "steps": good["steps"].view(np.int64),
+        "mask": (good["mask"] % 2).astype(bool),
+    }
+    publisher.publish(floats)
+    publisher.flush()
+    expected = {**good, "mask": good["mask"] % 2}
+    assert audit(bucket, lambda version: expected if version else good) == 1
+
+
+def test_anchors_come_when_they_are_due(bucket):
+    publisher = start_publisher(bucket, anchor_every=3)
+    for version in range(8):
+        assert publisher.publish(weights(version)) == version
+    publisher.close()
+    run = publisher.run
+    manifests = [read_manifest(bucket, run, version) for version in range(8)]
+    assert [m.version for m in manifests if m.anchor is not None] == [0, 3, 6]
+    assert [m.base for m in manifests] == [None, 0, 1, 2, 3, 4, 5, 6]
+    assert manifests[0].delta is None
+    assert all(m.delta is not None for m in manifests[1:])
+    assert len({m.nonce for m in manifests}) == 8
+
+
+def test_no_change_at_all_is_a_version_too(bucket, publisher):
+    for _ in range(3):
+        publisher.publish(weights(0))
+    publisher.flush()
+    manifest = read_manifest(bucket, publisher.run, 2)
+    assert manifest.delta.blobs == []
+    assert manifest.delta.changed == 0
+    assert audit(bucket, lambda version: weights(0)) == 2
+
+
+def test_receipts_tell_what_was_committed(bucket):
+    receipts = []
+    publisher = start_publisher(bucket)
+    publisher._on_commit = receipts.append
+    for version in range(4):
+        publisher.publish(weights(version))
+    publisher.close()
+    full = sum(codec.unsigned_of(s.dtype).itemsize * s.count for s in TENSORS)
+    elements = sum(s.count for s in TENSORS)
+    for version, receipt in enumerate(receipts):
+        manifest = read_manifest(bucket, publisher.run, version)
+        assert receipt.version == version
+        assert receipt.digest == manifest.digest
+        assert (receipt.bytes_full, receipt.elements) == (full, elements)
+        assert receipt.bytes_delta == (manifest.delta.bytes if version else 0)
+        assert receipt.bytes_anchor == (manifest.anchor.bytes if version % 3 == 0 else 0)
+        old, new = weights(max(version - 1, 0)), weights(version)
+        changed = sum(int((old[name] != new[name]).sum()) for name in new)
+        assert receipt.changed == (changed if version else elements)
+        assert min(receipt.blocked_ms, receipt.encode_ms, receipt.upload_ms) >= 0
+    assert len(receipts) == 4
+    assert publisher.digest.hex() == receipts[-1].digest
+
+
+def test_annexes_are_committed_with_their_version(bucket, publisher):
+    publisher.publish(weights(0), annex={"step": 0})
+    publisher.publish(weights(1), annex={"consumed": [["w", 3]]})
+    publisher.publish(weights(2))
+    publisher.flush()
+    annexes = [read_manifest(bucket, publisher.run, version).annex for version in range(3)]
+    assert annexes == [{"step": 0}, {"consumed": [["w", 3]]}, {}]
+
+
+def test_a_failure_is_raised_by_the_next_call_and_only_once(bucket, publisher):
+    publisher.publish(weights(0))
+    publisher.flush()
+    bucket.fail("create", error=disk_full)
+    assert publisher.publish(weights(1)) == 1
+    with pytest.raises(InputError, match="lack of space"):
+        publisher.publish(weights(2))
+    assert publisher.version == 0
+    assert publisher.publish(weights(3)) == 1
+    publisher.flush()
+    publisher.flush()
+    assert audit(bucket, lambda version: weights(3) if version else weights(0)) == 1
+
+
+def test_close_raises_what_was_under_way_and_ends_the_thread(bucket):
+    publisher = start_publisher(bucket)
+    bucket.fail("create", times=None)
+    publisher.publish(weights(0))
+    with pytest.raises(RetryError):
+        publisher.close()
+    assert not any(thread.is_alive() for thread in publisher._pool._threads)
+    publisher.close()
+
+
+def test_the_receipts_failure_does_not_undo_the_version(bucket):
+    publisher = start_publisher(bucket)
+
+    def fail(receipt):
+        raise InputError("the caller's own")
+
+    publisher._on_commit = fail
+    publisher.publish(weights(0))
+    with pytest.raises(InputError, match="own"):
+        publisher.flush()
+    publisher._on_commit = None
+    assert publisher.version == 0
+    assert publisher.publish(weights(1)) == 1
+    publisher.close()
+    assert audit(bucket, weights) == 1
+
+
+def test_blobs_come_before_their_manifest(bucket, publisher):
+    for version in range(4):
+        publisher.publish(weights(version))
+    publisher.flush()
+    seen = set()
+    for verb, key in bucket.operations:
+        if verb not in ("create", "put"):
+            continue
+        seen.add(key)
+        number = keys.trailing_number(key) if key.startswith(keys.MANIFESTS) else None
+        if number is not None:
+            manifest = read_manifest(bucket.inner, publisher.run, number)
+            for payload in filter(None, (manifest.delta, manifest.anchor)):
+                assert {keys.blob(ref.hash) for ref in payload.blobs} <= seen
+    assert keys.manifest(3) in seen
+
+
+def test_nan_payloads_and_negative_zeros_survive(bucket, publisher):
+    first, second = weights(0), weights(0)
+    odd = {
+        "embed.weight": [0x8000, 0x7FC1, 0xFFFF, 0x7F81, 0x0000, 0x7F80],
+        "norm": [0x80000000, 0x7F800001, 0xFFC00123, 0],
+    }
+    for name, bits in odd.items():
+        first[name].reshape(-1)[: len(bits)] = 0
+        second[name].reshape(-1)[: len(bits)] = bits
+    both = [weights(0), first, second]
+    for tensors in both:
+        publisher.publish(tensors)
+    publisher.flush()
+    assert audit(bucket, lambda version: both[version]) == 2
+    mirror = load_mirror(bucket, publisher.run)
+    for name, bits in odd.items():
+        assert mirror.tensors[name][: len(bits)].tolist() == bits
+    assert not same_bits(first, second)
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "existing"])
+@pytest.mark.parametrize("policy", ["wait", "fold"])
+def test_no_publish_touches_memory_for_the_first_time(there, policy):
+    """A page that was never written costs the trainer several times its copy."""
+    resource = pytest.importorskip("resource")
+    if not hasattr(resource, "RUSAGE_THREAD"):
+        pytest.skip("page faults are not counted by thread here")
+
+    def faults():
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+    bucket = open_bucket("memory://")
+    tensors = {"w": np.ones(1 << 22, np.uint32)}
+    if there:
+        open_publisher(bucket, tensors, fold_strides=()).close()
+    publisher = open_publisher(bucket, tensors, fold_strides=(), policy=policy)
+    for _ in range(3):
+        before = faults()
+        publisher.publish(tensors)
+        taken = faults() - before
+        publisher.flush()
+        assert taken < 400  # Of 4096 pages; Python itself takes a few.
+    publisher.close()
+
+
+def test_the_first_version_must_be_the_runs(bucket, publisher):
+    """Readers hold version 0 against run.json: one that differs would lock them all out."""
+    publisher.publish(weights(1))
+    with pytest.raises(InputError, match=r"run\.json"):
+        publisher.flush()
+    assert publisher.version == -1
+    publisher.publish(weights(0))
+    publisher.flush()
+    assert audit(bucket, weights) == 0
+
+
+def test_an_interrupt_while_waiting_forgets_nothing(bucket, publisher, monkeypatch):
+    publisher.publish(weights(0))
+    publisher.flush()
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    publisher.publish(weights(1))
+    real = publisher._pending.result
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(publisher._pending, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        publisher.flush()
+    monkeypatch.setattr(publisher._pending, "result", real)
+    gate.set()
+    assert publisher.publish(weights(2)) == 2
+    publisher.flush()
+    assert audit(bucket, weights) == 2
+
+
+def test_an_attempt_given_up_for_lost_that_lands_late(bucket, publisher):
+    """Its create was on the way all the time: the weights behind it get the next number."""
+    publisher.publish(weights(0))
+    publisher.flush()
+    held = []
+    real = bucket.inner.create
+    bucket.inner.create = lambda key, data: held.append((key, data)) or real("stray/0", b"")
+    bucket.fail("create", "*/manifests/*", times=None, done=True)
+    publisher.publish(weights(1))
+    with pytest.raises(RetryError):
+        publisher.flush()
+    bucket.inner.create = real
+    bucket.heal()
+    assert publisher.publish(weights(1, seed=4)) == 1
+    # Only now does the first attempt reach the store, ahead of the second or behind it.
+    first = real(*held[0])
+    with pytest.raises(InputError, match="committed late") if first else nullcontext():
+        publisher.flush()
+    assert publisher.publish(weights(2)) == 2
+    publisher.flush()
+    landed = weights(1) if first else weights(1, seed=4)
+    assert audit(bucket, lambda v: landed if v == 1 else weights(v)) == 2
+
+
+def test_a_late_attempt_found_at_the_commit_is_adopted(bucket, publisher):
+    publisher.publish(weights(0))
+    publisher.flush()
+    held = []
+    real = bucket.inner.create
+
+    def swallow(key, data):
+        held.append((key, data))
+        return True
+
+    bucket.inner.create = swallow
+    bucket.fail("create", "*/manifests/*", times=None, done=True)
+    publisher.publish(weights(1))
+    with pytest.raises(RetryError):
+        publisher.flush()
+    bucket.heal()
+
+    def landing(key, data):
+        bucket.inner.create = real
+        assert real(*held[0])
+        return real(key, data)
+
+    bucket.inner.create = landing
+    assert publisher.publish(weights(1, seed=4)) == 1
+    with pytest.raises(InputError, match="committed late"):
+        publisher.flush()
+    assert publisher.version == 1
+    assert publisher.publish(weights(2)) == 2
+    publisher.flush()
+    assert audit(bucket, weights) == 2
+
+
+def test_a_fenced_publisher_says_so_at_once_ever_after(bucket, publisher):
+    publisher.publish(weights(0))
+    publisher.flush()
+    rival = start_publisher(bucket)
+    rival.publish(weights(1))
+    rival.close()
+    publisher.publish(weights(1, seed=3))
+    with pytest.raises(FencedError):
+        publisher.flush()
+    before = len(bucket.operations)
+    for _ in range(3):
+        with pytest.raises(FencedError):
+            publisher.publish(weights(1, seed=3))
+    assert len(bucket.operations) == before
+
+
+def test_a_publisher_refuses_a_mirror_that_is_not_the_runs_head(bucket):
+    publisher = start_publisher(bucket)
+    publisher.publish(weights(0))
+    publisher.close()
+    mirror = load_mirror(bucket, publisher.run)
+    mirror.tensors["norm"][0] ^= 1
+    with pytest.raises(InputError, match="digest"):
+        Publisher(bucket, publisher.run, mirror, epoch=1, fold_strides=())
+    mirror.digest = mirror.compute_held()
+    other = Publisher(bucket, publisher.run, mirror, epoch=1, fold_strides=())
+    other.publish(weights(1))
+    with pytest.raises(FencedError, match="builds on"):
+        other.close()
+
+
+def test_a_large_delta_is_many_blobs_of_bounded_size(bucket):
+    publisher = start_publisher(bucket, blob_bytes=40, threads=2)
+    for version in range(4):
+        publisher.publish(weights(version))
+    publisher.close()
+    cell = 50 * 4 + 64
+    for version in range(4):
+        manifest = read_manifest(bucket, publisher.run, version)
+        for payload in filter(None, (manifest.delta, manifest.anchor)):
+            assert len(payload.blobs) > 2
+            assert all(ref.bytes < 40 + cell for ref in payload.blobs)
+    assert audit(bucket, weights) == 3
+
+
+def test_the_policy_fold_overtakes_and_loses_no_annex(bucket):
+    def merge(earlier, later):
+        return {"steps": earlier["steps"] + later["steps"]}
+
+    publisher = start_publisher(bucket, policy="fold", merge=merge)
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    numbers = [publisher.publish(weights(0), annex={"steps": [0]})]
+    gate.set()
+    publisher.flush()
+    gate.clear()
+    publisher._pool.submit(gate.wait)
+    numbers += [publisher.publish(weights(n), annex={"steps": [n]}) for n in range(1, 5)]
+    gate.set()
+    numbers.append(publisher.publish(weights(5), annex={"steps": [5]}))
+    publisher.close()
+    assert numbers[:5] == [0, 1, 1, 1, 1]
+    assert numbers[5] in (1, 2)
+    assert audit(bucket, lambda v: weights(0) if not v else weights(4 if v < numbers[5] else 5))
+    annexes = [read_manifest(bucket, publisher.run, v).annex for v in range(numbers[5] + 1)]
+    assert [step for annex in annexes for step in annex["steps"]] == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_policy_fold_refuses_an_annex_it_would_lose(bucket):
+    publisher = start_publisher(bucket, policy="fold")
+    publisher.publish(weights(0))
+    publisher.flush()
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    publisher.publish(weights(1), annex={"a": 1})
+    with pytest.raises(InputError, match="annex"):
+        publisher.publish(weights(2))
+    gate.set()
+    publisher.close()
+    assert audit(bucket, weights) == 1
+
+
+def test_a_copy_that_is_interrupted_under_the_policy_fold_is_no_version(bucket, monkeypatch):
+    """Half of the weights that waited are others by then."""
+    publisher = start_publisher(bucket, policy="fold")
+    publisher.publish(weights(0))
+    publisher.flush()
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    publisher.publish(weights(1))
+    copy = publisher._copier.copy
+
+    def interrupted(pairs):
+        copy(list(pairs)[:2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher._copier, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(weights(2))
+    gate.set()
+    with pytest.raises(InputError, match="interrupted"):
+        publisher.flush()
+    assert publisher.publish(weights(1)) == 1
+    publisher.close()
+    assert audit(bucket, weights) == 1
+
+
+def test_a_copy_that_was_interrupted_may_be_done_over_under_the_policy_fold(bucket, monkeypatch):
+    publisher = start_publisher(bucket, policy="fold")
+    publisher.publish(weights(0))
+    publisher.flush()
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    publisher.publish(weights(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher._copier, "copy", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            publisher.publish(weights(6))
+    with pytest.raises(InputError, match="shape"):  # Refused before anything was copied.
+        publisher.publish({**weights(1), "norm": weights(1)["norm"].reshape(4, 4)})
+    assert publisher.publish(weights(1)) == 1
+    gate.set()
+    publisher.close()
+    assert audit(bucket, weights) == 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_interrupt_while_a_step_is_queued_loses_none_in_silence(bucket, monkeypatch, begun):
+    publisher = start_publisher(bucket, policy="fold")
+    publisher.publish(weights(0))
+    publisher.flush()
+    submit = publisher._pool.submit
+
+    def interrupted(*task):
+        if begun:
+            submit(*task)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher._pool, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(weights(9))
+    assert publisher.publish(weights(1)) == 1
+    publisher.close()
+    assert publisher.version == 1
+    assert audit(bucket, weights) == 1
+
+
+def test_a_failure_under_the_policy_fold_fails_what_is_behind_it(bucket):
+    publisher = start_publisher(bucket, policy="fold")
+    publisher.publish(weights(0))
+    publisher.flush()
+    gate = threading.Event()
+    publisher._pool.submit(gate.wait)
+    bucket.fail("create", error=disk_full)
+    assert publisher.publish(weights(1)) == 1
+    gate.set()
+    with pytest.raises(InputError, match="lack of space"):
+        publisher.flush()
+    assert publisher.publish(weights(1, seed=2)) == 1
+    publisher.close()
+    assert audit(bucket, lambda v: weights(1, seed=2) if v else weights(0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"), [("MAX_PIECES", 2), ("MAX_BLOBS", 0), ("MAX_MANIFEST_BYTES", 500)]
+)
+def test_what_no_reader_could_read_is_not_committed(bucket, monkeypatch, limit, value):
+    publisher = start_publisher(bucket)
+    publisher.publish(weights(0))
+    publisher.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"deltawire.wire.manifest.{limit}", value)
+        publisher.publish(weights(1))
+        with pytest.raises(InputError, match="no reader could read this version"):
+            publisher.flush()
+    assert publisher.publish(weights(1)) == 1
+    publisher.close()
+    assert audit(bucket, weights) == 1
+
+
+def test_tied_weights_that_differ_are_refused(bucket):
+    """The run has one tensor for both names: one of the two would be lost in silence."""
+    embed, other = np.arange(6.0).reshape(2, 3), np.ones(4)
+    with closing(open_publisher(bucket, {"embed": embed, "head": embed, "x": other})) as publisher:
+        assert publisher.run.aliases == {"head": "embed"}
+        assert publisher.publish({"embed": embed + 1, "head": embed + 1, "x": other}) == 1
+        assert publisher.publish({"head": embed + 2, "x": other}) == 2
+        for pair in ({"embed": embed, "head": embed + 1}, {"head": embed + 1, "embed": embed}):
+            with pytest.raises(InputError, match="tensor embed is tied"):
+                publisher.publish({**pair, "x": other})
+        with pytest.raises(InputError, match="has shape"):
+            publisher.publish({"embed": embed, "head": embed.reshape(3, 2), "x": other})
+    assert (
+        load_mirror(bucket, publisher.run).tensors["embed"].view("f8") == embed.ravel() + 2
+    ).all()
+
+
+def test_anchors_by_share_and_by_time(bucket):
+    publisher = start_publisher(bucket, anchor_every=0, anchor_share=1.0)
+    for version in range(9):
+        publisher.publish(weights(version))
+    publisher.close()
+    manifests = [read_manifest(bucket, publisher.run, version) for version in range(9)]
+    anchors = [m.version for m in manifests if m.anchor is not None]
+    assert 1 < len(anchors) < 9
+    for first, second in itertools.pairwise(anchors):
+        between = sum(m.delta.bytes for m in manifests[first + 1 : second])
+        assert between > manifests[first].anchor.bytes
+    assert [m.last_anchor for m in manifests] == [
+        max(a for a in anchors if a <= m.version) for m in manifests
+    ]
+    timed = start_publisher(bucket, anchor_every=0, anchor_seconds=1e-9)
+    timed.publish(weights(9))
+    timed.close()
+    assert read_manifest(bucket, publisher.run, 9).anchor is not None
+    assert audit(bucket, weights) == 9
+
+
+def test_tied_names_are_stored_once(bucket):
+    run = start_run(bucket)
+    tied = msgspec.structs.replace(run, id="f" * 32, aliases={"lm_head": "embed.weight"})
+    other = create_run(open_bucket("memory://"), tied)
+    blank = empty_mirror(other)
+    publisher = Publisher(bucket, other, blank, epoch=0, fold_strides=())
+    tensors = weights(0)
+    publisher.publish({**tensors, "lm_head": tensors["embed.weight"]})
+    renamed = {("lm_head" if n == "embed.weight" else n): t for n, t in weights(1).items()}
+    publisher.publish(renamed)
+    publisher.close()
+    assert same_bits(load_mirror(bucket, other).tensors, weights(1))
