@@ -73,7 +73,7 @@ class Places:
         now = self._clock()
         if now < self._names_due_at and not everything:
             return []
-        found = self._bucket.folders(keys.EVENTS)
+        found = self._bucket.list_prefixes(keys.EVENTS)
         took = self._clock() - now
         self._names_due_at = now + max(self._every_s, PATIENCE * took)
         return [name for name in found if name not in self._known and keys.valid_name(name)]
@@ -127,7 +127,7 @@ def number_of(segment: Entry) -> int:
 def segments(bucket: Bucket, series: str, behind: int = -1) -> list[Entry]:
     """A series' segments with numbers above ``behind``, in order, by listing."""
     after = keys.events(series, behind) if behind >= 0 else None
-    found = bucket.entries(f"{keys.EVENTS}{series}/", after=after)
+    found = bucket.list_objects(f"{keys.EVENTS}{series}/", after=after)
     return sorted(
         (entry for entry in found if entry.key == keys.events(series, number_of(entry))),
         key=number_of,
@@ -136,7 +136,7 @@ def segments(bucket: Bucket, series: str, behind: int = -1) -> list[Entry]:
 
 def newest_segment(bucket: Bucket, series: str) -> Entry | None:
     """The newest segment of a series, None if it has none."""
-    newest = bucket.look(keys.events(series, 0))
+    newest = bucket.head(keys.events(series, 0))
     if newest is None:
         listed = segments(bucket, series)
         return listed[-1] if listed else None
@@ -168,7 +168,7 @@ def first_since(bucket: Bucket, series: str, newest: int, since_s: float) -> int
 
 
 def _look(bucket: Bucket, series: str, number: int) -> Entry | None:
-    return bucket.look(keys.events(series, number)) if number <= keys.MAX_NUMBER else None
+    return bucket.head(keys.events(series, number)) if number <= keys.MAX_NUMBER else None
 
 
 def follow(

@@ -72,7 +72,7 @@ class RecentEvents:
         return [event for found in self._kept.values() for event in found.events]
 
     def _follow(self, place: Place, *, everything: bool) -> None:
-        for entry in follow(self._places, place, self._bucket.look, everything=everything):
+        for entry in follow(self._places, place, self._bucket.head, everything=everything):
             self._take(entry)
 
     def _enter(self, names: Sequence[str]) -> None:

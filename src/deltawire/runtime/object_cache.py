@@ -104,7 +104,7 @@ class Roster(Generic[T]):
 
     def _list(self) -> None:
         began = self._clock()
-        entries = [(self._name_of(e.key), e) for e in self._bucket.entries(self._prefix)]
+        entries = [(self._name_of(e.key), e) for e in self._bucket.list_objects(self._prefix)]
         named = [(name, entry) for name, entry in entries if name is not None]
         now = self._clock()
         self._list_due_at = now + PATIENCE * (now - began)

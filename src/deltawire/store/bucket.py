@@ -29,8 +29,8 @@ REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 class Entry:
     """What a store says of an object without reading it.
 
-    ``modified`` is by the store's clock; of S3, whole seconds from `look` and perhaps finer ones
-    from `entries`, so that two may differ by up to a second for one object.
+    ``modified`` is by the store's clock; of S3, whole seconds from `head` and perhaps finer ones
+    from `list_objects`, so that two may differ by up to a second for one object.
     """
 
     key: str
@@ -118,14 +118,14 @@ class Bucket:
 
     def exists(self, key: str) -> bool:
         """Whether there is such an object."""
-        return self.look(key) is not None
+        return self.head(key) is not None
 
     def size(self, key: str) -> int | None:
         """How many bytes an object has, None if there is no such object."""
-        entry = self.look(key)
+        entry = self.head(key)
         return None if entry is None else entry.bytes
 
-    def look(self, key: str) -> Entry | None:
+    def head(self, key: str) -> Entry | None:
         """Size and age of an object, None if there is no such object."""
         with self._errors("read", key):
             try:
@@ -135,9 +135,9 @@ class Bucket:
 
     def list(self, prefix: str, *, after: str | None = None) -> list[str]:
         """All keys under ``prefix``, sorted; with ``after``, only those that sort behind it."""
-        return [entry.key for entry in self.entries(prefix, after=after)]
+        return [entry.key for entry in self.list_objects(prefix, after=after)]
 
-    def entries(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
+    def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
         """As `list`, with size and age of each."""
         with self._errors("list", prefix):
             found = [
@@ -147,7 +147,7 @@ class Bucket:
             ]
         return sorted(found, key=lambda entry: entry.key)
 
-    def folders(self, prefix: str) -> Sequence[str]:
+    def list_prefixes(self, prefix: str) -> Sequence[str]:
         """The names directly under ``prefix`` (which ends with a slash) that have keys under them,
         sorted; of a folder, emptied ones too. A store tells them without telling those keys,
         however many there are."""

@@ -51,17 +51,17 @@ class MeteredBucket(Bucket):
             self._count(key, written=len(data))
         return made
 
-    def look(self, key: str) -> Entry | None:
-        """As `Bucket.look`."""
-        return self.inner.look(key)
+    def head(self, key: str) -> Entry | None:
+        """As `Bucket.head`."""
+        return self.inner.head(key)
 
-    def entries(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
-        """As `Bucket.entries`."""
-        return self.inner.entries(prefix, after=after)
+    def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
+        """As `Bucket.list_objects`."""
+        return self.inner.list_objects(prefix, after=after)
 
-    def folders(self, prefix: str) -> Sequence[str]:
-        """As `Bucket.folders`."""
-        return self.inner.folders(prefix)
+    def list_prefixes(self, prefix: str) -> Sequence[str]:
+        """As `Bucket.list_prefixes`."""
+        return self.inner.list_prefixes(prefix)
 
     def delete(self, key: str) -> None:
         """As `Bucket.delete`."""

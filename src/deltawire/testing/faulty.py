@@ -193,23 +193,23 @@ class FaultyBucket(Bucket):
         """As `Bucket.create`."""
         return self._do("create", key, lambda: self.inner.create(key, data))[0]
 
-    def look(self, key: str) -> Entry | None:
-        """As `Bucket.look`; counted as ``exists``, which rests on it."""
-        found, _ = self._do("exists", key, lambda: self.inner.look(key))
+    def head(self, key: str) -> Entry | None:
+        """As `Bucket.head`; counted as ``exists``, which rests on it."""
+        found, _ = self._do("exists", key, lambda: self.inner.head(key))
         return None if self._is_hidden(key) else found
 
-    def entries(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
-        """As `Bucket.entries`; counted as ``list``, which rests on it."""
-        found, _ = self._do("list", prefix, lambda: self.inner.entries(prefix, after=after))
+    def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
+        """As `Bucket.list_objects`; counted as ``list``, which rests on it."""
+        found, _ = self._do("list", prefix, lambda: self.inner.list_objects(prefix, after=after))
         seen = [entry for entry in found if not self._is_hidden(entry.key)]
         with self._lock:
             if self._shuffled is not None:
                 self._shuffled.shuffle(seen)
         return seen
 
-    def folders(self, prefix: str) -> Sequence[str]:
-        """As `Bucket.folders`; counted as ``list``, and of what that tells."""
-        found, _ = self._do("list", prefix, lambda: self.inner.entries(prefix))
+    def list_prefixes(self, prefix: str) -> Sequence[str]:
+        """As `Bucket.list_prefixes`; counted as ``list``, and of what that tells."""
+        found, _ = self._do("list", prefix, lambda: self.inner.list_objects(prefix))
         below = (e.key.removeprefix(prefix).split("/") for e in found if not self._is_hidden(e.key))
         return sorted({parts[0] for parts in below if len(parts) > 1})
 

@@ -58,20 +58,20 @@ class StoreSuite:
         second_s = timedelta(seconds=1)
         bucket.put("a/1", b"123")
         bucket.put("a/2", b"")
-        first, second = bucket.entries("a/")
+        first, second = bucket.list_objects("a/")
         assert (first.key, first.bytes, second.bytes) == ("a/1", 3, 0)
-        looked = bucket.look("a/1")
+        looked = bucket.head("a/1")
         assert looked is not None
         assert (looked.key, looked.bytes) == (first.key, first.bytes)
         assert abs(looked.modified - first.modified) < second_s
-        assert (bucket.size("a/1"), bucket.size("a/3"), bucket.look("a")) == (3, None, None)
+        assert (bucket.size("a/1"), bucket.size("a/3"), bucket.head("a")) == (3, None, None)
         assert first.modified <= second.modified
         bucket.put("a/1", b"12")
-        again = bucket.look("a/1")
+        again = bucket.head("a/1")
         assert again is not None
         assert again.bytes == 2
         assert again.modified > second.modified - second_s
-        assert bucket.entries("a/", after="a/1") == [second]
+        assert bucket.list_objects("a/", after="a/1") == [second]
 
     def test_put_replaces(self, bucket: Bucket) -> None:
         """A put replaces the whole of an object, a longer one too."""
@@ -181,10 +181,10 @@ class StoreSuite:
         """The names under a prefix that have keys under them, each once, and none below them."""
         for key in ("r/w10/1", "r/w1/1", "r/w1/2", "r/w1/x/3", "r/loose", "other/1"):
             bucket.put(key, b"")
-        assert bucket.folders("r/") == ["w1", "w10"]
-        assert bucket.folders("r/w1/") == ["x"]
-        assert bucket.folders("r/w10/") == []
-        assert bucket.folders("nothing/") == []
+        assert bucket.list_prefixes("r/") == ["w1", "w10"]
+        assert bucket.list_prefixes("r/w1/") == ["x"]
+        assert bucket.list_prefixes("r/w10/") == []
+        assert bucket.list_prefixes("nothing/") == []
 
     def test_delete(self, bucket: Bucket) -> None:
         """Removes what is there and nothing else, and does not mind that it is not there."""

@@ -39,11 +39,11 @@ class ClockedBucket(FaultyBucket):
         self.stamps[key] = self.now
         super().put(key, data)
 
-    def look(self, key):
-        return self._stamped(super().look(key))
+    def head(self, key):
+        return self._stamped(super().head(key))
 
-    def entries(self, prefix, *, after=None):
-        return [self._stamped(entry) for entry in super().entries(prefix, after=after)]
+    def list_objects(self, prefix, *, after=None):
+        return [self._stamped(entry) for entry in super().list_objects(prefix, after=after)]
 
     def _stamped(self, entry):
         if entry is None:
@@ -139,20 +139,20 @@ class ReadersAndWriters(RuleBasedStateMachine):
     @rule(everything=st.booleans())
     def look(self, everything):
         kept = self._look_at_recent(everything=everything)
-        entries = self.bucket.entries(keys.EVENTS)
+        entries = self.bucket.list_objects(keys.EVENTS)
         wanted = {entry.key for entry in recent(entries, WINDOW_S)}
         if everything and not self.jumped:
             there = {entry.key for entry in entries}
             assert wanted == {key for key in kept if key in there}
         elif everything:
-            for series in self.bucket.folders(keys.EVENTS):
+            for series in self.bucket.list_prefixes(keys.EVENTS):
                 tail = [entry.key for entry in segments(self.bucket, series)[-TAIL:]]
                 assert kept.keys() >= set(tail)
 
     @rule()
     def find_ends(self):
         """Doubling and halving against a listing."""
-        for series in self.bucket.folders(keys.EVENTS):
+        for series in self.bucket.list_prefixes(keys.EVENTS):
             listed = segments(self.bucket.inner, series)
             newest = newest_segment(self.bucket, series)
             assert newest is not None

@@ -29,8 +29,8 @@ class CoarseBucket(FaultyBucket):
         self.stamps[key] = math.floor(self.now)
         super().put(key, data)
 
-    def entries(self, prefix, *, after=None):
-        found = super().entries(prefix, after=after)
+    def list_objects(self, prefix, *, after=None):
+        found = super().list_objects(prefix, after=after)
         return [
             Entry(e.key, e.bytes, datetime.fromtimestamp(self.stamps[e.key], UTC)) for e in found
         ]

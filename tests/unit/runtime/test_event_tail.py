@@ -51,7 +51,7 @@ def test_each_segment_is_read_once_and_new_series_are_found(monkeypatch):
 class _NoListing(FaultyBucket):
     """A bucket that is asked for names of folders alone."""
 
-    def entries(self, prefix, *, after=None):
+    def list_objects(self, prefix, *, after=None):
         raise AssertionError(f"listed {prefix}")
 
 
@@ -62,7 +62,7 @@ def test_following_lists_no_segments(monkeypatch):
         for number in range(50):
             put(inner, series, number)
     tail = EventTail(inner)
-    monkeypatch.setattr(inner, "entries", _NoListing(inner).entries)
+    monkeypatch.setattr(inner, "list_objects", _NoListing(inner).list_objects)
     assert len(read(tail)) == 100
 
 

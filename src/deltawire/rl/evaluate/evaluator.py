@@ -74,7 +74,7 @@ async def measure(
 def evaluated_versions(process: Process) -> set[int]:
     """Versions that an evaluator of this run has measured before."""
     found = set()
-    for series in process.bucket.folders(keys.EVENTS):
+    for series in process.bucket.list_prefixes(keys.EVENTS):
         if not series.startswith(f"{process.name}-"):
             continue
         for key in process.bucket.list(f"{keys.EVENTS}{series}/"):

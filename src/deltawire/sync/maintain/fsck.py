@@ -276,7 +276,7 @@ class _Check:
         return "warning" if fold else self._level(step.stated.version)
 
     def _look_for_blobs(self) -> None:
-        there = {e.key: e.bytes for e in with_retries(lambda: self.bucket.entries(keys.BLOBS))}
+        there = {e.key: e.bytes for e in with_retries(lambda: self.bucket.list_objects(keys.BLOBS))}
         self.found.blobs, self.found.bytes = len(there), sum(there.values())
         wanted: set[str] = set()
         for level, ref, version in self._all_refs():

@@ -55,7 +55,7 @@ MARGIN_S = 300.0
 def store_clock(bucket: Bucket) -> datetime:
     """What the store's clock shows, by the age of an object written for the purpose."""
     bucket.put(keys.CLOCK, b"\n")
-    entry = bucket.look(keys.CLOCK)
+    entry = bucket.head(keys.CLOCK)
     if entry is None:
         raise CorruptError("an object just written is gone", run=bucket.url, key=keys.CLOCK)
     return entry.modified
@@ -99,7 +99,7 @@ def _delete_before(until: float, bucket: Bucket, key: str) -> None:
 
 def drop_dead_sweeps(bucket: Bucket, now: datetime) -> None:
     """Take away the sweeps of processes that died. ``now`` is by the store's clock."""
-    for entry in with_retries(lambda: bucket.entries(keys.SWEEPS)):
+    for entry in with_retries(lambda: bucket.list_objects(keys.SWEEPS)):
         if _is_dead(entry, now):
             with_retries(lambda key=entry.key: bucket.delete(key))  # type: ignore[misc]
 
@@ -113,7 +113,7 @@ def blobs_stay(bucket: Bucket, run: Run, refs: Iterable[BlobRef]) -> bool:
     sizes = {keys.blob(ref.hash): ref.bytes for ref in refs}
     if not sizes:
         return True
-    sweeps = with_retries(lambda: bucket.entries(keys.SWEEPS))
+    sweeps = with_retries(lambda: bucket.list_objects(keys.SWEEPS))
     for entry in sweeps:
         _wait_for(bucket, run, entry, sizes.keys())
     return all(

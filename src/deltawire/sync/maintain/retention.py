@@ -154,7 +154,7 @@ def _raise_boundary(bucket: Bucket, run: Run, version: int, signer: Signer | Non
 
 def _boundaries(bucket: Bucket) -> dict[int, datetime]:
     found = {}
-    for entry in bucket.entries(keys.BOUNDARIES):
+    for entry in bucket.list_objects(keys.BOUNDARIES):
         number = keys.trailing_number(entry.key)
         if number is not None and entry.key == keys.boundary(number):
             found[number] = entry.modified
@@ -249,7 +249,7 @@ def _sweep_blobs(bucket: Bucket, run: Run, found: Pruned, due: datetime, dry_run
     kept = references.look()
     old = {
         entry.key: entry.bytes
-        for entry in bucket.entries(keys.BLOBS)
+        for entry in bucket.list_objects(keys.BLOBS)
         if entry.key not in kept and entry.modified <= due
     }
     # Once more: a publisher that does a lost version over has perhaps just put it again. It would
@@ -257,12 +257,12 @@ def _sweep_blobs(bucket: Bucket, run: Run, found: Pruned, due: datetime, dry_run
     doomed = [
         key
         for key in old
-        if dry_run or ((again := bucket.look(key)) is not None and again.modified <= due)
+        if dry_run or ((again := bucket.head(key)) is not None and again.modified <= due)
     ]
     for key in doomed if dry_run else delete_blobs(bucket, run, doomed, references.look):
         found.blobs.append(key)
         found.bytes += old[key]
-    for entry in bucket.entries(keys.PARTS):
+    for entry in bucket.list_objects(keys.PARTS):
         if entry.modified <= due and not dry_run:
             with_retries(lambda key=entry.key: bucket.delete(key))  # type: ignore[misc]
 

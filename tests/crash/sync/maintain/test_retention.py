@@ -50,7 +50,7 @@ def publish_and_wait(publisher, tensors):
 
 
 def stored(bucket):
-    return {entry.key: entry.bytes for entry in bucket.inner.entries("")}
+    return {entry.key: entry.bytes for entry in bucket.inner.list_objects("")}
 
 
 def assert_kept(bucket, first):

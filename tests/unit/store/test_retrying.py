@@ -1,0 +1,56 @@
+"""`RetryingBucket`: every verb is repeated, by one policy."""
+
+import pytest
+
+from deltawire.errors import InputError, RetryError
+from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
+from deltawire.testing.faulty import FaultyBucket, disk_full
+
+CALLS = {
+    "get": lambda bucket: bucket.get("a/1", limit=9),
+    "range": lambda bucket: bucket.read_ranges("a/1", [(0, 2)]),
+    "put": lambda bucket: bucket.put("a/1", b"xyz"),
+    "create": lambda bucket: bucket.create("a/2", b"xyz"),
+    "exists": lambda bucket: bucket.head("a/1"),
+    "list": lambda bucket: bucket.list("a/"),
+    "delete": lambda bucket: bucket.delete("a/1"),
+}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_every_verb_is_repeated_and_then_gives_up(verb):
+    faulty = FaultyBucket(open_bucket("memory://"))
+    faulty.put("a/1", b"xyz")
+    pauses = []
+    bucket = RetryingBucket(faulty, RetryPolicy(retries=3, first_pause_s=1.0, sleep=pauses.append))
+    faulty.fail(verb, times=3)
+    CALLS[verb](bucket)
+    assert pauses == [1.0, 2.0, 4.0]
+    faulty.fail(verb, times=4)
+    with pytest.raises(RetryError):
+        CALLS[verb](bucket)
+    assert len(pauses) == 6
+
+
+def test_refusals_are_not_repeated():
+    faulty = FaultyBucket(open_bucket("memory://"))
+    faulty.fail("put", times=None, error=disk_full)
+    with pytest.raises(InputError):
+        RetryingBucket(faulty, RetryPolicy(sleep=lambda _: pytest.fail("slept"))).put("a", b"")
+
+
+def test_wrapping_twice_does_not_multiply_attempts():
+    faulty = FaultyBucket(open_bucket("memory://"))
+    faulty.fail("get", times=None)
+    policy = RetryPolicy(retries=2, first_pause_s=0.0)
+    with pytest.raises(RetryError):
+        RetryingBucket(RetryingBucket(faulty), policy).get("a", limit=1)
+    assert faulty.operations == [("get", "a")] * 3
+
+
+def test_a_create_whose_answer_was_lost_finds_its_own_object():
+    faulty = FaultyBucket(open_bucket("memory://"))
+    faulty.fail("create", done=True)
+    bucket = RetryingBucket(faulty, RetryPolicy(first_pause_s=0.0))
+    assert bucket.create("a", b"mine") is False
+    assert bucket.get("a", limit=9) == b"mine"
