@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from deltawire.store import Bucket
-from deltawire.store.bucket import Entry
+from deltawire.store.bucket import ObjectMeta
 from deltawire.wire import keys
 
 Found = TypeVar("Found")
@@ -119,12 +119,12 @@ def _rest_s(quiet_s: float) -> float:
     return min(quiet_s / QUIET_SHARE, LONGEST_S) if quiet_s >= QUIET_S else 0.0
 
 
-def number_of(segment: Entry) -> int:
+def number_of(segment: ObjectMeta) -> int:
     """A segment's number in its series."""
     return keys.trailing_number(segment.key) or 0
 
 
-def segments(bucket: Bucket, series: str, behind: int = -1) -> list[Entry]:
+def segments(bucket: Bucket, series: str, behind: int = -1) -> list[ObjectMeta]:
     """A series' segments with numbers above ``behind``, in order, by listing."""
     after = keys.events(series, behind) if behind >= 0 else None
     found = bucket.list_objects(f"{keys.EVENTS}{series}/", after=after)
@@ -134,7 +134,7 @@ def segments(bucket: Bucket, series: str, behind: int = -1) -> list[Entry]:
     )
 
 
-def newest_segment(bucket: Bucket, series: str) -> Entry | None:
+def newest_segment(bucket: Bucket, series: str) -> ObjectMeta | None:
     """The newest segment of a series, None if it has none."""
     newest = bucket.head(keys.events(series, 0))
     if newest is None:
@@ -167,7 +167,7 @@ def first_since(bucket: Bucket, series: str, newest: int, since_s: float) -> int
     return first
 
 
-def _look(bucket: Bucket, series: str, number: int) -> Entry | None:
+def _look(bucket: Bucket, series: str, number: int) -> ObjectMeta | None:
     return bucket.head(keys.events(series, number)) if number <= keys.MAX_NUMBER else None
 
 

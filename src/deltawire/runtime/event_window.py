@@ -20,7 +20,7 @@ from deltawire.runtime.event_cursor import (
 )
 from deltawire.runtime.event_tail import read_segment
 from deltawire.store import Bucket
-from deltawire.store.bucket import Entry
+from deltawire.store.bucket import ObjectMeta
 from deltawire.wire import keys
 
 MAX_EVENT_BYTES = 256 << 20
@@ -35,7 +35,7 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True)
 class _Segment:
-    entry: Entry
+    entry: ObjectMeta
     events: list[Event]
 
 
@@ -92,7 +92,9 @@ class RecentEvents:
             else:
                 self._places.add(name)
 
-    def _near_the_end(self, series: str, newest: Entry | None, latest: float) -> list[Entry]:
+    def _near_the_end(
+        self, series: str, newest: ObjectMeta | None, latest: float
+    ) -> list[ObjectMeta]:
         if newest is None:
             return []
         if series.startswith("supervisor-"):
@@ -103,19 +105,19 @@ class RecentEvents:
             first = min(first, first_since(self._bucket, series, last, since_s))
         return segments(self._bucket, series, first - 1)
 
-    def _take(self, entry: Entry) -> None:
+    def _take(self, entry: ObjectMeta) -> None:
         self._kept[entry.key] = _Segment(entry, read_segment(self._bucket, entry.key) or [])
 
     def _latest(self) -> float:
         return max((s.entry.modified.timestamp() for s in self._kept.values()), default=0.0)
 
-    def _wanted(self, entries: Iterable[Entry]) -> list[Entry]:
+    def _wanted(self, entries: Iterable[ObjectMeta]) -> list[ObjectMeta]:
         return recent(entries, self._window_s)
 
 
-def recent(entries: Iterable[Entry], window_s: float) -> list[Entry]:
+def recent(entries: Iterable[ObjectMeta], window_s: float) -> list[ObjectMeta]:
     """Of some segments those that a look wants, the newest first."""
-    series: dict[str, list[Entry]] = {}
+    series: dict[str, list[ObjectMeta]] = {}
     for entry in entries:
         if (name := keys.series_of(entry.key)) is not None:
             series.setdefault(name, []).append(entry)

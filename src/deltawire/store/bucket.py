@@ -26,7 +26,7 @@ REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 
 
 @dataclass(frozen=True)
-class Entry:
+class ObjectMeta:
     """What a store says of an object without reading it.
 
     ``modified`` is by the store's clock; of S3, whole seconds from `head` and perhaps finer ones
@@ -125,7 +125,7 @@ class Bucket:
         entry = self.head(key)
         return None if entry is None else entry.bytes
 
-    def head(self, key: str) -> Entry | None:
+    def head(self, key: str) -> ObjectMeta | None:
         """Size and age of an object, None if there is no such object."""
         with self._errors("read", key):
             try:
@@ -137,7 +137,7 @@ class Bucket:
         """All keys under ``prefix``, sorted; with ``after``, only those that sort behind it."""
         return [entry.key for entry in self.list_objects(prefix, after=after)]
 
-    def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
+    def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[ObjectMeta]:
         """As `list`, with size and age of each."""
         with self._errors("list", prefix):
             found = [
@@ -183,8 +183,8 @@ class Bucket:
             raise InputError(f"cannot {verb}: not a key", run=self.url, key=key) from error
 
 
-def _entry(meta: Any) -> Entry:
-    return Entry(str(meta["path"]), int(meta["size"]), meta["last_modified"])
+def _entry(meta: Any) -> ObjectMeta:
+    return ObjectMeta(str(meta["path"]), int(meta["size"]), meta["last_modified"])
 
 
 _REFUSALS = {

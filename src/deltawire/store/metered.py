@@ -1,23 +1,29 @@
-"""A bucket that counts what goes through it, for progress bars and for proofs."""
+"""Counts the bytes that go through a bucket, for progress bars, benchmarks and tests."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 
-from deltawire.store.bucket import Bucket, Entry
+from deltawire.store.bucket import Bucket
+from deltawire.store.delegating import DelegatingBucket
 
 
-class MeteredBucket(Bucket):
-    """Passes everything on to ``inner`` and counts bytes and whole objects, each way.
+class MeteredBucket(DelegatingBucket):
+    """Counts the bytes that are read from and written to ``inner``.
 
-    ``on_bytes(read, written)`` is called after each operation that moved any, from whichever
-    thread did it. Safe for use by several threads.
+    ``on_bytes(read, written)`` is called after each operation that moved any, in the thread that
+    did it. Safe for use by several threads.
+
+    Example::
+
+        bucket = MeteredBucket(open_bucket("s3://bucket/run"))
+        read_run(bucket)
+        print(bucket.read_bytes)
     """
 
     def __init__(self, inner: Bucket, on_bytes: Callable[[int, int], None] | None = None) -> None:
-        super().__init__(inner.store, inner.url, local=inner.local)
-        self.inner = inner
+        super().__init__(inner)
         self.read_bytes = 0
         self.written_bytes = 0
         self.read_keys: dict[str, int] = {}
@@ -50,22 +56,6 @@ class MeteredBucket(Bucket):
         if made:
             self._count(key, written=len(data))
         return made
-
-    def head(self, key: str) -> Entry | None:
-        """As `Bucket.head`."""
-        return self.inner.head(key)
-
-    def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
-        """As `Bucket.list_objects`."""
-        return self.inner.list_objects(prefix, after=after)
-
-    def list_prefixes(self, prefix: str) -> Sequence[str]:
-        """As `Bucket.list_prefixes`."""
-        return self.inner.list_prefixes(prefix)
-
-    def delete(self, key: str) -> None:
-        """As `Bucket.delete`."""
-        self.inner.delete(key)
 
     def _count(self, key: str, *, read: int = 0, written: int = 0) -> None:
         with self._lock:

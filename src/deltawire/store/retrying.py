@@ -1,17 +1,18 @@
 """Retries operations on a bucket that does not answer.
 
-Retries live here only: whoever wants patience wraps a bucket once, and calls it like any other.
+Retries live here only: a caller that wants them wraps its bucket once and uses it like any other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from deltawire.errors import BugError, RetryError
-from deltawire.store.bucket import Bucket, Entry
+from deltawire.store.bucket import Bucket
+from deltawire.store.delegating import DelegatingBucket, Verb
 
 T = TypeVar("T")
 
@@ -43,8 +44,8 @@ PATIENT = RetryPolicy()
 """What most callers want: six attempts within about three seconds."""
 
 
-class RetryingBucket(Bucket):
-    """Passes every operation on to ``inner`` and repeats it on `RetryError`, by ``policy``.
+class RetryingBucket(DelegatingBucket):
+    """Repeats every operation of ``inner`` that raises `RetryError`, by ``policy``.
 
     A repeated `create` may find the object that its own first attempt stored, and then returns
     False: a caller that must know whose object it is reads it back and compares its nonce.
@@ -57,38 +58,18 @@ class RetryingBucket(Bucket):
     """
 
     def __init__(self, inner: Bucket, policy: RetryPolicy = PATIENT) -> None:
-        super().__init__(inner.store, inner.url, local=inner.local)
-        self.inner: Bucket = inner.inner if isinstance(inner, RetryingBucket) else inner
+        super().__init__(inner.inner if isinstance(inner, RetryingBucket) else inner)
         self.policy = policy
 
-    def get(self, key: str, *, limit: int) -> bytes | None:
-        """As `Bucket.get`."""
-        return self.policy.run(lambda: self.inner.get(key, limit=limit))
+    @classmethod
+    def over(cls, bucket: Bucket) -> Bucket:
+        """Return ``bucket`` if it retries already, by whichever policy, else one that wraps it."""
+        layer = bucket
+        while isinstance(layer, DelegatingBucket):
+            if isinstance(layer, RetryingBucket):
+                return bucket
+            layer = layer.inner
+        return cls(bucket)
 
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
-        """As `Bucket.read_ranges`."""
-        return self.policy.run(lambda: self.inner.read_ranges(key, ranges))
-
-    def put(self, key: str, data: bytes) -> None:
-        """As `Bucket.put`."""
-        self.policy.run(lambda: self.inner.put(key, data))
-
-    def create(self, key: str, data: bytes) -> bool:
-        """As `Bucket.create`, with the caution that the class states."""
-        return self.policy.run(lambda: self.inner.create(key, data))
-
-    def head(self, key: str) -> Entry | None:
-        """As `Bucket.head`."""
-        return self.policy.run(lambda: self.inner.head(key))
-
-    def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
-        """As `Bucket.list_objects`."""
-        return self.policy.run(lambda: self.inner.list_objects(prefix, after=after))
-
-    def list_prefixes(self, prefix: str) -> Sequence[str]:
-        """As `Bucket.list_prefixes`."""
-        return self.policy.run(lambda: self.inner.list_prefixes(prefix))
-
-    def delete(self, key: str) -> None:
-        """As `Bucket.delete`."""
-        self.policy.run(lambda: self.inner.delete(key))
+    def _call(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:  # noqa: ARG002
+        return self.policy.run(operation)

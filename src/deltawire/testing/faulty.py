@@ -19,12 +19,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
-from deltawire.store import Bucket, Entry
-
-Verb = Literal["get", "range", "put", "create", "exists", "list", "delete"]
+from deltawire.store import Bucket, DelegatingBucket, ObjectMeta
+from deltawire.store.delegating import Verb
 
 T = TypeVar("T")
 
@@ -76,7 +75,7 @@ class _Rule:
         return self.seen >= self.at and (self.times is None or self.seen < self.at + self.times)
 
 
-class FaultyBucket(Bucket):
+class FaultyBucket(DelegatingBucket):
     """Passes everything on to ``inner``, save what it was told to fail, delay, damage or hide.
 
     ``operations`` lists every (verb, key) that was asked for, in order, failed ones too. Safe for
@@ -84,8 +83,7 @@ class FaultyBucket(Bucket):
     """
 
     def __init__(self, inner: Bucket) -> None:
-        super().__init__(inner.store, inner.url, local=inner.local)
-        self.inner = inner
+        super().__init__(inner)
         self.operations: list[tuple[Verb, str]] = []
         self._rules: list[_Rule] = []
         self._hidden: list[str] = []
@@ -185,22 +183,14 @@ class FaultyBucket(Bucket):
             raise CorruptError("an object ends within the range that was asked for", key=key)
         return [memoryview(data)[start : start + length] for start, length in ranges]
 
-    def put(self, key: str, data: bytes) -> None:
-        """As `Bucket.put`."""
-        self._do("put", key, lambda: self.inner.put(key, data))
-
-    def create(self, key: str, data: bytes) -> bool:
-        """As `Bucket.create`."""
-        return self._do("create", key, lambda: self.inner.create(key, data))[0]
-
-    def head(self, key: str) -> Entry | None:
-        """As `Bucket.head`; counted as ``exists``, which rests on it."""
-        found, _ = self._do("exists", key, lambda: self.inner.head(key))
+    def head(self, key: str) -> ObjectMeta | None:
+        """As `Bucket.head`, on which `exists` and `size` rest."""
+        found = super().head(key)
         return None if self._is_hidden(key) else found
 
-    def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[Entry]:
-        """As `Bucket.list_objects`; counted as ``list``, which rests on it."""
-        found, _ = self._do("list", prefix, lambda: self.inner.list_objects(prefix, after=after))
+    def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[ObjectMeta]:
+        """As `Bucket.list_objects`, on which `list` rests."""
+        found = super().list_objects(prefix, after=after)
         seen = [entry for entry in found if not self._is_hidden(entry.key)]
         with self._lock:
             if self._shuffled is not None:
@@ -208,14 +198,13 @@ class FaultyBucket(Bucket):
         return seen
 
     def list_prefixes(self, prefix: str) -> Sequence[str]:
-        """As `Bucket.list_prefixes`; counted as ``list``, and of what that tells."""
-        found, _ = self._do("list", prefix, lambda: self.inner.list_objects(prefix))
+        """As `Bucket.list_prefixes`; hidden objects make no prefix."""
+        found = super().list_objects(prefix)
         below = (e.key.removeprefix(prefix).split("/") for e in found if not self._is_hidden(e.key))
         return sorted({parts[0] for parts in below if len(parts) > 1})
 
-    def delete(self, key: str) -> None:
-        """As `Bucket.delete`."""
-        self._do("delete", key, lambda: self.inner.delete(key))
+    def _call(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:
+        return self._do(verb, key, operation)[0]
 
     def _do(self, verb: Verb, key: str, operation: Callable[[], T]) -> tuple[T, Sequence[_Rule]]:
         """The operation's result, and the rules that struck it."""

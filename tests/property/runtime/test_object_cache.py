@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deltawire.errors import CorruptError, RetryError
 from deltawire.runtime.object_cache import SETTLED_S, Roster
 from deltawire.store import open_bucket
-from deltawire.store.bucket import Entry
+from deltawire.store.bucket import ObjectMeta
 from deltawire.testing.faulty import FaultyBucket, half
 from deltawire.wire import keys
 
@@ -32,7 +32,8 @@ class CoarseBucket(FaultyBucket):
     def list_objects(self, prefix, *, after=None):
         found = super().list_objects(prefix, after=after)
         return [
-            Entry(e.key, e.bytes, datetime.fromtimestamp(self.stamps[e.key], UTC)) for e in found
+            ObjectMeta(e.key, e.bytes, datetime.fromtimestamp(self.stamps[e.key], UTC))
+            for e in found
         ]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from deltawire.errors import InputError, RetryError
-from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
+from deltawire.store import MeteredBucket, RetryingBucket, RetryPolicy, open_bucket
 from deltawire.testing.faulty import FaultyBucket, disk_full
 
 CALLS = {
@@ -11,7 +11,7 @@ CALLS = {
     "range": lambda bucket: bucket.read_ranges("a/1", [(0, 2)]),
     "put": lambda bucket: bucket.put("a/1", b"xyz"),
     "create": lambda bucket: bucket.create("a/2", b"xyz"),
-    "exists": lambda bucket: bucket.head("a/1"),
+    "head": lambda bucket: bucket.head("a/1"),
     "list": lambda bucket: bucket.list("a/"),
     "delete": lambda bucket: bucket.delete("a/1"),
 }
@@ -54,3 +54,15 @@ def test_a_create_whose_answer_was_lost_finds_its_own_object():
     bucket = RetryingBucket(faulty, RetryPolicy(first_pause_s=0.0))
     assert bucket.create("a", b"mine") is False
     assert bucket.get("a", limit=9) == b"mine"
+
+
+def test_over_keeps_a_policy_that_is_already_there():
+    faulty = FaultyBucket(open_bucket("memory://"))
+    faulty.fail("get", times=None)
+    patient = RetryingBucket(faulty, RetryPolicy(retries=1, first_pause_s=0.0))
+    metered = MeteredBucket(patient)
+    assert RetryingBucket.over(metered) is metered
+    with pytest.raises(RetryError):
+        RetryingBucket.over(metered).get("a", limit=1)
+    assert faulty.operations == [("get", "a")] * 2
+    assert isinstance(RetryingBucket.over(faulty), RetryingBucket)

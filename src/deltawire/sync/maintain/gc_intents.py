@@ -37,7 +37,7 @@ from datetime import datetime, timedelta
 from functools import partial
 
 from deltawire.errors import CorruptError, RetryError
-from deltawire.store import Bucket, Entry
+from deltawire.store import Bucket, ObjectMeta
 from deltawire.sync.chain.objects import with_retries
 from deltawire.wire import keys
 from deltawire.wire.boundary import MAX_SWEEP_BLOBS, MAX_SWEEP_BYTES, DeletionIntent, decode_sweep
@@ -122,7 +122,7 @@ def blobs_stay(bucket: Bucket, run: Run, refs: Iterable[BlobRef]) -> bool:
     )
 
 
-def _wait_for(bucket: Bucket, run: Run, entry: Entry, names: Iterable[str]) -> None:
+def _wait_for(bucket: Bucket, run: Run, entry: ObjectMeta, names: Iterable[str]) -> None:
     try:
         data = with_retries(lambda: bucket.get(entry.key, limit=MAX_SWEEP_BYTES))
         if data is None:
@@ -144,5 +144,5 @@ def _uptime() -> float:
     return time.monotonic() if boot is None else time.clock_gettime(boot)
 
 
-def _is_dead(entry: Entry, now: datetime) -> bool:
+def _is_dead(entry: ObjectMeta, now: datetime) -> bool:
     return now - entry.modified > timedelta(seconds=SWEEP_S + MARGIN_S)

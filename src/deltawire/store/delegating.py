@@ -1,0 +1,68 @@
+"""The base of buckets that wrap another bucket and change how its operations behave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+from deltawire.store.bucket import Bucket, ObjectMeta
+
+Verb = Literal["get", "range", "put", "create", "head", "list", "delete"]
+"""An operation's kind; ``list`` covers prefixes too."""
+
+T = TypeVar("T")
+
+
+class DelegatingBucket(Bucket):
+    """Passes every operation on to ``inner``, each through `_call`.
+
+    A subclass that treats all operations alike overrides `_call` only; one that looks at what an
+    operation moved overrides that operation.
+
+    Example::
+
+        class LoggingBucket(DelegatingBucket):
+            def _call(self, verb, key, operation):
+                print(verb, key)
+                return operation()
+    """
+
+    def __init__(self, inner: Bucket) -> None:
+        super().__init__(inner.store, inner.url, local=inner.local)
+        self.inner = inner
+
+    def _call(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:  # noqa: ARG002
+        """Run one operation on ``inner`` and return its result."""
+        return operation()
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        """As `Bucket.get`."""
+        return self._call("get", key, lambda: self.inner.get(key, limit=limit))
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
+        """As `Bucket.read_ranges`."""
+        return self._call("range", key, lambda: self.inner.read_ranges(key, ranges))
+
+    def put(self, key: str, data: bytes) -> None:
+        """As `Bucket.put`."""
+        self._call("put", key, lambda: self.inner.put(key, data))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """As `Bucket.create`."""
+        return self._call("create", key, lambda: self.inner.create(key, data))
+
+    def head(self, key: str) -> ObjectMeta | None:
+        """As `Bucket.head`."""
+        return self._call("head", key, lambda: self.inner.head(key))
+
+    def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[ObjectMeta]:
+        """As `Bucket.list_objects`."""
+        return self._call("list", prefix, lambda: self.inner.list_objects(prefix, after=after))
+
+    def list_prefixes(self, prefix: str) -> Sequence[str]:
+        """As `Bucket.list_prefixes`."""
+        return self._call("list", prefix, lambda: self.inner.list_prefixes(prefix))
+
+    def delete(self, key: str) -> None:
+        """As `Bucket.delete`."""
+        self._call("delete", key, lambda: self.inner.delete(key))
