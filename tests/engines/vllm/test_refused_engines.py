@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deltawire.engines.vllm import remade
+from deltawire.engines.vllm import postprocess_check as remade
 from deltawire.engines.vllm.refusals import (
     refuse_configuration,
     refuse_remade,

@@ -1,50 +1,12 @@
 """Sampler and trainer agree: the engine's log-probabilities against the trainer's forward."""
 
-import numpy as np
 import pytest
 import torch
+from sampled import sampled_groups
 
-from deltawire.engines.base import Sampling
-from deltawire.engines.transformers import TransformersEngine
 from deltawire.parity import divergence
 from deltawire.train.batch import collate
 from deltawire.train.policy import token_logprobs
-from deltawire.wire.rollouts import Group, Trajectory
-
-
-def sampled_groups(model, temperature):
-    engine = TransformersEngine(
-        model, stop_tokens=range(0, 256, 16), slots=5, capacity=64, seed=2, version=4
-    )
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 256, n).astype(np.int32) for n in (3, 17, 8)]
-    done = {number: [] for number in range(len(prompts))}
-    for number, prompt in enumerate(prompts):
-        for _ in range(4):
-            engine.submit(prompt.tolist(), Sampling(20, temperature), done[number].append)
-    while engine.active:
-        engine.step()
-    return [
-        Group(
-            "w",
-            "n",
-            "t",
-            temperature,
-            prompt,
-            [
-                Trajectory(
-                    np.array(c.tokens, np.int32),
-                    np.array(c.logprobs, np.float32),
-                    np.array(c.versions, np.int32),
-                    np.ones(len(c.tokens), np.uint8),
-                    0.0,
-                    c.finish,
-                )
-                for c in done[number]
-            ],
-        )
-        for number, prompt in enumerate(prompts)
-    ]
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])

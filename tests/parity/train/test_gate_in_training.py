@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from test_divergence_parity import sampled_groups
+from sampled import sampled_groups
 
 from deltawire.config import ParityConfig, ParityLimits, RunConfig, TrainConfig
 from deltawire.train.masters import MasterWeights

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from history import LIMIT, snapshot, weights
-from test_shards import RANKS, close, publish_all, rank_publisher
+from shard_ranks import RANKS, close, publish_all, rank_publisher
 
 from deltawire.errors import RetryError
 from deltawire.store import open_bucket

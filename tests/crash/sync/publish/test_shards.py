@@ -1,21 +1,18 @@
 """Ranks that write apart: one manifest commits all of them, or none."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
+from shard_ranks import RANKS, close, publish_all, rank_publisher, shards
 
-from deltawire import codec
-from deltawire.errors import DeltawireError, FencedError, InputError, RetryError
+from deltawire.errors import FencedError, InputError, RetryError
 from deltawire.store import open_bucket
-from deltawire.sync import Mirror, ShardPublisher, Subscriber, load_mirror, newest_version
+from deltawire.sync import Subscriber, load_mirror, newest_version
 from deltawire.sync.chain import objects as chain
 from deltawire.testing.faulty import FaultyBucket
-from deltawire.testing.tiny import TENSORS, audit, same_bits, start_publisher, start_run, weights
+from deltawire.testing.tiny import audit, same_bits, start_publisher, start_run, weights
 from deltawire.wire import keys
 
-RANKS = 3
 LAST = 4
 
 
@@ -27,60 +24,6 @@ def _no_pauses(monkeypatch):
 @pytest.fixture
 def bucket():
     return FaultyBucket(open_bucket("memory://"))
-
-
-def cut(spec, rank):
-    """The range of a tensor that is a rank's: uneven, and not at the borders of cells."""
-    step = -(-spec.count // RANKS)
-    return min(rank * step, spec.count), min((rank + 1) * step, spec.count)
-
-
-def shards(version, rank, seed=0):
-    tensors = weights(version, seed=seed)
-    found = {}
-    for spec in TENSORS:
-        start, stop = cut(spec, rank)
-        if stop > start:
-            found[spec.name] = tensors[spec.name].reshape(-1)[start:stop].copy()
-    return found
-
-
-def mirror_of(version, rank, digest=codec.ZERO):
-    starts = {spec.name: cut(spec, rank)[0] for spec in TENSORS if cut(spec, rank)[0]}
-    return Mirror(shards(max(version, 0), rank), version, digest, starts)
-
-
-def rank_publisher(bucket, rank, *, version=-1, digest=codec.ZERO, session="s0", **options):
-    options = {"epoch": 0, "anchor_every": 3, "timeout_s": 30, "ranks": RANKS, **options}
-    return ShardPublisher(
-        bucket,
-        start_run(bucket),
-        mirror_of(version, rank, digest),
-        rank=rank,
-        session=session,
-        **options,
-    )
-
-
-def publish_all(publishers, version, seed=0):
-    """All ranks at once; what each of them raised, or None."""
-
-    def one(publisher):
-        try:
-            publisher.publish(shards(version, publisher.rank, seed), annex={"v": version})
-            publisher.flush()
-        except DeltawireError as error:
-            return error
-        return None
-
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(one, publishers))
-
-
-def close(publishers):
-    for publisher in publishers:
-        with suppress(DeltawireError):
-            publisher.close()
 
 
 def test_one_manifest_commits_all(bucket):
