@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from deltawire.store import open_bucket
-from deltawire.sync import Publisher, create_run, retire
+from deltawire.sync import Publisher, create_run, prune
 from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.testing.tiny import start_run, weights
 from deltawire.wire.signing import Ed25519Signer
@@ -41,7 +41,7 @@ def main(folder: str) -> None:
         }
     publisher.close()
     # Closed and swept below version 3: tombstones and a boundary belong to the format too.
-    retire(bucket, run, cutoff=3, grace_s=0, signer=SIGNER)
+    prune(bucket, run, cutoff=3, grace_s=0, signer=SIGNER)
     Path(folder, "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 

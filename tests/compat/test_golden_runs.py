@@ -16,7 +16,7 @@ from deltawire.sync import (
     read_manifest,
     read_run,
 )
-from deltawire.sync.chain.objects import newest_boundary, read_fold
+from deltawire.sync.chain.objects import newest_retention_floor, read_compacted_delta
 from deltawire.sync.follow.fetch import decode_delta
 from deltawire.wire import keys
 from deltawire.wire.objects import FORMAT
@@ -45,7 +45,7 @@ def test_every_version(golden):
     bucket, expected = golden
     run = read_run(bucket, public_key=SIGNER.public_key)
     assert newest_version(bucket) == max(expected)
-    boundary = newest_boundary(bucket)
+    boundary = newest_retention_floor(bucket)
     assert boundary == 3
     for version, hashes in expected.items():
         manifest = read_manifest(bucket, run, version)
@@ -68,7 +68,10 @@ def test_every_fold_and_every_step(golden):
     folds = [keys.fold_of(key) for key in bucket.list(keys.FOLDS)]
     assert folds
     for base, target in folds:
-        fold, mirror = read_fold(bucket, run, base, target), load_mirror(bucket, run, at=base)
+        fold, mirror = (
+            read_compacted_delta(bucket, run, base, target),
+            load_mirror(bucket, run, at=base),
+        )
         pieces, held = decode_delta(bucket, run, fold, fold.payload, mirror)
         mirror.move(pieces, target, mirror.digest, held)
         assert_bits(mirror, expected[target])

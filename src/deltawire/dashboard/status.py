@@ -169,7 +169,7 @@ class Watch:
         return self._status(run, config, trainer, beats, probes, state, newest, lines, problems)
 
     def _newest_version(self) -> int | None:
-        found = newest_version(self._bucket, behind=self._newest)
+        found = newest_version(self._bucket, newer_than=self._newest)
         return self._newest if found is None else found
 
     def _status(

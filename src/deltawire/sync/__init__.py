@@ -9,15 +9,15 @@ from deltawire.sync.follow.subscriber import Follower, Steps, Subscriber, Update
 from deltawire.sync.huggingface.checkout import Checkout
 from deltawire.sync.huggingface.checkpoint_dir import Checkpoint, read_checkpoint
 from deltawire.sync.huggingface.publish_dirs import CheckpointPublisher, CheckpointWatcher
-from deltawire.sync.maintain.compaction import FOLD_STRIDES, Compactor
+from deltawire.sync.maintain.compaction import COMPACTION_STRIDES, Compactor
 from deltawire.sync.maintain.relay import Relay, Relayed
-from deltawire.sync.maintain.retention import Pruned, retire
+from deltawire.sync.maintain.retention import Pruned, prune
 from deltawire.sync.publish.publisher import Publisher, Receipt
 from deltawire.sync.publish.sharded import ShardPublisher
 from deltawire.sync.publish.sources import open_publisher, read_safetensors
 
 __all__ = [
-    "FOLD_STRIDES",
+    "COMPACTION_STRIDES",
     "AttachedMirror",
     "Checkout",
     "Checkpoint",
@@ -42,10 +42,10 @@ __all__ = [
     "newest_version",
     "open_mirror",
     "open_publisher",
+    "prune",
     "read_checkpoint",
     "read_manifest",
     "read_run",
     "read_safetensors",
-    "retire",
     "shared_path",
 ]

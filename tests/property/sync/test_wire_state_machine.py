@@ -44,7 +44,7 @@ from deltawire.sync.chain import objects as chain
 from deltawire.sync.maintain import gc_intents as sweeps
 from deltawire.sync.maintain import retention
 from deltawire.sync.maintain.fsck import check_run
-from deltawire.sync.maintain.retention import retire
+from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, flip_bit, no_answer
 from deltawire.testing.tiny import same_bits
 from deltawire.wire import keys
@@ -179,8 +179,8 @@ class Wire(RuleBasedStateMachine):
 
     def go_on(self, who):
         if who == "retire":
-            retire(self.inner, self.run, cutoff=self.committed(), grace_s=0)
-            self.closed = chain.newest_boundary(self.inner)
+            prune(self.inner, self.run, cutoff=self.committed(), grace_s=0)
+            self.closed = chain.newest_retention_floor(self.inner)
         else:
             Relay(self.inner, self.region, strides=(), grace_s=0).advance()
 
@@ -257,7 +257,7 @@ class Wire(RuleBasedStateMachine):
         if restart or self.folder is None:
             self.folder = Compactor(self.inner, self.run, (2, 4), threads=1)
         try:
-            self.folder.fold_up_to(self.committed())
+            self.folder.compact_up_to(self.committed())
         except CorruptError:
             self.folder = None
 
@@ -301,7 +301,7 @@ class Wire(RuleBasedStateMachine):
         assert newest_version(self.region) == self.committed()
         found = check_run(self.region)
         assert found.whole, found.faults
-        assert chain.newest_boundary(self.region) >= self.closed
+        assert chain.newest_retention_floor(self.region) >= self.closed
         first = max(found.boundary, found.first)
         for version in range(first, self.committed() + 1):
             self.holds(load_mirror(self.region, self.run, at=version))
@@ -319,13 +319,13 @@ class Wire(RuleBasedStateMachine):
         times=TIMES,
         done=st.booleans(),
     )
-    def retire(self, keep, at, times, done):
+    def prune(self, keep, at, times, done):
         """With a grace period of nothing, and given up at any point."""
         bucket = FaultyBucket(self.inner)
         if at is not None:
             bucket.fail(at=at, times=times, done=done)
         with suppress(RetryError):
-            retire(bucket, self.run, cutoff=self.committed() - keep, grace_s=0)
+            prune(bucket, self.run, cutoff=self.committed() - keep, grace_s=0)
         boundaries = [keys.trailing_number(key) for key in self.inner.list(keys.BOUNDARIES)]
         highest = max(boundaries, default=0)
         assert self.closed <= highest <= max(self.committed() - keep, self.closed)

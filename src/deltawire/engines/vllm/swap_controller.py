@@ -403,7 +403,7 @@ class Watch(threading.Thread):
         self._looks += 1
         # A listing now and then, for a manifest that got lost.
         if self._looks % 20 == 0 or self._bucket.exists(keys.manifest(wanted + 1)):
-            newest = newest_version(self._bucket, behind=wanted)
+            newest = newest_version(self._bucket, newer_than=wanted)
             if newest is not None and newest > wanted:
                 self._conductor.wanted = newest
 

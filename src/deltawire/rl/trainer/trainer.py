@@ -45,7 +45,14 @@ from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.resume import digest_of, groups_of, redo, resume, seed_step
 from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.runtime.process import Process, open_run
-from deltawire.sync import FOLD_STRIDES, Mirror, Publisher, Receipt, load_mirror, read_manifest
+from deltawire.sync import (
+    COMPACTION_STRIDES,
+    Mirror,
+    Publisher,
+    Receipt,
+    load_mirror,
+    read_manifest,
+)
 from deltawire.train.checkpoint import save_checkpoint
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import StepResult, train_step
@@ -109,7 +116,7 @@ class Trainer:
             head,
             epoch=epoch,
             anchor_every=config.train.anchor_every,
-            fold_strides=FOLD_STRIDES if config.train.folds else (),
+            fold_strides=COMPACTION_STRIDES if config.train.folds else (),
             on_commit=self._on_commit,
         )
         self._saved = -1

@@ -156,7 +156,9 @@ def read_manifest(bucket: Bucket, run: Run, version: int) -> Manifest | None:
     return decode_manifest(data, version=version, table=run, run=bucket.url, key=key)
 
 
-def read_fold(bucket: Bucket, run: Run, base: int | None, version: int) -> CompactedDelta | None:
+def read_compacted_delta(
+    bucket: Bucket, run: Run, base: int | None, version: int
+) -> CompactedDelta | None:
     """The fold from ``base`` to ``version``, None if there is none; raises `CorruptError`."""
     key = keys.fold(base, version)
     data = bucket.get(key, limit=MAX_MANIFEST_BYTES)
@@ -166,17 +168,17 @@ def read_fold(bucket: Bucket, run: Run, base: int | None, version: int) -> Compa
     return decode_fold(data, base=base, version=version, table=run, run=bucket.url, key=key)
 
 
-def newest_version(bucket: Bucket, *, behind: int | None = None) -> int | None:
+def newest_version(bucket: Bucket, *, newer_than: int | None = None) -> int | None:
     """The newest committed version by listing, None if there is none.
 
-    With ``behind``, only versions newer than that are looked for.
+    With ``newer_than``, only versions newer than that are looked for.
     """
-    return max(committed_versions(bucket, behind=behind), default=None)
+    return max(committed_versions(bucket, newer_than=newer_than), default=None)
 
 
-def committed_versions(bucket: Bucket, *, behind: int | None = None) -> list[int]:
-    """All committed versions by listing, or those newer than ``behind``."""
-    after = None if behind is None else keys.manifest(behind)
+def committed_versions(bucket: Bucket, *, newer_than: int | None = None) -> list[int]:
+    """All committed versions by listing, or those newer than ``newer_than``."""
+    after = None if newer_than is None else keys.manifest(newer_than)
     numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.MANIFESTS, after=after)]
     # Only what `read_manifest` would find again counts: not a stray copy beside the manifests.
     return [
@@ -184,7 +186,7 @@ def committed_versions(bucket: Bucket, *, behind: int | None = None) -> list[int
     ]
 
 
-def newest_boundary(bucket: Bucket) -> int:
+def newest_retention_floor(bucket: Bucket) -> int:
     """Versions below this one are closed; 0 if none is."""
     numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.BOUNDARIES)]
     # A stray copy closes nothing: publishers end at a boundary, and retention would not know it.

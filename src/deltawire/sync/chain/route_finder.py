@@ -15,7 +15,7 @@ from functools import partial
 
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
-from deltawire.sync.chain.objects import read_fold, read_manifest
+from deltawire.sync.chain.objects import read_compacted_delta, read_manifest
 from deltawire.sync.chain.routes import Edge, Reach, Route
 from deltawire.sync.follow.fetch import wanted_pieces
 from deltawire.sync.follow.mirror import Mirror
@@ -264,7 +264,7 @@ class RouteFinder:
             return
         self._read_folds.add((base, target))
         try:
-            self._folds[base, target] = read_fold(self.bucket, self.run, base, target)
+            self._folds[base, target] = read_compacted_delta(self.bucket, self.run, base, target)
         except CorruptError as error:
             self._note(error)
 

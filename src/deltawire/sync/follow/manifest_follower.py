@@ -58,7 +58,9 @@ class ManifestFollower:
                 return None
         elif following is not None and not self.bucket.exists(keys.manifest(self.version + 2)):
             return following
-        newer = committed_versions(self.bucket, behind=self.version if self.version >= 0 else None)
+        newer = committed_versions(
+            self.bucket, newer_than=self.version if self.version >= 0 else None
+        )
         for version in sorted(newer, reverse=True)[:LOOK_BACK]:
             found, failure = self._readable(version)
             damage = damage or failure

@@ -288,9 +288,9 @@ class Subscriber:
             self._polls += 1
             if damage is None and following is None and self._polls % LOOK_EVERY_POLLS != 1:
                 return None
-            goal = newest_version(self.bucket, behind=held)
+            goal = newest_version(self.bucket, newer_than=held)
         elif not self.stepwise and self.bucket.exists(keys.manifest(held + 2)):
-            goal = newest_version(self.bucket, behind=held + 1)
+            goal = newest_version(self.bucket, newer_than=held + 1)
         if goal is None:
             if damage is not None:
                 raise damage
@@ -305,7 +305,7 @@ class Subscriber:
 
     def _find(self, survey: RouteFinder) -> tuple[Edge, ...]:
         route: Route | None = survey.find()
-        newest = None if route else newest_version(self.bucket, behind=survey.goal)
+        newest = None if route else newest_version(self.bucket, newer_than=survey.goal)
         if route is None and newest is not None:
             # A step that leads nowhere: perhaps a newer version can be reached around it.
             survey.goal = newest

@@ -107,7 +107,7 @@ class Checkout:
             and not self.bucket.exists(keys.manifest(held + 1))
         ):
             return None
-        return newest_version(self.bucket, behind=held)
+        return newest_version(self.bucket, newer_than=held)
 
     def bring_to(self, version: int) -> str:
         """Have the directory show ``version``; its digest.

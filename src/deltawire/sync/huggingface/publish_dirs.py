@@ -38,7 +38,7 @@ from deltawire.sync.huggingface.checkpoint_dir import (
     weight_files,
 )
 from deltawire.sync.maintain.gc_intents import blobs_stay
-from deltawire.sync.maintain.retention import GRACE_S, retire
+from deltawire.sync.maintain.retention import GRACE_S, prune
 from deltawire.sync.publish.publisher import Publisher, Receipt
 from deltawire.sync.publish.sources import open_publisher
 from deltawire.wire.manifest import BlobRef, Manifest
@@ -214,7 +214,7 @@ class CheckpointPublisher:
 
     def _retire(self, version: int) -> None:
         assert self.run is not None
-        retire(
+        prune(
             self.bucket,
             self.run,
             cutoff=version - self._retain + 1,

@@ -43,7 +43,7 @@ from deltawire.wire.manifest import (
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 
-FOLD_STRIDES = (4, 16, 64)
+COMPACTION_STRIDES = (4, 16, 64)
 
 CACHE_BYTES = 256 << 20
 """Blobs are kept up to this many bytes while the cells that lie in them are folded."""
@@ -113,7 +113,7 @@ class Compactor:
         self,
         bucket: Bucket,
         run: Run,
-        strides: Sequence[int] = FOLD_STRIDES,
+        strides: Sequence[int] = COMPACTION_STRIDES,
         *,
         signer: Signer | None = None,
         sealed: Sealed | None = None,
@@ -134,7 +134,7 @@ class Compactor:
         self._mirror: Mirror | None = None
         self._done = -1
 
-    def fold_up_to(self, version: int) -> list[tuple[int, int]]:
+    def compact_up_to(self, version: int) -> list[tuple[int, int]]:
         """Make every fold that is due at ``version`` and not there yet; which ones it made.
 
         Begins at the last multiple of the longest stride when it is first called. Raises
@@ -316,7 +316,7 @@ class CompactionThread:
                     return
                 done = self._version
             try:
-                self.made += self._folder.fold_up_to(done)
+                self.made += self._folder.compact_up_to(done)
                 self.error = None
             except DeltawireError as error:
                 self.error = error

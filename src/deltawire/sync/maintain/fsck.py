@@ -23,9 +23,9 @@ from deltawire.store import Bucket
 from deltawire.sync.chain.objects import (
     committed_versions,
     get_blob,
-    newest_boundary,
+    newest_retention_floor,
     newest_version,
-    read_fold,
+    read_compacted_delta,
     read_manifest,
     read_run,
     with_retries,
@@ -140,7 +140,7 @@ class _Check:
 
     def all(self, *, deep: bool) -> Checked:
         found = self.found
-        found.boundary = with_retries(lambda: newest_boundary(self.bucket))
+        found.boundary = with_retries(lambda: newest_retention_floor(self.bucket))
         versions = self._list_versions()
         if not versions:
             return found
@@ -163,7 +163,7 @@ class _Check:
 
     def _forget_retired(self) -> None:
         """Retention that ran meanwhile has made no faults."""
-        now = with_retries(lambda: newest_boundary(self.bucket))
+        now = with_retries(lambda: newest_retention_floor(self.bucket))
         if now <= self.found.boundary:
             return
         self.found.boundary = now
@@ -247,7 +247,9 @@ class _Check:
                 self._fault("warning", key, None, "not the name of a fold")
             else:
                 names.append(name)
-        read = self._read_all("folds", lambda n: read_fold(self.bucket, self.run, *n), names)
+        read = self._read_all(
+            "folds", lambda n: read_compacted_delta(self.bucket, self.run, *n), names
+        )
         for name, fold in zip(names, read, strict=True):
             key = keys.fold(*name)
             if isinstance(fold, CorruptError):

@@ -42,7 +42,7 @@ from deltawire.store import Bucket
 from deltawire.sync.chain.objects import (
     check_signed,
     get_blob,
-    newest_boundary,
+    newest_retention_floor,
     newest_version,
     put_blob,
     read_manifest,
@@ -53,9 +53,9 @@ from deltawire.sync.follow.fetch import decode_delta, in_order, threads_of
 from deltawire.sync.follow.load import fetch_anchor, load_mirror
 from deltawire.sync.follow.mirror import Mirror, empty_mirror
 from deltawire.sync.huggingface.checkpoint_dir import files_of
-from deltawire.sync.maintain.compaction import FOLD_STRIDES, CompactionThread
+from deltawire.sync.maintain.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.sync.maintain.gc_intents import blobs_stay
-from deltawire.sync.maintain.retention import GRACE_S, Pruned, retire
+from deltawire.sync.maintain.retention import GRACE_S, Pruned, prune
 from deltawire.wire import keys
 from deltawire.wire.boundary import RetentionFloor
 from deltawire.wire.manifest import (
@@ -111,7 +111,7 @@ class Relay:
         *,
         public_key: str = "",
         start: int | None = None,
-        strides: tuple[int, ...] = FOLD_STRIDES,
+        strides: tuple[int, ...] = COMPACTION_STRIDES,
         signer: Signer | None = None,
         threads: int | None = None,
         retain: bool = True,
@@ -141,7 +141,7 @@ class Relay:
         self._next = self._first(start) if newest is None else newest + 1
         if newest is None and self._next:
             self._begin_with(self._next)
-        self.folding = CompactionThread(
+        self.compaction = CompactionThread(
             destination,
             self.run,
             strides,
@@ -183,10 +183,10 @@ class Relay:
 
         Raises as `retire` does; then the same call may be made again.
         """
-        boundary = with_retries(lambda: newest_boundary(self.source)) if self._retain else 0
+        boundary = with_retries(lambda: newest_retention_floor(self.source)) if self._retain else 0
         if not self._tidied < boundary <= self.mirror.version:
             return None
-        found = retire(
+        found = prune(
             self.destination,
             self.run,
             cutoff=boundary,
@@ -199,7 +199,7 @@ class Relay:
 
     def close(self) -> None:
         """Make the folds that are due, and end the thread that does."""
-        self.folding.close()
+        self.compaction.close()
 
     def step(self) -> Relayed | None:
         """Carry over the next version; None if it is not at the source yet.
@@ -226,7 +226,7 @@ class Relay:
             self._keep_blobs(manifest)
         self._next = version + 1
         if self.mirror.version == version:
-            self.folding.wake(version)
+            self.compaction.wake(version)
         return Relayed(
             version,
             manifest.retired,
@@ -338,7 +338,7 @@ class Relay:
         self._polls += 1
         if self._polls % LOOK_EVERY_POLLS != 1:
             return
-        newer = newest_version(self.source, behind=version)
+        newer = newest_version(self.source, newer_than=version)
         if newer is not None and not self.source.exists(keys.manifest(version)):
             raise CorruptError(
                 "the manifest is missing at the source, and newer ones are there",

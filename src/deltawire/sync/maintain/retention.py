@@ -35,7 +35,7 @@ from deltawire.store import Bucket
 from deltawire.sync.chain.objects import (
     check_signer,
     newest_version,
-    read_fold,
+    read_compacted_delta,
     read_manifest,
     with_retries,
 )
@@ -65,7 +65,7 @@ class Pruned:
     bytes: int = 0
 
 
-def retire(
+def prune(
     bucket: Bucket,
     run: Run,
     *,
@@ -127,7 +127,7 @@ def _anchor(bucket: Bucket, run: Run, cutoff: int) -> int | None:
             manifest = read_manifest(bucket, run, version)
             payload = None if manifest is None else manifest.anchor
             if manifest is not None and payload is None and version in later:
-                fold = read_fold(bucket, run, None, version)
+                fold = read_compacted_delta(bucket, run, None, version)
                 payload = fold.payload if fold and fold.digest == manifest.digest else None
         except CorruptError:
             continue
@@ -279,7 +279,7 @@ class _References:
 
     def look(self) -> set[str]:
         """As they are now: what was not there at the look before is read."""
-        newest = newest_version(self._bucket, behind=self._next - 1 if self._next else None)
+        newest = newest_version(self._bucket, newer_than=self._next - 1 if self._next else None)
         for version in range(self._next, (-1 if newest is None else newest) + 1):
             manifest = read_manifest(self._bucket, self._run, version)
             if manifest is not None:
@@ -290,7 +290,7 @@ class _References:
             name = keys.fold_of(key)
             if name is None or key in self._folds:
                 continue
-            fold = read_fold(self._bucket, self._run, *name)
+            fold = read_compacted_delta(self._bucket, self._run, *name)
             if fold is not None:
                 self._take(fold.payload)
             self._folds.add(key)

@@ -35,12 +35,12 @@ from deltawire.store import Bucket
 from deltawire.sync.chain.objects import (
     check_signer,
     check_size,
-    newest_boundary,
+    newest_retention_floor,
     read_manifest,
     with_retries,
 )
 from deltawire.sync.follow.mirror import Bits, Mirror
-from deltawire.sync.maintain.compaction import FOLD_STRIDES, CompactionThread
+from deltawire.sync.maintain.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.sync.publish.encoding import (
     BLOB_BYTES,
     Chunk,
@@ -145,7 +145,7 @@ class Publisher:
         anchor_every: int = 50,
         anchor_share: float = 0.0,
         anchor_seconds: float = 0.0,
-        fold_strides: Sequence[int] = FOLD_STRIDES,
+        fold_strides: Sequence[int] = COMPACTION_STRIDES,
         policy: Policy = "wait",
         merge: Callable[[CommitMetadata, CommitMetadata], CommitMetadata] | None = None,
         signer: Signer | None = None,
@@ -188,7 +188,7 @@ class Publisher:
             _check_sums(self._sums, mirror, bucket)
         self._elements = sum(tensor.count for tensor in run.tensors)
         self._bytes_full = sum(bits.nbytes for bits in mirror.tensors.values())
-        self.folding = CompactionThread(
+        self.compaction = CompactionThread(
             bucket, run, fold_strides, signer=signer, threads=threads, blob_bytes=blob_bytes
         )
 
@@ -258,7 +258,7 @@ class Publisher:
         finally:
             self._pool.shutdown()
             self._copier.close()
-            self.folding.close()
+            self.compaction.close()
 
     def _publish_or_fold(
         self,
@@ -435,7 +435,7 @@ class Publisher:
         self._attempts.clear()
         self._last_anchor = manifest.last_anchor
         self._cadence.committed(manifest)
-        self.folding.wake(manifest.version)
+        self.compaction.wake(manifest.version)
         if self._on_commit is not None:
             self._on_commit(
                 Receipt(
@@ -454,7 +454,7 @@ class Publisher:
 
     def _confirm(self, manifest: Manifest) -> None:
         """Behind a commit: it counts unless it was closed meanwhile, and its blobs stay."""
-        if with_retries(lambda: newest_boundary(self.bucket)) > manifest.version:
+        if with_retries(lambda: newest_retention_floor(self.bucket)) > manifest.version:
             raise self._fence(manifest.version, "retention has closed this version meanwhile")
         self._keep_blobs(manifest)
 

@@ -33,7 +33,7 @@ from deltawire.sync.chain.objects import (
     check_signed,
     check_signer,
     check_size,
-    newest_boundary,
+    newest_retention_floor,
     read_manifest,
     with_retries,
 )
@@ -270,7 +270,7 @@ class ShardPublisher:
     def _await_manifest(self, version: int) -> Digest:
         self._await(keys.manifest(version), "the manifest", version)
         found = with_retries(lambda: read_manifest(self.bucket, self.run, version))
-        boundary = with_retries(lambda: newest_boundary(self.bucket))
+        boundary = with_retries(lambda: newest_retention_floor(self.bucket))
         if found is None or found.nonce != self._session or boundary > version:
             raise FencedError(
                 "another publisher has committed this version",

@@ -7,8 +7,8 @@ import pytest
 from deltawire.cli.main import main
 from deltawire.errors import CorruptError
 from deltawire.store import open_bucket
-from deltawire.sync import read_manifest, retire
-from deltawire.sync.chain.objects import read_fold
+from deltawire.sync import prune, read_manifest
+from deltawire.sync.chain.objects import read_compacted_delta
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import start_publisher, start_run, weights
@@ -101,7 +101,7 @@ def test_versions_without_a_way_are_named(bucket):
 def test_a_way_around_is_no_error_of_the_versions_behind_it(bucket):
     run = start_run(bucket)
     base, target = 4, 8
-    assert read_fold(bucket, run, base, target) is not None
+    assert read_compacted_delta(bucket, run, base, target) is not None
     (ref,) = read_manifest(bucket, run, 8).anchor.blobs
     bucket.hide(keys.blob(ref.hash))
     found = check_run(bucket)
@@ -111,7 +111,7 @@ def test_a_way_around_is_no_error_of_the_versions_behind_it(bucket):
 
 def test_what_retention_took_is_no_fault(bucket):
     run = start_run(bucket)
-    retire(bucket, run, cutoff=5, grace_s=0)
+    prune(bucket, run, cutoff=5, grace_s=0)
     found = check_run(bucket)
     assert (found.faults, found.boundary, found.retired) == ([], 4, 4)
     bucket.put(keys.blob("0" * 64), b"left by a publisher that died")
@@ -124,7 +124,7 @@ def test_retention_meanwhile_makes_no_faults(bucket):
 
     def strike(what, done, total):
         if what == "versions" and done == 3:
-            retire(bucket, run, cutoff=LAST, grace_s=0)
+            prune(bucket, run, cutoff=LAST, grace_s=0)
 
     found = check_run(bucket, progress=strike)
     assert (found.boundary, found.unreachable, found.whole) == (8, [], True)
@@ -174,13 +174,13 @@ def test_damage_behind_what_cannot_be_reached_is_named_too(bucket):
 def test_a_fold_whose_base_was_left_behind_is_still_a_way(bucket):
     """The mirror has gone on over an anchor when the fold is needed: it goes back for it."""
     run = start_run(bucket)
-    fold = read_fold(bucket, run, 6, 8)
+    fold = read_compacted_delta(bucket, run, 6, 8)
     assert fold is not None
     for ref in (
         *read_manifest(bucket, run, 7).delta.blobs,
         *read_manifest(bucket, run, 8).delta.blobs,
         *read_manifest(bucket, run, 8).anchor.blobs,
-        *read_fold(bucket, run, 4, 8).payload.blobs,
+        *read_compacted_delta(bucket, run, 4, 8).payload.blobs,
     ):
         bucket.hide(keys.blob(ref.hash))
     for deep in (True, False):

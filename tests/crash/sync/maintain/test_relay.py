@@ -16,7 +16,7 @@ from history import snapshot
 from deltawire.bench.synthetic import SyntheticSteps
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import Bucket, MeteredBucket, open_bucket
-from deltawire.sync import Relay, load_mirror, open_publisher, read_manifest, read_run, retire
+from deltawire.sync import Relay, load_mirror, open_publisher, prune, read_manifest, read_run
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import TENSORS, audit, same_bits, start_publisher, weights
@@ -151,7 +151,7 @@ def test_versions_that_retention_took_from_the_source_are_passed() -> None:
     publish(source, 5, 11, anchor_every=3)
     run = read_run(source)
     assert run is not None
-    assert retire(source, run, cutoff=9, grace_s=0).swept == 9
+    assert prune(source, run, cutoff=9, grace_s=0).swept == 9
     assert relay(source, destination).version == 11
     assert relay(source, destination).version == 11
     mirror = load_mirror(destination, run)
@@ -172,12 +172,12 @@ def test_a_region_does_not_grow_for_ever() -> None:
     assert run is not None
     carrier = Relay(source, destination, strides=(), grace_s=0)
     assert carrier.advance() == 7
-    assert retire(source, run, cutoff=9, grace_s=3600).boundary == 9
+    assert prune(source, run, cutoff=9, grace_s=3600).boundary == 9
     assert carrier.advance() == 0
     assert destination.list(keys.BOUNDARIES) == [keys.boundary(9)]
     # Closed, but nothing is retired at the source yet: all stays here too.
     assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
-    assert retire(source, run, cutoff=9, grace_s=0).swept == 9
+    assert prune(source, run, cutoff=9, grace_s=0).swept == 9
     carrier.advance()
     assert contents(destination, keys.MANIFESTS) == contents(source, keys.MANIFESTS)
     assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
@@ -192,7 +192,7 @@ def test_a_region_may_keep_what_the_source_retires() -> None:
     relay(source, destination, grace_s=0)
     run = read_run(source)
     assert run is not None
-    retire(source, run, cutoff=9, grace_s=0)
+    prune(source, run, cutoff=9, grace_s=0)
     relay(source, destination, retain=False, grace_s=0)
     assert audit(destination, weights) == 9
     relay(source, destination, grace_s=3600)
@@ -214,7 +214,7 @@ def test_a_region_that_began_later_retires_without_the_key(signed: bool) -> None
     assert carrier.advance() == 9
     found = check_run(destination, public_key=public_key)
     assert (found.faults, found.first, found.boundary) == ([], 3, 3)
-    retire(source, publisher.run, cutoff=8, grace_s=0, signer=signer)
+    prune(source, publisher.run, cutoff=8, grace_s=0, signer=signer)
     carrier.advance()
     found = check_run(destination, public_key=public_key)
     assert (found.faults, found.first, found.boundary, found.retired) == ([], 3, 6, 3)
@@ -239,7 +239,7 @@ def test_following_retention_may_fail_at_each_operation(
     relay(inner, filled)
     run = read_run(inner)
     assert run is not None
-    retire(inner, run, cutoff=3, grace_s=0)
+    prune(inner, run, cutoff=3, grace_s=0)
     for at in range(1, 100):
         source, destination = FaultyBucket(inner), FaultyBucket(snapshot(filled))
         carrier = Relay(source, destination, strides=(), grace_s=0)

@@ -14,7 +14,7 @@ from deltawire.errors import (
 from deltawire.store import open_bucket
 from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest
 from deltawire.sync.chain import objects as chain
-from deltawire.sync.maintain.retention import retire
+from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, no_answer
 from deltawire.testing.tiny import same_bits, start_publisher, start_run, weights
 from deltawire.wire import keys
@@ -68,7 +68,7 @@ def assert_kept(bucket, first):
 def test_hangs_on_the_newest_anchor_at_or_before_the_cutoff(bucket, cutoff):
     run = start_run(bucket)
     before = stored(bucket)
-    found = retire(bucket, run, cutoff=cutoff, grace_s=0)
+    found = prune(bucket, run, cutoff=cutoff, grace_s=0)
     anchor = max(a for a in ANCHORS if a <= cutoff)
     assert (found.anchor, found.boundary, found.swept) == (anchor, anchor, anchor)
     assert found.manifests == list(range(anchor))
@@ -79,7 +79,7 @@ def test_hangs_on_the_newest_anchor_at_or_before_the_cutoff(bucket, cutoff):
     assert found.bytes == sum(before[key] for key in found.blobs) > 0
     assert {keys.manifest(v) for v in range(NEWEST + 1)} <= after.keys()
     # A second time there is nothing left to do.
-    again = retire(bucket, run, cutoff=cutoff, grace_s=0)
+    again = prune(bucket, run, cutoff=cutoff, grace_s=0)
     assert (again.manifests, again.folds, again.blobs) == ([], [], [])
     fill(bucket, NEWEST + 3)
     assert_kept(bucket, anchor)
@@ -88,11 +88,11 @@ def test_hangs_on_the_newest_anchor_at_or_before_the_cutoff(bucket, cutoff):
 def test_without_an_anchor_that_is_there_nothing_is_deleted(bucket):
     run = start_run(bucket)
     before = stored(bucket)
-    assert retire(bucket, run, cutoff=-1, grace_s=0).anchor is None
+    assert prune(bucket, run, cutoff=-1, grace_s=0).anchor is None
     for version in (8, 4):
         for ref in read_manifest(bucket, run, version).anchor.blobs:
             bucket.hide(keys.blob(ref.hash))
-    found = retire(bucket, run, cutoff=NEWEST, grace_s=0)
+    found = prune(bucket, run, cutoff=NEWEST, grace_s=0)
     assert found.anchor == 0
     assert (found.manifests, found.blobs) == ([], [])
     bucket.heal()
@@ -104,37 +104,37 @@ def test_an_anchor_from_which_the_newest_cannot_be_reached_does_not_count():
     bucket = FaultyBucket(open_bucket("memory://"))
     run = fill(bucket, fold_strides=())
     bucket.hide(keys.manifest(9))
-    assert retire(bucket, run, cutoff=NEWEST, grace_s=0).anchor is None
+    assert prune(bucket, run, cutoff=NEWEST, grace_s=0).anchor is None
 
 
 def test_the_grace_period(bucket):
     run = start_run(bucket)
     before = stored(bucket)
-    found = retire(bucket, run, cutoff=8, grace_s=3600)
+    found = prune(bucket, run, cutoff=8, grace_s=3600)
     assert (found.boundary, found.swept) == (8, 0)
     assert (found.manifests, found.folds, found.blobs) == ([], [], [])
     # Closed, but all there: whoever planned before goes on fetching.
     assert before.items() <= stored(bucket).items()
     for version in range(NEWEST + 1):
         assert same_bits(load_mirror(bucket, run, at=version).tensors, weights(version))
-    found = retire(bucket, run, cutoff=8, grace_s=0)
+    found = prune(bucket, run, cutoff=8, grace_s=0)
     assert found.swept == 8
 
 
 def test_a_dry_run_deletes_nothing_and_says_what_it_would(bucket):
     run = start_run(bucket)
-    retire(bucket, run, cutoff=8, grace_s=3600)
+    prune(bucket, run, cutoff=8, grace_s=3600)
     before = stored(bucket)
-    would = retire(bucket, run, cutoff=8, grace_s=0, dry_run=True)
+    would = prune(bucket, run, cutoff=8, grace_s=0, dry_run=True)
     assert stored(bucket) == {**before, keys.CLOCK: 1}
-    assert retire(bucket, run, cutoff=8, grace_s=0) == would
+    assert prune(bucket, run, cutoff=8, grace_s=0) == would
     assert would.blobs
 
 
 def test_a_checkpoint_holds_its_version(bucket):
     run = start_run(bucket)
     bucket.put(keys.checkpoint(5, "commit"), b"{}")
-    assert retire(bucket, run, cutoff=NEWEST, grace_s=0).anchor == 4
+    assert prune(bucket, run, cutoff=NEWEST, grace_s=0).anchor == 4
     assert_kept(bucket, 4)
 
 
@@ -142,7 +142,7 @@ def test_a_checkpoint_holds_its_version(bucket):
 def test_readers_of_any_age_go_on(bucket, held):
     run = start_run(bucket)
     subscriber = Subscriber(bucket, run, load_mirror(bucket, run, at=held))
-    retire(bucket, run, cutoff=8, grace_s=0)
+    prune(bucket, run, cutoff=8, grace_s=0)
     subscriber.advance()
     assert subscriber.mirror.version == NEWEST
     assert same_bits(subscriber.mirror.tensors, weights(NEWEST))
@@ -157,7 +157,7 @@ def test_readers_caught_between_plan_and_fetch(bucket):
         subscriber = Subscriber(fresh, run, load_mirror(fresh.inner, run, at=0))
 
         def strike(verb, key, fresh=fresh):
-            retire(fresh.inner, run, cutoff=8, grace_s=0)
+            prune(fresh.inner, run, cutoff=8, grace_s=0)
             return no_answer(verb, key)
 
         fresh.fail(at=stop, error=strike)
@@ -172,7 +172,7 @@ def test_a_writer_stalled_for_longer_than_retention_commits_nothing(bucket):
     stalled = start_publisher(other, fold_strides=())
     fill(other, NEWEST)
     run = start_run(other)
-    retire(other, run, cutoff=8, grace_s=0)
+    prune(other, run, cutoff=8, grace_s=0)
     for _ in range(2):
         with pytest.raises(FencedError):
             publish_and_wait(stalled, weights(3, seed=9))
@@ -184,7 +184,7 @@ def test_a_writer_stalled_for_longer_than_retention_commits_nothing(bucket):
 def test_a_lost_name_below_the_boundary_is_closed_too(bucket):
     run = start_run(bucket)
     bucket.inner.delete(keys.manifest(2))
-    retire(bucket, run, cutoff=8, grace_s=0)
+    prune(bucket, run, cutoff=8, grace_s=0)
     assert read_manifest(bucket, run, 2).retired
     assert bucket.create(keys.manifest(2), b"") is False
 
@@ -197,7 +197,7 @@ def test_even_if_somebody_deletes_the_tombstones_the_boundary_holds(bucket):
     stalled._last_anchor = 0  # It had read the newest manifest before it stalled.
     fill(other, NEWEST)
     run = start_run(other)
-    retire(other, run, cutoff=8, grace_s=0)
+    prune(other, run, cutoff=8, grace_s=0)
     for version in range(8):
         other.inner.delete(keys.manifest(version))
     with pytest.raises(FencedError, match="closed"):
@@ -221,11 +221,11 @@ def test_a_commit_whose_boundary_could_not_be_asked_for_is_asked_again(bucket):
 
 def test_the_boundary_is_never_lowered(bucket):
     run = start_run(bucket)
-    retire(bucket, run, cutoff=8, grace_s=0)
-    assert retire(bucket, run, cutoff=4, grace_s=0).boundary == 8
-    assert chain.newest_boundary(bucket) == 8
+    prune(bucket, run, cutoff=8, grace_s=0)
+    assert prune(bucket, run, cutoff=4, grace_s=0).boundary == 8
+    assert chain.newest_retention_floor(bucket) == 8
     with pytest.raises(InputError):
-        retire(bucket, run, cutoff=8, grace_s=-1)
+        prune(bucket, run, cutoff=8, grace_s=-1)
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
@@ -234,7 +234,7 @@ def test_each_operation_in_turn(done, times):
     inner = open_bucket("memory://")
     run = fill(inner)
     count = FaultyBucket(inner)
-    retire(count, run, cutoff=8, grace_s=0, dry_run=True)
+    prune(count, run, cutoff=8, grace_s=0, dry_run=True)
     objects = {key: inner.get(key, limit=1 << 20) for key in inner.list("")}
     at, ended = 0, False
     while not ended:
@@ -244,12 +244,12 @@ def test_each_operation_in_turn(done, times):
             fresh.inner.put(key, data)
         fresh.fail(at=at, times=times, done=done)
         with suppress(DeltawireError):
-            retire(fresh, run, cutoff=8, grace_s=0)
+            prune(fresh, run, cutoff=8, grace_s=0)
             ended = len(fresh.operations) < at
         for version in (8, 9, 10):
             assert same_bits(load_mirror(fresh.inner, run, at=version).tensors, weights(version))
         fresh.heal()
-        retire(fresh, run, cutoff=8, grace_s=0)
+        prune(fresh, run, cutoff=8, grace_s=0)
         assert_kept(fresh, 8)
-        assert not set(retire(fresh, run, cutoff=8, grace_s=0).blobs)
+        assert not set(prune(fresh, run, cutoff=8, grace_s=0).blobs)
     assert at > 40

@@ -15,7 +15,7 @@ from deltawire.store import open_bucket
 from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest, read_run
 from deltawire.sync.chain import objects as chain
 from deltawire.sync.maintain.fsck import check_run
-from deltawire.sync.maintain.retention import retire
+from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import same_bits, start_publisher
 from deltawire.wire import keys
@@ -39,7 +39,7 @@ def publish(bucket, versions, *, seed=0):
 
 def retire_all(bucket, *, cutoff=None, grace_s=0.0):
     cutoff = newest_version(bucket) if cutoff is None else cutoff
-    return retire(bucket, read_run(bucket), cutoff=cutoff, grace_s=grace_s)
+    return prune(bucket, read_run(bucket), cutoff=cutoff, grace_s=grace_s)
 
 
 def check(bucket):

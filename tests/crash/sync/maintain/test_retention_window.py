@@ -16,10 +16,10 @@ from shard_ranks import RANKS, close, publish_all, rank_publisher
 from deltawire.errors import RetryError
 from deltawire.store import open_bucket
 from deltawire.sync import Compactor, Relay, load_mirror, read_manifest, read_run
-from deltawire.sync.chain.objects import read_fold
+from deltawire.sync.chain.objects import read_compacted_delta
 from deltawire.sync.maintain import gc_intents as sweeps
 from deltawire.sync.maintain.fsck import check_run
-from deltawire.sync.maintain.retention import retire
+from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, no_answer
 from deltawire.testing.tiny import same_bits, start_publisher
 from deltawire.wire import keys
@@ -98,7 +98,7 @@ class Folding:
         self.folder = Compactor(bucket, read_run(bucket), (2,), threads=1)
 
     def commit(self):
-        self.folder.fold_up_to(4)
+        self.folder.compact_up_to(4)
 
 
 WRITERS = {
@@ -144,7 +144,7 @@ class Turns:
             bucket = FaultyBucket(self.inner)
             bucket.pause(wait=self._release, at=at, done=done)
             try:
-                found = retire(bucket, read_run(self.inner), cutoff=LAST, grace_s=0)
+                found = prune(bucket, read_run(self.inner), cutoff=LAST, grace_s=0)
             finally:
                 self.go.set()
             assert found.blobs
@@ -160,7 +160,7 @@ def assert_whole(bucket, newest):
     for version in range(found.boundary, newest + 1):
         assert same_bits(load_mirror(bucket, run, at=version).tensors, weights(version))
     for key in bucket.list(keys.FOLDS):
-        fold = read_fold(bucket, run, *keys.fold_of(key))
+        fold = read_compacted_delta(bucket, run, *keys.fold_of(key))
         assert all(bucket.size(keys.blob(ref.hash)) == ref.bytes for ref in fold.payload.blobs)
 
 
@@ -243,7 +243,7 @@ def test_a_sweep_whose_maker_died_is_waited_for_no_longer_than_it_may_delete(
     publish(inner, LAST + 1, LAST + 1)
     assert len(slept) == (sweeps.SWEEP_S + sweeps.MARGIN_S) / 100
     assert_whole(inner, LAST + 1)
-    retire(inner, read_run(inner), cutoff=0, grace_s=0)
+    prune(inner, read_run(inner), cutoff=0, grace_s=0)
     assert not inner.list(keys.SWEEPS)
 
 
@@ -254,7 +254,7 @@ def test_a_sweep_that_names_others_is_not_waited_for(original, monkeypatch):
     publish(inner, LAST + 1, LAST + 1)
     assert_whole(inner, LAST + 1)
     # It is young by the store's clock: its maker may be alive.
-    retire(inner, read_run(inner), cutoff=0, grace_s=0)
+    prune(inner, read_run(inner), cutoff=0, grace_s=0)
     assert inner.list(keys.SWEEPS)
 
 
@@ -270,12 +270,12 @@ def test_nothing_is_deleted_later_than_writers_wait(original, monkeypatch):
 
     bucket.pause("delete", "weights/blobs/*", wait=stall, at=2)
     run = read_run(inner)
-    found = retire(bucket, run, cutoff=LAST, grace_s=0)
+    found = prune(bucket, run, cutoff=LAST, grace_s=0)
     deleted = [key for verb, key in bucket.operations if verb == "delete" and keys.BLOBS in key]
     assert deleted == found.blobs
     assert len(deleted) == 2
     assert not inner.list(keys.SWEEPS)
-    assert len(retire(bucket, run, cutoff=LAST, grace_s=0).blobs) == 1
+    assert len(prune(bucket, run, cutoff=LAST, grace_s=0).blobs) == 1
     assert_whole(inner, LAST)
 
 
@@ -294,7 +294,7 @@ def test_a_deletion_is_not_asked_for_again_later_than_writers_wait(original, mon
 
     bucket.fail("delete", "weights/blobs/*", times=None, error=not_answered)
     with pytest.raises(RetryError, match="no time is left"):
-        retire(bucket, read_run(inner), cutoff=LAST, grace_s=0)
+        prune(bucket, read_run(inner), cutoff=LAST, grace_s=0)
     assert begun
     assert max(begun) <= sweeps.SWEEP_S
     assert len(inner.list(keys.SWEEPS)) == 1
@@ -305,14 +305,14 @@ def test_a_deletion_that_was_not_answered_leaves_the_sweep_there(original):
     bucket = FaultyBucket(inner)
     bucket.fail("delete", "weights/blobs/*", times=None, error=no_answer)
     with pytest.raises(RetryError):
-        retire(bucket, read_run(inner), cutoff=LAST, grace_s=0)
+        prune(bucket, read_run(inner), cutoff=LAST, grace_s=0)
     assert len(inner.list(keys.SWEEPS)) == 1
 
 
 def test_many_blobs_are_swept_a_batch_at_a_time(original, monkeypatch):
     monkeypatch.setattr(sweeps, "MAX_SWEEP_BLOBS", 2)
     bucket = FaultyBucket(snapshot(original))
-    found = retire(bucket, read_run(bucket), cutoff=LAST, grace_s=0)
+    found = prune(bucket, read_run(bucket), cutoff=LAST, grace_s=0)
     assert len(found.blobs) == 3
     made = [key for verb, key in bucket.operations if verb == "put" and keys.SWEEPS in key]
     assert len(set(made)) == len(made) == 2

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from deltawire import codec
 from deltawire.errors import InputError
 from deltawire.store import open_bucket
-from deltawire.sync import FOLD_STRIDES, Compactor, Subscriber, load_mirror, read_manifest
-from deltawire.sync.chain.objects import read_fold
+from deltawire.sync import COMPACTION_STRIDES, Compactor, Subscriber, load_mirror, read_manifest
+from deltawire.sync.chain.objects import read_compacted_delta
 from deltawire.sync.follow.fetch import decode_delta
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import same_bits, start_publisher, weights
@@ -21,12 +21,12 @@ LONG = 129
 def long_run():
     """A chain without anchors but the first, and its folds."""
     bucket = FaultyBucket(open_bucket("memory://"))
-    publisher = start_publisher(bucket, anchor_every=0, fold_strides=FOLD_STRIDES)
+    publisher = start_publisher(bucket, anchor_every=0, fold_strides=COMPACTION_STRIDES)
     for version in range(LONG):
         publisher.publish(weights(version))
     publisher.close()
-    assert publisher.folding.error is None
-    return bucket, publisher.run, publisher.folding.made
+    assert publisher.compaction.error is None
+    return bucket, publisher.run, publisher.compaction.made
 
 
 @settings(deadline=None, max_examples=15)
@@ -45,7 +45,7 @@ def test_a_fold_equals_replay(strides, versions, seed, begun):
         publisher.publish(weights(version, seed=seed))
         publisher.flush()
         if version >= begun:
-            made += folder.fold_up_to(version)
+            made += folder.compact_up_to(version)
     publisher.close()
     run = publisher.run
     assert [keys.fold_of(key) for key in bucket.list(keys.FOLDS)] == sorted(
@@ -54,7 +54,10 @@ def test_a_fold_equals_replay(strides, versions, seed, begun):
     for base, target in made:
         assert target - base in strides
         assert target % (target - base) == 0
-        fold, mirror = read_fold(bucket, run, base, target), load_mirror(bucket, run, at=base)
+        fold, mirror = (
+            read_compacted_delta(bucket, run, base, target),
+            load_mirror(bucket, run, at=base),
+        )
         pieces, held = decode_delta(bucket, run, fold, fold.payload, mirror)
         mirror.move(pieces, target, codec.Digest.from_hex(fold.digest), held)
         assert same_bits(mirror.tensors, weights(target, seed=seed))
@@ -65,7 +68,7 @@ def test_a_fold_equals_replay(strides, versions, seed, begun):
 
 def test_all_that_is_due_is_made(long_run):
     _, _, made = long_run
-    due = {(t - s, t) for s in FOLD_STRIDES for t in range(s, LONG, s)}
+    due = {(t - s, t) for s in COMPACTION_STRIDES for t in range(s, LONG, s)}
     assert set(made) <= due
     # Short strides are dropped where random changes hardly overlap; the long ones never.
     assert {(t - 64, t) for t in (64, 128)} <= set(made)
@@ -90,7 +93,7 @@ def test_sixty_versions_behind(long_run, start):
     assert subscriber.mirror.version == newest
     assert same_bits(subscriber.mirror.tensors, weights(newest))
     blobs = {key for verb, key in asked if verb in ("get", "range") and key.startswith(keys.BLOBS)}
-    dropped = len({(t - s, t) for s in FOLD_STRIDES for t in range(s, LONG, s)} - set(made))
+    dropped = len({(t - s, t) for s in COMPACTION_STRIDES for t in range(s, LONG, s)} - set(made))
     assert steps <= 12 + 3 * dropped
     assert len(blobs) == steps
     # Manifests and folds that are read to plan it are few as well.
@@ -100,7 +103,7 @@ def test_sixty_versions_behind(long_run, start):
 def test_a_damaged_fold_is_got_around(long_run):
     bucket, run, _ = long_run
     for damage in ("object", "blob", "missing"):
-        fold = read_fold(bucket.inner, run, 0, 64)
+        fold = read_compacted_delta(bucket.inner, run, 0, 64)
         key = keys.fold(0, 64)
         if damage == "object":
             bucket.damage(key, lambda data: flip_bit(data, 99))
@@ -161,9 +164,9 @@ def test_a_mirror_that_was_lost_on_the_way_is_filled_again():
         publisher.publish(weights(version))
         publisher.flush()
         if version == 4:
-            folder.fold_up_to(version)
+            folder.compact_up_to(version)
             folder._mirror.begin()
-    assert folder.fold_up_to(12)[-1] == (8, 12)
+    assert folder.compact_up_to(12)[-1] == (8, 12)
     publisher.close()
     assert Subscriber(bucket, publisher.run, load_mirror(bucket, publisher.run, at=8)).advance()
 
@@ -176,8 +179,8 @@ def test_a_fold_that_readers_would_refuse_is_not_published(monkeypatch):
     publisher.close()
     with monkeypatch.context() as patch:
         patch.setattr("deltawire.wire.manifest.MAX_PIECES", 2)
-        assert Compactor(bucket, publisher.run, (2,)).fold_up_to(2) == []
-    assert Compactor(bucket, publisher.run, (2,)).fold_up_to(2) == [(0, 2)]
+        assert Compactor(bucket, publisher.run, (2,)).compact_up_to(2) == []
+    assert Compactor(bucket, publisher.run, (2,)).compact_up_to(2) == [(0, 2)]
 
 
 def test_folds_that_cannot_be_made_harm_nothing():
@@ -187,12 +190,12 @@ def test_folds_that_cannot_be_made_harm_nothing():
     for version in range(6):
         publisher.publish(weights(version))
     publisher.close()
-    assert "cannot fold: RuntimeError" in str(publisher.folding.error)
+    assert "cannot fold: RuntimeError" in str(publisher.compaction.error)
     assert publisher.version == 5
     bucket.heal()
     again = start_publisher(bucket, anchor_every=0, fold_strides=(2, 4))
     for version in range(6, 9):
         again.publish(weights(version))
     again.close()
-    assert again.folding.error is None
-    assert {(4, 6), (6, 8), (4, 8)} & set(again.folding.made)
+    assert again.compaction.error is None
+    assert {(4, 6), (6, 8), (4, 8)} & set(again.compaction.made)

@@ -10,7 +10,7 @@ from deltawire.sync.chain import objects as chain
 from deltawire.sync.chain.objects import (
     RETRIES,
     get_blob,
-    newest_boundary,
+    newest_retention_floor,
     put_blob,
     with_retries,
 )
@@ -147,11 +147,11 @@ def test_a_boundary_is_nothing_but_its_key(bucket):
     publisher.flush()
     for stray in ("0000000007.json.bak", "0000000008", "old/0000000009.json", "x.json"):
         bucket.put(f"{keys.BOUNDARIES}{stray}", b"{}")
-    assert newest_boundary(bucket) == 0
+    assert newest_retention_floor(bucket) == 0
     publisher.publish(weights(1))
     publisher.close()  # A boundary above it would have fenced it.
     bucket.put(keys.boundary(1), b"{}")
-    assert newest_boundary(bucket) == 1
+    assert newest_retention_floor(bucket) == 1
 
 
 def test_a_manifest_that_is_not_there(bucket):

@@ -55,7 +55,7 @@ def test_signed_from_end_to_end():
     for step in range(1, 5):
         publisher.publish(model(step))
     publisher.close()
-    assert publisher.folding.error is None
+    assert publisher.compaction.error is None
     run = read_run(bucket, public_key=signer.public_key)
     subscriber = Subscriber(bucket, run, load_mirror(bucket, run, at=0))
     assert subscriber.advance()
@@ -73,7 +73,7 @@ def test_what_others_have_written_is_refused(forger, kind):
     import msgspec
 
     from deltawire.sync import read_manifest
-    from deltawire.sync.chain.objects import read_fold
+    from deltawire.sync.chain.objects import read_compacted_delta
     from deltawire.wire.manifest import encode_fold, encode_manifest
     from deltawire.wire.run import encode_run
 
@@ -94,11 +94,13 @@ def test_what_others_have_written_is_refused(forger, kind):
         value = msgspec.structs.replace(read_manifest(bucket, run, 4), annex={"mine": 1})
         bucket.put(keys.manifest(4), encode_manifest(value, signer=forger))
     else:
-        assert (0, 4) in publisher.folding.made
-        bucket.put(keys.fold(0, 4), encode_fold(read_fold(bucket, run, 0, 4), signer=forger))
+        assert (0, 4) in publisher.compaction.made
+        bucket.put(
+            keys.fold(0, 4), encode_fold(read_compacted_delta(bucket, run, 0, 4), signer=forger)
+        )
     if kind == "fold":
         with pytest.raises(CorruptError, match="sign"):
-            read_fold(bucket, run, 0, 4)
+            read_compacted_delta(bucket, run, 0, 4)
         held = load_mirror(bucket, run, at=4)
         assert same_bits(held.tensors, {"w": big[4]["w"].view("u8")})
         return
