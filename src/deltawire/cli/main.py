@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TextIO
 
 from deltawire import __version__
+from deltawire.cli import bench
 from deltawire.errors import DeltawireError
 
 INTERRUPTED = 130
@@ -267,32 +268,7 @@ def _add_tools(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         tool.add_argument("--public-key", default="", help="refuse what is not signed by it")
         tool.add_argument("--json", action="store_true", help="print one JSON object")
     _add_parity(commands)
-    bench = commands.add_parser("bench", help="measure, against the limit, in one run")
-    benches = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
-    loop = benches.add_parser("loop", help="alternating against pipelined, on the same two cores")
-    loop.set_defaults(module="deltawire.cli.bench_loop", function="bench_loop")
-    loop.add_argument("--config", default="examples/bench_loop.toml")
-    loop.add_argument("--out", default="runs/bench-loop")
-    loop.add_argument(
-        "--seeds", type=int, default=3, help="how many seeds each way; 0 for what needs no run"
-    )
-    loop.add_argument("--json", action="store_true", help="print figures as JSON")
-    _add_codec_benches(benches)
-    _add_swap_bench(benches)
-    sync = benches.add_parser("sync", help="publishing, following and relaying, beside other ways")
-    sync.set_defaults(module="deltawire.cli.bench_sync", function="bench_sync")
-    sync.add_argument("--size", type=float, default=0.5, metavar="GB", help="of the model")
-    sync.add_argument("--region-size", type=float, default=0.032, metavar="GB", help="when relayed")
-    sync.add_argument("--density", type=float, default=0.01, help="the share that changes a step")
-    sync.add_argument("--repeats", type=int, default=5, help="medians are over this many steps")
-    sync.add_argument(
-        "--rivals", default="sparse-int32,xor-zstd1", help="formats as in bench codec"
-    )
-    where = sync.add_mutually_exclusive_group()
-    where.add_argument("--bucket", default="", help="a folder or URL to use (default: temporary)")
-    where.add_argument("--s3", action="store_true", help="an S3 server of its own, on loopback")
-    sync.add_argument("--threads", type=int, help="to code with (default: all cores)")
-    sync.add_argument("--json", action="store_true", help="print figures as JSON")
+    bench.add_parser(commands)
 
 
 def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -346,24 +322,6 @@ def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         )
 
 
-def _add_swap_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    swap = benches.add_parser(
-        "swap", help="the pause of a swap in vLLM, beside vLLM's own ways; or on a GPU by itself"
-    )
-    swap.set_defaults(module="deltawire.cli.bench_swap", function="bench_swap")
-    swap.add_argument(
-        "--parameters", type=float, default=100.0, metavar="MILLIONS", help="of the smaller model"
-    )
-    swap.add_argument("--density", type=float, default=0.01, help="share of weights that change")
-    swap.add_argument("--repeats", type=int, default=7)
-    swap.add_argument(
-        "--device",
-        metavar="DEVICE",
-        help="time a swap by itself there, without an engine: cpu, cuda, cuda:1",
-    )
-    swap.add_argument("--json", action="store_true")
-
-
 def _add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parity = commands.add_parser("parity", help="two engines on the same weights and prompts")
     parity.set_defaults(module="deltawire.cli.parity", function="parity")
@@ -397,48 +355,15 @@ def _add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parity.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _add_codec_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    codec = benches.add_parser("codec", help="the codec against others, on the same weights")
-    codec.set_defaults(module="deltawire.cli.bench_codec", function="bench_codec")
-    codec.add_argument(
-        "--corpus",
-        nargs="+",
-        default=[],
-        metavar="PLACE",
-        help="folders of .npz pairs, or such files (default: synthetic weights)",
-    )
-    codec.add_argument(
-        "--synthetic", type=int, metavar="WEIGHTS", help="how many, made up (default: 2^28)"
-    )
-    codec.add_argument(
-        "--density", default="0.01,0.03", help="the shares of synthetic weights that change"
-    )
-    codec.add_argument("--peers", default="all", help="all, none, or names: arc-v3,xor-zstd1")
-    codec.add_argument("--threads", default="1,2", help="of deltawire's own codings")
-    codec.add_argument("--repeats", type=int, default=9, help="medians are over this many")
-    codec.add_argument(
-        "--seconds", type=float, default=10.0, help="or over as many as fit into this, each way"
-    )
-    codec.add_argument("--json", action="store_true", help="print figures as JSON")
-    codec.add_argument("--plot", default="", metavar="FILE", help="ratio against speed: .svg, .png")
-    deltas = benches.add_parser("deltas", help="train, and keep pairs of weights to measure on")
-    deltas.set_defaults(module="deltawire.cli.bench_deltas", function="bench_deltas")
-    deltas.add_argument("config", metavar="CONFIG.toml", help="such as examples/deltas_dense.toml")
-    deltas.add_argument("--out", required=True, help="the folder for the .npz files")
-    deltas.add_argument("--kind", choices=("rl", "sft"), default="rl")
-    deltas.add_argument("--rates", type=float, nargs="+", default=[1e-6, 3e-6], metavar="RATE")
-    deltas.add_argument("--strides", type=int, nargs="+", default=[1, 8, 32], metavar="STEPS")
-    deltas.add_argument("--settle", type=int, default=32, metavar="STEPS", help="Adam's warm-up")
-    deltas.add_argument("--seed", type=int, help="instead of the configuration's seed")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors end as one line on standard error."""
     supervised = False
     try:
         arguments = build_parser().parse_args(argv)
         supervised = getattr(arguments, "supervised", False)
-        command = getattr(import_module(arguments.module), arguments.function)
+        command = getattr(arguments, "call", None) or getattr(
+            import_module(arguments.module), arguments.function
+        )
         code = int(command(arguments))
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -35,7 +35,7 @@ def parity(arguments: argparse.Namespace) -> int:
         if not low <= getattr(arguments, name) <= high:
             raise InputError(f"--{name} must be from {low} to {high}")
     if arguments.plot:
-        from deltawire.bench.plot import check_suffix
+        from deltawire.dashboard.pictures import check_suffix
 
         check_suffix(Path(arguments.plot))
     source = open_source(arguments.source, version=arguments.version)
@@ -45,7 +45,7 @@ def parity(arguments: argparse.Namespace) -> int:
         left, right = (open_scorer(spec, source.model, folder) for spec in specs)
         found = _compare(arguments, source, left, right)
     if arguments.plot:
-        from deltawire.bench.plot_layers import plot_layers
+        from deltawire.dashboard.parity_plot import plot_layers
 
         plot_layers(found, source.name, Path(arguments.plot))
     if arguments.json:

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltawire.bench.measure import open_coding
-from deltawire.bench.peers import PEERS, missing
-from deltawire.bench.peers.container import Entry, pack, unpack
+from benchmarks.measure import open_coding
+from benchmarks.peers import PEERS, missing
+from benchmarks.peers.container import Entry, pack, unpack
 
 FORMATS = ["deltawire", "anchor", *PEERS]
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltawire.bench import measure, runner
-from deltawire.bench.limits import timed
-from deltawire.bench.measure import Measured
-from deltawire.bench.memory import measure_peak
-from deltawire.bench.pairs import Pair, PairTensor, load_pair, save_pair
-from deltawire.bench.peers import PEERS, missing
-from deltawire.bench.peers.container import size_of
-from deltawire.bench.peers.raw import Raw
-from deltawire.bench.runner import Job, choose_peers, jobs_for, run_job
-from deltawire.bench.synthetic import synthetic_pair
-from deltawire.bench.table import label, tables
+from benchmarks import measure, runner
+from benchmarks.limits import timed
+from benchmarks.measure import Measured
+from benchmarks.memory import measure_peak
+from benchmarks.pairs import Pair, PairTensor, load_pair, save_pair
+from benchmarks.peers import PEERS, missing
+from benchmarks.peers.container import size_of
+from benchmarks.peers.raw import Raw
+from benchmarks.runner import Job, choose_peers, jobs_for, run_job
+from benchmarks.synthetic import synthetic_pair
+from benchmarks.table import label, tables
 from deltawire.cli.main import main
 from deltawire.errors import InputError
 
@@ -92,7 +92,7 @@ def test_the_peak_of_memory_is_seen_and_the_result_counts():
 
 
 def test_without_resident_peaks_allocations_are_traced(monkeypatch):
-    monkeypatch.setattr("deltawire.bench.memory._reset_resident_peak", lambda: False)
+    monkeypatch.setattr("benchmarks.memory._reset_resident_peak", lambda: False)
     _, peak = measure_peak(lambda: np.ones(8 << 20, np.uint8))
     assert peak.method == "traced"
     assert (8 << 20) <= peak.extra_bytes < (9 << 20)
@@ -197,7 +197,7 @@ def test_the_command_prints_json_and_draws(pair_file, tmp_path, capsys, monkeypa
 
 def test_the_command_fails_when_a_row_does(pair_file, monkeypatch, capsys):
     bad = row_of("raw", error="lost a bit")
-    monkeypatch.setattr("deltawire.cli.bench_codec.run_job", lambda *a, **k: [bad])
+    monkeypatch.setattr("benchmarks.reports.codec.run_job", lambda *a, **k: [bad])
     assert main(["bench", "codec", "--corpus", str(pair_file), "--peers", "raw"]) == 1
     assert "lost a bit" in capsys.readouterr().out
 

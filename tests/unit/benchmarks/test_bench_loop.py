@@ -2,10 +2,10 @@
 
 import pytest
 
-from deltawire.bench.loop_cost import measure_loop_cost, measure_rollouts_at_once
-from deltawire.bench.loop_idle import draw_group_s, simulate_idle
-from deltawire.bench.scripted import ScriptedEngine
-from deltawire.cli import bench_loop
+from benchmarks.loop_cost import measure_loop_cost, measure_rollouts_at_once
+from benchmarks.loop_idle import draw_group_s, simulate_idle
+from benchmarks.reports import loop as report
+from benchmarks.scripted import ScriptedEngine
 from deltawire.config import (
     CorrectionConfig,
     LossConfig,
@@ -88,10 +88,10 @@ def test_the_standard_error_is_of_the_difference_of_the_means():
         "alternating": [_Run(10, 0.5), _Run(10, 0.7)],
         "pipelined": [_Run(16, 0.6), _Run(18, 0.6)],
     }
-    found = bench_loop._figures(results, 2)
+    found = report._figures(results, 2)
     assert found.speedups == [1.6, 1.8]
     assert found.pipelined_speedup == pytest.approx(1.7)
     assert found.heldout_async_minus_sync == pytest.approx(0.0)
     assert found.heldout_standard_error == pytest.approx(0.1)  # sqrt(0.02 / 2 + 0)
     one = {way: runs[:1] for way, runs in results.items()}
-    assert bench_loop._figures(one, 1).heldout_standard_error is None
+    assert report._figures(one, 1).heldout_standard_error is None

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from deltawire.bench.pairs import find_pairs, load_pair, save_pair
-from deltawire.bench.synthetic import COLUMNS, synthetic_pair
+from benchmarks.pairs import find_pairs, load_pair, save_pair
+from benchmarks.synthetic import COLUMNS, synthetic_pair
 from deltawire.errors import InputError
 
 
@@ -119,7 +119,7 @@ def test_a_synthetic_step_moves_small_weights_more_often():
 
 def test_synthetic_rounding_is_torchs():
     torch = pytest.importorskip("torch")
-    from deltawire.bench.synthetic import _round
+    from benchmarks.synthetic import _round
 
     values = np.random.default_rng(0).standard_normal(100_000, np.float32)
     values[:4] = np.array([0x3F808000, 0x3F818000, 0xBF808000, 0], np.uint32).view(np.float32)

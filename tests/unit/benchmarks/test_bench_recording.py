@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from deltawire.bench import recording
-from deltawire.bench.pairs import load_pair
-from deltawire.bench.recording import Setting, pair_path, record
+from benchmarks import recording
+from benchmarks.pairs import load_pair
+from benchmarks.recording import Setting, pair_path, record
 from deltawire.config import parse_config
 from deltawire.envs import Turn, reasoning
 from deltawire.errors import InputError

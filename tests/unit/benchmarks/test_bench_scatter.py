@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from deltawire.bench.scatter import LAYER_ELEMENTS, time_scatter
+from benchmarks.scatter import LAYER_ELEMENTS, time_scatter
 from deltawire.errors import InputError
 
 

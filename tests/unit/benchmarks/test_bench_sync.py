@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from deltawire.bench.synthetic import SyntheticSteps
+from benchmarks.synthetic import SyntheticSteps
 from deltawire.cli.main import main
 from deltawire.errors import InputError
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from history import snapshot
 
-from deltawire.bench.synthetic import SyntheticSteps
+from benchmarks.synthetic import SyntheticSteps
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import Bucket, MeteredBucket, open_bucket
 from deltawire.sync import Relay, load_mirror, open_publisher, prune, read_manifest, read_run

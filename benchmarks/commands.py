@@ -1,0 +1,120 @@
+"""The arguments of ``deltawire bench WHAT``; each benchmark is imported when it is run."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+
+def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare every benchmark."""
+    for add in (_add_loop, _add_codec, _add_deltas, _add_swap, _add_sync):
+        add(benches)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the benchmark that was chosen; returns its exit code."""
+    return int(import_module(f"benchmarks.reports.{arguments.benchmark}").run(arguments))
+
+
+def _add_loop(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser("loop", help="alternating against pipelined, on the same two cores")
+    parser.add_argument("--config", default="examples/bench_loop.toml")
+    parser.add_argument("--out", default="runs/bench-loop")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="seeds for each way; 0 measures only what needs no run"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _add_codec(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser("codec", help="the codec against others, on the same weights")
+    parser.add_argument(
+        "--corpus",
+        nargs="+",
+        default=[],
+        metavar="PLACE",
+        help="folders of .npz pairs, or such files (default: synthetic weights)",
+    )
+    parser.add_argument(
+        "--synthetic", type=int, metavar="WEIGHTS", help="how many to generate (default: 2^28)"
+    )
+    parser.add_argument(
+        "--density", default="0.01,0.03", help="the shares of synthetic weights that change"
+    )
+    parser.add_argument("--peers", default="all", help="all, none, or names: arc-v3,xor-zstd1")
+    parser.add_argument("--threads", default="1,2", help="threads for deltawire's own codings")
+    parser.add_argument("--repeats", type=int, default=9, help="runs that medians are taken over")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="or as many runs as fit into this time"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument(
+        "--plot", default="", metavar="FILE", help="draw ratio against speed: .svg, .png"
+    )
+
+
+def _add_deltas(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser("deltas", help="train, and keep pairs of weights to measure on")
+    parser.add_argument("config", metavar="CONFIG.toml", help="such as examples/deltas_dense.toml")
+    parser.add_argument("--out", required=True, help="the folder for the .npz files")
+    parser.add_argument("--kind", choices=("rl", "sft"), default="rl", help="how the model trains")
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[1e-6, 3e-6],
+        metavar="RATE",
+        help="learning rates",
+    )
+    parser.add_argument(
+        "--strides",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32],
+        metavar="STEPS",
+        help="steps between the two models of a pair",
+    )
+    parser.add_argument(
+        "--settle", type=int, default=32, metavar="STEPS", help="steps of warm-up for Adam"
+    )
+    parser.add_argument("--seed", type=int, help="replace the configuration's seed")
+
+
+def _add_swap(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser(
+        "swap", help="the pause of a swap in vLLM, compared with vLLM's own ways; or on a GPU"
+    )
+    parser.add_argument(
+        "--parameters", type=float, default=100.0, metavar="MILLIONS", help="of the smaller model"
+    )
+    parser.add_argument("--density", type=float, default=0.01, help="share of weights that change")
+    parser.add_argument("--repeats", type=int, default=7, help="swaps that medians are taken over")
+    parser.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="time a swap without an engine on this device: cpu, cuda, cuda:1",
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _add_sync(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser(
+        "sync", help="publishing, following and relaying, compared with other formats"
+    )
+    parser.add_argument("--size", type=float, default=0.5, metavar="GB", help="of the model")
+    parser.add_argument(
+        "--region-size", type=float, default=0.032, metavar="GB", help="of the relayed model"
+    )
+    parser.add_argument(
+        "--density", type=float, default=0.01, help="share of the weights that a step changes"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="steps that medians are taken over")
+    parser.add_argument(
+        "--rivals", default="sparse-int32,xor-zstd1", help="formats, named as in bench codec"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--bucket", default="", help="a folder or URL to use (default: temporary)")
+    where.add_argument("--s3", action="store_true", help="start an S3 server on loopback")
+    parser.add_argument("--threads", type=int, help="to code with (default: all cores)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")

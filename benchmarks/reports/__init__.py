@@ -1,0 +1,1 @@
+"""Runs each benchmark and prints its figures, one module each."""
