@@ -16,27 +16,32 @@ from deltawire.store.delegating import DelegatingBucket, Verb
 
 T = TypeVar("T")
 
+RETRIES = 5
+FIRST_PAUSE_S = 0.1
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
     """How often an operation is repeated after a `RetryError`, and how long to wait between.
 
-    ``first_pause_s`` doubles after each attempt. ``sleep`` gets seconds; it may raise to give up.
+    ``first_pause_s`` (None is `FIRST_PAUSE_S`) doubles after each attempt. ``sleep`` gets seconds;
+    it may raise to give up.
     """
 
-    retries: int = 5
-    first_pause_s: float = 0.1
+    retries: int = RETRIES
+    first_pause_s: float | None = None
     sleep: Callable[[float], None] = time.sleep
 
     def run(self, operation: Callable[[], T]) -> T:
         """Call ``operation``; on `RetryError` call it again, at most ``retries`` more times."""
+        pause_s = FIRST_PAUSE_S if self.first_pause_s is None else self.first_pause_s
         for attempt in range(self.retries + 1):
             try:
                 return operation()
             except RetryError:
                 if attempt == self.retries:
                     raise
-                self.sleep(self.first_pause_s * 2**attempt)
+                self.sleep(pause_s * 2**attempt)
         raise BugError("the retry loop ended without a result")
 
 

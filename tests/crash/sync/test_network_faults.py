@@ -12,8 +12,8 @@ from history import History, check_bucket, weights
 
 from conftest import QUICK_RETRIES
 from deltawire.errors import CorruptError, DeltawireError, RetryError
+from deltawire.store import retrying
 from deltawire.sync import Subscriber, load_mirror, read_run
-from deltawire.sync.chain import objects as chain
 from deltawire.testing.proxy import FaultyProxy
 from deltawire.testing.tiny import same_bits, start_publisher
 
@@ -26,7 +26,7 @@ at most."""
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 
 
 @pytest.fixture(params=["ministack", "moto"])

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 from deltawire import codec
 from deltawire.errors import CorruptError, DeltawireError, FencedError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bucket, retrying
 from deltawire.sync import (
     Compactor,
     Mirror,
@@ -365,7 +365,7 @@ class Wire(RuleBasedStateMachine):
 @pytest.fixture
 def _time_flies(monkeypatch):
     """Pauses take no time, and whoever waits for a sweep sees the store's clock run."""
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
     real, passed = sweeps.store_clock, [0.0]
 
     def clock(bucket):

@@ -10,8 +10,8 @@ from typing import TypeVar
 import blake3
 
 from deltawire.codec import ITEMSIZE
-from deltawire.errors import BugError, CorruptError, InputError, RetryError
-from deltawire.store import Bucket
+from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.store import Bucket, RetryPolicy
 from deltawire.wire import keys
 from deltawire.wire.manifest import (
     MAX_MANIFEST_BYTES,
@@ -30,20 +30,10 @@ T = TypeVar("T")
 
 _PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
 
-RETRIES = 5
-FIRST_PAUSE_S = 0.1
-
 
 def with_retries(action: Callable[[], T], *, pause: Callable[[float], None] = time.sleep) -> T:
-    """Run ``action``; on `RetryError` again, at most `RETRIES` times, pausing longer each time."""
-    for attempt in range(RETRIES + 1):
-        try:
-            return action()
-        except RetryError:
-            if attempt == RETRIES:
-                raise
-            pause(FIRST_PAUSE_S * 2**attempt)
-    raise BugError("the retry loop ended without a result")
+    """Run ``action`` by the default `RetryPolicy`. Prefer a `RetryingBucket`."""
+    return RetryPolicy(sleep=pause).run(action)
 
 
 def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:

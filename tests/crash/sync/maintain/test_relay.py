@@ -233,7 +233,7 @@ def test_a_region_that_began_later_retires_without_the_key(signed: bool) -> None
 def test_following_retention_may_fail_at_each_operation(
     side: str, done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltawire.sync.chain.objects.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("deltawire.store.retrying.FIRST_PAUSE_S", 0.0)
     inner, filled = open_bucket("memory://"), open_bucket("memory://")
     publish(inner, 0, 6, anchor_every=3)
     relay(inner, filled)
@@ -312,7 +312,7 @@ def test_a_fork_at_the_destination_is_an_error() -> None:
 def test_each_operation_failed_in_turn(
     side: str, done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltawire.sync.chain.objects.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("deltawire.store.retrying.FIRST_PAUSE_S", 0.0)
     inner = open_bucket("memory://")
     publish(inner, 0, 2, anchor_every=2)
     for at in range(1, 100):

@@ -11,7 +11,7 @@ from deltawire.errors import (
     InputError,
     RetryError,
 )
-from deltawire.store import open_bucket
+from deltawire.store import open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest
 from deltawire.sync.chain import objects as chain
 from deltawire.sync.maintain.retention import prune
@@ -25,7 +25,7 @@ ANCHORS = (0, 4, 8)
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 
 
 def fill(bucket, newest=NEWEST, **options):

@@ -11,9 +11,8 @@ import pytest
 from history import LIMIT, follow, snapshot, weights
 
 from deltawire.errors import CorruptError, DeltawireError, FencedError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest, read_run
-from deltawire.sync.chain import objects as chain
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket
@@ -25,7 +24,7 @@ FOLDS = (2, 4)
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 
 
 def publish(bucket, versions, *, seed=0):

@@ -33,7 +33,7 @@ OPERATIONS = 60
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr("deltawire.sync.chain.objects.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("deltawire.store.retrying.FIRST_PAUSE_S", 0.0)
 
 
 def publish(bucket, first, last, **options):

@@ -10,9 +10,8 @@ import pytest
 from history import History, weights
 
 from deltawire.errors import CorruptError, DeltawireError, FencedError, InputError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, newest_version
-from deltawire.sync.chain import objects as chain
 from deltawire.testing.faulty import disk_full, half, no_answer
 from deltawire.testing.tiny import audit, same_bits, start_publisher
 from deltawire.wire import keys
@@ -22,7 +21,7 @@ LAST = 6
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 
 
 def operations_of_a_clean_life():

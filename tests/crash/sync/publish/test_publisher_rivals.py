@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from deltawire.errors import FencedError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bucket, retrying
 from deltawire.sync import read_manifest
-from deltawire.sync.chain import objects as chain
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import audit, start_publisher, weights
 from deltawire.wire import keys
@@ -19,7 +18,7 @@ VERSIONS = 12
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 
 
 @pytest.fixture(params=["folder", "memory"])

@@ -6,9 +6,8 @@ import pytest
 from shard_ranks import RANKS, close, publish_all, rank_publisher, shards
 
 from deltawire.errors import FencedError, InputError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, newest_version
-from deltawire.sync.chain import objects as chain
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import audit, same_bits, start_publisher, start_run, weights
 from deltawire.wire import keys
@@ -18,7 +17,7 @@ LAST = 4
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ import msgspec
 import pytest
 
 from deltawire.errors import BugError, CorruptError, InputError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bucket, retrying
 from deltawire.sync import create_run, load_mirror, newest_version, read_manifest, read_run
-from deltawire.sync.chain import objects as chain
 from deltawire.sync.chain.objects import (
-    RETRIES,
     get_blob,
     newest_retention_floor,
     put_blob,
@@ -27,7 +25,7 @@ def bucket():
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 
 
 def test_no_run_yet(bucket):
@@ -187,7 +185,7 @@ def test_blobs_are_verified(bucket):
 
 
 def test_retries_are_bounded_and_pause_longer_each_time(monkeypatch):
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.1)
     calls, pauses = [], []
 
     def action():
@@ -196,7 +194,7 @@ def test_retries_are_bounded_and_pause_longer_each_time(monkeypatch):
 
     with pytest.raises(RetryError):
         with_retries(action, pause=pauses.append)
-    assert len(calls) == RETRIES + 1
+    assert len(calls) == retrying.RETRIES + 1
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6])
 
 

@@ -8,9 +8,8 @@ from itertools import count
 import pytest
 
 from deltawire.errors import BugError, CorruptError, ResyncError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, open_mirror
-from deltawire.sync.chain import objects as chain
 from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import same_bits, start_publisher, start_run, weights
@@ -19,7 +18,7 @@ from deltawire.wire import keys
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture

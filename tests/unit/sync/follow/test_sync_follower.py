@@ -6,16 +6,15 @@ import time
 import pytest
 
 from deltawire.errors import BugError, CorruptError, ResyncError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bucket, retrying
 from deltawire.sync import Follower, Subscriber, load_mirror
-from deltawire.sync.chain import objects as chain
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import same_bits, start_publisher, weights
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture
@@ -100,14 +99,14 @@ def test_an_outage_passes(world):
     bucket.fail(times=None)
     follower = follow()
     publisher.publish(weights(1))
-    asked(bucket, 3 * (chain.RETRIES + 1))
+    asked(bucket, 3 * (retrying.RETRIES + 1))
     assert follower.take() is None
     bucket.heal()
     update = until(follower.take)
     bucket.fail(times=None)
     follower.commit(update)
     publisher.publish(weights(2))
-    asked(bucket, 3 * (chain.RETRIES + 1))
+    asked(bucket, 3 * (retrying.RETRIES + 1))
     bucket.heal()
     follower.commit(until(follower.take))
     assert same_bits(follower._subscriber.mirror.tensors, weights(2))
@@ -131,7 +130,7 @@ def test_the_serving_threads_own_time_is_not_an_outage(world):
     update = until(follower.take)
     time.sleep(0.6)
     # A hiccup longer than one round of retries, far shorter than the patience.
-    bucket.fail(times=chain.RETRIES + 2)
+    bucket.fail(times=retrying.RETRIES + 2)
     follower.commit(update)
     assert until(follower.take).version == 2
 
@@ -159,7 +158,7 @@ def test_close_ends_it_at_once(world, waiting_for, monkeypatch):
         publisher.publish(weights(1))
         publisher.flush()
     if waiting_for == "the store":
-        monkeypatch.setattr(chain, "FIRST_PAUSE_S", 60.0)
+        monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 60.0)
         bucket.fail(times=None)
     follower = follow()
     if waiting_for == "a commit":

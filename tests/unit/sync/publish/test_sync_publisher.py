@@ -10,9 +10,8 @@ import pytest
 
 from deltawire import codec
 from deltawire.errors import FencedError, InputError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bucket, retrying
 from deltawire.sync import Publisher, create_run, load_mirror, open_publisher, read_manifest
-from deltawire.sync.chain import objects as chain
 from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.testing.faulty import FaultyBucket, disk_full
 from deltawire.testing.tiny import (
@@ -33,7 +32,7 @@ def bucket():
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(chain, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 
 
 @pytest.fixture
