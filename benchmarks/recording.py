@@ -31,9 +31,9 @@ from deltawire.engines.transformers import TransformersEngine
 from deltawire.envs import ReasoningTasks, Task
 from deltawire.errors import InputError
 from deltawire.export.models import load_model, load_tokenizer, stop_tokens
+from deltawire.export.source import bits_of
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import Limits, group_of
-from deltawire.rl.trainer.resume import published_bits_of
 from deltawire.rl.trainer.warm_start import run_warm_start
 from deltawire.runtime.process import Process
 from deltawire.store import open_bucket
@@ -156,7 +156,7 @@ class _Session:
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         return {
             name: bits.reshape(shapes[name]).astype(np.uint16)
-            for name, bits in published_bits_of(self.masters).items()
+            for name, bits in bits_of(self.masters.source).items()
             if name in shapes  # Saved buffers are not trained.
         }
 

@@ -225,6 +225,8 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     weight_decay: Annotated[float, Meta(ge=0, le=1)] = 0.0
     max_grad_norm: Positive = 1.0
     micro_batch_groups: Count = 16
+    exporter: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}\Z")] = "bf16"
+    """What is published of the model: a name that `deltawire.export.source` knows."""
     anchor_every: Count = 50
     folds: bool = False
     """Whether the trainer also folds its deltas over longer strides, for readers far behind. That

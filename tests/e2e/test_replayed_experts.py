@@ -21,8 +21,8 @@ from deltawire.events import decode_lines
 from deltawire.export.models import empty_model, fetch_model_files, save_model
 from deltawire.parity import divergence
 from deltawire.parity.router_replay import replay_of
+from deltawire.placement.live import LiveWeights
 from deltawire.rl.control.rollout_buffer import RolloutBuffer
-from deltawire.rl.trainer.resume import load_into
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import load_mirror, read_manifest, read_run
 from deltawire.train.batch import collate
@@ -79,7 +79,7 @@ def measure(bucket: Bucket, version: int, mode: str) -> tuple[float, int, int]:
     assert manifest is not None
     with fetch_model_files(bucket, run) as folder:
         model = empty_model(Path(folder)).eval()
-    load_into(model, run, mirror)
+    LiveWeights(model, run.tensors).load(mirror)
     annex = msgspec.convert(manifest.annex, CommitMetadata)
     batch = collate(
         [pooled.group for pooled in RolloutBuffer(bucket, Ledger(), limit=1).fetch(annex)]

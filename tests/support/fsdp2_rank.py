@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from deltawire import codec
-from deltawire.export.shards import local_shards, shard_digest, shard_mirror, sharded_table
+from deltawire.export.shards import ShardedWeights
 from deltawire.store import open_bucket
 from deltawire.sync import ShardPublisher, create_run
 from deltawire.wire.run import Run
@@ -32,20 +32,20 @@ def main(folder: str) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    shards = local_shards(model, rank=rank)
-    total = shard_digest(shards)
+    weights = ShardedWeights(model, rank=rank)
+    total = weights.digest()
     lanes = torch.tensor([total.lane0 - 2**63, total.lane1 - 2**63], dtype=torch.int64)
     gathered = [torch.empty_like(lanes) for _ in range(ranks)]
     dist.all_gather(gathered, lanes)
     digest = sum((codec.Digest(int(a) + 2**63, int(b) + 2**63) for a, b in gathered), codec.ZERO)
     bucket = open_bucket(folder)
     table = Run(
-        id="ab" * 16, name="fsdp2", created_at=0.0, tensors=sharded_table(model),
+        id="ab" * 16, name="fsdp2", created_at=0.0, tensors=weights.specs(),
         digest=digest.hex(), cell=16,
     )  # fmt: skip
     run = create_run(bucket, table)
     publisher = ShardPublisher(
-        bucket, run, shard_mirror(shards), rank=rank, ranks=ranks, epoch=0, session="only",
+        bucket, run, weights.mirror(), rank=rank, ranks=ranks, epoch=0, session="only",
         anchor_every=2, timeout_s=60,
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,9 +54,7 @@ def main(folder: str) -> None:
             optimizer.zero_grad()
             model(torch.ones(2, 6) * step).sum().backward()
             optimizer.step()
-        version = publisher.publish(
-            {name: shard.bits for name, shard in local_shards(model, rank=rank).items()}
-        )
+        version = publisher.publish({name: shard.bits for name, shard in weights.tensors().items()})
         publisher.flush()
         whole = {
             name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

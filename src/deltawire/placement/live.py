@@ -22,9 +22,6 @@ from deltawire.placement.affine import AffineMap
 from deltawire.placement.layout import WIRE_DTYPES, survey_live
 from deltawire.placement.placed import PlacedWeights, Prepared
 from deltawire.placement.placement import Placement, Region, fingerprint_of
-from deltawire.placement.published import (
-    published_tensors,
-)
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
@@ -67,6 +64,18 @@ def identity(tensors: Sequence[TensorSpec], weights: Mapping[str, torch.Tensor])
     )
 
 
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the buffers that a checkpoint of the model holds, by name, shared ones once."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def module_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns what is published of a model, as it lies in the model: parameters, tied ones once,
+    and saved buffers."""
+    return {**dict(model.named_parameters()), **saved_buffers(model)}
+
+
 class LiveWeights:
     """The weights of one module, by the names in a run's tensor table: `PlacedWeights` over their
     `identity`, of one rank. -1 is the version of what was never loaded.
@@ -75,7 +84,7 @@ class LiveWeights:
     """
 
     def __init__(self, model: torch.nn.Module, tensors: Sequence[TensorSpec]) -> None:
-        weights = published_tensors(model)
+        weights = module_tensors(model)
         self._placed = PlacedWeights(identity(tensors, weights), weights)
         self._mirror: Mirror | None = None
         self._staged: Prepared | None = None

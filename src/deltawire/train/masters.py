@@ -11,32 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltawire import codec
 from deltawire.config import TrainConfig
 from deltawire.errors import CorruptError
-from deltawire.placement.published import (
-    published_bits,
-    published_specs,
-    published_tensors,
-    saved_buffers,
-)
+from deltawire.export.source import WeightSource, open_source
+from deltawire.placement.live import saved_buffers
 
 
 class MasterWeights:
     """AdamW on float32 copies of a model's parameters.
 
-    ``dtype`` is the published one of parameters, as safetensors names it. The masters start as the
-    model's parameters are, and those are rounded at once. Saved buffers take no steps: they are
-    published, and kept with the state, as whoever sets them leaves them.
+    ``source`` is what is published of the model; by default ``config.exporter`` decides. The
+    masters start as the model's parameters are, and those are rounded at once to the source's
+    compute dtype. Saved buffers take no optimizer steps: they are published, and kept with the
+    state, as the model sets them.
     """
 
-    def __init__(self, model: Any, config: TrainConfig, *, dtype: str = "BF16") -> None:
+    def __init__(
+        self, model: Any, config: TrainConfig, *, source: WeightSource | None = None
+    ) -> None:
         self.model = model
-        self.dtype = dtype
+        self.source = source or open_source(config.exporter, model)
         self.steps = 0
         self._config = config
         self._parameters: dict[str, Tensor] = dict(model.named_parameters())
-        self._dtypes = {spec.name: spec.dtype for spec in published_specs(model, dtype)}
         self._masters = {
             name: parameter.detach().float().clone() for name, parameter in self._parameters.items()
         }
@@ -68,20 +65,6 @@ class MasterWeights:
             parameter.grad = None
             self._masters[name].grad = None
         return norm
-
-    def published(self) -> dict[str, Tensor]:
-        """The rounded weights by name, as contiguous CPU tensors."""
-        tensors = published_tensors(self.model)
-        return {
-            name: published_bits(tensor, self._dtypes[name]) for name, tensor in tensors.items()
-        }
-
-    def bits(self) -> dict[str, Any]:
-        """What `published` answers, as arrays of unsigned integers."""
-        return {
-            name: codec.bits_of(tensor, self._dtypes[name])
-            for name, tensor in self.published().items()
-        }
 
     def state(self) -> dict[str, Tensor]:
         """Everything a later process needs to go on from here, to the bit."""
@@ -121,6 +104,5 @@ class MasterWeights:
 
     @torch.no_grad()
     def _round(self) -> None:
-        dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[self.dtype]
         for name, parameter in self._parameters.items():
-            parameter.copy_(self._masters[name].to(dtype))
+            parameter.copy_(self._masters[name].to(self.source.compute_dtype))

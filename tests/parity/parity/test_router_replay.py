@@ -3,6 +3,7 @@
 import copy
 
 import families
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_damaged_choices_are_as_if_not_told_and_said():
         assert torch.equal(found, token_logprobs(model, collate(silent), missing))
     assert (damaged.damaged, missing.damaged) == (1, 0)
     config = RunConfig(name="x", parity=ParityConfig(routes="replay"))
-    masters = MasterWeights(model.train(), config.train, dtype="F32")
+    masters = MasterWeights(model.train(), msgspec.structs.replace(config.train, exporter="f32"))
     (warning,) = train_step(masters, groups, config).parity.warnings
     assert str(warning) == "damaged_routes 1 against 0"
 
@@ -181,7 +182,9 @@ def test_a_training_step_counts_flips_and_takes_choices():
     groups = grouped(model)
     for mode in ("off", "record", "replay"):
         config = RunConfig(name="x", train=TrainConfig(), parity=ParityConfig(routes=mode))
-        masters = MasterWeights(copy.deepcopy(model).train(), config.train, dtype="F32")
+        masters = MasterWeights(
+            copy.deepcopy(model).train(), msgspec.structs.replace(config.train, exporter="f32")
+        )
         parity = train_step(masters, groups, config).parity
         assert len(parity.flipped_L) == (0 if mode == "off" else 3)
         assert sum(parity.flipped_L) == 0, "in float32 both sides choose the same"

@@ -12,9 +12,10 @@ import torch
 from deltawire import codec
 from deltawire.config import TrainConfig
 from deltawire.errors import CorruptError, InputError, ResyncError
+from deltawire.export.cast import CastWeights
 from deltawire.export.models import empty_model, load_model, load_tokenizer, save_model, serve_as
-from deltawire.placement.live import LiveWeights
-from deltawire.placement.published import published_specs, saved_buffers
+from deltawire.export.source import bits_of
+from deltawire.placement.live import LiveWeights, saved_buffers
 from deltawire.store import open_bucket
 from deltawire.sync import Mirror, Publisher, Subscriber, create_run, load_mirror
 from deltawire.train.build import byte_tokenizer
@@ -39,13 +40,13 @@ def masters_of(model):
 
 def published(bucket, masters):
     """A run of the model as it is, and its publisher."""
-    specs = published_specs(masters.model, masters.dtype)
-    bits = masters.bits()
+    specs = masters.source.specs()
+    bits = bits_of(masters.source)
     digest = codec.digest_model(bits)
     run = create_run(bucket, Run(name="biased", created_at=0.0, tensors=specs, digest=digest.hex()))
     mirror = Mirror({name: array.copy() for name, array in bits.items()}, -1, codec.ZERO)
     publisher = Publisher(bucket, run, mirror, epoch=0, fold_strides=())
-    publisher.publish(masters.published())
+    publisher.publish(masters.source.tensors())
     publisher.flush()
     return run, publisher
 
@@ -79,7 +80,7 @@ def test_biases_reach_who_serves_and_decide_there(family, precision):
         before = {name: bias.clone() for name, bias in saved_buffers(masters.model).items()}
         balance(masters.model)
         assert all((bias != before[n]).any() for n, bias in saved_buffers(masters.model).items())
-        publisher.publish(masters.published())
+        publisher.publish(masters.source.tensors())
         publisher.flush()
         update = subscriber.prepare()
         live.swap(update.patches, update.version, update.digest)
@@ -110,7 +111,7 @@ def test_a_bias_that_was_changed_behind_its_back_is_found():
     bias[0] += 1.0
     assert live.attest() != publisher.digest
     balance(masters.model)
-    publisher.publish(masters.published())
+    publisher.publish(masters.source.tensors())
     publisher.flush()
     update = Subscriber(bucket, run, mirror).prepare()
     with pytest.raises(ResyncError):
@@ -125,7 +126,7 @@ def test_a_checkpoint_of_the_trainer_holds_them():
     balance(masters.model)
     state = {name: tensor.clone() for name, tensor in masters.state().items()}
     other.restore(state)
-    assert codec.digest_model(other.bits()) == codec.digest_model(masters.bits())
+    assert codec.digest_model(bits_of(other.source)) == codec.digest_model(bits_of(masters.source))
     lost = next(name for name in state if name.startswith("buffer/"))
     with pytest.raises(CorruptError, match=BIAS):
         other.restore({name: tensor for name, tensor in state.items() if name != lost})
@@ -177,7 +178,7 @@ def test_buffers_are_published_as_what_they_are():
     live.load(mirror)
     masters.model.seen += 1
     masters.model.mask.logical_not_()
-    publisher.publish(masters.published())
+    publisher.publish(masters.source.tensors())
     publisher.flush()
     update = Subscriber(bucket, run, mirror).prepare()
     live.swap(update.patches, update.version, update.digest)
@@ -188,7 +189,7 @@ def test_buffers_are_published_as_what_they_are():
 
 def test_what_cannot_be_published_is_refused_by_name():
     with pytest.raises(InputError, match="turns is torch"):
-        published_specs(Odd(turns=torch.ones(2, dtype=torch.complex64)), "BF16")
+        CastWeights(Odd(turns=torch.ones(2, dtype=torch.complex64)), "BF16").specs()
 
     class Secret(Odd):
         def get_extra_state(self):
@@ -198,8 +199,8 @@ def test_what_cannot_be_published_is_refused_by_name():
             del state
 
     with pytest.raises(InputError, match="_extra_state, which is no parameter and no buffer"):
-        published_specs(Secret(), "BF16")
+        CastWeights(Secret(), "BF16").specs()
     served = Odd()
     served.short = served.short.float()
     with pytest.raises(InputError, match="short is published as F16 and cannot be served as"):
-        LiveWeights(served, published_specs(Odd(), "BF16"))
+        LiveWeights(served, CastWeights(Odd(), "BF16").specs())

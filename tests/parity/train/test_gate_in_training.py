@@ -2,6 +2,7 @@
 
 import copy
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,7 +30,9 @@ def step(model, groups, parity=None, *, micro=16):
     """One step of a copy, at the version that drew the groups."""
     train = TrainConfig(learning_rate=1e-3, warmup_steps=0, micro_batch_groups=micro)
     config = RunConfig(name="x", train=train, parity=parity or ParityConfig())
-    masters = MasterWeights(copy.deepcopy(model).train(), train, dtype="F32")
+    masters = MasterWeights(
+        copy.deepcopy(model).train(), msgspec.structs.replace(train, exporter="f32")
+    )
     masters.steps = 4
     return train_step(masters, groups, config), masters
 
@@ -43,12 +46,14 @@ def test_a_masked_sequence_moves_nothing_however_wrong_it_is(tiny, micro):
     two, second = step(tiny, badly, mask, micro=micro)
     assert one.parity.masked == two.parity.masked == (1, 6, 11)
     assert one.tokens == sum(group.tokens for group in slightly), "they count below the line"
-    for a, b in zip(first.published().values(), second.published().values(), strict=True):
+    for a, b in zip(first.source.tensors().values(), second.source.tensors().values(), strict=True):
         assert torch.equal(a, b)
     _, trained_on = step(tiny, badly, micro=micro)
     assert any(
         not torch.equal(a, b)
-        for a, b in zip(first.published().values(), trained_on.published().values(), strict=True)
+        for a, b in zip(
+            first.source.tensors().values(), trained_on.source.tensors().values(), strict=True
+        )
     )
 
 
@@ -58,7 +63,7 @@ def test_a_stopped_step_leaves_the_weights_as_they_were(tiny):
     assert [one.name for one in result.parity.stopped] == ["largest_gap"]
     assert masters.steps == 4
     for name, parameter in tiny.named_parameters():
-        assert torch.equal(masters.published()[name], parameter)
+        assert torch.equal(masters.source.tensors()[name], parameter)
 
 
 def test_what_the_engine_itself_drew_passes_the_strictest_gate(tiny):

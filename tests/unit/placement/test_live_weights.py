@@ -7,8 +7,8 @@ import torch
 from deltawire import codec
 from deltawire.codec import Patch
 from deltawire.errors import CorruptError, InputError, ResyncError
+from deltawire.export.cast import CastWeights, cast
 from deltawire.placement.live import LiveWeights
-from deltawire.placement.published import published_bits, published_specs
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
@@ -64,7 +64,7 @@ def same(left, right):
 
 def served(dtype, serving, seed=0):
     model = Tied().to(serving)
-    specs = published_specs(model, dtype)
+    specs = CastWeights(model, dtype).specs()
     bits = random_bits(specs, np.random.default_rng(seed))
     live = LiveWeights(model, specs)
     live.load(mirror_of(bits, version=3))
@@ -87,7 +87,7 @@ def diff(old, new):
 
 
 def test_tied_weights_are_listed_once():
-    specs = published_specs(Tied(), "BF16")
+    specs = CastWeights(Tied(), "BF16").specs()
     assert [spec.name for spec in specs] == ["embed.weight", "norm.bias", "norm.weight"]
     assert specs[0].shape == (13, 6)
 
@@ -252,7 +252,7 @@ def altered(specs, **changes):
 )
 def test_other_tensor_tables_are_input_errors(change):
     model = Tied().to(torch.bfloat16)
-    specs = published_specs(model, "BF16")
+    specs = CastWeights(model, "BF16").specs()
     LiveWeights(model, specs)
     with pytest.raises(InputError):
         LiveWeights(model, change(specs))
@@ -262,11 +262,11 @@ def test_parameters_in_pieces_are_refused():
     model = torch.nn.Linear(4, 3, bias=False)
     model.weight = torch.nn.Parameter(torch.zeros(4, 3).T)
     with pytest.raises(InputError):
-        LiveWeights(model, published_specs(model, "BF16"))
+        LiveWeights(model, CastWeights(model, "BF16").specs())
 
 
 def test_published_bits_round_to_nearest_even():
     halves = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF], dtype=torch.int32)
-    rounded = published_bits(halves.view(torch.float32), "BF16")
+    rounded = cast(halves.view(torch.float32), "BF16")
     assert rounded.view(torch.int16).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x3F80]
-    assert published_bits(torch.zeros(3, 4).T, "F32").is_contiguous()
+    assert cast(torch.zeros(3, 4).T, "F32").is_contiguous()

@@ -12,14 +12,12 @@ from deltawire.config import RunConfig, differences
 from deltawire.envs import open_tasks
 from deltawire.errors import InputError
 from deltawire.export.models import load_model, load_tokenizer, read_files
-from deltawire.placement.published import published_bits, published_specs, published_tensors
+from deltawire.export.source import bits_of, open_source
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, Publisher, create_run, newest_version
 from deltawire.sync.chain.objects import put_blob
 from deltawire.wire.run import ModelFile, Run, cell_for
-
-PUBLISHED_DTYPE = "BF16"
 
 
 def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
@@ -31,10 +29,8 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
     model = load_model(model_directory)
     load_tokenizer(model_directory)
     open_tasks(config.task, seed=config.seed).draw("check", 0)
-    specs = published_specs(model, PUBLISHED_DTYPE)
-    tensors = published_tensors(model)
-    weights = {spec.name: published_bits(tensors[spec.name], spec.dtype) for spec in specs}
-    bits = {spec.name: codec.bits_of(weights[spec.name], spec.dtype) for spec in specs}
+    source = open_source(config.train.exporter, model)
+    specs, bits = source.specs(), bits_of(source)
     digest = codec.digest_model(bits)
     files = [
         ModelFile(name=name, blob=ref.hash, bytes=ref.bytes)
@@ -57,7 +53,7 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
     if newest_version(bucket) is None:
         mirror = Mirror({name: array.copy() for name, array in bits.items()}, -1, codec.ZERO)
         publisher = Publisher(bucket, run, mirror, epoch=0, fold_strides=())
-        publisher.publish(weights)
+        publisher.publish(source.tensors())
         publisher.close()
     return run
 

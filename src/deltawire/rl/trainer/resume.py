@@ -16,11 +16,10 @@ from typing import Any
 import msgspec
 import torch
 
-from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.config import ParityLimits, RunConfig
 from deltawire.errors import CorruptError
-from deltawire.placement.live import LiveWeights
+from deltawire.export.source import digest_of, open_source
 from deltawire.rl.control.credits import settle
 from deltawire.rl.control.rollout_buffer import BufferedGroup, RolloutBuffer
 from deltawire.store import Bucket
@@ -62,12 +61,12 @@ def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: i
         origin = load_mirror(bucket, run, at=commit.version)
         if origin is None:
             continue
-        masters = _masters_at(origin, run, config, model)
+        masters = _masters_at(origin, config, model)
         try:
             masters.restore(state)
         except CorruptError:
             continue
-        if digest_of(masters) == origin.digest:
+        if digest_of(masters.source) == origin.digest:
             return Resumed(masters, commit.ledger, commit.version, reference)
     origin = load_mirror(bucket, run, at=0)
     if origin is None:
@@ -76,7 +75,7 @@ def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: i
             hint="versions that retention has taken cannot be done over",
             run=bucket.url,
         )
-    return Resumed(_masters_at(origin, run, config, model), Ledger(), 0, reference)
+    return Resumed(_masters_at(origin, config, model), Ledger(), 0, reference)
 
 
 def load_reference(bucket: Bucket, run: Run, config: RunConfig, model: Any) -> Any | None:
@@ -94,15 +93,14 @@ def load_reference(bucket: Bucket, run: Run, config: RunConfig, model: Any) -> A
             run=bucket.url,
         )
     reference = copy.deepcopy(model)
-    load_into(reference, run, origin)
+    open_source(config.train.exporter, reference).restore(origin)
     return reference.requires_grad_(False)
 
 
-def _masters_at(origin: Mirror, run: Run, config: RunConfig, model: Any) -> MasterWeights:
-    load_into(model, run, origin)
-    trained = {name for name, _ in model.named_parameters()}
-    dtype = next(spec.dtype for spec in run.tensors if spec.name in trained)
-    return MasterWeights(model, config.train, dtype=dtype)
+def _masters_at(origin: Mirror, config: RunConfig, model: Any) -> MasterWeights:
+    source = open_source(config.train.exporter, model)
+    source.restore(origin)
+    return MasterWeights(model, config.train, source=source)
 
 
 @dataclass
@@ -160,25 +158,10 @@ def redo(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> Redone:
         torch.set_num_threads(threads)
     settle(state.ledger, annex)
     state.version = version
-    return Redone(version, groups, result, digest_of(state.masters), published)
+    return Redone(version, groups, result, digest_of(state.masters.source), published)
 
 
 def groups_of(bucket: Bucket, run: Run, version: int) -> list[BufferedGroup]:
     """The groups that a step consumed; raises `CorruptError` if they are gone."""
     annex, _ = annex_at(bucket, run, version)
     return RolloutBuffer(bucket, Ledger(), limit=1).fetch(annex)
-
-
-def published_bits_of(masters: MasterWeights) -> dict[str, Any]:
-    """The published bits by name, read from the model itself."""
-    return masters.bits()
-
-
-def digest_of(masters: MasterWeights) -> Digest:
-    """The digest of what the masters publish."""
-    return codec.digest_model(published_bits_of(masters))
-
-
-def load_into(model: Any, run: Run, mirror: Mirror) -> None:
-    """Set a model's parameters from a mirror."""
-    LiveWeights(model, run.tensors).load(mirror)

@@ -35,6 +35,7 @@ from deltawire.errors import (
 )
 from deltawire.events import Published, Step, known
 from deltawire.export.models import empty_model, fetch_model_files
+from deltawire.export.source import digest_of
 from deltawire.parity import finite, parity_event
 from deltawire.reward_monitor.watch import ProbeWatch
 from deltawire.rl.control.credits import CreditIssuer, settle
@@ -42,7 +43,7 @@ from deltawire.rl.control.drop_bias import causes_of, failures_of, families_of
 from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.rl.trainer.bootstrap import start_run
-from deltawire.rl.trainer.resume import digest_of, groups_of, redo, resume, seed_step
+from deltawire.rl.trainer.resume import groups_of, redo, resume, seed_step
 from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.sync import (
@@ -223,7 +224,9 @@ class Trainer:
         )
         self.desk.expect(self.version + 1, annex)
         with self.process.heart.taking("publish"):
-            self.version = self.publisher.publish(self.masters.published(), annex=annex.plain())
+            self.version = self.publisher.publish(
+                self.masters.source.tensors(), annex=annex.plain()
+            )
         self._strayed = False
         self.process.heart.achieve()
         settle(self.ledger, annex)
@@ -312,7 +315,7 @@ class Trainer:
             self.publisher.close()
             self._checkpoint()
             self.probes.close()
-        if digest_of(self.masters) != self.publisher.digest and not self._strayed:
+        if digest_of(self.masters.source) != self.publisher.digest and not self._strayed:
             raise BugError("the trainer's weights are not what it published", run=self.bucket.url)
         last = self.version >= self.config.train.versions
         self.desk.write("finished" if last else "stopped")

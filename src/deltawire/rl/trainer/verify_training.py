@@ -19,11 +19,11 @@ import torch
 
 from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.export.models import empty_model, fetch_model_files
+from deltawire.export.source import bits_of
 from deltawire.rl.trainer.resume import (
     Redone,
     Resumed,
     annex_at,
-    published_bits_of,
     redo,
     resume,
 )
@@ -150,7 +150,7 @@ def _explain(bucket: Bucket, run: Run, found: Replayed, state: Resumed) -> None:
         return
     if published is None:
         return
-    ours = published_bits_of(state.masters)
+    ours = bits_of(state.masters.source)
     found.tensors = {
         name: int(np.count_nonzero(bits != ours[name].reshape(bits.shape)))
         for name, bits in published.tensors.items()

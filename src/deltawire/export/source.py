@@ -1,0 +1,84 @@
+"""What a trainer publishes: the `WeightSource` protocol and the registry of its implementations.
+
+An exporter is one module in this folder and one line in `EXPORTERS`. It decides which tensors of a
+model are published, in which dtypes, and how a published version is read back into the model::
+
+    trainer ── step ──▶ model ── tensors() ──▶ publisher ──▶ bucket
+                          ▲                                     │
+                          └──────────── restore(mirror) ◀───────┘
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deltawire import codec
+from deltawire.codec import Bits, Digest
+from deltawire.errors import InputError
+from deltawire.sync.follow.mirror import Mirror
+from deltawire.wire.run import TensorSpec
+
+EXPORTERS = {
+    "bf16": "deltawire.export.cast:bf16",
+    "f32": "deltawire.export.cast:f32",
+}
+"""Exporters by the name that ``train.exporter`` gives, each as ``module:callable``. The callable
+takes the model and returns its `WeightSource`."""
+
+
+class WeightSource(Protocol):
+    """The published view of a model that is being trained.
+
+    Example::
+
+        source = open_source("bf16", model)
+        publisher = open_publisher(bucket, source.tensors(), specs=source.specs())
+        ...                                  # train
+        publisher.publish(source.tensors())
+    """
+
+    compute_dtype: torch.dtype
+    """The dtype that the trainer rounds parameters to after each step, so that it computes with
+    what it publishes."""
+
+    def specs(self) -> list[TensorSpec]:
+        """Returns the tensor table, in name order; it never changes during a run."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Returns the published values by name, as contiguous CPU tensors. They may share memory
+        with the model: publish them before the next step."""
+        ...
+
+    def restore(self, mirror: Mirror) -> None:
+        """Sets the model to a published version. Raises `InputError` if the mirror's tensors are
+        not those of `specs`, and `CorruptError` if the model then holds other bits."""
+        ...
+
+
+def open_source(exporter: str, model: Any) -> WeightSource:
+    """Opens the exporter of that name on ``model``; raises `InputError` for an unknown name."""
+    if exporter not in EXPORTERS:
+        raise InputError(
+            f"there is no exporter {exporter[:80]!r}",
+            hint=f"set train.exporter to one of {', '.join(sorted(EXPORTERS))}",
+        )
+    module, _, name = EXPORTERS[exporter].partition(":")
+    source: WeightSource = getattr(importlib.import_module(module), name)(model)
+    return source
+
+
+def bits_of(source: WeightSource) -> dict[str, Bits]:
+    """Returns the published values as arrays of unsigned integers."""
+    tensors = source.tensors()
+    return {spec.name: codec.bits_of(tensors[spec.name], spec.dtype) for spec in source.specs()}
+
+
+def digest_of(source: WeightSource) -> Digest:
+    """Returns the digest that a version published now would have."""
+    return codec.digest_model(bits_of(source))

@@ -1,0 +1,89 @@
+"""What a trainer publishes: the exporters, and that a new one needs a module and a line."""
+
+import copy
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from deltawire.config import RunConfig, TrainConfig, parse_config
+from deltawire.errors import InputError
+from deltawire.export.models import empty_model, fetch_model_files, save_model
+from deltawire.export.source import EXPORTERS, bits_of, digest_of, open_source
+from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.resume import resume
+from deltawire.store import open_bucket
+from deltawire.sync import load_mirror, open_publisher, read_run
+from deltawire.train.build import byte_tokenizer
+from deltawire.train.masters import MasterWeights
+
+CONFIG: RunConfig = parse_config({"name": "run", "model": {"path": "x"}}, source="s")
+
+
+def stepped(masters, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in masters.model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    masters.step()
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all((left[k] == right[k]).all() for k in left)
+
+
+@pytest.mark.parametrize("exporter", sorted(EXPORTERS))
+def test_a_source_is_published_and_restored_to_the_bit(tmp_path, tiny, exporter):
+    bucket = open_bucket(str(tmp_path))
+    masters = MasterWeights(tiny, TrainConfig(learning_rate=1e-2, exporter=exporter))
+    source = masters.source
+    names = [spec.name for spec in source.specs()]
+    assert names == sorted(names)
+    assert set(names) == source.tensors().keys()
+    publisher = open_publisher(bucket, source.tensors(), specs=source.specs())
+    for seed in range(2):
+        stepped(masters, seed)
+        publisher.publish(source.tensors())
+    publisher.close()
+    assert publisher.digest == digest_of(source)
+    other = copy.deepcopy(tiny)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(7.0)
+    again = open_source(exporter, other)
+    again.restore(load_mirror(bucket, read_run(bucket)))
+    assert same(bits_of(again), bits_of(source))
+
+
+def test_an_unknown_exporter_is_named(tiny):
+    with pytest.raises(InputError, match="no exporter 'fp3'") as caught:
+        open_source("fp3", tiny)
+    assert "bf16" in str(caught.value)
+
+
+def test_restoring_another_models_version_is_refused(tmp_path, tiny):
+    bucket = open_bucket(str(tmp_path))
+    open_publisher(bucket, {"other": torch.zeros(3)}).close()
+    with pytest.raises(InputError):
+        open_source("bf16", tiny).restore(load_mirror(bucket, read_run(bucket)))
+
+
+def test_a_new_exporter_is_a_module_and_a_line(tmp_path, tiny, monkeypatch):
+    """From the start of a run to resuming it, with an exporter that publishes int8 codes."""
+    monkeypatch.setitem(EXPORTERS, "int8", "int8_exporter:Int8Weights")
+    config = msgspec.structs.replace(
+        CONFIG, train=msgspec.structs.replace(CONFIG.train, exporter="int8", learning_rate=0.5)
+    )
+    save_model(tiny, byte_tokenizer(), tmp_path / "model")
+    bucket = open_bucket(str(tmp_path / "bucket"), create=True)
+    run = start_run(bucket, config, tmp_path / "model")
+    assert {spec.dtype for spec in run.tensors} == {"I8", "F32"}
+    with fetch_model_files(bucket, run) as folder:
+        model = empty_model(Path(folder))
+    state = resume(bucket, run, config, model, newest=0)
+    version_0 = load_mirror(bucket, run, at=0)
+    assert same(bits_of(state.masters.source), version_0.tensors)
+    before = digest_of(state.masters.source)
+    assert before == version_0.digest
+    stepped(state.masters, 0)
+    assert digest_of(state.masters.source) != before
