@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import newest_version, read_manifest, read_run
+from deltawire.sync import newest_version, read_manifest, require_run
 from deltawire.sync.maintain.fsck import Checked, check_run
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
@@ -69,9 +69,7 @@ def _tell(found: Checked) -> None:
 def log(arguments: argparse.Namespace) -> int:
     """List a run's versions, newest first, and who holds which."""
     bucket = open_bucket(arguments.run)
-    run = read_run(bucket, public_key=arguments.public_key)
-    if run is None:
-        raise InputError("there is no run", hint="is the path right?", run=bucket.url)
+    run = require_run(bucket, public_key=arguments.public_key)
     versions = _versions(bucket, run, arguments.last)
     readers = _readers(bucket)
     if arguments.json:

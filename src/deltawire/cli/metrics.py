@@ -16,7 +16,7 @@ from deltawire.errors import InputError
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import read_trainer
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import read_run
+from deltawire.sync import require_run
 from deltawire.sync.chain.objects import with_retries
 from deltawire.wire.run import Run
 
@@ -30,9 +30,7 @@ def metrics(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.port <= 65535:
         raise InputError(f"--port {arguments.port} is no port")
     bucket = open_bucket(arguments.run)
-    run = read_run(bucket)
-    if run is None:
-        raise InputError("there is no run here", hint="is the path right?", run=bucket.url)
+    run = require_run(bucket)
     if arguments.to:
         return _forward(arguments, bucket, run)
     return _serve(arguments, bucket, run)

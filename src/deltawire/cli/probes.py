@@ -11,7 +11,7 @@ from deltawire.dashboard.probes import whole
 from deltawire.errors import InputError
 from deltawire.reward_monitor.watch import figures_of, read_probes
 from deltawire.store import open_bucket
-from deltawire.sync.chain.objects import read_run
+from deltawire.sync.chain.objects import require_run
 
 FLAGGED = 6
 """The exit code if any stream is flagged, for scripts."""
@@ -20,8 +20,7 @@ FLAGGED = 6
 def command(arguments: argparse.Namespace) -> int:
     """Print the table; 0, or 6 if a divergence is flagged."""
     bucket = open_bucket(arguments.run)
-    if read_run(bucket) is None:
-        raise InputError("there is no run here", hint="is the path right?", run=bucket.url)
+    require_run(bucket)
     state = read_probes(bucket)
     if state is None:
         raise InputError(

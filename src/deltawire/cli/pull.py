@@ -10,9 +10,9 @@ import msgspec
 
 from deltawire.cli.transfer import Bars, bars, size
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import MeteredBucket, open_bucket
-from deltawire.sync import Checkout, read_run
-from deltawire.sync.chain.objects import newest_version, with_retries
+from deltawire.store import MeteredBucket, RetryingBucket, open_bucket
+from deltawire.sync import Checkout, require_run
+from deltawire.sync.chain.objects import newest_version
 from deltawire.wire.run import Run
 
 PATIENCE_S = 600.0
@@ -35,9 +35,7 @@ def pull(arguments: argparse.Namespace) -> int:
         raise InputError("--follow and --version exclude each other")
     with bars(arguments) as bar:
         bucket = MeteredBucket(open_bucket(arguments.run), lambda read, _: bar.more(read))
-        run = with_retries(lambda: read_run(bucket, public_key=arguments.public_key))
-        if run is None:
-            raise InputError("there is no run", hint="is the path right?", run=bucket.url)
+        run = require_run(RetryingBucket(bucket), public_key=arguments.public_key)
         with Checkout(
             bucket, run, Path(arguments.directory), threads=arguments.threads
         ) as checkout:
@@ -61,7 +59,7 @@ class _Puller:
 
     def once(self, version: int | None) -> None:
         if version is None:
-            version = with_retries(lambda: newest_version(self._bucket))
+            version = newest_version(RetryingBucket(self._bucket))
             if version is None:
                 raise RetryError("no version is published yet", run=self._bucket.url)
             self._finish()

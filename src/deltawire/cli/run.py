@@ -32,7 +32,7 @@ from deltawire.runtime.event_tail import EventFeed, EventTail
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync.chain.objects import read_run
+from deltawire.sync.chain.objects import read_run, require_run
 
 try:
     import fcntl
@@ -428,10 +428,7 @@ def summary_of(
 def report(arguments: argparse.Namespace) -> int:
     """``deltawire report``: from the bucket alone."""
     bucket = open_bucket(arguments.run)
-    found = read_run(bucket)
-    if found is None:
-        raise InputError("there is no run here", hint="is the path right?", run=bucket.url)
-    config = run_config(found.config, url=bucket.url)
+    config = run_config(require_run(bucket).config, url=bucket.url)
     out = Path(arguments.out)
     console = Console()
     watcher = Watcher(Job(config, Path(), None, out, bucket), console, plain=True)

@@ -17,7 +17,7 @@ from deltawire.errors import InputError
 from deltawire.serving.contract import FleetState
 from deltawire.serving.fleet import Fleet
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import read_run
+from deltawire.sync import require_run
 from deltawire.wire.run import Run
 
 TOKEN_VARIABLE = "DELTAWIRE_TOKEN"  # noqa: S105 - a variable's name
@@ -37,9 +37,7 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.drain <= 0:
         raise InputError("--drain must be above 0")
     bucket = open_bucket(arguments.run)
-    run = read_run(bucket, public_key=arguments.public_key)
-    if run is None:
-        raise InputError("there is no run here", hint="give the bucket of a run", run=arguments.run)
+    run = require_run(bucket, public_key=arguments.public_key)
     token = read_token(arguments.token_file)
     if not token:
         token = secrets.token_urlsafe(24)

@@ -11,17 +11,17 @@ from deltawire.cli.transfer import bars
 from deltawire.errors import InputError
 from deltawire.export.snapshots import export_snapshot, import_snapshot
 from deltawire.store import MeteredBucket, open_bucket
-from deltawire.sync import newest_version, read_run
+from deltawire.sync import newest_version, require_run
 
 
 def export(arguments: argparse.Namespace) -> int:
     """Write a snapshot; print the hot-load request's body that goes with it."""
     with bars(arguments) as bar:
         bucket = MeteredBucket(open_bucket(arguments.run), lambda read, _: bar.more(read))
-        run = read_run(bucket, public_key=arguments.public_key)
+        run = require_run(bucket, public_key=arguments.public_key)
         version = newest_version(bucket) if arguments.version is None else arguments.version
-        if run is None or version is None:
-            raise InputError("there is no run", hint="is the path right?", run=bucket.url)
+        if version is None:
+            raise InputError("the run has no version yet", run=bucket.url)
         made = export_snapshot(
             bucket, run, version, Path(arguments.directory), base=arguments.base, tell=bar.begin
         )

@@ -26,7 +26,7 @@ from deltawire.runtime.event_window import RecentEvents
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.object_cache import Roster
 from deltawire.store import Bucket
-from deltawire.sync import newest_version, read_run
+from deltawire.sync import newest_version, require_run
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
 from deltawire.wire.run import Run
@@ -141,9 +141,7 @@ class Watch:
         `RetryError` if the store does not answer.
         """
         bucket = self._bucket
-        run = read_run(bucket)
-        if run is None:
-            raise InputError("there is no run here", hint="is the path right?", run=bucket.url)
+        run = require_run(bucket)
         problems: list[str] = []
         config = _config(bucket, run, problems)
         trainer = _attempt(lambda: read_trainer(bucket), problems)

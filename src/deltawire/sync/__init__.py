@@ -1,6 +1,12 @@
 """Publish and follow weights: both sides of the chain of versions."""
 
-from deltawire.sync.chain.objects import create_run, newest_version, read_manifest, read_run
+from deltawire.sync.chain.objects import (
+    create_run,
+    newest_version,
+    read_manifest,
+    read_run,
+    require_run,
+)
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.manifest_follower import ManifestFollower
 from deltawire.sync.follow.mirror import Mirror
@@ -47,5 +53,6 @@ __all__ = [
     "read_manifest",
     "read_run",
     "read_safetensors",
+    "require_run",
     "shared_path",
 ]

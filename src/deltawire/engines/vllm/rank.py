@@ -38,8 +38,8 @@ from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncErr
 from deltawire.placement.placed import PlacedWeights, Prepared
 from deltawire.placement.placement import Placement, ownership, probe
 from deltawire.placement.steps import step_to
-from deltawire.store import open_bucket
-from deltawire.sync import Mirror, Subscriber, Update, load_mirror, newest_version, read_run
+from deltawire.store import RetryingBucket, open_bucket
+from deltawire.sync import Mirror, Subscriber, Update, load_mirror, newest_version, require_run
 from deltawire.sync.chain.objects import with_retries
 from deltawire.wire.run import Run
 
@@ -97,12 +97,9 @@ class Rank:
 
     def _read_run(self) -> tuple[Run, int]:
         """The run, and its newest version."""
-        self._bucket = open_bucket(self.settings.run)
-        key = self.settings.public_key
-        run = with_retries(lambda: read_run(self._bucket, public_key=key))
-        if run is None:
-            raise InputError("there is no run", run=self._bucket.url)
-        newest = with_retries(lambda: newest_version(self._bucket))
+        self._bucket = RetryingBucket(open_bucket(self.settings.run))
+        run = require_run(self._bucket, public_key=self.settings.public_key)
+        newest = newest_version(self._bucket)
         if newest is None:
             raise InputError("the run has no version yet", run=self._bucket.url)
         return run, newest

@@ -70,6 +70,16 @@ def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
     return run
 
 
+def require_run(bucket: Bucket, *, public_key: str = "") -> Run:
+    """Read the run in this bucket, as `read_run`; raises `InputError` if there is none."""
+    run = read_run(bucket, public_key=public_key)
+    if run is None:
+        raise InputError(
+            "there is no run here", hint="check the bucket's path", run=bucket.url, key=keys.RUN
+        )
+    return run
+
+
 def check_signed(bucket: Bucket, run: Run, data: bytes, key: str) -> None:
     """Raise `CorruptError` if the run is signed and the object's bytes are not."""
     if run.public_key:

@@ -5,7 +5,14 @@ import pytest
 
 from deltawire.errors import BugError, CorruptError, InputError, RetryError
 from deltawire.store import open_bucket, retrying
-from deltawire.sync import create_run, load_mirror, newest_version, read_manifest, read_run
+from deltawire.sync import (
+    create_run,
+    load_mirror,
+    newest_version,
+    read_manifest,
+    read_run,
+    require_run,
+)
 from deltawire.sync.chain.objects import (
     get_blob,
     newest_retention_floor,
@@ -212,3 +219,14 @@ def test_retries_end_with_the_first_answer_and_pass_other_errors():
     with pytest.raises(BugError):
         with_retries(action)
     assert next(answers) == 7
+
+
+def test_a_run_that_is_required_is_read_or_its_absence_is_an_error():
+    bucket = open_bucket("memory://")
+    with pytest.raises(InputError, match="there is no run here") as caught:
+        require_run(bucket)
+    assert caught.value.key == keys.RUN
+    run = start_run(bucket)
+    assert require_run(bucket) == run
+    with pytest.raises(CorruptError, match="not signed"):
+        require_run(bucket, public_key="0" * 64)
