@@ -140,12 +140,12 @@ class _NullTrainer:
         loss = self._loss(batch, version)
         consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
         hashes = [pooled.hash for pooled in batch.taken]
-        annex = CommitMetadata(
+        metadata = CommitMetadata(
             step=version + 1, consumed=consumed, dropped=batch.dropped, hashes=hashes, threads=1
         )
-        annex.plain()
-        self._desk.expect(version + 1, annex)
-        settle(self._ledger, annex)
+        metadata.plain()
+        self._desk.expect(version + 1, metadata)
+        settle(self._ledger, metadata)
         self._desk.committed(version + 1, "")
         self._log.record(_step_event(batch, version, loss))
 

@@ -35,7 +35,7 @@ def main(folder: str) -> None:
     expected = {}
     for version in range(VERSIONS):
         tensors = weights(version)
-        publisher.publish(tensors, annex={"step": version})
+        publisher.publish(tensors, metadata={"step": version})
         expected[version] = {
             name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in tensors.items()
         }

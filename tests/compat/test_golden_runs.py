@@ -49,8 +49,8 @@ def test_every_version(golden):
     assert boundary == 3
     for version, hashes in expected.items():
         manifest = read_manifest(bucket, run, version)
-        assert (manifest.annex, manifest.epoch) == ({"step": version}, 3)
-        assert manifest.retired == (version < boundary)
+        assert (manifest.metadata, manifest.epoch) == ({"step": version}, 3)
+        assert manifest.pruned == (version < boundary)
         if version < boundary:
             with pytest.raises(CorruptError, match="retention has taken"):
                 load_mirror(bucket, run, at=version)
@@ -65,7 +65,7 @@ def test_every_version(golden):
 def test_every_fold_and_every_step(golden):
     bucket, expected = golden
     run = read_run(bucket)
-    folds = [keys.fold_of(key) for key in bucket.list(keys.FOLDS)]
+    folds = [keys.compacted_of(key) for key in bucket.list(keys.COMPACTED)]
     assert folds
     for base, target in folds:
         fold, mirror = (

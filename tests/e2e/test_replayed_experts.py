@@ -80,9 +80,9 @@ def measure(bucket: Bucket, version: int, mode: str) -> tuple[float, int, int]:
     with fetch_model_files(bucket, run) as folder:
         model = empty_model(Path(folder)).eval()
     LiveWeights(model, run.tensors).load(mirror)
-    annex = msgspec.convert(manifest.annex, CommitMetadata)
+    metadata = msgspec.convert(manifest.metadata, CommitMetadata)
     batch = collate(
-        [pooled.group for pooled in RolloutBuffer(bucket, Ledger(), limit=1).fetch(annex)]
+        [pooled.group for pooled in RolloutBuffer(bucket, Ledger(), limit=1).fetch(metadata)]
     )
     replay = replay_of(model, msgspec.convert({"routes": mode}, ParityConfig))
     assert replay is not None

@@ -112,27 +112,27 @@ def committed(bucket: Bucket) -> int:
     return -1 if (version := newest_version(bucket)) is None else version
 
 
-def annexes(bucket: Bucket) -> list[CommitMetadata]:
+def all_metadata(bucket: Bucket) -> list[CommitMetadata]:
     run = read_run(bucket)
     assert run is not None
     found = []
     for version in range(1, committed(bucket) + 1):
         manifest = read_manifest(bucket, run, version)
         assert manifest is not None
-        found.append(msgspec.convert(manifest.annex, CommitMetadata))
+        found.append(msgspec.convert(manifest.metadata, CommitMetadata))
     return found
 
 
 def assert_each_group_once(bucket: Bucket, *, groups_per_step: int) -> None:
     """Every step consumed its groups, no group twice, and every one of them is still there."""
     counts: Counter[tuple[str, int]] = Counter()
-    for annex in annexes(bucket):
-        assert len(annex.consumed) == groups_per_step
-        counts.update(annex.consumed)
-        counts.update(annex.dropped)
+    for metadata in all_metadata(bucket):
+        assert len(metadata.consumed) == groups_per_step
+        counts.update(metadata.consumed)
+        counts.update(metadata.dropped)
     assert set(counts.values()) == {1}
-    for annex in annexes(bucket):
-        assert len(RolloutBuffer(bucket, Ledger(), limit=1).fetch(annex)) == groups_per_step
+    for metadata in all_metadata(bucket):
+        assert len(RolloutBuffer(bucket, Ledger(), limit=1).fetch(metadata)) == groups_per_step
 
 
 def test_a_run_with_a_killed_and_a_joined_worker(tmp_path: Path, start: Start) -> None:
@@ -248,7 +248,9 @@ def test_stopped_by_the_parity_gate_and_continued(tmp_path: Path, start: Start) 
     assert code == 0, output
     assert committed(bucket) == 3
     assert_each_group_once(bucket, groups_per_step=4)
-    first = {keys.rollout(worker, sequence) for worker, sequence in annexes(bucket)[0].consumed}
+    first = {
+        keys.rollout(worker, sequence) for worker, sequence in all_metadata(bucket)[0].consumed
+    }
     assert first <= waiting, "it goes on with the batch that it was stopped at"
     report = json.loads((out / "report.json").read_text())
     assert report["parity"]["stopped"] == []  # Of the batch that was trained on in the end.

@@ -41,7 +41,7 @@ def main(folder: str) -> None:
     bucket = open_bucket(folder)
     table = Run(
         id="ab" * 16, name="fsdp2", created_at=0.0, tensors=weights.specs(),
-        digest=digest.hex(), cell=16,
+        digest=digest.hex(), chunk=16,
     )  # fmt: skip
     run = create_run(bucket, table)
     publisher = ShardPublisher(

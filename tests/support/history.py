@@ -58,12 +58,12 @@ class History:
         version = publisher.version + 1
         tensors = weights(version, seed=self.lives if version else 0)
         self.attempts.setdefault(version, []).append(tensors)
-        assert publisher.publish(tensors, annex={"life": self.lives}) == version
+        assert publisher.publish(tensors, metadata={"life": self.lives}) == version
 
     def published(self, version, *, bucket=None):
         """What a committed version must hold, by the life that its manifest names."""
         bucket = bucket or self.bucket.inner
-        life = read_manifest(bucket, read_run(bucket), version).annex["life"]
+        life = read_manifest(bucket, read_run(bucket), version).metadata["life"]
         wanted = weights(version, seed=life if version else 0)
         assert any(same_bits(wanted, tried) for tried in self.attempts[version])
         return wanted

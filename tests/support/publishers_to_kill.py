@@ -35,7 +35,7 @@ def publish(order):
     publisher = start_publisher(bucket, anchor_every=3)
     for version in count(publisher.version + 1):
         tensors = weights(version, seed=order["life"] if version else 0)
-        publisher.publish(tensors, annex={"life": order["life"]})
+        publisher.publish(tensors, metadata={"life": order["life"]})
         if version % 2:  # Every other version is awaited; the next is staged behind the first.
             publisher.flush()
             say(f"committed {version}")

@@ -12,7 +12,7 @@ RANKS = 3
 
 
 def cut(spec, rank):
-    """The range of a tensor that is a rank's: uneven, and not at the borders of cells."""
+    """The range of a tensor that is a rank's: uneven, and not at the borders of chunks."""
     step = -(-spec.count // RANKS)
     return min(rank * step, spec.count), min((rank + 1) * step, spec.count)
 
@@ -49,7 +49,7 @@ def publish_all(publishers, version, seed=0):
 
     def one(publisher):
         try:
-            publisher.publish(shards(version, publisher.rank, seed), annex={"v": version})
+            publisher.publish(shards(version, publisher.rank, seed), metadata={"v": version})
             publisher.flush()
         except DeltawireError as error:
             return error

@@ -52,7 +52,7 @@ def fsck(arguments: argparse.Namespace) -> int:
 def _tell(found: Checked) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"{found.versions} versions ({found.retired} retired, {found.anchors} anchors), "
+        f"{found.versions} versions ({found.pruned} pruned, {found.anchors} anchors), "
         f"{found.folds} folds, {found.blobs} blobs of {_size(found.bytes)}"
     )
     if found.unreferenced:
@@ -92,8 +92,8 @@ def log(arguments: argparse.Namespace) -> int:
 def _versions(bucket: Bucket, run: Run, last: int) -> list[dict[str, Any]]:
     newest = newest_version(bucket)
     folds: dict[int, list[int]] = {}
-    for key in bucket.list(keys.FOLDS):
-        base, target = keys.fold_of(key) or (None, -1)
+    for key in bucket.list(keys.COMPACTED):
+        base, target = keys.compacted_of(key) or (None, -1)
         if base is not None:
             folds.setdefault(target, []).append(base)
     elements = sum(tensor.count for tensor in run.tensors)
@@ -111,7 +111,7 @@ def _versions(bucket: Bucket, run: Run, last: int) -> list[dict[str, Any]]:
         if manifest is None:
             continue
         kinds = [name for name in ("delta", "anchor") if getattr(manifest, name) is not None]
-        row["kind"] = "retired" if manifest.retired else " + ".join(kinds)
+        row["kind"] = "pruned" if manifest.pruned else " + ".join(kinds)
         row |= {name: getattr(manifest, name).bytes for name in kinds}
         row |= {"digest": manifest.digest, "epoch": manifest.epoch}
         row["age_s"] = max(time.time() - manifest.created_at, 0.0)

@@ -181,7 +181,7 @@ def _add_transfers(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="begin at the anchor before it (default: the newest)",
     )
     relay.add_argument(
-        "--keep-all", action="store_true", help="keep also what the source has retired"
+        "--keep-all", action="store_true", help="keep also what the source has pruned"
     )
     for command in (publish, relay):
         command.add_argument(

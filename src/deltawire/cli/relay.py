@@ -36,7 +36,7 @@ def relay(arguments: argparse.Namespace) -> int:
             line = f"version {done.version}: {size(done.crossed)} crossed"
             line += f", anchor of {size(done.anchor_made)} made here" if done.anchor_made else ""
             line += f", {size(done.anchor_copied)} of anchor copied" if done.anchor_copied else ""
-            line += ", retired" if done.retired else ""
+            line += ", pruned" if done.pruned else ""
             bar.say(f"{line} ({size(done.crossed / max(done.seconds, 1e-9))}/s)")
 
         try:

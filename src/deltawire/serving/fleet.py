@@ -219,7 +219,7 @@ class Fleet:
     def _digest_of(self, version: int) -> str | None:
         """The digest of a committed version, None if there is none to be loaded."""
         manifest = read_manifest(self.bucket, self.run, version)
-        if manifest is None or manifest.retired:
+        if manifest is None or manifest.pruned:
             return None
         self._digests[version] = manifest.digest
         return manifest.digest

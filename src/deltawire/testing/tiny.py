@@ -36,8 +36,8 @@ TENSORS = [
     TensorSpec("mask", (9,), "BOOL"),
 ]
 
-CELL = 50
-"""Elements of a cell: some tensors have several."""
+CHUNK = 50
+"""Elements of a chunk: some tensors have several."""
 
 Weights = Mapping[str, NDArray[Any]]
 
@@ -58,11 +58,11 @@ def weights(version: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:
     return tensors
 
 
-def start_run(bucket: Bucket, *, seed: int = 0, cell: int = CELL) -> Run:
+def start_run(bucket: Bucket, *, seed: int = 0, chunk: int = CHUNK) -> Run:
     """Create the run, or take it up again; no version is published."""
     flat = {name: array.reshape(-1) for name, array in weights(0, seed=seed).items()}
     digest = codec.digest_model(flat).hex()
-    run = Run(name="tiny", created_at=time.time(), tensors=TENSORS, digest=digest, cell=cell)
+    run = Run(name="tiny", created_at=time.time(), tensors=TENSORS, digest=digest, chunk=chunk)
     return create_run(bucket, run)
 
 

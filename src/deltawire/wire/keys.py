@@ -11,10 +11,10 @@ TRAINER = "trainer.json"
 PROBES = "probes.json"
 MANIFESTS = "weights/manifests/"
 BLOBS = "weights/blobs/"
-FOLDS = "weights/folds/"
+COMPACTED = "weights/compacted/"
 PARTS = "weights/parts/"
-BOUNDARIES = "weights/boundaries/"
-SWEEPS = "weights/sweeps/"
+RETENTION_FLOORS = "weights/retention-floors/"
+DELETION_INTENTS = "weights/deletion-intents/"
 CLOCK = "weights/clock"
 ROLLOUTS = "rollouts/"
 FLEET = "fleet/"
@@ -59,17 +59,17 @@ def blob(digest: str) -> str:
     return f"{BLOBS}{digest}"
 
 
-def fold(base: int | None, target: int) -> str:
+def compacted(base: int | None, target: int) -> str:
     """The key of the fold from ``base`` to ``target``, of a later anchor if ``base`` is None.
 
     The target comes first, so that a listing behind the version held shows what lies ahead.
     """
-    return f"{FOLDS}{_number(target)}-{'anchor' if base is None else _number(base)}.json"
+    return f"{COMPACTED}{_number(target)}-{'anchor' if base is None else _number(base)}.json"
 
 
-def fold_of(key: str) -> tuple[int | None, int] | None:
+def compacted_of(key: str) -> tuple[int | None, int] | None:
     """Base and target of a fold's key, None if it is no such key."""
-    stem = key.removeprefix(FOLDS).removesuffix(".json")
+    stem = key.removeprefix(COMPACTED).removesuffix(".json")
     target, _, base = stem.partition("-")
     numbers = [int(word) for word in (target, base) if re.fullmatch("[0-9]{10}", word)]
     if base == "anchor" and len(numbers) == 1:
@@ -78,22 +78,22 @@ def fold_of(key: str) -> tuple[int | None, int] | None:
         found = (numbers[1], numbers[0])
     else:
         return None
-    return found if key == fold(*found) else None
+    return found if key == compacted(*found) else None
 
 
-def folds_behind(version: int) -> str:
+def compacted_after(version: int) -> str:
     """Where in a listing of folds those to versions newer than ``version`` begin."""
-    return f"{FOLDS}{_number(version)}-~"
+    return f"{COMPACTED}{_number(version)}-~"
 
 
-def boundary(version: int) -> str:
+def retention_floor(version: int) -> str:
     """The key whose creation closes every version below ``version``, for ever."""
-    return f"{BOUNDARIES}{_number(version)}.json"
+    return f"{RETENTION_FLOORS}{_number(version)}.json"
 
 
-def sweep(token: str) -> str:
+def deletion_intent(token: str) -> str:
     """The key under which retention announces what it is about to delete."""
-    return f"{SWEEPS}{_checked(token)}.json"
+    return f"{DELETION_INTENTS}{_checked(token)}.json"
 
 
 def part(version: int, token: str, rank: int) -> str:

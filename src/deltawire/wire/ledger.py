@@ -1,4 +1,4 @@
-"""Which groups are settled, and the annex by which a manifest settles them."""
+"""Which groups are settled, and the metadata by which a manifest settles them."""
 
 from __future__ import annotations
 
@@ -68,17 +68,19 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, plain: Mapping[str, Any], *, run: str, version: int) -> CommitMetadata:
-        """A manifest's annex, checked; raises `CorruptError`."""
+        """A manifest's metadata, checked; raises `CorruptError`."""
         key = keys.manifest(version)
         try:
-            annex = msgspec.convert(plain, cls)
+            metadata = msgspec.convert(plain, cls)
         except msgspec.ValidationError as error:
-            raise CorruptError(f"annex: {error}", run=run, version=version, key=key) from error
-        odd = [name for name, _ in (*annex.consumed, *annex.dropped) if not keys.valid_name(name)]
-        if odd or (annex.hashes and len(annex.hashes) != len(annex.consumed)):
+            raise CorruptError(f"metadata: {error}", run=run, version=version, key=key) from error
+        odd = [
+            name for name, _ in (*metadata.consumed, *metadata.dropped) if not keys.valid_name(name)
+        ]
+        if odd or (metadata.hashes and len(metadata.hashes) != len(metadata.consumed)):
             fault = f"{odd[0][:40]!r} names no worker" if odd else "not one hash a group"
-            raise CorruptError(f"annex: {fault}", run=run, version=version, key=key)
-        return annex
+            raise CorruptError(f"metadata: {fault}", run=run, version=version, key=key)
+        return metadata
 
     def plain(self) -> dict[str, Any]:
         """As the manifest carries it."""

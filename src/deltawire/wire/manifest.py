@@ -15,7 +15,7 @@ from deltawire.wire.run import MAX_MODEL_FILES, Hash, Identity, ModelFile, Run, 
 from deltawire.wire.seal import Signer, check_seal, seal, unseal
 
 MAX_MANIFEST_BYTES = 32 << 20
-MAX_ANNEX_BYTES = 1 << 20
+MAX_METADATA_BYTES = 1 << 20
 MAX_BLOB_BYTES = 1 << 36
 MAX_BLOBS = 1 << 16
 MAX_PIECES = 1 << 18
@@ -78,10 +78,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     ``run`` is the run's id. ``digest`` is that of the whole model at this version, ``base_digest``
     that at its base. ``last_anchor`` is the newest version at or before this one that its writer
     knew to be stored whole; it is a hint and nothing depends on it. ``epoch`` counts the writers
-    that a run has had, ``nonce`` tells two of them apart. ``annex`` belongs to the application:
+    that a run has had, ``nonce`` tells two of them apart. ``metadata`` belongs to the application:
     the trainer keeps there which groups the version consumed, so that one create commits both.
     ``model_files`` are the other files of the version's directory where those are not run.json's.
-    A ``retired`` version is closed: retention has taken its payloads, and left this so that its
+    A ``pruned`` version is closed: retention has taken its payloads, and left this so that its
     name is never free again.
     """
 
@@ -97,9 +97,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Index
     nonce: Annotated[str, Meta(max_length=64)]
     created_at: float
-    retired: bool = False
+    pruned: bool = False
     model_files: Annotated[list[ModelFile], Meta(max_length=MAX_MODEL_FILES)] | None = None
-    annex: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
 
 
 class CompactedDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +117,7 @@ class CompactedDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Outline(msgspec.Struct):
-    annex: msgspec.Raw = msgspec.Raw(b"{}")
+    metadata: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 def encode_manifest(manifest: Manifest, *, signer: Signer | None = None) -> bytes:
@@ -125,9 +125,9 @@ def encode_manifest(manifest: Manifest, *, signer: Signer | None = None) -> byte
     return seal(manifest, key=keys.manifest(manifest.version), signer=signer)
 
 
-def encode_fold(fold: CompactedDelta, *, signer: Signer | None = None) -> bytes:
+def encode_compacted(fold: CompactedDelta, *, signer: Signer | None = None) -> bytes:
     """The object at the fold's key."""
-    return seal(fold, key=keys.fold(fold.base, fold.version), signer=signer)
+    return seal(fold, key=keys.compacted(fold.base, fold.version), signer=signer)
 
 
 def too_large(value: Manifest | CompactedDelta, data: bytes) -> str:
@@ -147,13 +147,13 @@ def too_large(value: Manifest | CompactedDelta, data: bytes) -> str:
 def decode_manifest(data: bytes, *, version: int, table: Run, run: str, key: str) -> Manifest:
     """Parse a manifest and check it against the run's table.
 
-    Every piece must lie inside its tensor, its cell and its blob, an anchor must cover every
+    Every piece must lie inside its tensor, its chunk and its blob, an anchor must cover every
     tensor exactly, pieces of one payload may not overlap, and their sums must lead from the
     base's digest to the version's. Raises `CorruptError`.
     """
     check_seal(data, "manifest", run=run, key=key)
     outline = decode_json(data, _Outline, run=run, key=key, what="manifest")
-    check_raw(outline.annex, MAX_ANNEX_BYTES, "annex", run=run, key=key)
+    check_raw(outline.metadata, MAX_METADATA_BYTES, "metadata", run=run, key=key)
     manifest = decode_json(data, Manifest, run=run, key=key)
     fault = _manifest_fault(manifest, version, table)
     if fault:
@@ -161,7 +161,7 @@ def decode_manifest(data: bytes, *, version: int, table: Run, run: str, key: str
     return manifest
 
 
-def decode_fold(
+def decode_compacted(
     data: bytes, *, base: int | None, version: int, table: Run, run: str, key: str
 ) -> CompactedDelta:
     """Parse a fold and check it as a manifest is checked; raises `CorruptError`."""
@@ -193,8 +193,8 @@ def _manifest_fault(manifest: Manifest, version: int, table: Run) -> str:
         return fault
     if version == 0 and manifest.digest != table.digest:
         return "its digest is not the one run.json states for version 0"
-    if manifest.retired:
-        return "retired, but with a payload" if manifest.delta or manifest.anchor else ""
+    if manifest.pruned:
+        return "pruned, but with a payload" if manifest.delta or manifest.anchor else ""
     if manifest.delta is None and manifest.anchor is None:
         return "neither a delta nor an anchor"
     if manifest.delta is not None and (manifest.base is None or manifest.base >= version):
@@ -228,8 +228,8 @@ def payload_fault(payload: Payload, table: Run, *, base_digest: str | None, to: 
             return "a piece ends behind its blob"
         if piece.start + piece.count > spec.count:
             return f"a piece ends behind tensor {spec.name}"
-        if piece.count and piece.start // table.cell != (piece.end - 1) // table.cell:
-            return f"a piece of tensor {spec.name} crosses from one cell into another"
+        if piece.count and piece.start // table.chunk != (piece.end - 1) // table.chunk:
+            return f"a piece of tensor {spec.name} crosses from one chunk into another"
         if piece.start < ends[piece.tensor] or (whole and piece.start != ends[piece.tensor]):
             return f"pieces of tensor {spec.name} overlap or leave a gap"
         ends[piece.tensor] = piece.start + piece.count

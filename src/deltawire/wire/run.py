@@ -19,14 +19,14 @@ MAX_RUN_BYTES = 16 << 20
 MAX_CONFIG_BYTES = 1 << 20
 MAX_TENSORS = 1 << 16
 MAX_ELEMENTS = 1 << 48
-MAX_CELLS = 1 << 18
+MAX_CHUNKS = 1 << 18
 MAX_MODEL_FILES = 64
-CELL_ELEMENTS = 1 << 22
-"""Elements of a cell, if nothing else is said: 8 MiB of bf16."""
-MOST_CELL_ELEMENTS = 1 << 26
-CELLS = 1 << 16
-"""Of models of more cells the cells are larger, up to `MOST_CELL_ELEMENTS`: a version that is
-stored whole and as a delta states two pieces a cell, and must fit into a manifest."""
+CHUNK_ELEMENTS = 1 << 22
+"""Elements of a chunk, if nothing else is said: 8 MiB of bf16."""
+LARGEST_CHUNK = 1 << 26
+MANY_CHUNKS = 1 << 16
+"""Of models of more chunks the chunks are larger, up to `LARGEST_CHUNK`: a version that is
+stored whole and as a delta states two pieces a chunk, and must fit into a manifest."""
 
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Key = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
@@ -64,8 +64,8 @@ class ModelFile(msgspec.Struct, frozen=True):
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """A run's identity. ``config`` is the loop's own configuration, opaque at this layer.
 
-    ``cell`` divides every tensor into cells of so many elements, the last one shorter; no piece
-    crosses from one cell into another, so that whoever holds whole cells can use every version.
+    ``chunk`` divides every tensor into chunks of so many elements, the last one shorter; no piece
+    crosses from one chunk into another, so that whoever holds whole chunks can use every version.
     ``aliases`` maps names of tied tensors to the one name under which the tensor is stored.
     ``public_key`` is an Ed25519 key, empty if the run is not signed.
     """
@@ -77,23 +77,23 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     tensors: Annotated[list[TensorSpec], Meta(max_length=MAX_TENSORS)]
     digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     """The digest of version 0."""
-    cell: Annotated[int, Meta(ge=1, le=1 << 30)] = CELL_ELEMENTS
+    chunk: Annotated[int, Meta(ge=1, le=1 << 30)] = CHUNK_ELEMENTS
     aliases: Annotated[dict[Name, Name], Meta(max_length=MAX_TENSORS)] = {}
     public_key: Key = ""
     model_files: Annotated[list[ModelFile], Meta(max_length=MAX_MODEL_FILES)] = []
     config: dict[str, Any] = {}
 
 
-def cell_for(tensors: Sequence[TensorSpec]) -> int:
-    """How many elements a cell of such a model should have."""
-    cell = CELL_ELEMENTS
-    while cell < MOST_CELL_ELEMENTS and _cells(tensors, cell) > CELLS:
-        cell *= 2
-    return cell
+def chunk_for(tensors: Sequence[TensorSpec]) -> int:
+    """How many elements a chunk of such a model should have."""
+    chunk = CHUNK_ELEMENTS
+    while chunk < LARGEST_CHUNK and _chunks(tensors, chunk) > MANY_CHUNKS:
+        chunk *= 2
+    return chunk
 
 
-def _cells(tensors: Sequence[TensorSpec], cell: int) -> int:
-    return sum(-(-tensor.count // cell) for tensor in tensors)
+def _chunks(tensors: Sequence[TensorSpec], chunk: int) -> int:
+    return sum(-(-tensor.count // chunk) for tensor in tensors)
 
 
 class _Outline(msgspec.Struct):
@@ -124,8 +124,8 @@ def _fault(run: Run) -> str:
         return "a tensor is listed twice"
     if sum(tensor.count for tensor in run.tensors) > MAX_ELEMENTS:
         return "the tensor table exceeds the largest model"
-    if _cells(run.tensors, run.cell) > MAX_CELLS:
-        return f"cells of {run.cell} elements are more than {MAX_CELLS}"
+    if _chunks(run.tensors, run.chunk) > MAX_CHUNKS:
+        return f"chunks of {run.chunk} elements are more than {MAX_CHUNKS}"
     if any(name in names or stored not in names for name, stored in run.aliases.items()):
         return "an alias of a tensor that is not there, or one that is a tensor itself"
     return ""

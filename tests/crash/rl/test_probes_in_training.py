@@ -123,12 +123,12 @@ def train(bucket: Bucket, *, die: bool = False, **settings: object) -> None:
     trainer.process.events.flush()
 
 
-def annexes(bucket: Bucket):
+def all_metadata(bucket: Bucket):
     run = read_run(bucket)
     for version in range(1, VERSIONS + 1):
         manifest = read_manifest(bucket, run, version)
         if manifest is not None:
-            yield manifest.annex
+            yield manifest.metadata
 
 
 def divergences(bucket: Bucket) -> list[Diverged]:
@@ -169,8 +169,8 @@ def test_a_run_that_is_to_stop_stops_and_says_how_to_go_on(bucket):
 
 def test_a_family_that_is_flagged_is_trained_on_less_and_replay_agrees(bucket):
     train(bucket, action="downweight", keep=0.01)
-    consumed = [number for annex in annexes(bucket) for _, number in annex["consumed"]]
-    dropped = [number for annex in annexes(bucket) for _, number in annex["dropped"]]
+    consumed = [number for metadata in all_metadata(bucket) for _, number in metadata["consumed"]]
+    dropped = [number for metadata in all_metadata(bucket) for _, number in metadata["dropped"]]
     assert dropped
     assert all(number % 2 == 0 for number in dropped)
     flagged = read_probes(bucket).flagged[0].flagged_at

@@ -336,15 +336,15 @@ def test_fates_tell_what_was_forgotten_and_what_was_settled_twice(bucket, monkey
     found = audit_fates(bucket, max_staleness=100)
     assert (found.consumed, found.dropped, found.waiting) == (6, 0, 2 * VERSIONS - 6)
     bucket.delete(keys.rollout("w0", 11))
-    annexes = [
+    all_metadata = [
         CommitMetadata(consumed=[("w0", 0), ("w0", 11)]),
         CommitMetadata(dropped=[("w0", 2), ("w0", 0)]),
     ]
-    monkeypatch.setattr(auditing, "annexes", lambda _: enumerate(annexes, start=1))
+    monkeypatch.setattr(auditing, "all_metadata", lambda _: enumerate(all_metadata, start=1))
     found = audit_fates(bucket, max_staleness=1)
     assert found.twice == [("w0", 0)]
     assert found.forgotten == [], "version 0 is recent enough for version 2"
-    monkeypatch.setattr(auditing, "annexes", lambda _: enumerate(annexes, start=5))
+    monkeypatch.setattr(auditing, "all_metadata", lambda _: enumerate(all_metadata, start=5))
     found = audit_fates(bucket, max_staleness=0)
     assert found.forgotten == [("w0", n) for n in (1, *range(3, 11))]
 

@@ -116,7 +116,7 @@ class Trainer:
         self.rng = np.random.default_rng(seed)
         self.share = share
         self.publisher = open_publisher(
-            bucket, self.tensors, specs=self.specs, cell=4096, **options
+            bucket, self.tensors, specs=self.specs, chunk=4096, **options
         )
 
     @property

@@ -78,10 +78,10 @@ class Wire(RuleBasedStateMachine):
     @initialize(
         target=publishers,
         seed=st.integers(0, 2**32 - 1),
-        cell=st.sampled_from([8, 1000]),
+        chunk=st.sampled_from([8, 1000]),
         last=st.integers(0, 8),
     )
-    def start(self, seed, cell, last):
+    def start(self, seed, chunk, last):
         self.rng = np.random.default_rng(seed)
         self.inner = open_bucket("memory://")
         self.region = open_bucket("memory://")
@@ -92,7 +92,7 @@ class Wire(RuleBasedStateMachine):
             name="r",
             created_at=0.0,
             tensors=SPECS,
-            cell=cell,
+            chunk=chunk,
             digest=codec.digest_model(flat).hex(),
         )
         self.run = create_run(self.inner, run)
@@ -283,7 +283,7 @@ class Wire(RuleBasedStateMachine):
         if at is not None:
             faulty.fail(at=at, times=times, done=done)
         # A damaged or lost object is an error of this world, but there are none in it: what the
-        # relay counts on may be retired under its feet, and then it says so.
+        # relay counts on may be pruned under its feet, and then it says so.
         with suppress(RetryError, CorruptError):
             for _ in range(steps):
                 relay.step()
@@ -294,7 +294,7 @@ class Wire(RuleBasedStateMachine):
     def relay_all(self, relay):
         """Once it is let alone, the region is the source, and whole."""
         with suppress(CorruptError):
-            # Another relay has gone on meanwhile, and retired what this one's mirror builds on.
+            # Another relay has gone on meanwhile, and pruned what this one's mirror builds on.
             relay.advance()
         relay = self.start_relay(None)
         relay.advance()
@@ -326,7 +326,7 @@ class Wire(RuleBasedStateMachine):
             bucket.fail(at=at, times=times, done=done)
         with suppress(RetryError):
             prune(bucket, self.run, cutoff=self.committed() - keep, grace_s=0)
-        boundaries = [keys.trailing_number(key) for key in self.inner.list(keys.BOUNDARIES)]
+        boundaries = [keys.trailing_number(key) for key in self.inner.list(keys.RETENTION_FLOORS)]
         highest = max(boundaries, default=0)
         assert self.closed <= highest <= max(self.committed() - keep, self.closed)
         self.closed = highest
@@ -352,7 +352,7 @@ class Wire(RuleBasedStateMachine):
         newest = newest_version(self.region)
         assert newest is None or newest <= self.committed()
         if newest is not None:
-            with suppress(CorruptError):  # What was retired before it was carried.
+            with suppress(CorruptError):  # What was pruned before it was carried.
                 self.holds(load_mirror(self.region, self.run, at=newest))
 
     def teardown(self):
@@ -397,7 +397,7 @@ def test_any_order_of_events(drill_seed):
 def test_the_machine_would_notice(wrong):
     """What a broken wire would do to it: an assertion, not silence."""
     machine = Wire()
-    machine.start(seed=1, cell=8, last=0)
+    machine.start(seed=1, chunk=8, last=0)
     first, rival = machine.new_publisher(), machine.new_publisher()
     rival.publish(fresh(machine.rng))
     rival.flush()

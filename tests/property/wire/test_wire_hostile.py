@@ -38,7 +38,7 @@ MANIFEST = encode_manifest(
         epoch=1,
         nonce="n",
         created_at=1.0,
-        annex={"step": 1},
+        metadata={"step": 1},
     )
 )
 

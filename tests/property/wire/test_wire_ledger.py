@@ -79,7 +79,7 @@ def test_survives_json(pairs):
 
 @settings(deadline=None, max_examples=60)
 @given(SETTLED, SETTLED, st.integers(0, 100))
-def test_annex_survives_the_manifest(consumed, dropped, step):
-    annex = CommitMetadata(step=step, consumed=consumed, dropped=dropped)
-    plain = msgspec.json.decode(msgspec.json.encode(annex.plain()))
-    assert msgspec.convert(plain, CommitMetadata) == annex
+def test_metadata_survives_the_manifest(consumed, dropped, step):
+    metadata = CommitMetadata(step=step, consumed=consumed, dropped=dropped)
+    plain = msgspec.json.decode(msgspec.json.encode(metadata.plain()))
+    assert msgspec.convert(plain, CommitMetadata) == metadata

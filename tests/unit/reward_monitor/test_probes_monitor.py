@@ -220,7 +220,7 @@ def test_groups_that_are_gone_leave_the_watch_standing():
     bucket = open_bucket("memory://")
 
     def again(step):
-        raise CorruptError("a version has been retired")
+        raise CorruptError("a version has been pruned")
 
     found = ProbeWatch(bucket, ProbesConfig(), version=500, again=again, record=lambda event: None)
     assert found.monitor.state.version == 500

@@ -224,14 +224,14 @@ def nested(depth):
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize("where", ["whole", "annex", "unknown"])
+@pytest.mark.parametrize("where", ["whole", "metadata", "unknown"])
 def test_json_of_great_depth(bucket, where, sealed):
     run = read_run(bucket)
     data = bucket.get(keys.manifest(1), limit=1 << 20)
     body = {
         "whole": b'{"a":' + nested(10_000) + b"}",
-        "annex": data[: data.rindex(b',"blake3"')].replace(
-            b'"annex":{}', b'"annex":{"a":' + nested(10_000) + b"}"
+        "metadata": data[: data.rindex(b',"blake3"')].replace(
+            b'"metadata":{}', b'"metadata":{"a":' + nested(10_000) + b"}"
         )
         + b"}",
         "unknown": data[: data.rindex(b',"blake3"')] + b',"more":' + nested(10_000) + b"}",

@@ -33,8 +33,8 @@ def test_limits_are_those_of_the_code():
     assert run.MAX_RUN_BYTES == 1 << 24
     assert run.MAX_TENSORS == 1 << 16
     assert run.MAX_ELEMENTS == 1 << 48
-    assert run.MAX_CELLS == manifest.MAX_PIECES == 1 << 18
-    assert run.MAX_CONFIG_BYTES == manifest.MAX_ANNEX_BYTES == 1 << 20
+    assert run.MAX_CHUNKS == manifest.MAX_PIECES == 1 << 18
+    assert run.MAX_CONFIG_BYTES == manifest.MAX_METADATA_BYTES == 1 << 20
     assert manifest.MAX_MANIFEST_BYTES == 1 << 25
     assert (manifest.MAX_BLOBS, manifest.MAX_BLOB_BYTES) == (1 << 16, 1 << 36)
     for limit in ("2^24", "2^16", "2^48", "2^18", "2^20", "2^25", "2^36"):

@@ -92,12 +92,17 @@ def test_checkpoint_and_blob_keys():
 
 def test_folds_come_back_from_their_keys():
     for base, target in ((0, 4), (None, 8), (60, 64)):
-        assert keys.fold_of(keys.fold(base, target)) == (base, target)
+        assert keys.compacted_of(keys.compacted(base, target)) == (base, target)
     for stray in ("x", "0000000004-0000000000.json.bak", "4-0.json", "0000000004-anchors.json",
                   "0000000004.json", "../0000000004-anchor.json"):  # fmt: skip
-        assert keys.fold_of(keys.FOLDS + stray) is None
-    ahead = [keys.fold(None, 4), keys.fold(0, 4), keys.fold(3, 5), keys.fold(None, 5)]
-    assert [key > keys.folds_behind(4) for key in ahead] == [False, False, True, True]
+        assert keys.compacted_of(keys.COMPACTED + stray) is None
+    ahead = [
+        keys.compacted(None, 4),
+        keys.compacted(0, 4),
+        keys.compacted(3, 5),
+        keys.compacted(None, 5),
+    ]
+    assert [key > keys.compacted_after(4) for key in ahead] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("token", ["", "a/b", "..", "é"])

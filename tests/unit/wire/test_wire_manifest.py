@@ -21,9 +21,9 @@ TENSORS = [
     TensorSpec("b", (), "F32"),
 ]
 HASH = "0123456789abcdef" * 4
-CELL = 8
+CHUNK = 8
 ZERO, ONE = "0" * 32, "0" * 15 + "1" + "f" * 16
-TABLE = Run(id="ab" * 16, name="r", created_at=0.0, tensors=TENSORS, digest="c" * 32, cell=CELL)
+TABLE = Run(id="ab" * 16, name="r", created_at=0.0, tensors=TENSORS, digest="c" * 32, chunk=CHUNK)
 BLOBS = [BlobRef(HASH, 100), BlobRef(HASH[::-1], 50)]
 
 
@@ -57,7 +57,7 @@ def manifest(**changes):
         "epoch": 1,
         "nonce": "n",
         "created_at": 1.5,
-        "annex": {"step": 3, "consumed": [["w", 1]]},
+        "metadata": {"step": 3, "consumed": [["w", 1]]},
     }
     return Manifest(**{**fields, **changes})
 
@@ -121,10 +121,10 @@ def test_bytes_of_a_payload():
         (manifest(version=5, base=3), "it says version 5"),
         (manifest(delta=None, anchor=None), "neither a delta nor an anchor"),
         (manifest(run="0" * 32), "another run"),
-        (manifest(retired=True), "retired, but with a payload"),
+        (manifest(pruned=True), "pruned, but with a payload"),
         (manifest(base_digest=ONE), "sums of its pieces"),
         (anchored([piece(0, 0, 8, 0, 0, 20, total=ONE), *ANCHOR[1:]]), "sums of its pieces"),
-        (changed([piece(0, 3, 6, 0, 0, 1)]), "crosses from one cell into another"),
+        (changed([piece(0, 3, 6, 0, 0, 1)]), "crosses from one chunk into another"),
         (manifest(base=None), "a delta without an earlier base"),
         (manifest(base=4), "a delta without an earlier base"),
         (manifest(base=5), "a delta without an earlier base"),
@@ -182,7 +182,7 @@ def plain(**changes):
         {"digest": "G" * 32},
         {"nonce": "n" * 65},
         {"created_at": "now"},
-        {"annex": []},
+        {"metadata": []},
         {"delta": {"blobs": [], "pieces": []}},
         {"delta": {"blobs": [{"hash": HASH[:-1], "bytes": 1}], "pieces": [], "changed": 0}},
         {"delta": {"blobs": [{"hash": HASH + "\n", "bytes": 1}], "pieces": [], "changed": 0}},
@@ -208,8 +208,8 @@ def test_missing_fields(field):
 def test_nesting_of_ten_thousand(opening):
     closing = {b"[": b"]"}.get(opening, b"}")
     deep = opening * 10_000 + b"1" + closing * 10_000
-    plain = msgspec.json.encode(manifest(annex={}))
-    data = plain.replace(b'"annex":{}', b'"annex":{"x":%s}' % deep)
+    plain = msgspec.json.encode(manifest(metadata={}))
+    data = plain.replace(b'"metadata":{}', b'"metadata":{"x":%s}' % deep)
     assert "nested too deeply" in refused(data)
     unknown = plain.replace(b"{", b'{"unknown":%s,' % deep, 1)
     assert "nested too deeply" in refused(unknown)
@@ -236,6 +236,6 @@ def test_version_0_is_the_runs():
 
 
 def test_a_tombstone_holds_its_name_and_nothing_else():
-    value = manifest(base=None, delta=None, anchor=None, retired=True)
-    assert decode(encode_json(value)).retired
-    assert "annex has" in refused(manifest(annex={"a": "b" * (1 << 20)}))
+    value = manifest(base=None, delta=None, anchor=None, pruned=True)
+    assert decode(encode_json(value)).pruned
+    assert "metadata has" in refused(manifest(metadata={"a": "b" * (1 << 20)}))

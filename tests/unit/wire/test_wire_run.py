@@ -14,16 +14,16 @@ from deltawire.wire.manifest import (
     too_large,
 )
 from deltawire.wire.run import (
-    CELL_ELEMENTS,
-    MAX_CELLS,
+    CHUNK_ELEMENTS,
+    LARGEST_CHUNK,
+    MAX_CHUNKS,
     MAX_CONFIG_BYTES,
     MAX_ELEMENTS,
     MAX_TENSORS,
-    MOST_CELL_ELEMENTS,
     ModelFile,
     Run,
     TensorSpec,
-    cell_for,
+    chunk_for,
     decode_run,
     encode_run,
 )
@@ -36,7 +36,7 @@ SPECS = [TensorSpec("a.weight", (4, 5), "BF16"), TensorSpec("scale", (), "F32")]
 def run(**changes):
     fields = {
         "id": "ab" * 16,
-        "cell": 1 << 30,
+        "chunk": 1 << 30,
         "name": "tiny",
         "created_at": 1.0,
         "tensors": SPECS,
@@ -152,8 +152,8 @@ def test_limits_hold_before_memory_is_taken():
     """A table that fits into the limit of bytes must not become gigabytes of objects."""
     many = [TensorSpec(str(number), (), "F32") for number in range(MAX_TENSORS + 1)]
     assert "not a valid run" in refused(run(tensors=many))
-    big = [TensorSpec("a", (MAX_CELLS + 1,), "F32")]
-    assert "cells of 1 elements" in refused(run(tensors=big, cell=1))
+    big = [TensorSpec("a", (MAX_CHUNKS + 1,), "F32")]
+    assert "chunks of 1 elements" in refused(run(tensors=big, chunk=1))
     assert "config has" in refused(run(config={"a": [[]] * MAX_CONFIG_BYTES}))
 
 
@@ -167,7 +167,7 @@ def test_tied_names_are_kept():
 
 
 def test_versions_of_large_models_fit_into_their_manifests():
-    """Of DeepSeek-V3's shapes: two pieces a cell, as long as their numbers can be."""
+    """Of DeepSeek-V3's shapes: two pieces a chunk, as long as their numbers can be."""
     experts = {"gate": (2048, 7168), "up": (2048, 7168), "down": (7168, 2048)}
     specs = [
         TensorSpec(f"model.layers.{layer}.mlp.experts.{number}.{name}_proj.weight", shape, "BF16")
@@ -176,15 +176,15 @@ def test_versions_of_large_models_fit_into_their_manifests():
         for name, shape in experts.items()
     ]
     specs += [TensorSpec(name, (129280, 7168), "BF16") for name in ("embed", "head")]
-    assert cell_for([TensorSpec("a", (1 << 36,), "BF16")]) == CELL_ELEMENTS
-    cell = cell_for(specs)
-    assert CELL_ELEMENTS < cell <= MOST_CELL_ELEMENTS
+    assert chunk_for([TensorSpec("a", (1 << 36,), "BF16")]) == CHUNK_ELEMENTS
+    chunk = chunk_for(specs)
+    assert CHUNK_ELEMENTS < chunk <= LARGEST_CHUNK
     pieces = [
         Piece(
-            number, start, min(cell, spec.count - start), 40_000, 1 << 25, 1 << 25, *["f" * 32] * 2
+            number, start, min(chunk, spec.count - start), 40_000, 1 << 25, 1 << 25, *["f" * 32] * 2
         )
         for number, spec in enumerate(specs)
-        for start in range(0, spec.count, cell)
+        for start in range(0, spec.count, chunk)
     ]
     payload = Payload([BlobRef("f" * 64, 1 << 25)] * 40_000, pieces, 1 << 40)
     manifest = Manifest(

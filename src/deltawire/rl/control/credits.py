@@ -45,7 +45,7 @@ class CreditIssuer:
         self._epoch = epoch
         self._credits = granted
         self.staleness = policy_of(config.train)
-        self._annexes: dict[int, CommitMetadata] = {}
+        self._metadata: dict[int, CommitMetadata] = {}
         self._stored: dict[str, int] = {}
         self._dropping: dict[str, int] = {}
         self._gone_at: dict[str, float] = {}
@@ -54,16 +54,16 @@ class CreditIssuer:
         self._written_at = float("-inf")
         self._lock = threading.Lock()
 
-    def expect(self, version: int, annex: CommitMetadata) -> None:
+    def expect(self, version: int, metadata: CommitMetadata) -> None:
         """What the coming version will have settled."""
         with self._lock:
-            self._annexes[version] = annex
+            self._metadata[version] = metadata
 
     def committed(self, version: int, digest: str) -> None:
         """A version is committed: settle its groups and say so at once."""
         with self._lock:
-            annex = self._annexes.pop(version, CommitMetadata())
-            settle(self.ledger, annex)
+            metadata = self._metadata.pop(version, CommitMetadata())
+            settle(self.ledger, metadata)
             self.version, self.digest = version, digest
         self.write()
 
@@ -133,7 +133,7 @@ class CreditIssuer:
         }
 
 
-def settle(ledger: Ledger, annex: CommitMetadata) -> None:
-    """Count an annex's groups as settled."""
-    for worker, sequence in (*annex.consumed, *annex.dropped):
+def settle(ledger: Ledger, metadata: CommitMetadata) -> None:
+    """Count commit metadata's groups as settled."""
+    for worker, sequence in (*metadata.consumed, *metadata.dropped):
         ledger.settle(worker, sequence)

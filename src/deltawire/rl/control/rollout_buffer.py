@@ -68,7 +68,7 @@ class Batch:
 
     @property
     def dropped(self) -> list[tuple[str, int]]:
-        """The dropped groups as an annex names them."""
+        """The dropped groups as commit metadata names them."""
         return [(drop.worker, drop.sequence) for drop in self.drops]
 
 
@@ -217,12 +217,12 @@ class RolloutBuffer:
         drops, self._dropped = self._dropped, []
         return Batch(choice.taken, staleness, drops)
 
-    def fetch(self, annex: CommitMetadata) -> list[BufferedGroup]:
-        """An annex's consumed groups again, in order, for a step that is done over; raises
+    def fetch(self, metadata: CommitMetadata) -> list[BufferedGroup]:
+        """Commit metadata's consumed groups again, in order, for a step that is done over; raises
         `CorruptError`."""
         again = []
-        for place, (worker, sequence) in enumerate(annex.consumed):
-            expected = annex.hashes[place] if annex.hashes else ""
+        for place, (worker, sequence) in enumerate(metadata.consumed):
+            expected = metadata.hashes[place] if metadata.hashes else ""
             found = read_group(self._bucket, worker, sequence, expected=expected)
             if found is None:
                 key = keys.rollout(worker, sequence)

@@ -40,13 +40,13 @@ class Consumption:
 
 
 def audit_consumption(bucket: Bucket) -> Consumption:
-    """Read every manifest's annex, and every group that it names."""
+    """Read every manifest's metadata, and every group that it names."""
     found = Consumption()
     seen: set[tuple[str, int]] = set()
-    for version, annex in annexes(bucket):
+    for version, metadata in all_metadata(bucket):
         found.versions = version
         found.staleness[version] = []
-        for worker, sequence in annex.consumed:
+        for worker, sequence in metadata.consumed:
             found.repeated += (worker, sequence) in seen
             seen.add((worker, sequence))
             key = keys.rollout(worker, sequence)
@@ -87,11 +87,11 @@ def audit_fates(bucket: Bucket, *, max_staleness: int) -> Fates:
     found = Fates()
     settled: set[tuple[str, int]] = set()
     newest = 0
-    for version, annex in annexes(bucket):
+    for version, metadata in all_metadata(bucket):
         newest = version
-        found.consumed += len(annex.consumed)
-        found.dropped += len(annex.dropped)
-        for named in (*annex.consumed, *annex.dropped):
+        found.consumed += len(metadata.consumed)
+        found.dropped += len(metadata.dropped)
+        for named in (*metadata.consumed, *metadata.dropped):
             if named in settled:
                 found.twice.append(named)
             settled.add(named)
@@ -119,7 +119,7 @@ def _too_old(bucket: Bucket, key: str, oldest: int) -> bool:
         return True
 
 
-def annexes(bucket: Bucket) -> Iterator[tuple[int, CommitMetadata]]:
+def all_metadata(bucket: Bucket) -> Iterator[tuple[int, CommitMetadata]]:
     """What each committed version after 0 consumed; raises `CorruptError` for a broken chain."""
     run, newest = read_run(bucket), newest_version(bucket)
     if run is None or newest is None:
@@ -128,4 +128,4 @@ def annexes(bucket: Bucket) -> Iterator[tuple[int, CommitMetadata]]:
         manifest = read_manifest(bucket, run, version)
         if manifest is None:
             raise CorruptError("a manifest is missing", run=bucket.url, version=version)
-        yield version, CommitMetadata.of(manifest.annex, run=bucket.url, version=version)
+        yield version, CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)

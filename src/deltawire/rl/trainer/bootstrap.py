@@ -17,7 +17,7 @@ from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, Publisher, create_run, newest_version
 from deltawire.sync.chain.objects import put_blob
-from deltawire.wire.run import ModelFile, Run, cell_for
+from deltawire.wire.run import ModelFile, Run, chunk_for
 
 
 def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
@@ -44,7 +44,7 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
             created_at=time.time(),
             tensors=specs,
             digest=digest.hex(),
-            cell=cell_for(specs),
+            chunk=chunk_for(specs),
             model_files=files,
             config=msgspec.to_builtins(config),
         ),

@@ -119,17 +119,17 @@ class Redone:
         return self.digest == self.published
 
 
-def annex_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata, Digest]:
+def metadata_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata, Digest]:
     """What a committed version was made of, and its digest; raises `CorruptError`."""
     manifest = read_manifest(bucket, run, version)
-    if manifest is None or manifest.retired:
+    if manifest is None or manifest.pruned:
         raise CorruptError(
-            "a manifest is missing" if manifest is None else "a version has been retired",
+            "a manifest is missing" if manifest is None else "a version has been pruned",
             run=bucket.url,
             version=version,
         )
-    annex = CommitMetadata.of(manifest.annex, run=bucket.url, version=version)
-    return annex, Digest.from_hex(manifest.digest)
+    metadata = CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)
+    return metadata, Digest.from_hex(manifest.digest)
 
 
 def redo(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> Redone:
@@ -138,14 +138,14 @@ def redo(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> Redone:
     Raises `CorruptError` if a group that it consumed is missing or is not the one it was.
     """
     version = state.version + 1
-    annex, published = annex_at(bucket, run, version)
+    metadata, published = metadata_at(bucket, run, version)
     pool = RolloutBuffer(bucket, state.ledger, limit=1)
-    groups = pool.fetch(annex)
+    groups = pool.fetch(metadata)
     # What is published is not judged again, by limits that may be others by now.
     judged = msgspec.structs.replace(config.parity, stop=ParityLimits())
     config = msgspec.structs.replace(config, parity=judged)
     threads = torch.get_num_threads()
-    torch.set_num_threads(annex.threads or threads)
+    torch.set_num_threads(metadata.threads or threads)
     try:
         seed_step(config, version)
         result = train_step(
@@ -156,12 +156,12 @@ def redo(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> Redone:
         )
     finally:
         torch.set_num_threads(threads)
-    settle(state.ledger, annex)
+    settle(state.ledger, metadata)
     state.version = version
     return Redone(version, groups, result, digest_of(state.masters.source), published)
 
 
 def groups_of(bucket: Bucket, run: Run, version: int) -> list[BufferedGroup]:
     """The groups that a step consumed; raises `CorruptError` if they are gone."""
-    annex, _ = annex_at(bucket, run, version)
-    return RolloutBuffer(bucket, Ledger(), limit=1).fetch(annex)
+    metadata, _ = metadata_at(bucket, run, version)
+    return RolloutBuffer(bucket, Ledger(), limit=1).fetch(metadata)

@@ -10,9 +10,9 @@ Who waits for whom::
       ▼ is not committed yet
       next batch
 
-One create commits a step: the manifest of the new version names, in its annex, the groups that
+One create commits a step: the manifest of the new version names, in its metadata, the groups that
 made it. A trainer that dies loses at most the steps since its last checkpoint, and those it does
-over from the manifests' annexes, on the same groups in the same order, to the same bits.
+over from the manifests' metadata, on the same groups in the same order, to the same bits.
 """
 
 from __future__ import annotations
@@ -215,21 +215,21 @@ class Trainer:
         trained = events.span("train", started)
         self._tell_parity(batch, result)
         consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
-        annex = CommitMetadata(
+        metadata = CommitMetadata(
             step=self.version + 1,
             consumed=consumed,
             dropped=batch.dropped,
             hashes=[pooled.hash for pooled in batch.taken],
             threads=torch.get_num_threads(),
         )
-        self.desk.expect(self.version + 1, annex)
+        self.desk.expect(self.version + 1, metadata)
         with self.process.heart.taking("publish"):
             self.version = self.publisher.publish(
-                self.masters.source.tensors(), annex=annex.plain()
+                self.masters.source.tensors(), metadata=metadata.plain()
             )
         self._strayed = False
         self.process.heart.achieve()
-        settle(self.ledger, annex)
+        settle(self.ledger, metadata)
         done = events.span("publish", trained)
         self._watch_probes(batch)
         shares: dict[str, int] = {}

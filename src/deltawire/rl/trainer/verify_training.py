@@ -23,7 +23,7 @@ from deltawire.export.source import bits_of
 from deltawire.rl.trainer.resume import (
     Redone,
     Resumed,
-    annex_at,
+    metadata_at,
     redo,
     resume,
 )
@@ -135,14 +135,14 @@ def _check_range(bucket: Bucket, first: int, last: int, newest: int, dump: Dump 
 def _explain(bucket: Bucket, run: Run, found: Replayed, state: Resumed) -> None:
     """Which tensors came out otherwise, and what is known about why."""
     assert found.differs is not None
-    annex, _ = annex_at(bucket, run, found.differs)
+    metadata, _ = metadata_at(bucket, run, found.differs)
     found.reason = (
         "the groups are those that were trained on: the arithmetic differs"
-        if annex.hashes
+        if metadata.hashes
         else "the manifest does not say which bytes its groups had"
     )
-    if annex.step != found.differs:
-        found.reason = f"the version says that it is step {annex.step} of the loop"
+    if metadata.step != found.differs:
+        found.reason = f"the version says that it is step {metadata.step} of the loop"
     try:
         published = load_mirror(bucket, run, at=found.differs)
     except DeltawireError as error:
@@ -160,10 +160,10 @@ def _explain(bucket: Bucket, run: Run, found: Replayed, state: Resumed) -> None:
 
 def _dump_before(bucket: Bucket, run: Run, state: Resumed, dump: Dump) -> None:
     """The state that the step starts from, and its groups as they lie in the bucket."""
-    annex, _ = annex_at(bucket, run, dump.version)
+    metadata, _ = metadata_at(bucket, run, dump.version)
     tensors = {name: tensor.contiguous() for name, tensor in state.masters.state().items()}
     safetensors.torch.save_file(tensors, dump.folder / "state.safetensors")
-    for place, (worker, sequence) in enumerate(annex.consumed):
+    for place, (worker, sequence) in enumerate(metadata.consumed):
         key = keys.rollout(worker, sequence)
         data = bucket.get(key, limit=MAX_GROUP_BYTES)
         if data is None:

@@ -18,7 +18,7 @@ from deltawire.wire.manifest import (
     BlobRef,
     CompactedDelta,
     Manifest,
-    decode_fold,
+    decode_compacted,
     decode_manifest,
     too_large,
 )
@@ -140,7 +140,7 @@ def check_size(bucket: Bucket, value: Manifest | CompactedDelta, data: bytes) ->
     if fault := too_large(value, data):
         raise InputError(
             f"no reader could read this version: {fault}",
-            hint="begin a run with larger cells, or publish from fewer ranks",
+            hint="begin a run with larger chunks, or publish from fewer ranks",
             run=bucket.url,
             version=value.version,
         )
@@ -160,12 +160,12 @@ def read_compacted_delta(
     bucket: Bucket, run: Run, base: int | None, version: int
 ) -> CompactedDelta | None:
     """The fold from ``base`` to ``version``, None if there is none; raises `CorruptError`."""
-    key = keys.fold(base, version)
+    key = keys.compacted(base, version)
     data = bucket.get(key, limit=MAX_MANIFEST_BYTES)
     if data is None:
         return None
     check_signed(bucket, run, data, key)
-    return decode_fold(data, base=base, version=version, table=run, run=bucket.url, key=key)
+    return decode_compacted(data, base=base, version=version, table=run, run=bucket.url, key=key)
 
 
 def newest_version(bucket: Bucket, *, newer_than: int | None = None) -> int | None:
@@ -188,9 +188,11 @@ def committed_versions(bucket: Bucket, *, newer_than: int | None = None) -> list
 
 def newest_retention_floor(bucket: Bucket) -> int:
     """Versions below this one are closed; 0 if none is."""
-    numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.BOUNDARIES)]
+    numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.RETENTION_FLOORS)]
     # A stray copy closes nothing: publishers end at a boundary, and retention would not know it.
-    return max((n for n, key in numbers if n is not None and key == keys.boundary(n)), default=0)
+    return max(
+        (n for n, key in numbers if n is not None and key == keys.retention_floor(n)), default=0
+    )
 
 
 def put_blob(bucket: Bucket, data: bytes) -> BlobRef:

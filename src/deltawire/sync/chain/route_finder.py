@@ -145,7 +145,7 @@ class RouteFinder:
         if self.manifest(at) is None and at != self.held:
             return
         following = None if start in longest else self.manifest(start + 1)
-        if start not in longest and start < self.goal and (not following or following.retired):
+        if start not in longest and start < self.goal and (not following or following.pruned):
             return  # Nothing leads on from here: not worth reading what comes behind.
         steps = []
         while at < self.goal:
@@ -188,7 +188,7 @@ class RouteFinder:
         for (base, target), fold in (self._folds or {}).items():
             if fold is not None:
                 kind, cost = "anchor" if base is None else "fold", self._cost(fold.payload)
-                yield Edge(base, target, cost, kind, keys.fold(base, target))  # type: ignore[arg-type]
+                yield Edge(base, target, cost, kind, keys.compacted(base, target))  # type: ignore[arg-type]
 
     def _cost(self, payload: Payload) -> int:
         if self._mirror is None:
@@ -225,7 +225,7 @@ class RouteFinder:
                     version=version,
                     key=keys.manifest(version),
                 )
-            if found.retired:
+            if found.pruned:
                 self._note(
                     CorruptError(
                         "retention has taken this version",
@@ -242,7 +242,7 @@ class RouteFinder:
     def _listed_folds(self) -> list[tuple[int | None, int]]:
         if self._folds is None:
             self._folds = {}
-            self._list_folds(None if self.held is None else keys.folds_behind(self.held))
+            self._list_folds(None if self.held is None else keys.compacted_after(self.held))
         return sorted(self._folds, key=lambda fold: (fold[1], fold[0] or 0))
 
     def _list_all_folds(self) -> None:
@@ -254,8 +254,8 @@ class RouteFinder:
 
     def _list_folds(self, after: str | None) -> None:
         assert self._folds is not None
-        for key in self.bucket.list(keys.FOLDS, after=after):
-            if (found := keys.fold_of(key)) is not None:
+        for key in self.bucket.list(keys.COMPACTED, after=after):
+            if (found := keys.compacted_of(key)) is not None:
                 self._folds.setdefault(found, None)
 
     def _fold(self, base: int | None, target: int) -> None:

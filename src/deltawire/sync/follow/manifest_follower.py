@@ -76,4 +76,4 @@ class ManifestFollower:
             manifest = read_manifest(self.bucket, self.run, version)
         except CorruptError as error:
             return None, error
-        return (None if manifest is None or manifest.retired else manifest), None
+        return (None if manifest is None or manifest.pruned else manifest), None

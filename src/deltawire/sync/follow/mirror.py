@@ -126,7 +126,7 @@ def select(
     """The spans that a mirror must hold for the tensors that are ``wanted``: their names, or rows
     ``(first, end)`` of each (None: all of it). ``None`` is the whole model.
 
-    Spans are widened to whole cells, because a piece is decoded whole. Raises `InputError` for a
+    Spans are widened to whole chunks, because a piece is decoded whole. Raises `InputError` for a
     name that is not in the run, or rows that the tensor does not have.
     """
     specs = {spec.name: spec for spec in run.tensors}
@@ -138,21 +138,21 @@ def select(
         name = run.aliases.get(alias, alias)
         if name not in specs:
             raise InputError(f"the run has no tensor {name[:80]!r}")
-        found = _widened(specs[name], part, run.cell)
+        found = _widened(specs[name], part, run.chunk)
         held = spans.get(name, found)
         spans[name] = Span(min(held.start, found.start), max(held.stop, found.stop))
     return spans
 
 
-def _widened(spec: TensorSpec, rows: tuple[int, int] | None, cell: int) -> Span:
+def _widened(spec: TensorSpec, rows: tuple[int, int] | None, chunk: int) -> Span:
     if rows is None:
         return Span(0, spec.count)
     first, end = rows
     if not spec.shape or not 0 <= first <= end <= spec.shape[0]:
         raise InputError(f"tensor {spec.name} of shape {spec.shape} has no rows {first} to {end}")
     width = spec.count // spec.shape[0] if spec.shape[0] else 0
-    start = first * width // cell * cell
-    return Span(start, min(-(-end * width // cell) * cell, spec.count))
+    start = first * width // chunk * chunk
+    return Span(start, min(-(-end * width // chunk) * chunk, spec.count))
 
 
 def rows_of(mirror: Mirror, spec: TensorSpec, rows: tuple[int, int] | None = None) -> Bits:

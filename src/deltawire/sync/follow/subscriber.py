@@ -282,7 +282,7 @@ class Subscriber:
             following = read_manifest(self.bucket, self.run, held + 1)
         except CorruptError as error:
             damage = error
-        usable = following is not None and not following.retired
+        usable = following is not None and not following.pruned
         goal: int | None = held + 1
         if not usable:
             self._polls += 1
@@ -351,10 +351,10 @@ class Subscriber:
         )  # fmt: skip
         assert other is not None
         pieces = [
-            difference(name, self.mirror.starts.get(name, 0) + at, self.mirror, cell)
+            difference(name, self.mirror.starts.get(name, 0) + at, self.mirror, chunk)
             for name, bits in other.tensors.items()
-            for at in range(0, bits.size, self.run.cell)
-            for cell in [bits[at : at + self.run.cell]]
+            for at in range(0, bits.size, self.run.chunk)
+            for chunk in [bits[at : at + self.run.chunk]]
         ]
         pieces = [piece for piece in pieces if len(piece.positions)]
         if spent is None:

@@ -43,7 +43,7 @@ from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.follow.mirror_file import open_locked
 from deltawire.sync.huggingface.checkpoint_dir import files_of, plans_of, read_files
 from deltawire.sync.huggingface.safetensors_layout import LAYOUT, FilePlan
-from deltawire.sync.publish.encoding import cells_of, digest_cells
+from deltawire.sync.publish.encoding import chunks_of, digest_chunks
 from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
@@ -214,7 +214,7 @@ class Checkout:
             for name, bits in target.tensors.items():
                 bits[:] = source.tensors[name]
         found = sum(
-            digest_cells(cells_of(self.run, target), target, threads=self._threads).values(),
+            digest_chunks(chunks_of(self.run, target), target, threads=self._threads).values(),
             codec.ZERO,
         )
         if found.hex() != manifest.digest:

@@ -45,8 +45,8 @@ from deltawire.wire.manifest import BlobRef, Manifest
 from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
 
-ANNEX_KEY = "checkpoint"
-"""Under this member of a version's annex stands the name of the directory it was made of."""
+CHECKPOINT_RECORD = "checkpoint"
+"""Under this member of a version's metadata stands the name of the directory it was made of."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,11 @@ class CheckpointPublisher:
         )
 
     def _commit(self, checkpoint: Checkpoint, digest: Digest, files: list[ModelFile]) -> Receipt:
-        annex = {ANNEX_KEY: checkpoint.path.name}
+        metadata = {CHECKPOINT_RECORD: checkpoint.path.name}
         put_files(self.bucket, checkpoint.files)
         publisher = self._publisher
         if publisher is None:
-            publisher = self._publisher = self._open(checkpoint, files, annex)
+            publisher = self._publisher = self._open(checkpoint, files, metadata)
         if not self._receipts:
             assert self.run is not None
             if publisher.version + 1 != len(self._there):
@@ -175,7 +175,7 @@ class CheckpointPublisher:
                 )
             publisher.publish(
                 checkpoint.tensors,
-                annex=annex,
+                metadata=metadata,
                 files=None if same_files(files, self.run.model_files) else files,
                 expected=digest,
             )
@@ -195,7 +195,7 @@ class CheckpointPublisher:
         return receipt
 
     def _open(
-        self, checkpoint: Checkpoint, files: list[ModelFile], annex: dict[str, Any]
+        self, checkpoint: Checkpoint, files: list[ModelFile], metadata: dict[str, Any]
     ) -> Publisher:
         publisher = open_publisher(
             self.bucket,
@@ -203,7 +203,7 @@ class CheckpointPublisher:
             specs=checkpoint.specs,
             name=self._name,
             model_files=files,
-            annex=annex,
+            metadata=metadata,
             signer=self._signer,
             threads=self._threads,
             on_commit=self._receipts.append,

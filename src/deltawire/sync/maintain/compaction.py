@@ -4,7 +4,7 @@ A fold of stride s leads from one multiple of s to the next. A reader far behind
 strides it can, so that it fetches a number of objects that grows with the logarithm of its lag:
 with the strides 4, 16 and 64 at most 12 for 60 versions, whatever version it starts from.
 
-A fold is made cell by cell: the cell of the folder's own mirror, which stands at the newest
+A fold is made chunk by chunk: the chunk of the folder's own mirror, which stands at the newest
 multiple of the longest stride, is moved to the base and on to the target by the payloads in the
 bucket, each held against its sum, and the two are encoded. So it equals step-by-step replay by
 construction, and takes the memory of one model and a few blobs. It is dropped if it is not smaller
@@ -29,14 +29,14 @@ from deltawire.sync.chain.routes import Edge
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.maintain.gc_intents import blobs_stay
-from deltawire.sync.publish.encoding import BLOB_BYTES, BlobWriter, Chunk, code_cell
+from deltawire.sync.publish.encoding import BLOB_BYTES, BlobWriter, Chunk, code_chunk
 from deltawire.wire import keys
 from deltawire.wire.manifest import (
     CompactedDelta,
     Manifest,
     Payload,
     Piece,
-    encode_fold,
+    encode_compacted,
     payload_fault,
     too_large,
 )
@@ -46,7 +46,7 @@ from deltawire.wire.seal import Signer
 COMPACTION_STRIDES = (4, 16, 64)
 
 CACHE_BYTES = 256 << 20
-"""Blobs are kept up to this many bytes while the cells that lie in them are folded."""
+"""Blobs are kept up to this many bytes while the chunks that lie in them are folded."""
 
 
 Sealed = Callable[[int, int], "tuple[bytes, CompactedDelta] | None"]
@@ -72,7 +72,7 @@ class _Blobs:
 
 
 class _Way:
-    """Steps one behind the other, and their pieces by cell."""
+    """Steps one behind the other, and their pieces by chunk."""
 
     def __init__(self, run: Run, survey: RouteFinder, edges: Sequence[Edge], blobs: _Blobs) -> None:
         self._run = run
@@ -83,21 +83,21 @@ class _Way:
         self.bytes = sum(edge.bytes for edge in edges)
         for edge in edges:
             step, payload = survey.step(edge)
-            by_cell: dict[tuple[int, int], list[Piece]] = {}
+            by_chunk: dict[tuple[int, int], list[Piece]] = {}
             for piece in payload.pieces:
-                by_cell.setdefault((piece.tensor, piece.start // run.cell), []).append(piece)
-            self._steps.append((step, payload, by_cell))
+                by_chunk.setdefault((piece.tensor, piece.start // run.chunk), []).append(piece)
+            self._steps.append((step, payload, by_chunk))
 
-    def cells(self) -> list[tuple[int, int]]:
-        """The cells that any step changes, in the order of the table."""
-        return sorted({cell for _, _, by_cell in self._steps for cell in by_cell})
+    def chunks(self) -> list[tuple[int, int]]:
+        """The chunks that any step changes, in the order of the table."""
+        return sorted({chunk for _, _, by_chunk in self._steps for chunk in by_chunk})
 
-    def move(self, cell: tuple[int, int], bits: Bits) -> None:
-        """Take ``bits``, a cell of the base, to the target; raises `CorruptError`."""
-        name = self._run.tensors[cell[0]].name
-        first = cell[1] * self._run.cell
-        for step, payload, by_cell in self._steps:
-            for piece in by_cell.get(cell, ()):
+    def move(self, chunk: tuple[int, int], bits: Bits) -> None:
+        """Take ``bits``, a chunk of the base, to the target; raises `CorruptError`."""
+        name = self._run.tensors[chunk[0]].name
+        first = chunk[1] * self._run.chunk
+        for step, payload, by_chunk in self._steps:
+            for piece in by_chunk.get(chunk, ()):
                 part = bits[piece.start - first : piece.end - first]
                 coded = self._blobs.coded(payload, piece, step.version)
                 patch, change = codec.decode_named(coded, name, part, start=piece.start, threads=1)
@@ -165,7 +165,7 @@ class Compactor:
         return made
 
     def _fold(self, base: int, target: int) -> bool:
-        key = keys.fold(base, target)
+        key = keys.compacted(base, target)
         assert self._mirror is not None
         if self._mirror.version > base or self.bucket.exists(key):
             return False
@@ -181,15 +181,15 @@ class Compactor:
             raise ends.error()
         changed = 0
         with BlobWriter(self.bucket, blob_bytes=self._blob_bytes) as writer:
-            for place in onward.cells():
-                cell, old = self._cell(place)
+            for place in onward.chunks():
+                chunk, old = self._chunk(place)
                 to_base.move(place, old)
                 new = old.copy()
                 onward.move(place, new)
-                old_digest: Digest = codec.digest_bits(cell.name, old, cell.start)
-                coded = code_cell(self.run, cell, old, new, old_digest)
+                old_digest: Digest = codec.digest_bits(chunk.name, old, chunk.start)
+                coded = code_chunk(self.run, chunk, old, new, old_digest)
                 if coded.payload is not None:
-                    writer.add(cell, coded.payload, coded.change)
+                    writer.add(chunk, coded.payload, coded.change)
                     changed += coded.changed
                 if writer.bytes > onward.bytes:
                     return False
@@ -210,7 +210,7 @@ class Compactor:
         )
         if sealed is not None and sealed[1].payload != payload:
             return False  # Another coder made it: its blobs are not these.
-        data = sealed[0] if sealed is not None else encode_fold(fold, signer=self._signer)
+        data = sealed[0] if sealed is not None else encode_compacted(fold, signer=self._signer)
         if too_large(fold, data):
             return False
         made = with_retries(lambda: self.bucket.create(key, data))
@@ -229,12 +229,12 @@ class Compactor:
             raise survey.error()
         return _Way(self.run, survey, route.edges, blobs)
 
-    def _cell(self, place: tuple[int, int]) -> tuple[Chunk, Bits]:
+    def _chunk(self, place: tuple[int, int]) -> tuple[Chunk, Bits]:
         assert self._mirror is not None
         number, index = place
         spec = self.run.tensors[number]
-        start = index * self.run.cell
-        count = min(self.run.cell, spec.count - start)
+        start = index * self.run.chunk
+        count = min(self.run.chunk, spec.count - start)
         bits = self._mirror.find(spec.name, start, count)
         assert bits is not None
         return Chunk(number, spec.name, start, count), bits.copy()

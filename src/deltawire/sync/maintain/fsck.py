@@ -1,6 +1,6 @@
 """Checking a run: every object it should have, every bit of it, and every way between versions.
 
-The run may be live: what is committed, retired or folded while the check is under way is no fault.
+The run may be live: what is committed, pruned or folded while the check is under way is no fault.
 
 One pass, in the order of versions, with one mirror that moves along: each manifest, fold and blob
 is read once, however much of them is damaged. A version counts as reached if a sound anchor, or a
@@ -76,7 +76,7 @@ class Checked:
     first: int = 0
     newest: int | None = None
     boundary: int = 0
-    retired: int = 0
+    pruned: int = 0
     anchors: int = 0
     folds: int = 0
     blobs: int = 0
@@ -158,10 +158,10 @@ class _Check:
             if version not in self._way:
                 found.unreachable.append(version)
                 self._fault("error", "", version, "nothing leads to this version")
-        self._forget_retired()
+        self._forget_pruned()
         return found
 
-    def _forget_retired(self) -> None:
+    def _forget_pruned(self) -> None:
         """Retention that ran meanwhile has made no faults."""
         now = with_retries(lambda: newest_retention_floor(self.bucket))
         if now <= self.found.boundary:
@@ -222,7 +222,7 @@ class _Check:
             if not isinstance(manifest, Manifest):
                 continue
             self._manifests[version] = manifest
-            self.found.retired += manifest.retired
+            self.found.pruned += manifest.pruned
             self.found.anchors += manifest.anchor is not None
             if manifest.delta is not None:
                 self._steps.setdefault(version, []).append(
@@ -235,14 +235,14 @@ class _Check:
             base = self._manifests.get(manifest.base) if manifest.base is not None else None
             if base is not None and base.digest != manifest.base_digest:
                 self._fault("error", key, version, "it builds on another digest than its base has")
-            if not manifest.retired and manifest.epoch < epoch:
+            if not manifest.pruned and manifest.epoch < epoch:
                 self._fault("error", key, version, "its epoch is below that of the one before")
             epoch = max(epoch, manifest.epoch)
 
     def _read_folds(self) -> None:
         names: list[tuple[int | None, int]] = []
-        for key in with_retries(lambda: self.bucket.list(keys.FOLDS)):
-            name = keys.fold_of(key)
+        for key in with_retries(lambda: self.bucket.list(keys.COMPACTED)):
+            name = keys.compacted_of(key)
             if name is None:
                 self._fault("warning", key, None, "not the name of a fold")
             else:
@@ -251,7 +251,7 @@ class _Check:
             "folds", lambda n: read_compacted_delta(self.bucket, self.run, *n), names
         )
         for name, fold in zip(names, read, strict=True):
-            key = keys.fold(*name)
+            key = keys.compacted(*name)
             if isinstance(fold, CorruptError):
                 self._fault("warning", key, name[1], fold.message)
             if not isinstance(fold, CompactedDelta):
@@ -326,7 +326,7 @@ class _Check:
         for version in range(self.found.first, newest + 1):
             self._progress("versions", version, newest + 1)
             manifest = self._manifests.get(version)
-            if manifest is None or manifest.retired:
+            if manifest is None or manifest.pruned:
                 continue
             self._arrive(version, mirror)
             if mirror.version == version:

@@ -40,7 +40,12 @@ from deltawire.errors import CorruptError, RetryError
 from deltawire.store import Bucket, ObjectMeta
 from deltawire.sync.chain.objects import with_retries
 from deltawire.wire import keys
-from deltawire.wire.boundary import MAX_SWEEP_BLOBS, MAX_SWEEP_BYTES, DeletionIntent, decode_sweep
+from deltawire.wire.coordination import (
+    MAX_INTENT_BLOBS,
+    MAX_INTENT_BYTES,
+    DeletionIntent,
+    decode_intent,
+)
 from deltawire.wire.manifest import BlobRef
 from deltawire.wire.run import Run
 from deltawire.wire.seal import seal
@@ -72,9 +77,9 @@ def delete_blobs(
     """
     left = list(doomed)
     while left:
-        batch, left = left[:MAX_SWEEP_BLOBS], left[MAX_SWEEP_BLOBS:]
+        batch, left = left[:MAX_INTENT_BLOBS], left[MAX_INTENT_BLOBS:]
         until = _uptime() + SWEEP_S
-        key = keys.sweep(secrets.token_hex(16))
+        key = keys.deletion_intent(secrets.token_hex(16))
         sweep = DeletionIntent(run=run.id, blobs=[name.removeprefix(keys.BLOBS) for name in batch])
         data = seal(sweep, key=key)
         with_retries(lambda key=key, data=data: bucket.put(key, data))  # type: ignore[misc]
@@ -99,7 +104,7 @@ def _delete_before(until: float, bucket: Bucket, key: str) -> None:
 
 def drop_dead_sweeps(bucket: Bucket, now: datetime) -> None:
     """Take away the sweeps of processes that died. ``now`` is by the store's clock."""
-    for entry in with_retries(lambda: bucket.list_objects(keys.SWEEPS)):
+    for entry in with_retries(lambda: bucket.list_objects(keys.DELETION_INTENTS)):
         if _is_dead(entry, now):
             with_retries(lambda key=entry.key: bucket.delete(key))  # type: ignore[misc]
 
@@ -113,7 +118,7 @@ def blobs_stay(bucket: Bucket, run: Run, refs: Iterable[BlobRef]) -> bool:
     sizes = {keys.blob(ref.hash): ref.bytes for ref in refs}
     if not sizes:
         return True
-    sweeps = with_retries(lambda: bucket.list_objects(keys.SWEEPS))
+    sweeps = with_retries(lambda: bucket.list_objects(keys.DELETION_INTENTS))
     for entry in sweeps:
         _wait_for(bucket, run, entry, sizes.keys())
     return all(
@@ -124,10 +129,10 @@ def blobs_stay(bucket: Bucket, run: Run, refs: Iterable[BlobRef]) -> bool:
 
 def _wait_for(bucket: Bucket, run: Run, entry: ObjectMeta, names: Iterable[str]) -> None:
     try:
-        data = with_retries(lambda: bucket.get(entry.key, limit=MAX_SWEEP_BYTES))
+        data = with_retries(lambda: bucket.get(entry.key, limit=MAX_INTENT_BYTES))
         if data is None:
             return
-        sweep = decode_sweep(data, table=run, run=bucket.url, key=entry.key)
+        sweep = decode_intent(data, table=run, run=bucket.url, key=entry.key)
         if not {keys.blob(name) for name in sweep.blobs} & set(names):
             return
     except CorruptError:

@@ -57,7 +57,7 @@ from deltawire.sync.maintain.compaction import COMPACTION_STRIDES, CompactionThr
 from deltawire.sync.maintain.gc_intents import blobs_stay
 from deltawire.sync.maintain.retention import GRACE_S, Pruned, prune
 from deltawire.wire import keys
-from deltawire.wire.boundary import RetentionFloor
+from deltawire.wire.coordination import RetentionFloor
 from deltawire.wire.manifest import (
     MAX_MANIFEST_BYTES,
     BlobRef,
@@ -65,7 +65,7 @@ from deltawire.wire.manifest import (
     Manifest,
     Payload,
     Piece,
-    decode_fold,
+    decode_compacted,
     decode_manifest,
 )
 from deltawire.wire.run import MAX_RUN_BYTES, Run
@@ -74,7 +74,7 @@ from deltawire.wire.seal import Signer, seal
 LOOK_EVERY_POLLS = 20
 
 TIDY_EVERY_S = 300.0
-"""How often, while nothing new is there, the source is asked what it has retired."""
+"""How often, while nothing new is there, the source is asked what it has pruned."""
 
 PATIENCE = 16
 """So many versions later a fold that the source of a signed run has not made is given up."""
@@ -86,7 +86,7 @@ class Relayed:
     ``anchor_copied`` those of an anchor; ``anchor_made`` were made here instead."""
 
     version: int
-    retired: bool
+    pruned: bool
     crossed: int
     anchor_made: int
     anchor_copied: int
@@ -99,7 +99,7 @@ class Relay:
     ``start`` is the version to begin with where the destination is empty: the newest anchor at or
     before it, the newest of all if it is None. ``strides`` are those of the folds made at the
     destination; in a signed run without ``signer``, of those the ones that the source has too.
-    Unless ``retain`` is false, versions that the source has retired are retired at the destination,
+    Unless ``retain`` is false, versions that the source has pruned are pruned at the destination,
     ``grace_s`` after they were closed there, whenever all that is at the source has been carried.
     Not for use by several threads at once; two relays to one destination do no harm.
     """
@@ -179,7 +179,7 @@ class Relay:
             yield done
 
     def tidy(self) -> Pruned | None:
-        """Retire at the destination what the source has retired; None if that is nothing.
+        """Retire at the destination what the source has pruned; None if that is nothing.
 
         Raises as `retire` does; then the same call may be made again.
         """
@@ -216,20 +216,20 @@ class Relay:
             return None
         data, manifest = found
         made = copied = 0
-        if not manifest.retired:
+        if not manifest.pruned:
             self._copy_files(manifest)
             if manifest.delta is not None:
                 self._copy_blobs(manifest.delta.blobs, version)
             made, copied = self._move(manifest)
         self._commit(manifest, data)
-        if not manifest.retired:
+        if not manifest.pruned:
             self._keep_blobs(manifest)
         self._next = version + 1
         if self.mirror.version == version:
             self.compaction.wake(version)
         return Relayed(
             version,
-            manifest.retired,
+            manifest.pruned,
             self.crossed - crossed,
             made,
             copied,
@@ -238,11 +238,11 @@ class Relay:
 
     def _tombstone(self, version: int) -> bytes | None:
         found = with_retries(lambda: self._read(version))
-        return found[0] if found is not None and found[1].retired else None
+        return found[0] if found is not None and found[1].pruned else None
 
     def _begin_with(self, version: int) -> None:
         """Say at the destination that what is below ``version`` was never there."""
-        key = keys.boundary(version)
+        key = keys.retention_floor(version)
         data = seal(RetentionFloor(run=self.run.id, version=version), key=key)
         with_retries(lambda: self.destination.create(key, data))
 
@@ -273,7 +273,7 @@ class Relay:
         source."""
         for version in range(-1 if newest is None else newest, -1, -1):
             manifest = read_manifest(self.destination, self.run, version)
-            if manifest is None or not manifest.retired:
+            if manifest is None or not manifest.pruned:
                 try:
                     mirror = load_mirror(
                         self.destination, self.run, at=version, threads=self._threads
@@ -293,7 +293,7 @@ class Relay:
     def _sealed_fold(self, base: int, target: int) -> tuple[bytes, CompactedDelta] | None:
         """The source's fold, whose signature is good at the destination too; None if it has none.
         It may come a little later than its version, and is waited for until it is long overdue."""
-        key = keys.fold(base, target)
+        key = keys.compacted(base, target)
         data = with_retries(lambda: self.source.get(key, limit=MAX_MANIFEST_BYTES))
         if data is None:
             if self._next - target <= PATIENCE:
@@ -302,7 +302,9 @@ class Relay:
         self.crossed += len(data)
         check_signed(self.source, self.run, data, key)
         table, url = self.run, self.source.url
-        return data, decode_fold(data, base=base, version=target, table=table, run=url, key=key)
+        return data, decode_compacted(
+            data, base=base, version=target, table=table, run=url, key=key
+        )
 
     def _first(self, start: int | None) -> int:
         newest = with_retries(lambda: newest_version(self.source))
@@ -459,8 +461,8 @@ class Relay:
         there = with_retries(lambda: read_manifest(self.destination, self.run, manifest.version))
         if there is None or (
             (there.nonce, there.digest) != (manifest.nonce, manifest.digest)
-            and not there.retired
-            and not manifest.retired
+            and not there.pruned
+            and not manifest.pruned
         ):
             raise CorruptError(
                 "the destination holds another version of this number",

@@ -4,8 +4,8 @@ In this order, so that stopping anywhere does no harm and the same call goes on 
 
 1. Find the newest anchor at or before the cutoff that is there, and from which the newest version
    can be reached. If there is none, nothing happens.
-2. Raise the boundary to it: create ``weights/boundaries/<version>.json``. Publishers look at the
-   boundaries after each commit and stop if theirs lies below one. Boundaries are created only, so
+2. Raise the boundary to it: create ``weights/retention-floors/<version>.json``. Publishers look at
+   the floors after each commit and stop if theirs lies below one. Boundaries are created only, so
    that two retentions at once cannot lower it.
 3. Below the newest boundary that is older than the grace period: put a tombstone in the place of
    each manifest, and one where a manifest is missing. The name of a committed version is so never
@@ -42,7 +42,7 @@ from deltawire.sync.chain.objects import (
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.maintain.gc_intents import delete_blobs, drop_dead_sweeps, store_clock
 from deltawire.wire import keys
-from deltawire.wire.boundary import RetentionFloor
+from deltawire.wire.coordination import RetentionFloor
 from deltawire.wire.manifest import Manifest, Payload, encode_manifest
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer, seal
@@ -80,7 +80,7 @@ def prune(
 
     Versions that a checkpoint of the trainer stands on are kept. A relay has no key, and gives the
     ``tombstones`` of the bucket that it follows: the bytes for a version, None if that is not
-    retired there; what comes behind then stays too. With ``dry_run`` nothing is
+    pruned there; what comes behind then stays too. With ``dry_run`` nothing is
     written but the object that shows the store's clock. Raises `CorruptError` if what is to be
     kept is damaged, before anything of it is deleted, and `RetryError` if the store does not
     answer; then the same call may be made again.
@@ -118,8 +118,8 @@ def _anchor(bucket: Bucket, run: Run, cutoff: int) -> int | None:
         return None
     later = {
         target
-        for key in bucket.list(keys.FOLDS)
-        for base, target in [keys.fold_of(key) or (0, 0)]
+        for key in bucket.list(keys.COMPACTED)
+        for base, target in [keys.compacted_of(key) or (0, 0)]
         if base is None
     }
     for version in range(min(cutoff, newest), -1, -1):
@@ -131,7 +131,7 @@ def _anchor(bucket: Bucket, run: Run, cutoff: int) -> int | None:
                 payload = fold.payload if fold and fold.digest == manifest.digest else None
         except CorruptError:
             continue
-        if manifest is not None and manifest.retired:
+        if manifest is not None and manifest.pruned:
             return None
         if payload is None or not _is_there(bucket, payload):
             continue
@@ -145,7 +145,7 @@ def _is_there(bucket: Bucket, payload: Payload) -> bool:
 
 
 def _raise_boundary(bucket: Bucket, run: Run, version: int, signer: Signer | None) -> None:
-    key = keys.boundary(version)
+    key = keys.retention_floor(version)
     boundary = RetentionFloor(run=run.id, version=version)
     data = seal(boundary, key=key, signer=signer)
     # One that is there already is somebody else's, at the same height.
@@ -154,9 +154,9 @@ def _raise_boundary(bucket: Bucket, run: Run, version: int, signer: Signer | Non
 
 def _boundaries(bucket: Bucket) -> dict[int, datetime]:
     found = {}
-    for entry in bucket.list_objects(keys.BOUNDARIES):
+    for entry in bucket.list_objects(keys.RETENTION_FLOORS):
         number = keys.trailing_number(entry.key)
-        if number is not None and entry.key == keys.boundary(number):
+        if number is not None and entry.key == keys.retention_floor(number):
             found[number] = entry.modified
     return found
 
@@ -185,7 +185,7 @@ def _sweep_versions(
             continue
         data = tombstones(version) if tombstones else encode_manifest(tombstone, signer=signer)
         if data is None:
-            found.swept = version  # Not retired where it comes from: the next time, perhaps.
+            found.swept = version  # Not pruned where it comes from: the next time, perhaps.
             return
         found.manifests.append(version)
         if not dry_run:
@@ -198,12 +198,12 @@ def _sweep_folds(
 ) -> None:
     doomed = [
         key
-        for key in bucket.list(keys.FOLDS)
-        for base, target in [keys.fold_of(key) or (found.swept, found.swept)]
+        for key in bucket.list(keys.COMPACTED)
+        for base, target in [keys.compacted_of(key) or (found.swept, found.swept)]
         if (target if base is None else base) < found.swept
     ]
     found.folds += doomed
-    doomed += [keys.boundary(version) for version in boundaries if version < found.swept]
+    doomed += [keys.retention_floor(version) for version in boundaries if version < found.swept]
     if not dry_run:
         for key in doomed:
             with_retries(lambda key=key: bucket.delete(key))  # type: ignore[misc]
@@ -225,11 +225,11 @@ def _tombstone(bucket: Bucket, run: Run, version: int, *, fill: bool) -> Manifes
             version=version,
             digest=digest,
             epoch=0,
-            nonce="retired",
+            nonce="pruned",
             created_at=0.0,
-            retired=True,
+            pruned=True,
         )
-    if manifest.retired:
+    if manifest.pruned:
         return None
     return msgspec.structs.replace(
         manifest,
@@ -238,7 +238,7 @@ def _tombstone(bucket: Bucket, run: Run, version: int, *, fill: bool) -> Manifes
         delta=None,
         anchor=None,
         model_files=None,
-        retired=True,
+        pruned=True,
     )
 
 
@@ -286,8 +286,8 @@ class _References:
                 self._take(manifest.delta, manifest.anchor)
                 self._found |= {keys.blob(file.blob) for file in manifest.model_files or ()}
             self._next = version + 1
-        for key in self._bucket.list(keys.FOLDS):
-            name = keys.fold_of(key)
+        for key in self._bucket.list(keys.COMPACTED):
+            name = keys.compacted_of(key)
             if name is None or key in self._folds:
                 continue
             fold = read_compacted_delta(self._bucket, self._run, *name)

@@ -1,13 +1,13 @@
-"""From bits to payloads: cells are encoded on all cores, blobs of a stated size are uploaded.
+"""From bits to payloads: chunks are encoded on all cores, blobs of a stated size are uploaded.
 
 Who waits for whom::
 
     encoding threads           the caller's                    uploading threads
       digest and encode ──────▶ pieces in order, gathered ────▶ put blob K
-      a cell                    until a blob is full            put blob K+1
+      a chunk                    until a blob is full            put blob K+1
                                 └ waits while two are on their way
 
-So that what is in memory of a delta is never more than four blobs and a cell a thread, however
+So that what is in memory of a delta is never more than four blobs and a chunk a thread, however
 large the delta is.
 """
 
@@ -31,14 +31,14 @@ from deltawire.wire.manifest import BlobRef, Payload, Piece
 from deltawire.wire.run import Run
 
 BLOB_BYTES = 32 << 20
-"""A blob is closed when it holds so much: it is then larger by less than one cell."""
+"""A blob is closed when it holds so much: it is then larger by less than one chunk."""
 
 UPLOADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A range of a tensor that no piece may cross: one cell, or the part of it that is held."""
+    """A range of a tensor that no piece may cross: one chunk, or the part of it that is held."""
 
     tensor: int
     name: str
@@ -46,31 +46,31 @@ class Chunk:
     count: int
 
 
-def cells_of(run: Run, mirror: Mirror) -> list[Chunk]:
-    """The cells of everything a mirror holds, in the order of the table."""
+def chunks_of(run: Run, mirror: Mirror) -> list[Chunk]:
+    """The chunks of everything a mirror holds, in the order of the table."""
     found = []
     for number, spec in enumerate(run.tensors):
         bits = mirror.tensors.get(spec.name)
         first = mirror.starts.get(spec.name, 0)
         at, stop = first, first + (0 if bits is None else bits.size)
         while at < stop:
-            end = min((at // run.cell + 1) * run.cell, stop)
+            end = min((at // run.chunk + 1) * run.chunk, stop)
             found.append(Chunk(number, spec.name, at, end - at))
             at = end
     return found
 
 
-def bits_at(mirror: Mirror, cell: Chunk) -> Bits:
-    """A cell's memory in a mirror that holds it."""
-    bits = mirror.find(cell.name, cell.start, cell.count)
+def bits_at(mirror: Mirror, chunk: Chunk) -> Bits:
+    """A chunk's memory in a mirror that holds it."""
+    bits = mirror.find(chunk.name, chunk.start, chunk.count)
     assert bits is not None
     return bits
 
 
 class Coded(NamedTuple):
-    """A cell as it goes on the wire; ``payload`` is None if nothing of it changed."""
+    """A chunk as it goes on the wire; ``payload`` is None if nothing of it changed."""
 
-    cell: Chunk
+    chunk: Chunk
     payload: bytes | None
     change: Digest
     digest: Digest
@@ -102,12 +102,12 @@ class BlobWriter:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def add(self, cell: Chunk, payload: bytes, total: Digest) -> None:
+    def add(self, chunk: Chunk, payload: bytes, total: Digest) -> None:
         """The next piece; ``total`` is what it adds to the digest. Raises what an earlier upload
         failed with."""
         place = (len(self._uploads), self._size, len(payload))
         self._pieces.append(
-            Piece(cell.tensor, cell.start, cell.count, *place, total.hex(), piece_hash(payload))
+            Piece(chunk.tensor, chunk.start, chunk.count, *place, total.hex(), piece_hash(payload))
         )
         self._parts.append(payload)
         self._size += len(payload)
@@ -132,7 +132,7 @@ class BlobWriter:
 def upload_delta(
     bucket: Bucket,
     run: Run,
-    cells: Sequence[Chunk],
+    chunks: Sequence[Chunk],
     base: Mirror,
     target: Mirror,
     sums: Mapping[Chunk, Digest],
@@ -141,13 +141,13 @@ def upload_delta(
     blob_bytes: int = BLOB_BYTES,
 ) -> tuple[Payload, dict[Chunk, Digest]]:
     """Encode and upload what turns ``base`` into ``target``; ``sums`` are the base's digests by
-    cell, returned are the target's beside the payload."""
+    chunk, returned are the target's beside the payload."""
     moved, changed = dict(sums), 0
     with BlobWriter(bucket, blob_bytes=blob_bytes) as writer:
-        for coded in code_cells(cells, run, base, target, sums, threads=threads):
+        for coded in code_chunks(chunks, run, base, target, sums, threads=threads):
             if coded.payload is not None:
-                writer.add(coded.cell, coded.payload, coded.change)
-                moved[coded.cell] = coded.digest
+                writer.add(coded.chunk, coded.payload, coded.change)
+                moved[coded.chunk] = coded.digest
                 changed += coded.changed
         return writer.finish(changed), moved
 
@@ -155,7 +155,7 @@ def upload_delta(
 def upload_anchor(
     bucket: Bucket,
     run: Run,
-    cells: Sequence[Chunk],
+    chunks: Sequence[Chunk],
     target: Mirror,
     *,
     threads: int | None = None,
@@ -163,10 +163,10 @@ def upload_anchor(
 ) -> Payload:
     """Encode and upload all of ``target``."""
     with BlobWriter(bucket, blob_bytes=blob_bytes) as writer:
-        for coded in anchor_cells(cells, run, target, threads=threads):
+        for coded in anchor_chunks(chunks, run, target, threads=threads):
             assert coded.payload is not None
-            writer.add(coded.cell, coded.payload, coded.change)
-        return writer.finish(sum(cell.count for cell in cells))
+            writer.add(coded.chunk, coded.payload, coded.change)
+        return writer.finish(sum(chunk.count for chunk in chunks))
 
 
 def keep_blobs(
@@ -187,8 +187,8 @@ def keep_blobs(
         raise RetryError("blobs that were just put are gone again", run=bucket.url)
 
 
-def code_cells(
-    cells: Iterable[Chunk],
+def code_chunks(
+    chunks: Iterable[Chunk],
     run: Run,
     base: Mirror,
     target: Mirror,
@@ -196,56 +196,56 @@ def code_cells(
     *,
     threads: int | None = None,
 ) -> Iterator[Coded]:
-    """What turns each cell of ``base`` into that of ``target``; ``sums`` are the base's digests
-    by cell, to which the encoder adds what changes."""
+    """What turns each chunk of ``base`` into that of ``target``; ``sums`` are the base's digests
+    by chunk, to which the encoder adds what changes."""
     count = threads_of(threads)
 
-    def code(cell: Chunk) -> Coded:
-        return code_cell(run, cell, bits_at(base, cell), bits_at(target, cell), sums[cell])
+    def code(chunk: Chunk) -> Coded:
+        return code_chunk(run, chunk, bits_at(base, chunk), bits_at(target, chunk), sums[chunk])
 
     with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
-        yield from in_order(pool, code, cells, ahead=2 * count)
+        yield from in_order(pool, code, chunks, ahead=2 * count)
 
 
-def code_cell(run: Run, cell: Chunk, old: Bits, new: Bits, old_digest: Digest) -> Coded:
-    """What turns the bits of one cell into others."""
-    spec = run.tensors[cell.tensor]
+def code_chunk(run: Run, chunk: Chunk, old: Bits, new: Bits, old_digest: Digest) -> Coded:
+    """What turns the bits of one chunk into others."""
+    spec = run.tensors[chunk.tensor]
     coded = codec.encode_named(
-        cell.name,
+        chunk.name,
         old,
         new,
-        start=cell.start,
+        start=chunk.start,
         dtype=spec.dtype,
         columns=spec.columns,
         threads=1,
     )
     payload = coded.payload if coded.changed else None
-    return Coded(cell, payload, coded.moved, old_digest + coded.moved, coded.changed)
+    return Coded(chunk, payload, coded.moved, old_digest + coded.moved, coded.changed)
 
 
-def anchor_cells(
-    cells: Iterable[Chunk], run: Run, target: Mirror, *, threads: int | None = None
+def anchor_chunks(
+    chunks: Iterable[Chunk], run: Run, target: Mirror, *, threads: int | None = None
 ) -> Iterator[Coded]:
-    """Every cell of ``target`` whole; ``change`` is its digest."""
+    """Every chunk of ``target`` whole; ``change`` is its digest."""
     count = threads_of(threads)
 
-    def code(cell: Chunk) -> Coded:
-        bits = bits_at(target, cell)
-        digest = codec.digest_bits(cell.name, bits, cell.start)
-        payload = codec.encode_full(bits, run.tensors[cell.tensor].dtype, threads=1)
-        return Coded(cell, payload, digest, digest, cell.count)
+    def code(chunk: Chunk) -> Coded:
+        bits = bits_at(target, chunk)
+        digest = codec.digest_bits(chunk.name, bits, chunk.start)
+        payload = codec.encode_full(bits, run.tensors[chunk.tensor].dtype, threads=1)
+        return Coded(chunk, payload, digest, digest, chunk.count)
 
     with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
-        yield from in_order(pool, code, cells, ahead=count)
+        yield from in_order(pool, code, chunks, ahead=count)
 
 
-def digest_cells(
-    cells: Iterable[Chunk], mirror: Mirror, *, threads: int | None = None
+def digest_chunks(
+    chunks: Iterable[Chunk], mirror: Mirror, *, threads: int | None = None
 ) -> dict[Chunk, Digest]:
-    """The digest of every cell of a mirror."""
+    """The digest of every chunk of a mirror."""
 
-    def one(cell: Chunk) -> tuple[Chunk, Digest]:
-        return cell, codec.digest_bits(cell.name, bits_at(mirror, cell), cell.start)
+    def one(chunk: Chunk) -> tuple[Chunk, Digest]:
+        return chunk, codec.digest_bits(chunk.name, bits_at(mirror, chunk), chunk.start)
 
     with ThreadPoolExecutor(threads_of(threads), thread_name_prefix="digester") as pool:
-        return dict(pool.map(one, cells))
+        return dict(pool.map(one, chunks))

@@ -44,8 +44,8 @@ from deltawire.sync.maintain.compaction import COMPACTION_STRIDES, CompactionThr
 from deltawire.sync.publish.encoding import (
     BLOB_BYTES,
     Chunk,
-    cells_of,
-    digest_cells,
+    chunks_of,
+    digest_chunks,
     keep_blobs,
     upload_anchor,
     upload_delta,
@@ -53,7 +53,7 @@ from deltawire.sync.publish.encoding import (
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.sync.publish.tied_tensors import place_of
 from deltawire.wire import keys
-from deltawire.wire.manifest import MAX_ANNEX_BYTES, Manifest, Payload, encode_manifest
+from deltawire.wire.manifest import MAX_METADATA_BYTES, Manifest, Payload, encode_manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec
 from deltawire.wire.seal import Signer
 
@@ -111,7 +111,7 @@ class _Step:
     """Weights on their way to be a version."""
 
     version: int
-    annex: CommitMetadata
+    metadata: CommitMetadata
     blocked_ms: float
     files: list[ModelFile] | None = None
     expected: Digest | None = None
@@ -128,7 +128,7 @@ class Publisher:
 
     ``policy`` says what `publish` does while a version is under way: ``wait`` for it, or ``fold``:
     copy, return, and let the next version be the newest weights there are when its turn comes.
-    Weights that were overtaken so are never a version of their own; their annexes are given to
+    Weights that were overtaken so are never a version of their own; their metadata are given to
     ``merge(earlier, later)``, and are refused if there is none. It takes the memory of one more
     model. ``threads`` copy and encode; blobs are closed at ``blob_bytes``.
 
@@ -181,10 +181,10 @@ class Publisher:
         self._attempts: dict[str, Manifest] = {}
         self._uncertain: tuple[_Step, Manifest, dict[Chunk, Digest]] | None = None
         self._last_anchor: int | None = None
-        self._cells = cells_of(run, mirror)
+        self._chunks = chunks_of(run, mirror)
         self._sums: dict[Chunk, Digest] = {}
         if mirror.version >= 0:
-            self._sums = digest_cells(self._cells, mirror, threads=threads)
+            self._sums = digest_chunks(self._chunks, mirror, threads=threads)
             _check_sums(self._sums, mirror, bucket)
         self._elements = sum(tensor.count for tensor in run.tensors)
         self._bytes_full = sum(bits.nbytes for bits in mirror.tensors.values())
@@ -206,7 +206,7 @@ class Publisher:
         self,
         tensors: Mapping[str, Any],
         *,
-        annex: CommitMetadata | None = None,
+        metadata: CommitMetadata | None = None,
         files: list[ModelFile] | None = None,
         expected: Digest | None = None,
     ) -> int:
@@ -217,23 +217,23 @@ class Publisher:
         Returns once the copy is made. Waits first for the version before, unless the policy is
         ``fold``, and raises what that one failed with: `FencedError` if another publisher has
         taken the run, `RetryError` or `InputError` from the store. Raises `InputError` if the
-        tensors are not the run's, or the annex too large.
+        tensors are not the run's, or the metadata too large.
 
         ``files``, blobs that are there already, are the other files of the model's directory, if
         they are not those of run.json. With ``expected``, weights of another digest are not
         committed: whoever reads them from files that somebody may write to wants to know.
         """
         started = time.perf_counter()
-        annex = annex or {}
-        if len(msgspec.json.encode(annex)) > MAX_ANNEX_BYTES:
-            raise InputError(f"the annex has more than {MAX_ANNEX_BYTES} bytes")
+        metadata = metadata or {}
+        if len(msgspec.json.encode(metadata)) > MAX_METADATA_BYTES:
+            raise InputError(f"the metadata has more than {MAX_METADATA_BYTES} bytes")
         if self._policy == "fold":
-            return self._publish_or_fold(tensors, annex, started, files, expected)
+            return self._publish_or_fold(tensors, metadata, started, files, expected)
         self.flush()
         self._settle()
         self._copier.copy(self._pairs(tensors, self._staging))
         blocked_ms = (time.perf_counter() - started) * 1e3
-        step = _Step(self._baseline.version + 1, annex, blocked_ms, files, expected)
+        step = _Step(self._baseline.version + 1, metadata, blocked_ms, files, expected)
         self._pending = self._pool.submit(self._commit, step)
         return step.version
 
@@ -263,7 +263,7 @@ class Publisher:
     def _publish_or_fold(
         self,
         tensors: Mapping[str, Any],
-        annex: CommitMetadata,
+        metadata: CommitMetadata,
         started: float,
         files: list[ModelFile] | None,
         expected: Digest | None,
@@ -277,13 +277,13 @@ class Publisher:
             self._settle()
         with self._lock:
             waiting = self._queued
-            if waiting is not None and (annex or waiting.annex):
+            if waiting is not None and (metadata or waiting.metadata):
                 if self._merge is None:
                     raise InputError(
-                        "these weights would be folded into others, and their annex lost",
+                        "these weights would be folded into others, and their metadata lost",
                         hint="pass merge=, or the policy wait",
                     )
-                annex = self._merge(waiting.annex, annex)
+                metadata = self._merge(waiting.metadata, metadata)
             pairs = self._pairs(tensors, self._spare)
             if waiting is not None:
                 waiting.torn = True  # Unless what replaces it is there whole.
@@ -299,7 +299,7 @@ class Publisher:
                 # First, though it waits for the lock: a step without somebody to commit it would
                 # never be one.
                 self._pending = self._pool.submit(self._commit_queued, self._pending)
-            self._queued = _Step(version, annex, blocked_ms, files, expected)
+            self._queued = _Step(version, metadata, blocked_ms, files, expected)
             self._promised = version
             return version
 
@@ -379,7 +379,7 @@ class Publisher:
             delta, sums = self._upload_delta()
         else:
             delta = None
-            sums = digest_cells(self._cells, self._staging, threads=self._threads)
+            sums = digest_chunks(self._chunks, self._staging, threads=self._threads)
         digest = sum(sums.values(), codec.ZERO)
         if first and digest.hex() != self.run.digest:
             raise InputError(
@@ -409,7 +409,7 @@ class Publisher:
             nonce=secrets.token_hex(16),
             created_at=time.time(),
             model_files=step.files,
-            annex=step.annex,
+            metadata=step.metadata,
         )
         data = encode_manifest(manifest, signer=self._signer)
         check_size(self.bucket, manifest, data)
@@ -469,15 +469,15 @@ class Publisher:
         keep_blobs(self.bucket, self.run, payloads, again)
 
     def _upload_delta(self) -> tuple[Payload, dict[Chunk, Digest]]:
-        """The payload, and the staged weights' digests by cell."""
+        """The payload, and the staged weights' digests by chunk."""
         return upload_delta(
-            self.bucket, self.run, self._cells, self._baseline, self._staging, self._sums,
+            self.bucket, self.run, self._chunks, self._baseline, self._staging, self._sums,
             threads=self._threads, blob_bytes=self._blob_bytes,
         )  # fmt: skip
 
     def _upload_anchor(self) -> Payload:
         return upload_anchor(
-            self.bucket, self.run, self._cells, self._staging,
+            self.bucket, self.run, self._chunks, self._staging,
             threads=self._threads, blob_bytes=self._blob_bytes,
         )  # fmt: skip
 
@@ -556,7 +556,7 @@ class Publisher:
         if moved is None:
             raise CorruptError("a committed version is gone", version=found.version)
         self._baseline = moved
-        self._sums = digest_cells(self._cells, moved, threads=self._threads)
+        self._sums = digest_chunks(self._chunks, moved, threads=self._threads)
         self._uncertain = None
         self._attempts.clear()
         self._last_anchor = None

@@ -4,7 +4,7 @@ Who waits for whom::
 
     every rank                              rank 0, the leader
       copy own shard into staging             (the same)
-      encode own cells, upload blobs          (the same)
+      encode own chunks, upload blobs          (the same)
       create part ──────────────────────────▶ wait for all parts, check them, add up the digests
       wait for the manifest ◀──────────────── create the manifest; delete the parts
       look after own blobs (see `sweeps`)     (the same)
@@ -41,15 +41,15 @@ from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.publish.encoding import (
     BLOB_BYTES,
     Chunk,
-    cells_of,
-    digest_cells,
+    chunks_of,
+    digest_chunks,
     keep_blobs,
     upload_anchor,
     upload_delta,
 )
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.wire import keys
-from deltawire.wire.boundary import Part, decode_part
+from deltawire.wire.coordination import Part, decode_part
 from deltawire.wire.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -106,11 +106,11 @@ class ShardPublisher:
         self._blob_bytes = blob_bytes
         self._baseline = mirror
         self._staging = mirror.copy()
-        self._cells = cells_of(run, mirror)
+        self._chunks = chunks_of(run, mirror)
         self._sums: dict[Chunk, Digest] = {}
         self._last_anchor: int | None = None
         if mirror.version >= 0:
-            self._sums = digest_cells(self._cells, mirror, threads=threads)
+            self._sums = digest_chunks(self._chunks, mirror, threads=threads)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shards")
         self._copier = Copier(threads)
         self._pending: Future[None] | None = None
@@ -127,10 +127,10 @@ class ShardPublisher:
         """The digest of the whole model at that version."""
         return self._baseline.digest
 
-    def publish(self, shards: Mapping[str, Any], *, annex: dict[str, Any] | None = None) -> int:
+    def publish(self, shards: Mapping[str, Any], *, metadata: dict[str, Any] | None = None) -> int:
         """Copy this rank's ``shards`` (names to contiguous flat or shaped arrays or CPU tensors,
         as many elements as the mirror holds) and commit them in the background, together with
-        the other ranks', as the next version, which is returned. The leader's annex counts.
+        the other ranks', as the next version, which is returned. The leader's metadata counts.
 
         Raises what the version before failed with, `InputError` for shards that are not the
         mirror's.
@@ -138,7 +138,7 @@ class ShardPublisher:
         self.flush()
         self._stage(shards)
         version = self._baseline.version + 1
-        self._pending = self._pool.submit(self._commit, version, annex or {})
+        self._pending = self._pool.submit(self._commit, version, metadata or {})
         return version
 
     def flush(self) -> None:
@@ -177,7 +177,7 @@ class ShardPublisher:
                 )
         self._copier.copy((held[name], bits) for name, bits in found.items())
 
-    def _commit(self, version: int, annex: dict[str, Any]) -> None:
+    def _commit(self, version: int, metadata: dict[str, Any]) -> None:
         first = self._baseline.version < 0
         due = first or (self._anchor_every > 0 and version % self._anchor_every == 0)
         delta, anchor, sums = self._upload(whole=due)
@@ -203,7 +203,7 @@ class ShardPublisher:
                 key=key,
             )
         if self.rank == LEADER:
-            self._lead(version, annex)
+            self._lead(version, metadata)
         digest = self._await_manifest(version)
         payloads = [payload for payload in (delta, anchor) if payload is not None]
 
@@ -218,24 +218,24 @@ class ShardPublisher:
 
     def _upload(self, *, whole: bool) -> tuple[Payload | None, Payload | None, dict[Chunk, Digest]]:
         """This rank's part of the delta, and of the anchor if the version is stored ``whole``; and
-        the digests of its cells."""
+        the digests of its chunks."""
         delta, sums = None, self._sums
         if self._baseline.version >= 0:
             delta, sums = upload_delta(
-                self.bucket, self.run, self._cells, self._baseline, self._staging, self._sums,
+                self.bucket, self.run, self._chunks, self._baseline, self._staging, self._sums,
                 threads=self._threads, blob_bytes=self._blob_bytes,
             )  # fmt: skip
         else:
-            sums = digest_cells(self._cells, self._staging, threads=self._threads)
+            sums = digest_chunks(self._chunks, self._staging, threads=self._threads)
         if not whole:
             return delta, None, sums
         anchor = upload_anchor(
-            self.bucket, self.run, self._cells, self._staging,
+            self.bucket, self.run, self._chunks, self._staging,
             threads=self._threads, blob_bytes=self._blob_bytes,
         )  # fmt: skip
         return delta, anchor, sums
 
-    def _lead(self, version: int, annex: dict[str, Any]) -> None:
+    def _lead(self, version: int, metadata: dict[str, Any]) -> None:
         manifest = merge_parts(
             self.bucket,
             self.run,
@@ -243,7 +243,7 @@ class ShardPublisher:
             base_digest=self._baseline.digest.hex() if version else codec.ZERO.hex(),
             nonce=self._session,
             last_anchor=self._last_anchor,
-            annex=annex,
+            metadata=metadata,
         )
         key = keys.manifest(version)
         data = encode_manifest(manifest, signer=self._signer)
@@ -310,7 +310,7 @@ def merge_parts(
     base_digest: str,
     nonce: str,
     last_anchor: int | None = None,
-    annex: dict[str, Any] | None = None,
+    metadata: dict[str, Any] | None = None,
 ) -> Manifest:
     """The manifest that commits all ``parts`` of a version, checked as a reader checks it.
 
@@ -346,7 +346,7 @@ def merge_parts(
         epoch=parts[0].epoch,
         nonce=nonce,
         created_at=time.time(),
-        annex=annex or {},
+        metadata=metadata or {},
     )
 
 

@@ -18,7 +18,7 @@ from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, empty_mirror
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.sync.publish.tied_tensors import Place, place_of
-from deltawire.wire.run import ModelFile, Run, TensorSpec, cell_for
+from deltawire.wire.run import ModelFile, Run, TensorSpec, chunk_for
 from deltawire.wire.seal import Signer
 
 MAX_HEADER_BYTES = 100 << 20
@@ -49,9 +49,9 @@ def open_publisher(
     specs: list[TensorSpec] | None = None,
     name: str = "run",
     config: dict[str, Any] | None = None,
-    cell: int | None = None,
+    chunk: int | None = None,
     model_files: list[ModelFile] | None = None,
-    annex: dict[str, Any] | None = None,
+    metadata: dict[str, Any] | None = None,
     signer: Signer | None = None,
     **options: Any,
 ) -> Publisher:
@@ -61,7 +61,7 @@ def open_publisher(
     continued from its newest version, with the next epoch; ``tensors`` then only say what the
     model looks like. ``specs`` is the tensor table, if the arrays carry bits whose dtype they do
     not tell, as those of `read_safetensors` do. ``model_files``, blobs that are there already, are
-    the other files of the model's directory, and ``annex`` is version 0's. ``options`` go to
+    the other files of the model's directory, and ``metadata`` is version 0's. ``options`` go to
     `Publisher`. Raises `InputError` if another model's run is there.
     """
     found, aliases = table_of(tensors)
@@ -76,7 +76,7 @@ def open_publisher(
                 created_at=time.time(),
                 tensors=specs,
                 digest=codec.digest_model(bits).hex(),
-                cell=cell or cell_for(specs),
+                chunk=chunk or chunk_for(specs),
                 aliases=aliases,
                 public_key=signer.public_key if signer else "",
                 model_files=model_files or [],
@@ -102,7 +102,7 @@ def open_publisher(
     )
     if publisher.version < 0:
         try:
-            publisher.publish(tensors, annex=annex)
+            publisher.publish(tensors, metadata=metadata)
             publisher.flush()
         except BaseException:
             publisher.close()

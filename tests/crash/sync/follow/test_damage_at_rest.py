@@ -66,7 +66,7 @@ def follow(bucket, run, mirror):
 
 def test_every_kind_is_there(original):
     found = {key.rsplit("/", 1)[0] for key in names(original)}
-    assert found == {"run.json", "weights/manifests", "weights/blobs", "weights/folds"}
+    assert found == {"run.json", "weights/manifests", "weights/blobs", "weights/compacted"}
 
 
 @pytest.mark.parametrize("kind", ["memory", "folder", "s3"])

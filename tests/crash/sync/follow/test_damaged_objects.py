@@ -95,10 +95,10 @@ def test_one_bit_in_each_object(bucket, number):
 
 
 def test_every_bit_of_run_and_manifests():
-    """They are sealed: not one bit can turn unnoticed, be it in an annex or a name."""
+    """They are sealed: not one bit can turn unnoticed, be it in commit metadata or a name."""
     bucket = FaultyBucket(open_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=3)
-    publisher.publish(weights(0), annex={"free": "form"})
+    publisher.publish(weights(0), metadata={"free": "form"})
     publisher.publish(weights(1))
     publisher.close()
     run = read_run(bucket)

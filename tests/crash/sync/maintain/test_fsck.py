@@ -13,7 +13,7 @@ from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import start_publisher, start_run, weights
 from deltawire.wire import keys
-from deltawire.wire.boundary import RetentionFloor
+from deltawire.wire.coordination import RetentionFloor
 from deltawire.wire.seal import seal
 
 LAST = 9
@@ -35,7 +35,7 @@ def test_a_whole_run(bucket, deep):
     found = check_run(bucket, deep=deep, progress=lambda *told: seen.append(told))
     assert (found.whole, found.faults, found.unreachable) == (True, [], [])
     assert (found.versions, found.anchors, found.newest) == (LAST + 1, 3, LAST)
-    assert found.folds == len(bucket.list(keys.FOLDS)) > 0
+    assert found.folds == len(bucket.list(keys.COMPACTED)) > 0
     assert found.blobs == len(bucket.list(keys.BLOBS))
     assert found.unreferenced == 0
     wanted = {"manifests": LAST + 1, "folds": found.folds} | (
@@ -66,7 +66,7 @@ def test_each_object_missing_in_turn(bucket, deep):
         bucket.hide(key)
         found = check_run(bucket, deep=deep)
         is_newest = key == keys.manifest(LAST)
-        is_fold = key.startswith(keys.FOLDS)
+        is_fold = key.startswith(keys.COMPACTED)
         if is_newest or is_fold:
             assert found.whole  # The version is not committed, the fold not made: that is all.
         else:
@@ -89,7 +89,7 @@ def test_each_object_damaged_in_turn(bucket):
 
 def test_versions_without_a_way_are_named(bucket):
     run = start_run(bucket)
-    for key in bucket.list(keys.FOLDS):
+    for key in bucket.list(keys.COMPACTED):
         bucket.hide(key)
     (ref,) = read_manifest(bucket, run, 5).delta.blobs
     bucket.hide(keys.blob(ref.hash))
@@ -113,7 +113,7 @@ def test_what_retention_took_is_no_fault(bucket):
     run = start_run(bucket)
     prune(bucket, run, cutoff=5, grace_s=0)
     found = check_run(bucket)
-    assert (found.faults, found.boundary, found.retired) == ([], 4, 4)
+    assert (found.faults, found.boundary, found.pruned) == ([], 4, 4)
     bucket.put(keys.blob("0" * 64), b"left by a publisher that died")
     found = check_run(bucket)
     assert (found.unreferenced, found.unreferenced_bytes, found.whole) == (1, 29, True)
@@ -161,7 +161,7 @@ def test_the_work_grows_with_the_versions_and_not_with_their_square(deep, harm):
 def test_damage_behind_what_cannot_be_reached_is_named_too(bucket):
     """A turned bit in a delta that no reader gets to is a fault all the same."""
     run = start_run(bucket)
-    for key in bucket.list(keys.FOLDS):
+    for key in bucket.list(keys.COMPACTED):
         bucket.hide(key)
     for version in (5, 7):
         (ref,) = read_manifest(bucket, run, version).delta.blobs
@@ -194,7 +194,7 @@ def test_lost_versions_at_the_beginning_are_an_error_unless_they_are_closed(buck
     found = check_run(bucket)
     assert (found.whole, found.first, found.unreachable) == (False, 4, [])
     assert [fault.key for fault in found.faults] == [keys.manifest(3)]
-    key = keys.boundary(4)
+    key = keys.retention_floor(4)
     bucket.put(key, seal(RetentionFloor(run=run.id, version=4), key=key))
     assert check_run(bucket).faults == []
 

@@ -109,8 +109,8 @@ def test_a_signed_run_verifies_at_the_destination_without_the_key() -> None:
     carrier.advance()
     carrier.close()
     assert contents(destination, "weights/manifests/") == contents(source, "weights/manifests/")
-    assert contents(destination, "weights/folds/") == contents(source, "weights/folds/")
-    assert destination.list(keys.FOLDS)
+    assert contents(destination, "weights/compacted/") == contents(source, "weights/compacted/")
+    assert destination.list(keys.COMPACTED)
     assert check_run(destination, public_key=signer.public_key).faults == []
     with pytest.raises(CorruptError, match="another key"):
         read_run(destination, public_key=Ed25519Signer.generate().public_key)
@@ -123,8 +123,8 @@ def test_folds_are_made_at_the_destination() -> None:
     carrier = Relay(source, destination, start=0, strides=(2, 4))
     carrier.advance()
     carrier.close()
-    assert len(destination.list(keys.FOLDS)) >= 4
-    assert not [key for key in source.read_keys if key.startswith(keys.FOLDS)]
+    assert len(destination.list(keys.COMPACTED)) >= 4
+    assert not [key for key in source.read_keys if key.startswith(keys.COMPACTED)]
     assert audit(destination, weights) == 8
 
 
@@ -162,7 +162,7 @@ def test_versions_that_retention_took_from_the_source_are_passed() -> None:
 
 
 def test_a_region_does_not_grow_for_ever() -> None:
-    """What the source has retired goes at the destination too, and nothing else does."""
+    """What the source has pruned goes at the destination too, and nothing else does."""
     source, destination = open_bucket("memory://"), open_bucket("memory://")
     publish(source, 0, 4, anchor_every=3)
     relay(source, destination, grace_s=0)
@@ -174,8 +174,8 @@ def test_a_region_does_not_grow_for_ever() -> None:
     assert carrier.advance() == 7
     assert prune(source, run, cutoff=9, grace_s=3600).boundary == 9
     assert carrier.advance() == 0
-    assert destination.list(keys.BOUNDARIES) == [keys.boundary(9)]
-    # Closed, but nothing is retired at the source yet: all stays here too.
+    assert destination.list(keys.RETENTION_FLOORS) == [keys.retention_floor(9)]
+    # Closed, but nothing is pruned at the source yet: all stays here too.
     assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
     assert prune(source, run, cutoff=9, grace_s=0).swept == 9
     carrier.advance()
@@ -217,7 +217,7 @@ def test_a_region_that_began_later_retires_without_the_key(signed: bool) -> None
     prune(source, publisher.run, cutoff=8, grace_s=0, signer=signer)
     carrier.advance()
     found = check_run(destination, public_key=public_key)
-    assert (found.faults, found.first, found.boundary, found.retired) == ([], 3, 6, 3)
+    assert (found.faults, found.first, found.boundary, found.pruned) == ([], 3, 6, 3)
     assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
     publisher.publish(weights(12))
     publisher.close()
@@ -398,7 +398,7 @@ def test_fifty_versions_move_a_fiftieth_of_fifty_models() -> None:
     steps = SyntheticSteps(1 << 21, 0.01)
     inner, destination = open_bucket("memory://"), open_bucket("memory://")
     publisher = open_publisher(
-        inner, steps.tensors, specs=steps.specs, anchor_every=25, fold_strides=(), cell=1 << 18
+        inner, steps.tensors, specs=steps.specs, anchor_every=25, fold_strides=(), chunk=1 << 18
     )
     source = MeteredBucket(inner)
     carrier = Relay(source, destination, strides=())

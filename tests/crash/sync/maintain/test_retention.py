@@ -177,7 +177,7 @@ def test_a_writer_stalled_for_longer_than_retention_commits_nothing(bucket):
         with pytest.raises(FencedError):
             publish_and_wait(stalled, weights(3, seed=9))
     stalled.close()
-    assert read_manifest(other, run, 3).retired
+    assert read_manifest(other, run, 3).pruned
     assert_kept(other, 8)
 
 
@@ -185,7 +185,7 @@ def test_a_lost_name_below_the_boundary_is_closed_too(bucket):
     run = start_run(bucket)
     bucket.inner.delete(keys.manifest(2))
     prune(bucket, run, cutoff=8, grace_s=0)
-    assert read_manifest(bucket, run, 2).retired
+    assert read_manifest(bucket, run, 2).pruned
     assert bucket.create(keys.manifest(2), b"") is False
 
 
@@ -209,11 +209,11 @@ def test_a_commit_whose_boundary_could_not_be_asked_for_is_asked_again(bucket):
     """The version is committed when the store falls silent; what becomes of it is found out by the
     next publish, which must look at the boundary as well."""
     publisher = start_publisher(bucket, anchor_every=4)
-    bucket.fail("list", keys.BOUNDARIES, times=6)
+    bucket.fail("list", keys.RETENTION_FLOORS, times=6)
     publisher.publish(weights(NEWEST + 1))
     with pytest.raises(RetryError):
         publisher.flush()
-    bucket.put(keys.boundary(NEWEST + 2), b"")
+    bucket.put(keys.retention_floor(NEWEST + 2), b"")
     with pytest.raises(FencedError, match="closed this version"):
         publisher.publish(weights(NEWEST + 2))
     publisher.close()

@@ -32,7 +32,7 @@ def publish(bucket, versions, *, seed=0):
     publisher = start_publisher(bucket, anchor_every=3, fold_strides=FOLDS)
     first = publisher.version + 1
     for version in range(first, first + versions):
-        publisher.publish(weights(version, seed=seed if version else 0), annex={"seed": seed})
+        publisher.publish(weights(version, seed=seed if version else 0), metadata={"seed": seed})
     publisher.close()
 
 
@@ -42,20 +42,20 @@ def retire_all(bucket, *, cutoff=None, grace_s=0.0):
 
 
 def check(bucket):
-    """What is not retired is whole and of one author each; readers get from the oldest to the
+    """What is not pruned is whole and of one author each; readers get from the oldest to the
     newest. Returns the newest version."""
     bucket = snapshot(bucket)
     run, newest = read_run(bucket), newest_version(bucket)
     manifests = [read_manifest(bucket, run, version) for version in range(newest + 1)]
     assert all(manifest is not None for manifest in manifests), "a gap"
-    kept = [manifest.version for manifest in manifests if not manifest.retired]
+    kept = [manifest.version for manifest in manifests if not manifest.pruned]
     assert kept == list(range(kept[0], newest + 1))
     assert check_run(bucket, deep=False).whole
     epochs = [manifests[version].epoch for version in kept]
     assert epochs == sorted(epochs)
 
     def expected(version):
-        return weights(version, seed=manifests[version].annex["seed"] if version else 0)
+        return weights(version, seed=manifests[version].metadata["seed"] if version else 0)
 
     for version in kept:
         assert same_bits(load_mirror(bucket, run, at=version).tensors, expected(version))
@@ -94,11 +94,11 @@ def test_a_publisher_stalled_for_longer_than_retention(new_bucket, kind, done):
             retire_all(inner)
 
         bucket.pause(wait=meanwhile, at=at, done=done)
-        stalled.publish(weights(5, seed=2), annex={"seed": 2})
+        stalled.publish(weights(5, seed=2), metadata={"seed": 2})
         for _ in range(3):
             try:
                 stalled.flush()
-                stalled.publish(weights(stalled.version + 1, seed=2), annex={"seed": 2})
+                stalled.publish(weights(stalled.version + 1, seed=2), metadata={"seed": 2})
             except FencedError:
                 fenced += 1
                 break
@@ -126,7 +126,7 @@ def test_retention_in_the_middle_of_a_commit(new_bucket, kind, done):
         bucket.pause(wait=lambda inner=inner: retire_all(inner), at=at, done=done)
         for version in (5, 6, 7):
             with suppress(DeltawireError):
-                publisher.publish(weights(version), annex={"seed": 0})
+                publisher.publish(weights(version), metadata={"seed": 0})
                 publisher.flush()
         with suppress(DeltawireError):
             publisher.close()
@@ -194,7 +194,7 @@ def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed
     def publishing():
         publisher = start_publisher(bucket, anchor_every=4, fold_strides=FOLDS)
         for version in range(publisher.version + 1, last + 1):
-            publisher.publish(weights(version), annex={"seed": 0})
+            publisher.publish(weights(version), metadata={"seed": 0})
             finished.wait(0.05)
         publisher.close()
         finished.set()
@@ -241,9 +241,9 @@ def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed
         assert not thread.is_alive()
     assert not failures
     assert check(bucket) == last
-    assert bucket.list(keys.BOUNDARIES), "nothing was retired"
+    assert bucket.list(keys.RETENTION_FLOORS), "nothing was pruned"
     if kind != "s3":  # Whose clock shows whole seconds: there a boundary may be too young to go.
         retire_all(bucket, cutoff=last)
-        assert len(bucket.list(keys.BOUNDARIES)) <= 1
+        assert len(bucket.list(keys.RETENTION_FLOORS)) <= 1
         assert check(bucket) == last
     assert bucket.get(keys.manifest(0), limit=LIMIT) is not None

@@ -23,7 +23,7 @@ from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, no_answer
 from deltawire.testing.tiny import same_bits, start_publisher
 from deltawire.wire import keys
-from deltawire.wire.boundary import DeletionIntent
+from deltawire.wire.coordination import DeletionIntent
 from deltawire.wire.seal import seal
 
 LAST = 5
@@ -105,7 +105,7 @@ WRITERS = {
     "publisher": (OnePublisher, "weights/manifests/*"),
     "ranks": (Ranks, "weights/manifests/*"),
     "relay": (Carrier, "weights/manifests/*"),
-    "folder": (Folding, "weights/folds/*"),
+    "folder": (Folding, "weights/compacted/*"),
 }
 
 
@@ -159,8 +159,8 @@ def assert_whole(bucket, newest):
     run = read_run(bucket)
     for version in range(found.boundary, newest + 1):
         assert same_bits(load_mirror(bucket, run, at=version).tensors, weights(version))
-    for key in bucket.list(keys.FOLDS):
-        fold = read_compacted_delta(bucket, run, *keys.fold_of(key))
+    for key in bucket.list(keys.COMPACTED):
+        fold = read_compacted_delta(bucket, run, *keys.compacted_of(key))
         assert all(bucket.size(keys.blob(ref.hash)) == ref.bytes for ref in fold.payload.blobs)
 
 
@@ -172,13 +172,13 @@ def test_a_commit_before_each_operation_of_retention(original, kind, monkeypatch
         turns = Turns(inner, kind, monkeypatch)
         reached = turns.retire_around_the_commit(at)
         assert_whole(inner, LAST if kind == "folder" else LAST + 1)
-        assert not inner.list(keys.SWEEPS)
+        assert not inner.list(keys.DELETION_INTENTS)
         if not reached:
             break
         # What was deleted although the version counts on it, had to be put again.
         verb, key = turns.operations[at - 1]
         waited += verb == "delete" and key.startswith(keys.BLOBS)
-        restored += verb == "delete" and key.startswith(keys.SWEEPS)
+        restored += verb == "delete" and key.startswith(keys.DELETION_INTENTS)
     assert not reached
     assert waited > 1  # Among these are moments at which a look alone would have found all well.
     assert restored == 1
@@ -204,7 +204,7 @@ def one_blob(bucket, version):
 
 def left_behind(bucket, blobs, *, run=None):
     """A sweep whose maker died."""
-    key = keys.sweep("dead")
+    key = keys.deletion_intent("dead")
     run = run or read_run(bucket)
     bucket.put(key, seal(DeletionIntent(run=run.id, blobs=blobs), key=key))
     return key
@@ -244,7 +244,7 @@ def test_a_sweep_whose_maker_died_is_waited_for_no_longer_than_it_may_delete(
     assert len(slept) == (sweeps.SWEEP_S + sweeps.MARGIN_S) / 100
     assert_whole(inner, LAST + 1)
     prune(inner, read_run(inner), cutoff=0, grace_s=0)
-    assert not inner.list(keys.SWEEPS)
+    assert not inner.list(keys.DELETION_INTENTS)
 
 
 def test_a_sweep_that_names_others_is_not_waited_for(original, monkeypatch):
@@ -255,7 +255,7 @@ def test_a_sweep_that_names_others_is_not_waited_for(original, monkeypatch):
     assert_whole(inner, LAST + 1)
     # It is young by the store's clock: its maker may be alive.
     prune(inner, read_run(inner), cutoff=0, grace_s=0)
-    assert inner.list(keys.SWEEPS)
+    assert inner.list(keys.DELETION_INTENTS)
 
 
 def test_nothing_is_deleted_later_than_writers_wait(original, monkeypatch):
@@ -274,7 +274,7 @@ def test_nothing_is_deleted_later_than_writers_wait(original, monkeypatch):
     deleted = [key for verb, key in bucket.operations if verb == "delete" and keys.BLOBS in key]
     assert deleted == found.blobs
     assert len(deleted) == 2
-    assert not inner.list(keys.SWEEPS)
+    assert not inner.list(keys.DELETION_INTENTS)
     assert len(prune(bucket, run, cutoff=LAST, grace_s=0).blobs) == 1
     assert_whole(inner, LAST)
 
@@ -297,7 +297,7 @@ def test_a_deletion_is_not_asked_for_again_later_than_writers_wait(original, mon
         prune(bucket, read_run(inner), cutoff=LAST, grace_s=0)
     assert begun
     assert max(begun) <= sweeps.SWEEP_S
-    assert len(inner.list(keys.SWEEPS)) == 1
+    assert len(inner.list(keys.DELETION_INTENTS)) == 1
 
 
 def test_a_deletion_that_was_not_answered_leaves_the_sweep_there(original):
@@ -306,14 +306,16 @@ def test_a_deletion_that_was_not_answered_leaves_the_sweep_there(original):
     bucket.fail("delete", "weights/blobs/*", times=None, error=no_answer)
     with pytest.raises(RetryError):
         prune(bucket, read_run(inner), cutoff=LAST, grace_s=0)
-    assert len(inner.list(keys.SWEEPS)) == 1
+    assert len(inner.list(keys.DELETION_INTENTS)) == 1
 
 
 def test_many_blobs_are_swept_a_batch_at_a_time(original, monkeypatch):
-    monkeypatch.setattr(sweeps, "MAX_SWEEP_BLOBS", 2)
+    monkeypatch.setattr(sweeps, "MAX_INTENT_BLOBS", 2)
     bucket = FaultyBucket(snapshot(original))
     found = prune(bucket, read_run(bucket), cutoff=LAST, grace_s=0)
     assert len(found.blobs) == 3
-    made = [key for verb, key in bucket.operations if verb == "put" and keys.SWEEPS in key]
+    made = [
+        key for verb, key in bucket.operations if verb == "put" and keys.DELETION_INTENTS in key
+    ]
     assert len(set(made)) == len(made) == 2
     assert_whole(bucket.inner, LAST)

@@ -98,7 +98,7 @@ def audit(bucket, *, head_alone=False):
     run, newest = read_run(bucket), newest_version(bucket)
 
     def published(version):
-        life = read_manifest(bucket, run, version).annex["life"]
+        life = read_manifest(bucket, run, version).metadata["life"]
         return weights(version, seed=life if version else 0)
 
     if not head_alone:
@@ -137,7 +137,7 @@ def test_killed_at_a_hundred_random_moments(driver, place, drill_seed):
         assert publisher.version == head
         for version in range(head + 1, head + 3):
             tensors = weights(version, seed=77 if version else 0)
-            assert publisher.publish(tensors, annex={"life": 77}) == version
+            assert publisher.publish(tensors, metadata={"life": 77}) == version
         publisher.close()
         assert audit(bucket)[0] == head + 2
     # Else they were killed before they began, or always between two versions.

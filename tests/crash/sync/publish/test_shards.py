@@ -101,9 +101,9 @@ def test_parts_that_do_not_fit_are_not_committed(bucket):
     wrong = rank_publisher(bucket, 2, session="a")
     wrong._baseline.starts["embed.weight"] = 0
     wrong._staging.starts["embed.weight"] = 0
-    from deltawire.sync.publish.encoding import cells_of
+    from deltawire.sync.publish.encoding import chunks_of
 
-    wrong._cells = cells_of(wrong.run, wrong._baseline)
+    wrong._chunks = chunks_of(wrong.run, wrong._baseline)
     text = attempt(*(rank_publisher(bucket, r, session="a") for r in range(2)), wrong)
     assert "overlap or leave a gap" in text
     others = [rank_publisher(bucket, r, session="b", epoch=int(r == 2)) for r in range(RANKS)]

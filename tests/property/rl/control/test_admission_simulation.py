@@ -176,10 +176,10 @@ class Simulation:
 
     def _publish(self, batch):
         consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
-        annex = CommitMetadata(step=self.version + 1, consumed=consumed, dropped=batch.dropped)
-        self.desk.expect(self.version + 1, annex)
+        metadata = CommitMetadata(step=self.version + 1, consumed=consumed, dropped=batch.dropped)
+        self.desk.expect(self.version + 1, metadata)
         self.version += 1
-        settle(self.ledger, annex)
+        settle(self.ledger, metadata)
         self.committing = self.now + self.random.randint(*self.commit_ticks)
         self.taken += consumed
         self.dropped += batch.dropped

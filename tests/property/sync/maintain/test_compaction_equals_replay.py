@@ -48,7 +48,7 @@ def test_a_fold_equals_replay(strides, versions, seed, begun):
             made += folder.compact_up_to(version)
     publisher.close()
     run = publisher.run
-    assert [keys.fold_of(key) for key in bucket.list(keys.FOLDS)] == sorted(
+    assert [keys.compacted_of(key) for key in bucket.list(keys.COMPACTED)] == sorted(
         made, key=lambda fold: (fold[1], fold[0])
     )
     for base, target in made:
@@ -104,7 +104,7 @@ def test_a_damaged_fold_is_got_around(long_run):
     bucket, run, _ = long_run
     for damage in ("object", "blob", "missing"):
         fold = read_compacted_delta(bucket.inner, run, 0, 64)
-        key = keys.fold(0, 64)
+        key = keys.compacted(0, 64)
         if damage == "object":
             bucket.damage(key, lambda data: flip_bit(data, 99))
         elif damage == "blob":
@@ -135,7 +135,7 @@ def test_a_delta_that_is_gone_is_spanned_by_a_fold(long_run):
 
 def test_every_bit_of_a_fold_is_noticed(long_run):
     bucket, run, _ = long_run
-    key = keys.fold(64, 128)
+    key = keys.compacted(64, 128)
     for place in range(0, 8 * bucket.inner.size(key), 3):
         bucket.damage(key, lambda data, place=place: flip_bit(data, place))
         subscriber = Subscriber(bucket, run, load_mirror(bucket.inner, run, at=127))
@@ -186,7 +186,9 @@ def test_a_fold_that_readers_would_refuse_is_not_published(monkeypatch):
 def test_folds_that_cannot_be_made_harm_nothing():
     bucket = FaultyBucket(open_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=0, fold_strides=(2, 4))
-    bucket.fail("create", "weights/folds/*", times=None, error=lambda verb, key: RuntimeError(key))
+    bucket.fail(
+        "create", "weights/compacted/*", times=None, error=lambda verb, key: RuntimeError(key)
+    )
     for version in range(6):
         publisher.publish(weights(version))
     publisher.close()

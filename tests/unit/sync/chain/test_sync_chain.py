@@ -129,8 +129,8 @@ def test_newest_version_is_that_of_a_manifest(bucket):
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"tensors": [TensorSpec("a", (1 << 19,), "F32")], "cell": 1}, "cells of 1 elements"),
-        ({"tensors": [TensorSpec("a", (1 << 50,), "F32")], "cell": 1 << 30}, "Expected `int`"),
+        ({"tensors": [TensorSpec("a", (1 << 19,), "F32")], "chunk": 1}, "chunks of 1 elements"),
+        ({"tensors": [TensorSpec("a", (1 << 50,), "F32")], "chunk": 1 << 30}, "Expected `int`"),
         ({"tensors": [TensorSpec("a" * 1025, (1,), "F32")]}, "length"),
         ({"aliases": {"b": "c"}}, "alias"),
         ({"config": {"a": "x" * (1 << 20)}}, "config has"),
@@ -151,11 +151,11 @@ def test_a_boundary_is_nothing_but_its_key(bucket):
     publisher.publish(weights(0))
     publisher.flush()
     for stray in ("0000000007.json.bak", "0000000008", "old/0000000009.json", "x.json"):
-        bucket.put(f"{keys.BOUNDARIES}{stray}", b"{}")
+        bucket.put(f"{keys.RETENTION_FLOORS}{stray}", b"{}")
     assert newest_retention_floor(bucket) == 0
     publisher.publish(weights(1))
     publisher.close()  # A boundary above it would have fenced it.
-    bucket.put(keys.boundary(1), b"{}")
+    bucket.put(keys.retention_floor(1), b"{}")
     assert newest_retention_floor(bucket) == 1
 
 

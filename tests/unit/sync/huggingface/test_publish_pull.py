@@ -313,7 +313,7 @@ def test_only_deltas_are_fetched_once_a_version_is_there(tmp_path: Path) -> None
 def test_a_pull_that_is_stopped_goes_on(tmp_path: Path, at: int) -> None:
     inner = open_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
-    publish(inner, *paths, blob_bytes=512, cell=64, anchor_every=0)
+    publish(inner, *paths, blob_bytes=512, chunk=64, anchor_every=0)
     bucket = FaultyBucket(inner)
     run = read_run(inner)
     assert run is not None

@@ -74,7 +74,7 @@ def test_what_others_have_written_is_refused(forger, kind):
 
     from deltawire.sync import read_manifest
     from deltawire.sync.chain.objects import read_compacted_delta
-    from deltawire.wire.manifest import encode_fold, encode_manifest
+    from deltawire.wire.manifest import encode_compacted, encode_manifest
     from deltawire.wire.run import encode_run
 
     bucket, signer = open_bucket("memory://"), Ed25519Signer.generate()
@@ -91,12 +91,13 @@ def test_what_others_have_written_is_refused(forger, kind):
     if kind == "run":
         bucket.put(keys.RUN, encode_run(run, signer=forger))
     elif kind == "manifest":
-        value = msgspec.structs.replace(read_manifest(bucket, run, 4), annex={"mine": 1})
+        value = msgspec.structs.replace(read_manifest(bucket, run, 4), metadata={"mine": 1})
         bucket.put(keys.manifest(4), encode_manifest(value, signer=forger))
     else:
         assert (0, 4) in publisher.compaction.made
         bucket.put(
-            keys.fold(0, 4), encode_fold(read_compacted_delta(bucket, run, 0, 4), signer=forger)
+            keys.compacted(0, 4),
+            encode_compacted(read_compacted_delta(bucket, run, 0, 4), signer=forger),
         )
     if kind == "fold":
         with pytest.raises(CorruptError, match="sign"):

@@ -153,13 +153,13 @@ def test_receipts_tell_what_was_committed(bucket):
     assert publisher.digest.hex() == receipts[-1].digest
 
 
-def test_annexes_are_committed_with_their_version(bucket, publisher):
-    publisher.publish(weights(0), annex={"step": 0})
-    publisher.publish(weights(1), annex={"consumed": [["w", 3]]})
+def test_metadata_is_committed_with_their_version(bucket, publisher):
+    publisher.publish(weights(0), metadata={"step": 0})
+    publisher.publish(weights(1), metadata={"consumed": [["w", 3]]})
     publisher.publish(weights(2))
     publisher.flush()
-    annexes = [read_manifest(bucket, publisher.run, version).annex for version in range(3)]
-    assert annexes == [{"step": 0}, {"consumed": [["w", 3]]}, {}]
+    all_metadata = [read_manifest(bucket, publisher.run, version).metadata for version in range(3)]
+    assert all_metadata == [{"step": 0}, {"consumed": [["w", 3]]}, {}]
 
 
 def test_a_failure_is_raised_by_the_next_call_and_only_once(bucket, publisher):
@@ -389,46 +389,46 @@ def test_a_large_delta_is_many_blobs_of_bounded_size(bucket):
     for version in range(4):
         publisher.publish(weights(version))
     publisher.close()
-    cell = 50 * 4 + 64
+    chunk = 50 * 4 + 64
     for version in range(4):
         manifest = read_manifest(bucket, publisher.run, version)
         for payload in filter(None, (manifest.delta, manifest.anchor)):
             assert len(payload.blobs) > 2
-            assert all(ref.bytes < 40 + cell for ref in payload.blobs)
+            assert all(ref.bytes < 40 + chunk for ref in payload.blobs)
     assert audit(bucket, weights) == 3
 
 
-def test_the_policy_fold_overtakes_and_loses_no_annex(bucket):
+def test_the_policy_fold_overtakes_and_loses_no_metadata(bucket):
     def merge(earlier, later):
         return {"steps": earlier["steps"] + later["steps"]}
 
     publisher = start_publisher(bucket, policy="fold", merge=merge)
     gate = threading.Event()
     publisher._pool.submit(gate.wait)
-    numbers = [publisher.publish(weights(0), annex={"steps": [0]})]
+    numbers = [publisher.publish(weights(0), metadata={"steps": [0]})]
     gate.set()
     publisher.flush()
     gate.clear()
     publisher._pool.submit(gate.wait)
-    numbers += [publisher.publish(weights(n), annex={"steps": [n]}) for n in range(1, 5)]
+    numbers += [publisher.publish(weights(n), metadata={"steps": [n]}) for n in range(1, 5)]
     gate.set()
-    numbers.append(publisher.publish(weights(5), annex={"steps": [5]}))
+    numbers.append(publisher.publish(weights(5), metadata={"steps": [5]}))
     publisher.close()
     assert numbers[:5] == [0, 1, 1, 1, 1]
     assert numbers[5] in (1, 2)
     assert audit(bucket, lambda v: weights(0) if not v else weights(4 if v < numbers[5] else 5))
-    annexes = [read_manifest(bucket, publisher.run, v).annex for v in range(numbers[5] + 1)]
-    assert [step for annex in annexes for step in annex["steps"]] == [0, 1, 2, 3, 4, 5]
+    all_metadata = [read_manifest(bucket, publisher.run, v).metadata for v in range(numbers[5] + 1)]
+    assert [step for metadata in all_metadata for step in metadata["steps"]] == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_policy_fold_refuses_an_annex_it_would_lose(bucket):
+def test_the_policy_fold_refuses_metadata_it_would_lose(bucket):
     publisher = start_publisher(bucket, policy="fold")
     publisher.publish(weights(0))
     publisher.flush()
     gate = threading.Event()
     publisher._pool.submit(gate.wait)
-    publisher.publish(weights(1), annex={"a": 1})
-    with pytest.raises(InputError, match="annex"):
+    publisher.publish(weights(1), metadata={"a": 1})
+    with pytest.raises(InputError, match="metadata"):
         publisher.publish(weights(2))
     gate.set()
     publisher.close()

@@ -13,9 +13,9 @@ from deltawire.wire.objects import FORMAT
 from deltawire.wire.run import Hash, Identity, Run
 from deltawire.wire.seal import unseal
 
-MAX_BOUNDARY_BYTES = 1 << 16
-MAX_SWEEP_BLOBS = 1 << 12
-MAX_SWEEP_BYTES = 1 << 19
+MAX_FLOOR_BYTES = 1 << 16
+MAX_INTENT_BLOBS = 1 << 12
+MAX_INTENT_BYTES = 1 << 19
 
 
 class RetentionFloor(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class DeletionIntent(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     run: Identity
-    blobs: Annotated[list[Hash], Meta(max_length=MAX_SWEEP_BLOBS)]
+    blobs: Annotated[list[Hash], Meta(max_length=MAX_INTENT_BLOBS)]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     anchor: Payload | None = None
 
 
-def decode_sweep(data: bytes, *, table: Run, run: str, key: str) -> DeletionIntent:
+def decode_intent(data: bytes, *, table: Run, run: str, key: str) -> DeletionIntent:
     """Parse a sweep; raises `CorruptError`."""
     sweep = unseal(data, DeletionIntent, run=run, key=key)
     if sweep.format != FORMAT or sweep.run != table.id:
