@@ -34,7 +34,7 @@ struct Header {
 
   bool read(const std::uint8_t*& at, const std::uint8_t* end, unsigned width) {
     if (!get_number(at, end, 4, changed) || !get_number(at, end, 2, top) ||
-        !get_number(at, end, 1, planes) || planes == 0 || planes > width || !flags.read(at, end)) {
+        !get_number(at, end, 1, planes) || planes >= width || !flags.read(at, end)) {
       return false;
     }
     lengths.resize(planes);
@@ -138,9 +138,7 @@ bool take_details(PlaneReader& reader, const Header& header, const std::uint8_t*
   std::uint64_t* bits = scratch.bits.of(words_for(longer.size()) + 1);
   std::fill_n(bits, words_for(longer.size()) + 1, 0);
   for (std::size_t j = 0; j < longer.size(); ++j) {
-    const unsigned length = lengths[longer[j]];
-    if (length > 8 * sizeof(Bits)) return false;
-    contexts[j] = static_cast<std::uint8_t>(std::min(length, kContexts - 1));
+    contexts[j] = static_cast<std::uint8_t>(std::min<unsigned>(lengths[longer[j]], kContexts - 1));
   }
   reader.take(contexts, bits, 0, longer.size(), header.details);
   BitTaker taker(raw, header.raw);

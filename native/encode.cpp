@@ -209,8 +209,9 @@ DELTAWIRE_INLINE Odds put_details(PlaneWriter& writer, const std::vector<std::ui
   return put_plane<Path>(writer, contexts, bits, longer.size());
 }
 
-// Plane b says which changes are longer than b bits, of those that have b bits or more. `longer`
-// are the changes of two bits or more, of which all planes but the first are made.
+// Plane b says which changes are longer than b bits, of those that have b bits or more; the plane
+// of the greatest length would never say yes and is left out. `longer` holds the changes of two
+// bits or more: those of every plane but the first.
 template <typename Path, typename Bits>
 DELTAWIRE_INLINE std::vector<Odds> put_lengths(PlaneWriter& writer,
                                                const std::vector<std::uint32_t>& longer,
@@ -219,8 +220,8 @@ DELTAWIRE_INLINE std::vector<Odds> put_lengths(PlaneWriter& writer,
   const std::uint8_t* lengths = changes.lengths.get();
   std::uint8_t longest = 1;
   for (const std::uint32_t k : longer) longest = std::max(longest, lengths[k]);
-  std::vector<Odds> planes(longest);
-  for (unsigned b = longest; b > 1; --b) {
+  std::vector<Odds> planes(longest - 1U);
+  for (unsigned b = longest - 1U; b > 1; --b) {
     std::uint8_t* contexts = scratch.contexts.of(longer.size() + kGroup);
     std::uint64_t* bits = scratch.bits.of(words_for(longer.size()) + 1);
     std::fill_n(bits, words_for(longer.size()), 0);
@@ -232,6 +233,7 @@ DELTAWIRE_INLINE std::vector<Odds> put_lengths(PlaneWriter& writer,
     }
     planes[b - 1] = put_plane<Path>(writer, contexts, bits, size);
   }
+  if (planes.empty()) return planes;
   std::uint64_t* bits = scratch.bits.of(words_for(changes.size));
   for (std::size_t k = 0; k < changes.size; k += kGroup) {
     bits[k / kGroup] = Path::greater(lengths + k, 1);

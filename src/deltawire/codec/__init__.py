@@ -66,7 +66,7 @@ def encode(
     threads: int | None = None,
     columns: int | None = None,
 ) -> bytes:
-    """The delta from ``base`` to ``target``, never more than target's raw bytes and 28.
+    """The delta from ``base`` to ``target``, never more than target's raw bytes and 20.
 
     Both are contiguous arrays or CPU tensors of COUNT elements and one dtype: of ``dtype``, a wire
     dtype, if it is given. Naming it matters for bits that are carried as integers: floats are
@@ -134,15 +134,10 @@ def decode_patch(
     base: object,
     *,
     dtype: str | None = None,
-    rows: tuple[int, int] | None = None,
     threads: int | None = None,
 ) -> Patch:
-    """The positions and new bits that ``payload`` holds; ``base`` and errors as for ``decode``.
-
-    With ``rows``, ``(first, last)``, only those of such rows, and only blocks with them are read;
-    ``base`` is the whole tensor all the same.
-    """
-    return delta.decode_patch(payload, bits_of(base, dtype), rows=rows, threads=threads)
+    """The positions and new bits that ``payload`` holds; ``base`` and errors as for ``decode``."""
+    return delta.decode_patch(payload, bits_of(base, dtype), threads=threads)
 
 
 def decode_named(

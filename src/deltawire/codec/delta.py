@@ -9,7 +9,7 @@ predicted from the way in which the other changes of the column went. `docs/FORM
 in tables, and `deltawire.codec.reference` says the same slowly.
 
 A payload is raw when the coded one would not be smaller, and so never exceeds the raw target by
-more than 28 bytes.
+more than 20 bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltawire import _native
-from deltawire.codec.digest import Digest, digest_patch, tensor_key
+from deltawire.codec.digest import ZERO, Digest, digest_patch, tensor_key
 from deltawire.codec.dtypes import Bits, require_alike
 from deltawire.codec.patch import Patch, diff
 from deltawire.errors import CorruptError, InputError
 
 MAGIC: Final = b"DWD1"
 CODED, RAW = 0, 1
-HEADER: Final = struct.Struct("<4sBBBBIQQ")
+HEADER: Final = struct.Struct("<4sBBBBIQ")
 LENGTH: Final = np.dtype("<u4")
 
 
@@ -44,12 +44,15 @@ INTEGER: Final = Layout(0, 0)
 LAYOUTS: Final = {
     "F8_E4M3": Layout(3, 4),
     "F8_E5M2": Layout(2, 5),
+    "F8_E4M3FNUZ": Layout(3, 4),
+    "F8_E5M2FNUZ": Layout(2, 5),
     "F16": Layout(10, 5),
     "BF16": Layout(7, 8),
     "F32": Layout(23, 8),
     "F64": Layout(52, 11),
 }
-"""The layout of each float dtype; integers have none."""
+"""The layout of each float dtype with a sign; integers, and F8_E8M0, which has no sign, have
+none."""
 
 
 class Delta(NamedTuple):
@@ -64,7 +67,6 @@ class _Header(NamedTuple):
     mode: int
     layout: Layout
     columns: int
-    changed: int
 
 
 def layout_of(dtype: str) -> Layout:
@@ -116,41 +118,20 @@ def encode(
         *layout,
         columns,
         base_bits.size,
-        changed,
     )
     parts = [lengths.tobytes(), *blocks] if coded else [target_bits.tobytes()]
     return Delta(b"".join([header, *parts]), changed, Digest(*lanes))
 
 
 def decode_patch(
-    payload: bytes | memoryview,
-    base_bits: Bits,
-    *,
-    rows: tuple[int, int] | None = None,
-    threads: int | None = None,
+    payload: bytes | memoryview, base_bits: Bits, *, threads: int | None = None
 ) -> Patch:
     """The changes that ``payload`` holds for ``base_bits``, uint[COUNT].
 
-    With ``rows``, those of the rows ``rows[0]`` to ``rows[1]`` alone, and only blocks with such
-    rows are read; the payload must know the tensor's rows. Takes memory in proportion to the base
-    alone. Raises CorruptError for anything that is not a payload for a base of this length and
-    width, InputError for rows that the tensor does not have.
+    Takes memory in proportion to the base only. Raises CorruptError for anything that is not a
+    payload for a base of this length and width.
     """
-    view = memoryview(payload).cast("B")
-    header = _read_header(view, base_bits)
-    body = view[HEADER.size :]
-    first, last = _elements(rows, header.columns, base_bits.size)
-    if header.mode == RAW:
-        patch = _decode_raw(body, base_bits)
-    else:
-        block = block_elements(header.columns)
-        patch, _ = _decode_blocks(
-            body, base_bits, header, (first // block, -(-last // block)), threads or cores()
-        )
-    whole = (first, last) == (0, base_bits.size)
-    if whole:
-        _check_changed(len(patch), header)
-    return patch if whole else _within(patch, first, last)
+    return _decode(payload, base_bits, threads=threads)[0]
 
 
 def decode_moved(
@@ -163,18 +144,7 @@ def decode_moved(
 ) -> tuple[Patch, Digest]:
     """`decode_patch` for elements ``start`` and on of the tensor ``name``, in one pass with what
     its model's digest gains."""
-    view = memoryview(payload).cast("B")
-    header = _read_header(view, base_bits)
-    body = view[HEADER.size :]
-    if header.mode == RAW:
-        patch = _decode_raw(body, base_bits)
-        moved = digest_patch(name, patch, base_bits[patch.positions], start=start)
-    else:
-        blocks = -(-base_bits.size // block_elements(header.columns))
-        patch, moved = _decode_blocks(
-            body, base_bits, header, (0, blocks), threads or cores(), tensor_key(name), start
-        )
-    _check_changed(len(patch), header)
+    patch, moved = _decode(payload, base_bits, threads=threads, name=name, start=start)
     return patch, moved
 
 
@@ -192,23 +162,20 @@ def advance(payload: bytes | memoryview, bits: Bits, *, threads: int | None = No
     if header.mode == RAW:
         patch = _decode_raw(body, bits)
         bits[patch.positions] = patch.bits
-        changed = len(patch)
-    else:
-        lengths, rest = _split(body, bits.size, header.columns)
-        try:
-            changed = _native.advance(
-                rest, lengths, bits, header.columns, *header.layout, threads or cores()
-            )
-        except ValueError as error:
-            raise CorruptError(str(error)) from error
-    _check_changed(changed, header)
-    return changed
+        return len(patch)
+    lengths, rest = _split(body, bits.size, header.columns)
+    try:
+        return _native.advance(
+            rest, lengths, bits, header.columns, *header.layout, threads or cores()
+        )
+    except ValueError as error:
+        raise CorruptError(str(error)) from error
 
 
 def _read_header(view: memoryview, base_bits: Bits) -> _Header:
     if len(view) < HEADER.size:
         raise CorruptError("a delta shorter than its header")
-    magic, itemsize, mode, mantissa, exponent, columns, count, changed = HEADER.unpack_from(view)
+    magic, itemsize, mode, mantissa, exponent, columns, count = HEADER.unpack_from(view)
     layout = Layout(mantissa, exponent)
     if magic != MAGIC or mode not in (CODED, RAW):
         raise CorruptError("not a delta")
@@ -223,17 +190,7 @@ def _read_header(view: memoryview, base_bits: Bits) -> _Header:
         raise CorruptError("a delta whose layout does not fit its width")
     if columns == 1 or columns > _native.BLOCK:
         raise CorruptError(f"a delta of rows of {columns} elements")
-    if changed > count:
-        raise CorruptError(f"a delta of {changed} changes in {count} elements")
-    return _Header(mode, layout, columns, changed)
-
-
-def _elements(rows: tuple[int, int] | None, columns: int, count: int) -> tuple[int, int]:
-    if rows is None:
-        return 0, count
-    if columns == 0 or not 0 <= rows[0] <= rows[1] or rows[1] * columns > count:
-        raise InputError(f"a tensor of {count} elements in rows of {columns} has no rows {rows}")
-    return rows[0] * columns, rows[1] * columns
+    return _Header(mode, layout, columns)
 
 
 def _decode_raw(body: memoryview, base_bits: Bits) -> Patch:
@@ -251,30 +208,32 @@ def _split(body: memoryview, count: int, columns: int) -> tuple[NDArray[np.uint3
     return lengths, np.frombuffer(body[at:], np.uint8)
 
 
-def _decode_blocks(
-    body: memoryview,
+def _decode(
+    payload: bytes | memoryview,
     base_bits: Bits,
-    header: _Header,
-    span: tuple[int, int],
-    threads: int,
-    key: int | None = None,
+    *,
+    threads: int | None,
+    name: str | None = None,
     start: int = 0,
 ) -> tuple[Patch, Digest]:
+    view = memoryview(payload).cast("B")
+    header = _read_header(view, base_bits)
+    body = view[HEADER.size :]
+    if header.mode == RAW:
+        patch = _decode_raw(body, base_bits)
+        moved = (
+            ZERO
+            if name is None
+            else digest_patch(name, patch, base_bits[patch.positions], start=start)
+        )
+        return patch, moved
     lengths, rest = _split(body, base_bits.size, header.columns)
+    key = None if name is None else tensor_key(name)
     try:
         positions, bits, *lanes = _native.decode(
-            rest, lengths, base_bits, header.columns, *header.layout, *span, key, start, threads
-        )
+            rest, lengths, base_bits, header.columns, *header.layout,
+            0, lengths.size, key, start, threads or cores(),
+        )  # fmt: skip
     except ValueError as error:
         raise CorruptError(str(error)) from error
     return Patch(positions, bits), Digest(*lanes)
-
-
-def _check_changed(found: int, header: _Header) -> None:
-    if found != header.changed:
-        raise CorruptError(f"a delta of {found} changes that says {header.changed}")
-
-
-def _within(patch: Patch, first: int, last: int) -> Patch:
-    cut = slice(*np.searchsorted(patch.positions, (first, last)))
-    return Patch(patch.positions[cut], patch.bits[cut])

@@ -264,8 +264,7 @@ def encode_reference(base: Bits, target: Bits, layout: Layout, columns: int = 0)
     lengths = np.array([len(block) for block in blocks], LENGTH).tobytes()
     body = lengths + b"".join(blocks)
     mode = CODED if len(body) < target.nbytes else RAW
-    changed = int(np.count_nonzero(base != target))
-    header = HEADER.pack(MAGIC, base.itemsize, mode, *layout, columns, base.size, changed)
+    header = HEADER.pack(MAGIC, base.itemsize, mode, *layout, columns, base.size)
     return header + (body if mode == CODED else target.tobytes())
 
 
@@ -297,7 +296,7 @@ def _encode_block(base: Bits, target: Bits, layout: Layout, columns: int) -> byt
     )
     raw = pack([(m & (1 << length - 2) - 1, length - 2) for m, length in longer])
     planes = []
-    for bound in range(int(lengths.max()), 0, -1):
+    for bound in range(int(lengths.max()) - 1, 0, -1):
         among = lengths >= bound
         planes.append(_put(writer, classes[among], lengths[among] > bound))
     flags = _flag_odds(every, changed)
@@ -338,7 +337,7 @@ def _flag_odds(classes: Ints, changed: Ints) -> Odds:
 
 def decode_patch_reference(payload: bytes, base: Bits) -> Patch:
     """Equal to ``delta.decode_patch``."""
-    _, _, mode, mantissa, exponent, columns, _, _ = HEADER.unpack_from(payload)
+    _, _, mode, mantissa, exponent, columns, _ = HEADER.unpack_from(payload)
     body = payload[HEADER.size :]
     if mode == RAW:
         target = np.frombuffer(body, base.dtype)

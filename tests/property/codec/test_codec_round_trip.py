@@ -16,7 +16,7 @@ from deltawire.codec.reference import (
     encode_full_reference,
     encode_reference,
 )
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError
 
 ODD = {
     1: [0x80, 0x7F, 0xFF],
@@ -29,7 +29,7 @@ ODD = {
 
 COLUMNS = st.sampled_from([0, 2, 7, 64, 500])
 DTYPES = {
-    1: ["U8", "F8_E4M3", "F8_E5M2"],
+    1: ["U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E8M0"],
     2: ["U16", "F16", "BF16"],
     4: ["I32", "F32"],
     8: ["I64", "F64"],
@@ -80,7 +80,7 @@ def test_delta_round_trip(both, columns, threads):
     base, target, name = both
     before = base.copy()
     payload = codec.encode(base, target, dtype=name, columns=columns, threads=threads)
-    assert len(payload) <= target.nbytes + 28
+    assert len(payload) <= target.nbytes + 20
     assert np.array_equal(codec.decode(payload, base, threads=threads), target)
     patch = codec.decode_patch(payload, base, threads=threads)
     assert np.array_equal(patch.positions, np.flatnonzero(base != target))
@@ -164,26 +164,6 @@ def test_the_digest_gained_is_that_of_the_patch(both, start):
     assert coded.changed == np.count_nonzero(base != target)
     gained = codec.digest_bits("w", target, start) - codec.digest_bits("w", base, start)
     assert coded.moved == gained
-
-
-def test_rows_of_a_tensor_of_several_blocks():
-    columns, rows = 1000, 4500
-    base, target = large(columns * rows, 0.02, 1)
-    payload = codec.encode(base.reshape(rows, columns), target.reshape(rows, columns), dtype="BF16")
-    whole = codec.decode_patch(payload, base)
-    for span in ((0, rows), (0, 1), (4193, 4195), (4400, 4500), (7, 7), (0, 0), (rows, rows)):
-        part = codec.decode_patch(payload, base, rows=span)
-        inside = slice(*np.searchsorted(whole.positions, np.array(span) * columns))
-        assert np.array_equal(part.positions, whole.positions[inside])
-        assert np.array_equal(part.bits, whole.bits[inside])
-    damaged = bytearray(payload)
-    damaged[-1] ^= 0x40
-    assert len(codec.decode_patch(damaged, base, rows=(0, 4000)))
-    with pytest.raises(CorruptError):
-        codec.decode_patch(damaged, base)
-    for span in ((0, rows + 1), (-1, 3), (3, 2)):
-        with pytest.raises(InputError):
-            codec.decode_patch(payload, base, rows=span)
 
 
 def test_signs_that_follow_their_columns_cost_little():

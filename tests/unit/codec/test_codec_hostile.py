@@ -117,7 +117,7 @@ def test_payloads_need_no_alignment():
 COUNT_OF_BLOCKS = 1000
 
 
-def block(changed=1, top=0, planes=1, odds=b"\x02\0\x08", lengths=b"\0\0", details=b"\0\0",
+def block(changed=1, top=0, planes=0, odds=b"\x02\0\x08", lengths=b"", details=b"\0\0",
           signs=b"\0\0", raw=b"", raw_size=None, words=b"", states=None):  # fmt: skip
     """A block of one lane, each field to be set."""
     head = struct.pack("<IHB", changed, top, planes) + odds + lengths + details + signs
@@ -125,8 +125,8 @@ def block(changed=1, top=0, planes=1, odds=b"\x02\0\x08", lengths=b"\0\0", detai
     return head + words + struct.pack("<I", 1 << 15 if states is None else states)
 
 
-def payload_of(block, *, count=COUNT_OF_BLOCKS, changed=1, layout=(0, 0), columns=0, length=None):
-    header = delta.HEADER.pack(delta.MAGIC, 1, delta.CODED, *layout, columns, count, changed)
+def payload_of(block, *, count=COUNT_OF_BLOCKS, layout=(0, 0), columns=0, length=None):
+    header = delta.HEADER.pack(delta.MAGIC, 1, delta.CODED, *layout, columns, count)
     return header + struct.pack("<I", len(block) if length is None else length) + block
 
 
@@ -141,29 +141,28 @@ SOUND = sound_block()
 
 
 def test_a_block_that_is_sound():
-    assert check(payload_of(SOUND, changed=2), np.zeros(COUNT_OF_BLOCKS, np.uint8))
+    assert check(payload_of(SOUND), np.zeros(COUNT_OF_BLOCKS, np.uint8))
 
 
 @pytest.mark.parametrize(
     "payload",
     [
-        payload_of(b"", changed=0),
-        payload_of(b"\0\0\0", changed=0),
-        payload_of(b"\0\0\0\0\0", changed=0),
-        payload_of(SOUND[:-1], changed=2),
-        payload_of(SOUND + b"\0", changed=2),
-        payload_of(SOUND + b"\0\0", changed=2),
-        payload_of(SOUND, changed=1),
-        payload_of(SOUND, changed=2**63),
-        payload_of(SOUND, changed=2, length=2**32 - 1),
-        payload_of(SOUND, changed=2, layout=(7, 8)),
-        payload_of(SOUND, changed=2, layout=(0, 11)),
-        payload_of(SOUND, changed=2, columns=1),
-        payload_of(SOUND, changed=2, columns=2**32 - 1),
+        payload_of(b""),
+        payload_of(b"\0\0\0"),
+        payload_of(b"\0\0\0\0\0"),
+        payload_of(SOUND[:-1]),
+        payload_of(SOUND + b"\0"),
+        payload_of(SOUND + b"\0\0"),
+        payload_of(b"\x01" + SOUND[1:]),
+        payload_of(b"\x03" + SOUND[1:]),
+        payload_of(SOUND, length=2**32 - 1),
+        payload_of(SOUND, layout=(7, 8)),
+        payload_of(SOUND, layout=(0, 11)),
+        payload_of(SOUND, columns=1),
+        payload_of(SOUND, columns=2**32 - 1),
         payload_of(block(changed=2**32 - 1)),
         payload_of(block(top=1)),
-        payload_of(block(planes=0)),
-        payload_of(block(planes=9, lengths=b"\0\0" * 9)),
+        payload_of(block(planes=8, lengths=b"\0\0" * 8)),
         payload_of(block(planes=200)),
         payload_of(block(odds=b"\xff\xff\x01")),
         payload_of(block(odds=b"\x02\0\0")),
@@ -184,25 +183,26 @@ def test_crafted_blocks_are_corrupt(payload):
     assert not check(payload, np.zeros(COUNT_OF_BLOCKS, np.uint8))
 
 
-@pytest.mark.parametrize(("length", "sound"), [(8, True), (9, False)])
-def test_a_magnitude_wider_than_its_element_is_corrupt(length, sound):
-    """Eight length planes, of which the last says yes: no encoder makes that."""
+@pytest.mark.parametrize(("planes", "sound"), [(7, True), (8, False)])
+def test_a_magnitude_wider_than_its_element_is_corrupt(planes, sound):
+    """One change, of which every length plane says yes: eight planes are a length of nine bits."""
     writer = PlaneWriter(1)
     one, no = np.array([1]), np.array([0])
-    planes = {}
-    for plane in ("signs", "details", *range(8, 0, -1)):
-        contexts = {"signs": no, "details": np.array([length])}.get(plane, one)
-        bits = no if plane in {"signs", "details"} or plane >= length else one
-        planes[plane] = Odds.of(contexts, bits)
-        writer.put(contexts, bits, planes[plane])
+    odds = {}
+    for plane in ("signs", "details", *range(planes, 0, -1)):
+        contexts = {"signs": no, "details": np.array([planes + 1])}.get(plane, one)
+        bits = no if plane in {"signs", "details"} else one
+        odds[plane] = Odds.of(contexts, bits)
+        writer.put(contexts, bits, odds[plane])
     flags = np.zeros(COUNT_OF_BLOCKS, np.int64)
     flags[7] = 1
-    odds = Odds.of(flags * 0 + 1, flags)
-    writer.put(flags * 0 + 1, flags, odds)
+    of_flags = Odds.of(flags * 0 + 1, flags)
+    writer.put(flags * 0 + 1, flags, of_flags)
     made = writer.finish()
     crafted = block(
-        planes=8, odds=odds.write(), lengths=b"".join(planes[b].write() for b in range(1, 9)),
-        raw=bytes(1), words=made[:-4], states=int.from_bytes(made[-4:], "little"),
+        planes=planes, odds=of_flags.write(), raw=bytes(1), words=made[:-4],
+        lengths=b"".join(odds[b].write() for b in range(1, planes + 1)),
+        states=int.from_bytes(made[-4:], "little"),
     )  # fmt: skip
     base = np.zeros(COUNT_OF_BLOCKS, np.uint8)
     assert check(payload_of(crafted), base) == sound
@@ -210,7 +210,7 @@ def test_a_magnitude_wider_than_its_element_is_corrupt(length, sound):
 
 def test_a_claim_of_many_changes_takes_no_memory():
     count = 1 << 18
-    payload = payload_of(block(changed=count), count=count, changed=count)
+    payload = payload_of(block(changed=count), count=count)
     base = np.zeros(count, np.uint8)
     tracemalloc.start()
     assert not check(payload, base)
