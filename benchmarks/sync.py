@@ -25,8 +25,8 @@ from benchmarks.synthetic import SyntheticSteps
 from deltawire.errors import BugError
 from deltawire.store import Bucket, MeteredBucket
 from deltawire.sync import (
+    CommitStats,
     Publisher,
-    Receipt,
     Relay,
     Subscriber,
     load_mirror,
@@ -147,7 +147,7 @@ class _Latency:
 
     def __init__(self, bucket: Bucket, steps: SyntheticSteps, threads: int | None) -> None:
         self._steps = steps
-        self._receipts: list[Receipt] = []
+        self._receipts: list[CommitStats] = []
         self.blocked: list[float] = []
         self.copies: list[float] = []
         self.end_to_end: list[float] = []
@@ -155,7 +155,7 @@ class _Latency:
         self.delta_bytes: list[int] = []
         self.model_bytes = steps.bytes
         self._publisher: Publisher = open_publisher(
-            bucket, steps.tensors, specs=steps.specs, anchor_every=0, fold_strides=(),
+            bucket, steps.tensors, specs=steps.specs, anchor_every=0, compaction_strides=(),
             threads=threads, on_commit=self._receipts.append,
         )  # fmt: skip
         self._bucket, self._run = bucket, self._publisher.run
@@ -282,7 +282,7 @@ def _region(
     source, destination = MeteredBucket(make_bucket("source")), make_bucket("destination")
     steps = SyntheticSteps(size // 2, density)
     publisher = open_publisher(
-        source, steps.tensors, specs=steps.specs, anchor_every=ANCHOR_EVERY, fold_strides=(),
+        source, steps.tensors, specs=steps.specs, anchor_every=ANCHOR_EVERY, compaction_strides=(),
         threads=threads,
     )  # fmt: skip
     relay = Relay(source, destination, threads=threads)

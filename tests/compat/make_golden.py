@@ -29,7 +29,7 @@ def main(folder: str) -> None:
     bucket = open_bucket(str(Path(folder) / "bucket"), create=True)
     run = create_run(bucket, signed, signer=SIGNER)
     publisher = Publisher(
-        bucket, run, empty_mirror(run), epoch=3, anchor_every=3, fold_strides=(2, 4),
+        bucket, run, empty_mirror(run), epoch=3, anchor_every=3, compaction_strides=(2, 4),
         blob_bytes=200, signer=SIGNER,
     )  # fmt: skip
     expected = {}

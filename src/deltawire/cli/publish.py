@@ -80,7 +80,7 @@ def _open(arguments: argparse.Namespace, bar: Bars) -> CheckpointPublisher:
         on_version=lambda done, total: bar.count("reading versions", done, total),
         anchor_every=arguments.anchor_every,
         anchor_share=arguments.anchor_share,
-        fold_strides=strides_of(arguments.fold_strides),
+        compaction_strides=strides_of(arguments.fold_strides),
     )
 
 

@@ -18,7 +18,7 @@ from deltawire.sync.huggingface.publish_dirs import CheckpointPublisher, Checkpo
 from deltawire.sync.maintain.compaction import COMPACTION_STRIDES, Compactor
 from deltawire.sync.maintain.relay import Relay, Relayed
 from deltawire.sync.maintain.retention import Pruned, prune
-from deltawire.sync.publish.publisher import Publisher, Receipt
+from deltawire.sync.publish.publisher import CommitStats, Publisher
 from deltawire.sync.publish.sharded import ShardPublisher
 from deltawire.sync.publish.sources import open_publisher, read_safetensors
 
@@ -29,6 +29,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointPublisher",
     "CheckpointWatcher",
+    "CommitStats",
     "Compactor",
     "FileMirror",
     "Follower",
@@ -36,7 +37,6 @@ __all__ = [
     "Mirror",
     "Pruned",
     "Publisher",
-    "Receipt",
     "Relay",
     "Relayed",
     "ShardPublisher",

@@ -71,7 +71,7 @@ def start_publisher(
     *,
     seed: int = 0,
     anchor_every: int = 3,
-    fold_strides: Sequence[int] = (),
+    compaction_strides: Sequence[int] = (),
     **options: Any,
 ) -> Publisher:
     """A publisher that continues from whatever is committed, with the next epoch; ``options`` go
@@ -89,7 +89,7 @@ def start_publisher(
         mirror,
         epoch=epoch,
         anchor_every=anchor_every,
-        fold_strides=fold_strides,
+        compaction_strides=compaction_strides,
         **options,
     )
 

@@ -38,7 +38,8 @@ class DeletionIntent(msgspec.Struct, frozen=True, kw_only=True):
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """What one of ``ranks`` ranks adds to a version: its pieces, uploaded and waiting for the
-    leader's manifest. ``base_digest`` is that of the whole model at the base."""
+    leader's manifest. ``base_digest`` is that of the whole model at the base, ``digest`` that of
+    what the rank holds of the version: those of all ranks add up to the version's digest."""
 
     format: int = FORMAT
     run: Identity
@@ -47,6 +48,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Annotated[int, Meta(ge=1, le=1 << 16)]
     epoch: Index
     base_digest: Sum
+    digest: Sum
     delta: Payload | None = None
     anchor: Payload | None = None
 

@@ -45,7 +45,7 @@ def published(bucket, masters):
     digest = codec.digest_model(bits)
     run = create_run(bucket, Run(name="biased", created_at=0.0, tensors=specs, digest=digest.hex()))
     mirror = Mirror({name: array.copy() for name, array in bits.items()}, -1, codec.ZERO)
-    publisher = Publisher(bucket, run, mirror, epoch=0, fold_strides=())
+    publisher = Publisher(bucket, run, mirror, epoch=0, compaction_strides=())
     publisher.publish(masters.source.tensors())
     publisher.flush()
     return run, publisher

@@ -117,7 +117,7 @@ class Wire(RuleBasedStateMachine):
             epoch = read_manifest(self.inner, self.run, mirror.version).epoch + 1
         bucket = FaultyBucket(self.inner)
         publisher = Publisher(
-            bucket, self.run, mirror, epoch=epoch, anchor_every=4, fold_strides=(), threads=1
+            bucket, self.run, mirror, epoch=epoch, anchor_every=4, compaction_strides=(), threads=1
         )
         self.opened.append(publisher)
         return publisher

@@ -52,7 +52,7 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
     check_same(bucket, config)
     if newest_version(bucket) is None:
         mirror = Mirror({name: array.copy() for name, array in bits.items()}, -1, codec.ZERO)
-        publisher = Publisher(bucket, run, mirror, epoch=0, fold_strides=())
+        publisher = Publisher(bucket, run, mirror, epoch=0, compaction_strides=())
         publisher.publish(source.tensors())
         publisher.close()
     return run

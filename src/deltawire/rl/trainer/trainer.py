@@ -48,9 +48,9 @@ from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.sync import (
     COMPACTION_STRIDES,
+    CommitStats,
     Mirror,
     Publisher,
-    Receipt,
     load_mirror,
     read_manifest,
 )
@@ -117,7 +117,7 @@ class Trainer:
             head,
             epoch=epoch,
             anchor_every=config.train.anchor_every,
-            fold_strides=COMPACTION_STRIDES if config.train.folds else (),
+            compaction_strides=COMPACTION_STRIDES if config.train.folds else (),
             on_commit=self._on_commit,
         )
         self._saved = -1
@@ -140,7 +140,7 @@ class Trainer:
         self._strayed = not same
         return state.masters
 
-    def _on_commit(self, receipt: Receipt) -> None:
+    def _on_commit(self, receipt: CommitStats) -> None:
         self.desk.committed(receipt.version, receipt.digest)
         self.process.events.record(
             Published(

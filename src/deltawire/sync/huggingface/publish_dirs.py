@@ -39,7 +39,7 @@ from deltawire.sync.huggingface.checkpoint_dir import (
 )
 from deltawire.sync.maintain.gc_intents import blobs_stay
 from deltawire.sync.maintain.retention import GRACE_S, prune
-from deltawire.sync.publish.publisher import Publisher, Receipt
+from deltawire.sync.publish.publisher import CommitStats, Publisher
 from deltawire.sync.publish.sources import open_publisher
 from deltawire.wire.manifest import BlobRef, Manifest
 from deltawire.wire.run import ModelFile, Run
@@ -60,7 +60,7 @@ class Outcome:
     digest: str
     bytes: int
     planned: bool = False
-    receipt: Receipt | None = None
+    receipt: CommitStats | None = None
 
 
 class CheckpointPublisher:
@@ -101,7 +101,7 @@ class CheckpointPublisher:
         self._on_digest = on_digest
         self._options = options
         self._publisher: Publisher | None = None
-        self._receipts: list[Receipt] = []
+        self._receipts: list[CommitStats] = []
         key = signer.public_key if signer else public_key
         self.run: Run | None = with_retries(lambda: read_run(bucket, public_key=key))
         if self.run is not None and self.run.public_key and signer is None and not dry_run:
@@ -158,7 +158,9 @@ class CheckpointPublisher:
             receipt=receipt,
         )
 
-    def _commit(self, checkpoint: Checkpoint, digest: Digest, files: list[ModelFile]) -> Receipt:
+    def _commit(
+        self, checkpoint: Checkpoint, digest: Digest, files: list[ModelFile]
+    ) -> CommitStats:
         metadata = {CHECKPOINT_RECORD: checkpoint.path.name}
         put_files(self.bucket, checkpoint.files)
         publisher = self._publisher

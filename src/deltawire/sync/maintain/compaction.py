@@ -29,7 +29,7 @@ from deltawire.sync.chain.routes import Edge
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.maintain.gc_intents import blobs_stay
-from deltawire.sync.publish.encoding import BLOB_BYTES, BlobWriter, Chunk, code_chunk
+from deltawire.sync.publish.encoding import BLOB_BYTES, BlobWriter, Chunk, encode_chunk
 from deltawire.wire import keys
 from deltawire.wire.manifest import (
     CompactedDelta,
@@ -187,7 +187,7 @@ class Compactor:
                 new = old.copy()
                 onward.move(place, new)
                 old_digest: Digest = codec.digest_bits(chunk.name, old, chunk.start)
-                coded = code_chunk(self.run, chunk, old, new, old_digest)
+                coded = encode_chunk(self.run, chunk, old, new, old_digest)
                 if coded.payload is not None:
                     writer.add(chunk, coded.payload, coded.change)
                     changed += coded.changed

@@ -1,14 +1,13 @@
-"""From bits to payloads: chunks are encoded on all cores, blobs of a stated size are uploaded.
+"""Encodes chunks of weights on all cores and uploads the payloads in blobs of a stated size.
 
 Who waits for whom::
 
-    encoding threads           the caller's                    uploading threads
+    encoding threads           the calling thread              uploading threads
       digest and encode ──────▶ pieces in order, gathered ────▶ put blob K
-      a chunk                    until a blob is full            put blob K+1
-                                └ waits while two are on their way
+      a chunk                   until a blob is full            put blob K+1
+                                └ waits while two uploads run
 
-So that what is in memory of a delta is never more than four blobs and a chunk a thread, however
-large the delta is.
+So a delta of any size occupies at most four blobs and one chunk per thread in memory.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from deltawire.wire.manifest import BlobRef, Payload, Piece
 from deltawire.wire.run import Run
 
 BLOB_BYTES = 32 << 20
-"""A blob is closed when it holds so much: it is then larger by less than one chunk."""
+"""A blob is closed when it holds this many bytes; it exceeds them by less than one chunk."""
 
 UPLOADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A range of a tensor that no piece may cross: one chunk, or the part of it that is held."""
+    """A range of a tensor that no piece may cross: one grid chunk, or the part that is held."""
 
     tensor: int
     name: str
@@ -47,7 +46,7 @@ class Chunk:
 
 
 def chunks_of(run: Run, mirror: Mirror) -> list[Chunk]:
-    """The chunks of everything a mirror holds, in the order of the table."""
+    """List the chunks of everything a mirror holds, in the order of the run's tensor table."""
     found = []
     for number, spec in enumerate(run.tensors):
         bits = mirror.tensors.get(spec.name)
@@ -61,14 +60,14 @@ def chunks_of(run: Run, mirror: Mirror) -> list[Chunk]:
 
 
 def bits_at(mirror: Mirror, chunk: Chunk) -> Bits:
-    """A chunk's memory in a mirror that holds it."""
+    """Return the memory of a chunk that the mirror holds."""
     bits = mirror.find(chunk.name, chunk.start, chunk.count)
     assert bits is not None
     return bits
 
 
-class Coded(NamedTuple):
-    """A chunk as it goes on the wire; ``payload`` is None if nothing of it changed."""
+class EncodedChunk(NamedTuple):
+    """A chunk as it is uploaded; ``payload`` is None if nothing in it changed."""
 
     chunk: Chunk
     payload: bytes | None
@@ -78,7 +77,7 @@ class Coded(NamedTuple):
 
 
 class BlobWriter:
-    """Gathers payloads into blobs and uploads them meanwhile; use it as a context."""
+    """Gathers payloads into blobs and uploads them in the background; use it as a context."""
 
     def __init__(self, bucket: Bucket, *, blob_bytes: int = BLOB_BYTES) -> None:
         self._bucket = bucket
@@ -89,7 +88,7 @@ class BlobWriter:
         self._size = 0
         self._pieces: list[Piece] = []
         self.bytes = 0
-        """How much was added so far."""
+        """How many bytes were added so far."""
 
     def __enter__(self) -> BlobWriter:
         return self
@@ -103,8 +102,10 @@ class BlobWriter:
         self._pool.shutdown(cancel_futures=True)
 
     def add(self, chunk: Chunk, payload: bytes, total: Digest) -> None:
-        """The next piece; ``total`` is what it adds to the digest. Raises what an earlier upload
-        failed with."""
+        """Append a piece; ``total`` is what it adds to the digest.
+
+        Raises the error of an earlier upload that failed.
+        """
         place = (len(self._uploads), self._size, len(payload))
         self._pieces.append(
             Piece(chunk.tensor, chunk.start, chunk.count, *place, total.hex(), piece_hash(payload))
@@ -116,7 +117,7 @@ class BlobWriter:
             self._close_blob()
 
     def finish(self, changed: int) -> Payload:
-        """Wait for all uploads; raises what one failed with."""
+        """Wait for all uploads and return the payload; raises the error of one that failed."""
         if self._parts:
             self._close_blob()
         refs = [upload.result() for upload in self._uploads]
@@ -140,11 +141,13 @@ def upload_delta(
     threads: int | None = None,
     blob_bytes: int = BLOB_BYTES,
 ) -> tuple[Payload, dict[Chunk, Digest]]:
-    """Encode and upload what turns ``base`` into ``target``; ``sums`` are the base's digests by
-    chunk, returned are the target's beside the payload."""
+    """Encode and upload the difference from ``base`` to ``target``.
+
+    ``sums`` holds the base's digests by chunk; the target's are returned with the payload.
+    """
     moved, changed = dict(sums), 0
     with BlobWriter(bucket, blob_bytes=blob_bytes) as writer:
-        for coded in code_chunks(chunks, run, base, target, sums, threads=threads):
+        for coded in encode_deltas(chunks, run, base, target, sums, threads=threads):
             if coded.payload is not None:
                 writer.add(coded.chunk, coded.payload, coded.change)
                 moved[coded.chunk] = coded.digest
@@ -163,7 +166,7 @@ def upload_anchor(
 ) -> Payload:
     """Encode and upload all of ``target``."""
     with BlobWriter(bucket, blob_bytes=blob_bytes) as writer:
-        for coded in anchor_chunks(chunks, run, target, threads=threads):
+        for coded in encode_anchors(chunks, run, target, threads=threads):
             assert coded.payload is not None
             writer.add(coded.chunk, coded.payload, coded.change)
         return writer.finish(sum(chunk.count for chunk in chunks))
@@ -172,22 +175,22 @@ def upload_anchor(
 def keep_blobs(
     bucket: Bucket, run: Run, payloads: Sequence[Payload], again: Callable[[], Sequence[Payload]]
 ) -> None:
-    """See to it that the blobs of ``payloads``, which a manifest has just committed, stay (see
-    `sweeps`); ``again`` encodes and uploads them once more.
+    """Ensure that the blobs of ``payloads``, which a manifest has just committed, are not deleted.
 
-    Encoding is deterministic, so that they come back under their names. Raises `BugError` if they
-    do not, `RetryError` if the store does not answer.
+    If retention took one (see `gc_intents`), ``again`` encodes and uploads them once more:
+    encoding is deterministic, so they return under the same names. Raises `BugError` if they do
+    not, `RetryError` if the store does not answer.
     """
     refs = [ref for payload in payloads for ref in payload.blobs]
     if blobs_stay(bucket, run, refs):
         return
     if list(again()) != list(payloads):
-        raise BugError("encoded once more, the same weights made other blobs", run=bucket.url)
+        raise BugError("encoding the same weights again made other blobs", run=bucket.url)
     if not blobs_stay(bucket, run, refs):
-        raise RetryError("blobs that were just put are gone again", run=bucket.url)
+        raise RetryError("blobs that were just uploaded are missing again", run=bucket.url)
 
 
-def code_chunks(
+def encode_deltas(
     chunks: Iterable[Chunk],
     run: Run,
     base: Mirror,
@@ -195,20 +198,19 @@ def code_chunks(
     sums: Mapping[Chunk, Digest],
     *,
     threads: int | None = None,
-) -> Iterator[Coded]:
-    """What turns each chunk of ``base`` into that of ``target``; ``sums`` are the base's digests
-    by chunk, to which the encoder adds what changes."""
+) -> Iterator[EncodedChunk]:
+    """Encode each chunk's change from ``base`` to ``target``; ``sums`` are the base's digests."""
     count = threads_of(threads)
 
-    def code(chunk: Chunk) -> Coded:
-        return code_chunk(run, chunk, bits_at(base, chunk), bits_at(target, chunk), sums[chunk])
+    def encode(chunk: Chunk) -> EncodedChunk:
+        return encode_chunk(run, chunk, bits_at(base, chunk), bits_at(target, chunk), sums[chunk])
 
     with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
-        yield from in_order(pool, code, chunks, ahead=2 * count)
+        yield from in_order(pool, encode, chunks, ahead=2 * count)
 
 
-def code_chunk(run: Run, chunk: Chunk, old: Bits, new: Bits, old_digest: Digest) -> Coded:
-    """What turns the bits of one chunk into others."""
+def encode_chunk(run: Run, chunk: Chunk, old: Bits, new: Bits, old_digest: Digest) -> EncodedChunk:
+    """Encode the change of one chunk from the bits ``old`` to ``new``."""
     spec = run.tensors[chunk.tensor]
     coded = codec.encode_named(
         chunk.name,
@@ -220,29 +222,29 @@ def code_chunk(run: Run, chunk: Chunk, old: Bits, new: Bits, old_digest: Digest)
         threads=1,
     )
     payload = coded.payload if coded.changed else None
-    return Coded(chunk, payload, coded.moved, old_digest + coded.moved, coded.changed)
+    return EncodedChunk(chunk, payload, coded.moved, old_digest + coded.moved, coded.changed)
 
 
-def anchor_chunks(
+def encode_anchors(
     chunks: Iterable[Chunk], run: Run, target: Mirror, *, threads: int | None = None
-) -> Iterator[Coded]:
-    """Every chunk of ``target`` whole; ``change`` is its digest."""
+) -> Iterator[EncodedChunk]:
+    """Encode every chunk of ``target`` whole; ``change`` is the chunk's digest."""
     count = threads_of(threads)
 
-    def code(chunk: Chunk) -> Coded:
+    def encode(chunk: Chunk) -> EncodedChunk:
         bits = bits_at(target, chunk)
         digest = codec.digest_bits(chunk.name, bits, chunk.start)
         payload = codec.encode_full(bits, run.tensors[chunk.tensor].dtype, threads=1)
-        return Coded(chunk, payload, digest, digest, chunk.count)
+        return EncodedChunk(chunk, payload, digest, digest, chunk.count)
 
     with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
-        yield from in_order(pool, code, chunks, ahead=count)
+        yield from in_order(pool, encode, chunks, ahead=count)
 
 
 def digest_chunks(
     chunks: Iterable[Chunk], mirror: Mirror, *, threads: int | None = None
 ) -> dict[Chunk, Digest]:
-    """The digest of every chunk of a mirror."""
+    """Compute the digest of every chunk of a mirror."""
 
     def one(chunk: Chunk) -> tuple[Chunk, Digest]:
         return chunk, codec.digest_bits(chunk.name, bits_at(mirror, chunk), chunk.start)

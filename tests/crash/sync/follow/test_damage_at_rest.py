@@ -23,7 +23,7 @@ LAST = 9
 def original():
     """Anchors at 0 and 6, folds of strides 2 and 4: of every kind that a publisher writes."""
     bucket = open_bucket("memory://")
-    publisher = start_publisher(bucket, anchor_every=6, fold_strides=(2, 4))
+    publisher = start_publisher(bucket, anchor_every=6, compaction_strides=(2, 4))
     for version in range(LAST + 1):
         publisher.publish(weights(version))
     publisher.close()

@@ -22,7 +22,7 @@ LAST = 9
 @pytest.fixture
 def bucket(tmp_path):
     bucket = FaultyBucket(open_bucket(str(tmp_path), create=True))
-    publisher = start_publisher(bucket, anchor_every=4, fold_strides=(2, 4))
+    publisher = start_publisher(bucket, anchor_every=4, compaction_strides=(2, 4))
     for version in range(LAST + 1):
         publisher.publish(weights(version))
     publisher.close()
@@ -137,7 +137,7 @@ def test_the_work_grows_with_the_versions_and_not_with_their_square(deep, harm):
     spent = {}
     for last in (20, 80):
         inner = open_bucket("memory://")
-        publisher = start_publisher(inner, anchor_every=0, fold_strides=(2, 4))
+        publisher = start_publisher(inner, anchor_every=0, compaction_strides=(2, 4))
         for version in range(last + 1):
             publisher.publish(weights(version))
         publisher.close()

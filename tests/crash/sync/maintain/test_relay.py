@@ -99,7 +99,7 @@ def test_a_signed_run_verifies_at_the_destination_without_the_key() -> None:
     signer = Ed25519Signer.generate()
     source, destination = open_bucket("memory://"), open_bucket("memory://")
     publisher = open_publisher(
-        source, weights(0), specs=TENSORS, signer=signer, anchor_every=3, fold_strides=(2, 4)
+        source, weights(0), specs=TENSORS, signer=signer, anchor_every=3, compaction_strides=(2, 4)
     )
     for version in range(1, 9):
         publisher.publish(weights(version))
@@ -205,7 +205,7 @@ def test_a_region_that_began_later_retires_without_the_key(signed: bool) -> None
     public_key = signer.public_key if signer else ""
     source, destination = open_bucket("memory://"), open_bucket("memory://")
     publisher = open_publisher(
-        source, weights(0), specs=TENSORS, signer=signer, anchor_every=3, fold_strides=()
+        source, weights(0), specs=TENSORS, signer=signer, anchor_every=3, compaction_strides=()
     )
     for version in range(1, 12):
         publisher.publish(weights(version))
@@ -398,7 +398,12 @@ def test_fifty_versions_move_a_fiftieth_of_fifty_models() -> None:
     steps = SyntheticSteps(1 << 21, 0.01)
     inner, destination = open_bucket("memory://"), open_bucket("memory://")
     publisher = open_publisher(
-        inner, steps.tensors, specs=steps.specs, anchor_every=25, fold_strides=(), chunk=1 << 18
+        inner,
+        steps.tensors,
+        specs=steps.specs,
+        anchor_every=25,
+        compaction_strides=(),
+        chunk=1 << 18,
     )
     source = MeteredBucket(inner)
     carrier = Relay(source, destination, strides=())

@@ -29,7 +29,9 @@ def _no_pauses(monkeypatch):
 
 
 def fill(bucket, newest=NEWEST, **options):
-    publisher = start_publisher(bucket, **{"anchor_every": 4, "fold_strides": (2, 4), **options})
+    publisher = start_publisher(
+        bucket, **{"anchor_every": 4, "compaction_strides": (2, 4), **options}
+    )
     for version in range(publisher.version + 1, newest + 1):
         publisher.publish(weights(version))
     publisher.close()
@@ -102,7 +104,7 @@ def test_without_an_anchor_that_is_there_nothing_is_deleted(bucket):
 
 def test_an_anchor_from_which_the_newest_cannot_be_reached_does_not_count():
     bucket = FaultyBucket(open_bucket("memory://"))
-    run = fill(bucket, fold_strides=())
+    run = fill(bucket, compaction_strides=())
     bucket.hide(keys.manifest(9))
     assert prune(bucket, run, cutoff=NEWEST, grace_s=0).anchor is None
 
@@ -169,7 +171,7 @@ def test_a_writer_stalled_for_longer_than_retention_commits_nothing(bucket):
     """Its name for version 3 must not be free again, and it must find out at once."""
     other = FaultyBucket(open_bucket("memory://"))
     fill(other, 2)
-    stalled = start_publisher(other, fold_strides=())
+    stalled = start_publisher(other, compaction_strides=())
     fill(other, NEWEST)
     run = start_run(other)
     prune(other, run, cutoff=8, grace_s=0)
@@ -193,8 +195,8 @@ def test_even_if_somebody_deletes_the_tombstones_the_boundary_holds(bucket):
     """A lifecycle rule of the store, say."""
     other = FaultyBucket(open_bucket("memory://"))
     fill(other, 2)
-    stalled = start_publisher(other, fold_strides=())
-    stalled._last_anchor = 0  # It had read the newest manifest before it stalled.
+    stalled = start_publisher(other, compaction_strides=())
+    stalled._writer.head_checked = True  # It had read the newest manifest before it stalled.
     fill(other, NEWEST)
     run = start_run(other)
     prune(other, run, cutoff=8, grace_s=0)

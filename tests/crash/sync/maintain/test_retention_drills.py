@@ -29,7 +29,7 @@ def _no_pauses(monkeypatch):
 
 def publish(bucket, versions, *, seed=0):
     """Publish so many versions behind the newest; of a rival's with another seed."""
-    publisher = start_publisher(bucket, anchor_every=3, fold_strides=FOLDS)
+    publisher = start_publisher(bucket, anchor_every=3, compaction_strides=FOLDS)
     first = publisher.version + 1
     for version in range(first, first + versions):
         publisher.publish(weights(version, seed=seed if version else 0), metadata={"seed": seed})
@@ -66,7 +66,7 @@ def check(bucket):
 def operations_of_a_publish():
     bucket = FaultyBucket(open_bucket("memory://"))
     publish(bucket, 5)
-    publisher = start_publisher(bucket, anchor_every=3, fold_strides=FOLDS)
+    publisher = start_publisher(bucket, anchor_every=3, compaction_strides=FOLDS)
     bucket.operations.clear()
     publisher.publish(weights(5))
     publisher.close()
@@ -122,7 +122,7 @@ def test_retention_in_the_middle_of_a_commit(new_bucket, kind, done):
         inner = new_bucket(kind)
         publish(inner, 5)
         bucket = FaultyBucket(inner)
-        publisher = start_publisher(bucket, anchor_every=3, fold_strides=FOLDS)
+        publisher = start_publisher(bucket, anchor_every=3, compaction_strides=FOLDS)
         bucket.pause(wait=lambda inner=inner: retire_all(inner), at=at, done=done)
         for version in (5, 6, 7):
             with suppress(DeltawireError):
@@ -192,7 +192,7 @@ def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed
 
     @guarded
     def publishing():
-        publisher = start_publisher(bucket, anchor_every=4, fold_strides=FOLDS)
+        publisher = start_publisher(bucket, anchor_every=4, compaction_strides=FOLDS)
         for version in range(publisher.version + 1, last + 1):
             publisher.publish(weights(version), metadata={"seed": 0})
             finished.wait(0.05)

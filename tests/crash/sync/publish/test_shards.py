@@ -8,6 +8,7 @@ from shard_ranks import RANKS, close, publish_all, rank_publisher, shards
 from deltawire.errors import FencedError, InputError, RetryError
 from deltawire.store import open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, newest_version
+from deltawire.sync.publish.encoding import chunks_of
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import audit, same_bits, start_publisher, start_run, weights
 from deltawire.wire import keys
@@ -99,11 +100,10 @@ def test_parts_that_do_not_fit_are_not_committed(bucket):
         return str(errors[0])
 
     wrong = rank_publisher(bucket, 2, session="a")
-    wrong._baseline.starts["embed.weight"] = 0
-    wrong._staging.starts["embed.weight"] = 0
-    from deltawire.sync.publish.encoding import chunks_of
-
-    wrong._chunks = chunks_of(wrong.run, wrong._baseline)
+    writer = wrong._writer
+    writer.baseline.starts["embed.weight"] = 0
+    writer.staging.starts["embed.weight"] = 0
+    writer.chunks = chunks_of(wrong.run, writer.baseline)
     text = attempt(*(rank_publisher(bucket, r, session="a") for r in range(2)), wrong)
     assert "overlap or leave a gap" in text
     others = [rank_publisher(bucket, r, session="b", epoch=int(r == 2)) for r in range(RANKS)]
@@ -169,4 +169,63 @@ def test_wrong_shards_are_refused(bucket):
         with pytest.raises(InputError):
             publisher.publish(wrong)
     assert threading.active_count() < 50
+    close([publisher])
+
+
+def test_a_rank_whose_mirror_differs_by_a_bit_commits_nothing(bucket):
+    """Its delta would lead readers elsewhere: nobody could decode the version."""
+    publishers = [rank_publisher(bucket, rank) for rank in range(RANKS)]
+    assert publish_all(publishers, 0) == [None] * RANKS
+    digest = publishers[0].digest
+    close(publishers)
+    again = [
+        rank_publisher(bucket, r, version=0, digest=digest, session="s1", epoch=1, timeout_s=0.5)
+        for r in range(RANKS)
+    ]
+    name = next(iter(again[1]._writer.baseline.tensors))
+    odd = again[1]._writer.baseline
+    odd.tensors[name][0] ^= 1
+    # As if it had been loaded so: what the rank would compute at its start.
+    again[1]._writer.restart_from(odd)
+    errors = publish_all(again, 1)
+    assert "do not add up" in str(errors[0])
+    assert isinstance(errors[0], InputError)
+    close(again)
+    assert newest_version(bucket) == 0
+    assert audit(bucket, weights) == 0
+
+
+@pytest.mark.parametrize("whose", ["one", "all"])
+def test_a_wrong_base_digest_commits_nothing(bucket, whose):
+    publishers = [rank_publisher(bucket, rank) for rank in range(RANKS)]
+    assert publish_all(publishers, 0) == [None] * RANKS
+    good = publishers[0].digest
+    close(publishers)
+    bad = good + good
+    again = [
+        rank_publisher(
+            bucket,
+            rank,
+            version=0,
+            digest=bad if whose == "all" or rank == 1 else good,
+            session="s1",
+            epoch=1,
+            timeout_s=0.5,
+        )
+        for rank in range(RANKS)
+    ]
+    errors = publish_all(again, 1)
+    assert all(errors)
+    assert isinstance(errors[1], FencedError)
+    close(again)
+    assert newest_version(bucket) == 0
+
+
+def test_oversize_metadata_is_refused_before_anything_is_staged(bucket):
+    publisher = rank_publisher(bucket, 0)
+    before = len(bucket.operations)
+    with pytest.raises(InputError, match="metadata"):
+        publisher.publish(shards(0, 0), metadata={"x": "y" * (1 << 20)})
+    assert len(bucket.operations) == before
+    assert publisher._pending is None
     close([publisher])

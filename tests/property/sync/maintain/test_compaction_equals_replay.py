@@ -21,7 +21,7 @@ LONG = 129
 def long_run():
     """A chain without anchors but the first, and its folds."""
     bucket = FaultyBucket(open_bucket("memory://"))
-    publisher = start_publisher(bucket, anchor_every=0, fold_strides=COMPACTION_STRIDES)
+    publisher = start_publisher(bucket, anchor_every=0, compaction_strides=COMPACTION_STRIDES)
     for version in range(LONG):
         publisher.publish(weights(version))
     publisher.close()
@@ -185,7 +185,7 @@ def test_a_fold_that_readers_would_refuse_is_not_published(monkeypatch):
 
 def test_folds_that_cannot_be_made_harm_nothing():
     bucket = FaultyBucket(open_bucket("memory://"))
-    publisher = start_publisher(bucket, anchor_every=0, fold_strides=(2, 4))
+    publisher = start_publisher(bucket, anchor_every=0, compaction_strides=(2, 4))
     bucket.fail(
         "create", "weights/compacted/*", times=None, error=lambda verb, key: RuntimeError(key)
     )
@@ -195,7 +195,7 @@ def test_folds_that_cannot_be_made_harm_nothing():
     assert "cannot fold: RuntimeError" in str(publisher.compaction.error)
     assert publisher.version == 5
     bucket.heal()
-    again = start_publisher(bucket, anchor_every=0, fold_strides=(2, 4))
+    again = start_publisher(bucket, anchor_every=0, compaction_strides=(2, 4))
     for version in range(6, 9):
         again.publish(weights(version))
     again.close()

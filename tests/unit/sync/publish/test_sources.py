@@ -21,11 +21,11 @@ def model(step=0):
 
 def test_a_run_is_opened_and_continued():
     bucket = open_bucket("memory://")
-    publisher = open_publisher(bucket, model(0), name="mine", fold_strides=())
+    publisher = open_publisher(bucket, model(0), name="mine", compaction_strides=())
     assert (publisher.version, publisher.epoch) == (0, 0)
     publisher.publish(model(1))
     publisher.close()
-    again = open_publisher(bucket, model(5), fold_strides=())
+    again = open_publisher(bucket, model(5), compaction_strides=())
     assert (again.version, again.epoch) == (1, 1)
     assert again.publish(model(2)) == 2
     again.close()
@@ -51,7 +51,9 @@ def test_tied_arrays_once():
 def test_signed_from_end_to_end():
     signer, other = Ed25519Signer.generate(), Ed25519Signer(b"x" * 32)
     bucket = open_bucket("memory://")
-    publisher = open_publisher(bucket, model(0), signer=signer, fold_strides=(2,), anchor_every=0)
+    publisher = open_publisher(
+        bucket, model(0), signer=signer, compaction_strides=(2,), anchor_every=0
+    )
     for step in range(1, 5):
         publisher.publish(model(step))
     publisher.close()
@@ -63,7 +65,7 @@ def test_signed_from_end_to_end():
         read_run(bucket, public_key=other.public_key)
     for wrong, error in ((None, InputError), (other, CorruptError)):
         with pytest.raises(error):
-            open_publisher(bucket, model(0), signer=wrong, fold_strides=())
+            open_publisher(bucket, model(0), signer=wrong, compaction_strides=())
 
 
 @pytest.mark.parametrize("forger", [None, Ed25519Signer(b"x" * 32)], ids=["unsigned", "foreign"])
@@ -83,7 +85,9 @@ def test_what_others_have_written_is_refused(forger, kind):
     for _ in range(4):
         big.append({"w": big[-1]["w"].copy()})
         big[-1]["w"][:40] += 1
-    publisher = open_publisher(bucket, big[0], signer=signer, fold_strides=(2, 4), anchor_every=0)
+    publisher = open_publisher(
+        bucket, big[0], signer=signer, compaction_strides=(2, 4), anchor_every=0
+    )
     for tensors in big[1:]:
         publisher.publish(tensors)
     publisher.close()
@@ -142,7 +146,7 @@ def test_a_directory_of_safetensors(tmp_path):
     assert table == {"x": "BF16", "e": "F32", "odd": "U8", "y": "F32"}
     bucket = open_bucket("memory://")
     specs = safetensors_table(tmp_path)
-    publisher = open_publisher(bucket, found, specs=specs, fold_strides=())
+    publisher = open_publisher(bucket, found, specs=specs, compaction_strides=())
     assert publisher.publish(found) == 1
     publisher.close()
     assert read_run(bucket).tensors == specs

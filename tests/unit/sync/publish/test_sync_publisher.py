@@ -153,7 +153,7 @@ def test_receipts_tell_what_was_committed(bucket):
     assert publisher.digest.hex() == receipts[-1].digest
 
 
-def test_metadata_is_committed_with_their_version(bucket, publisher):
+def test_annexes_are_committed_with_their_version(bucket, publisher):
     publisher.publish(weights(0), metadata={"step": 0})
     publisher.publish(weights(1), metadata={"consumed": [["w", 3]]})
     publisher.publish(weights(2))
@@ -241,8 +241,7 @@ def test_nan_payloads_and_negative_zeros_survive(bucket, publisher):
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["new", "existing"])
-@pytest.mark.parametrize("policy", ["wait", "fold"])
-def test_no_publish_touches_memory_for_the_first_time(there, policy):
+def test_no_publish_touches_memory_for_the_first_time(there):
     """A page that was never written costs the trainer several times its copy."""
     resource = pytest.importorskip("resource")
     if not hasattr(resource, "RUSAGE_THREAD"):
@@ -254,8 +253,8 @@ def test_no_publish_touches_memory_for_the_first_time(there, policy):
     bucket = open_bucket("memory://")
     tensors = {"w": np.ones(1 << 22, np.uint32)}
     if there:
-        open_publisher(bucket, tensors, fold_strides=()).close()
-    publisher = open_publisher(bucket, tensors, fold_strides=(), policy=policy)
+        open_publisher(bucket, tensors, compaction_strides=()).close()
+    publisher = open_publisher(bucket, tensors, compaction_strides=())
     for _ in range(3):
         before = faults()
         publisher.publish(tensors)
@@ -376,9 +375,9 @@ def test_a_publisher_refuses_a_mirror_that_is_not_the_runs_head(bucket):
     mirror = load_mirror(bucket, publisher.run)
     mirror.tensors["norm"][0] ^= 1
     with pytest.raises(InputError, match="digest"):
-        Publisher(bucket, publisher.run, mirror, epoch=1, fold_strides=())
+        Publisher(bucket, publisher.run, mirror, epoch=1, compaction_strides=())
     mirror.digest = mirror.compute_held()
-    other = Publisher(bucket, publisher.run, mirror, epoch=1, fold_strides=())
+    other = Publisher(bucket, publisher.run, mirror, epoch=1, compaction_strides=())
     other.publish(weights(1))
     with pytest.raises(FencedError, match="builds on"):
         other.close()
@@ -396,126 +395,6 @@ def test_a_large_delta_is_many_blobs_of_bounded_size(bucket):
             assert len(payload.blobs) > 2
             assert all(ref.bytes < 40 + chunk for ref in payload.blobs)
     assert audit(bucket, weights) == 3
-
-
-def test_the_policy_fold_overtakes_and_loses_no_metadata(bucket):
-    def merge(earlier, later):
-        return {"steps": earlier["steps"] + later["steps"]}
-
-    publisher = start_publisher(bucket, policy="fold", merge=merge)
-    gate = threading.Event()
-    publisher._pool.submit(gate.wait)
-    numbers = [publisher.publish(weights(0), metadata={"steps": [0]})]
-    gate.set()
-    publisher.flush()
-    gate.clear()
-    publisher._pool.submit(gate.wait)
-    numbers += [publisher.publish(weights(n), metadata={"steps": [n]}) for n in range(1, 5)]
-    gate.set()
-    numbers.append(publisher.publish(weights(5), metadata={"steps": [5]}))
-    publisher.close()
-    assert numbers[:5] == [0, 1, 1, 1, 1]
-    assert numbers[5] in (1, 2)
-    assert audit(bucket, lambda v: weights(0) if not v else weights(4 if v < numbers[5] else 5))
-    all_metadata = [read_manifest(bucket, publisher.run, v).metadata for v in range(numbers[5] + 1)]
-    assert [step for metadata in all_metadata for step in metadata["steps"]] == [0, 1, 2, 3, 4, 5]
-
-
-def test_the_policy_fold_refuses_metadata_it_would_lose(bucket):
-    publisher = start_publisher(bucket, policy="fold")
-    publisher.publish(weights(0))
-    publisher.flush()
-    gate = threading.Event()
-    publisher._pool.submit(gate.wait)
-    publisher.publish(weights(1), metadata={"a": 1})
-    with pytest.raises(InputError, match="metadata"):
-        publisher.publish(weights(2))
-    gate.set()
-    publisher.close()
-    assert audit(bucket, weights) == 1
-
-
-def test_a_copy_that_is_interrupted_under_the_policy_fold_is_no_version(bucket, monkeypatch):
-    """Half of the weights that waited are others by then."""
-    publisher = start_publisher(bucket, policy="fold")
-    publisher.publish(weights(0))
-    publisher.flush()
-    gate = threading.Event()
-    publisher._pool.submit(gate.wait)
-    publisher.publish(weights(1))
-    copy = publisher._copier.copy
-
-    def interrupted(pairs):
-        copy(list(pairs)[:2])
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(publisher._copier, "copy", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            publisher.publish(weights(2))
-    gate.set()
-    with pytest.raises(InputError, match="interrupted"):
-        publisher.flush()
-    assert publisher.publish(weights(1)) == 1
-    publisher.close()
-    assert audit(bucket, weights) == 1
-
-
-def test_a_copy_that_was_interrupted_may_be_done_over_under_the_policy_fold(bucket, monkeypatch):
-    publisher = start_publisher(bucket, policy="fold")
-    publisher.publish(weights(0))
-    publisher.flush()
-    gate = threading.Event()
-    publisher._pool.submit(gate.wait)
-    publisher.publish(weights(5))
-    with monkeypatch.context() as patch:
-        patch.setattr(publisher._copier, "copy", lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            publisher.publish(weights(6))
-    with pytest.raises(InputError, match="shape"):  # Refused before anything was copied.
-        publisher.publish({**weights(1), "norm": weights(1)["norm"].reshape(4, 4)})
-    assert publisher.publish(weights(1)) == 1
-    gate.set()
-    publisher.close()
-    assert audit(bucket, weights) == 1
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_an_interrupt_while_a_step_is_queued_loses_none_in_silence(bucket, monkeypatch, begun):
-    publisher = start_publisher(bucket, policy="fold")
-    publisher.publish(weights(0))
-    publisher.flush()
-    submit = publisher._pool.submit
-
-    def interrupted(*task):
-        if begun:
-            submit(*task)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(publisher._pool, "submit", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            publisher.publish(weights(9))
-    assert publisher.publish(weights(1)) == 1
-    publisher.close()
-    assert publisher.version == 1
-    assert audit(bucket, weights) == 1
-
-
-def test_a_failure_under_the_policy_fold_fails_what_is_behind_it(bucket):
-    publisher = start_publisher(bucket, policy="fold")
-    publisher.publish(weights(0))
-    publisher.flush()
-    gate = threading.Event()
-    publisher._pool.submit(gate.wait)
-    bucket.fail("create", error=disk_full)
-    assert publisher.publish(weights(1)) == 1
-    gate.set()
-    with pytest.raises(InputError, match="lack of space"):
-        publisher.flush()
-    assert publisher.publish(weights(1, seed=2)) == 1
-    publisher.close()
-    assert audit(bucket, lambda v: weights(1, seed=2) if v else weights(0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -552,25 +431,26 @@ def test_tied_weights_that_differ_are_refused(bucket):
     ).all()
 
 
-def test_anchors_by_share_and_by_time(bucket):
+def test_anchors_by_share_and_over_restarts(bucket):
+    restarts, last = (2, 5, 6), 14
     publisher = start_publisher(bucket, anchor_every=0, anchor_share=1.0)
-    for version in range(9):
+    for version in range(last):
+        if version in restarts:
+            publisher.close()
+            publisher = start_publisher(bucket, anchor_every=0, anchor_share=1.0)
         publisher.publish(weights(version))
     publisher.close()
-    manifests = [read_manifest(bucket, publisher.run, version) for version in range(9)]
+    manifests = [read_manifest(bucket, publisher.run, version) for version in range(last)]
     anchors = [m.version for m in manifests if m.anchor is not None]
-    assert 1 < len(anchors) < 9
+    assert 2 < len(anchors) < last
     for first, second in itertools.pairwise(anchors):
-        between = sum(m.delta.bytes for m in manifests[first + 1 : second])
-        assert between > manifests[first].anchor.bytes
+        deltas = [m.delta.bytes for m in manifests[first + 1 : second]]
+        assert sum(deltas) > manifests[first].anchor.bytes
+        assert sum(deltas[:-1]) <= manifests[first].anchor.bytes
     assert [m.last_anchor for m in manifests] == [
         max(a for a in anchors if a <= m.version) for m in manifests
     ]
-    timed = start_publisher(bucket, anchor_every=0, anchor_seconds=1e-9)
-    timed.publish(weights(9))
-    timed.close()
-    assert read_manifest(bucket, publisher.run, 9).anchor is not None
-    assert audit(bucket, weights) == 9
+    assert audit(bucket, weights) == last - 1
 
 
 def test_tied_names_are_stored_once(bucket):
@@ -578,7 +458,7 @@ def test_tied_names_are_stored_once(bucket):
     tied = msgspec.structs.replace(run, id="f" * 32, aliases={"lm_head": "embed.weight"})
     other = create_run(open_bucket("memory://"), tied)
     blank = empty_mirror(other)
-    publisher = Publisher(bucket, other, blank, epoch=0, fold_strides=())
+    publisher = Publisher(bucket, other, blank, epoch=0, compaction_strides=())
     tensors = weights(0)
     publisher.publish({**tensors, "lm_head": tensors["embed.weight"]})
     renamed = {("lm_head" if n == "embed.weight" else n): t for n, t in weights(1).items()}

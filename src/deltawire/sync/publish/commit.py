@@ -1,0 +1,424 @@
+"""The commit path that every publisher shares, whether one process or many ranks write a version.
+
+In this order, of which no step may be left out::
+
+    read the head ▶ encode against the baseline, upload blobs ▶ merge the parts and check them as a
+    reader would ▶ create the manifest ▶ read back whose it is ▶ check the retention floor, keep the
+    blobs ▶ baseline ⇄ staging
+
+The baseline is what the newest manifest says. It advances only when that manifest exists, so a
+version that failed is encoded again from what readers hold.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from deltawire import codec
+from deltawire.codec import Digest
+from deltawire.errors import CorruptError, FencedError, InputError, RetryError
+from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync.chain.objects import (
+    check_signer,
+    check_size,
+    newest_retention_floor,
+    read_manifest,
+)
+from deltawire.sync.follow.mirror import Mirror
+from deltawire.sync.publish.encoding import (
+    BLOB_BYTES,
+    Chunk,
+    chunks_of,
+    digest_chunks,
+    keep_blobs,
+    upload_anchor,
+    upload_delta,
+)
+from deltawire.wire import keys
+from deltawire.wire.coordination import Part
+from deltawire.wire.manifest import (
+    MAX_METADATA_BYTES,
+    Manifest,
+    Payload,
+    add_sums,
+    encode_manifest,
+    payload_fault,
+)
+from deltawire.wire.run import ModelFile, Run
+from deltawire.wire.seal import Signer
+
+
+class Encoded(NamedTuple):
+    """One writer's share of a version, uploaded: its payloads, and the digest of each chunk."""
+
+    delta: Payload | None
+    anchor: Payload | None
+    sums: dict[Chunk, Digest]
+
+    @property
+    def payloads(self) -> list[Payload]:
+        """The payloads that there are."""
+        return [payload for payload in (self.delta, self.anchor) if payload is not None]
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of what this writer holds of the version."""
+        return sum(self.sums.values(), codec.ZERO)
+
+
+@dataclass
+class AnchorSchedule:
+    """Decides which versions are stored whole.
+
+    That is every ``every``-th version, and any after which the deltas since the last anchor exceed
+    ``share`` times its bytes. 0 turns a rule off.
+    """
+
+    every: int = 50
+    share: float = 0.0
+    _since: int = 0
+    _anchor_bytes: int = 0
+
+    def due(self, version: int) -> bool:
+        """Return whether ``version`` should be an anchor."""
+        if self.every and version % self.every == 0:
+            return True
+        return bool(self.share and self._anchor_bytes) and (
+            self._since > self.share * self._anchor_bytes
+        )
+
+    def count(self, manifest: Manifest) -> None:
+        """Take a committed version into account."""
+        if manifest.anchor is not None:
+            self._since, self._anchor_bytes = 0, manifest.anchor.bytes
+        elif manifest.delta is not None:
+            self._since += manifest.delta.bytes
+
+    def resume(self, bucket: Bucket, run: Run, head: Manifest) -> None:
+        """Count what earlier publishers committed, from the newest anchor up to ``head``."""
+        chain = [head]
+        while self.share and chain[-1].anchor is None and chain[-1].base is not None:
+            try:
+                before = read_manifest(bucket, run, chain[-1].base)
+            except CorruptError:
+                before = None
+            if before is None or before.pruned:
+                break  # Pruned or damaged: the next anchor comes by the rule that remains.
+            chain.append(before)
+        for manifest in reversed(chain):
+            self.count(manifest)
+
+
+class VersionWriter:
+    """Takes one writer's weights from version to version along the commit path.
+
+    ``baseline`` holds the newest version as far as this writer holds it, all of the model or ranges
+    of it; ``staging`` has the same shape and takes the next weights. A mirror at version -1 belongs
+    to a run that has no version yet. ``epoch`` must exceed that of every manifest already there.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: Run,
+        mirror: Mirror,
+        *,
+        epoch: int,
+        schedule: AnchorSchedule,
+        signer: Signer | None = None,
+        threads: int | None = None,
+        blob_bytes: int = BLOB_BYTES,
+    ) -> None:
+        check_signer(bucket, run, signer)
+        self.bucket = RetryingBucket.over(bucket)
+        self.run = run
+        self.epoch = epoch
+        self.signer = signer
+        self._schedule = schedule
+        self._threads = threads
+        self._blob_bytes = blob_bytes
+        if mirror.version < 0:
+            # Touch the memory now: first writes to fresh pages would slow the trainer's copy.
+            for bits in mirror.tensors.values():
+                bits.fill(0)
+        self.baseline = mirror
+        self.staging = mirror.copy()
+        self.chunks = chunks_of(run, mirror)
+        self._sums: dict[Chunk, Digest] = {}
+        self._last_anchor: int | None = None
+        self.head_checked = False
+        """Whether the run's newest manifest is known to be the baseline's."""
+        if mirror.version >= 0:
+            self._sums = digest_chunks(self.chunks, mirror, threads=threads)
+            self._check_sums()
+
+    @property
+    def first(self) -> bool:
+        """Whether the next version is version 0."""
+        return self.baseline.version < 0
+
+    @property
+    def next_version(self) -> int:
+        """The version after the baseline."""
+        return self.baseline.version + 1
+
+    def check_metadata(self, metadata: dict[str, Any] | None) -> dict[str, Any]:
+        """Return ``metadata``, or raise `InputError` if readers would refuse so much of it."""
+        found = metadata or {}
+        size = len(msgspec.json.encode(found))
+        if size > MAX_METADATA_BYTES:
+            raise InputError(
+                f"the commit metadata has {size} bytes; the most is {MAX_METADATA_BYTES}",
+                hint="store large data as objects of its own and refer to them",
+                run=self.bucket.url,
+                version=self.next_version,
+            )
+        return found
+
+    def check_head(self) -> None:
+        """Check once that the run's manifest at the baseline's version is what this writer holds.
+
+        Raises `FencedError` if it is not, or if a later epoch wrote it.
+        """
+        if self.first or self.head_checked:
+            return
+        head = read_manifest(self.bucket, self.run, self.baseline.version)
+        if head is None or head.digest != self.baseline.digest.hex() or head.epoch > self.epoch:
+            raise FencedError(
+                "the version that this publisher builds on is not the run's",
+                hint="load the newest version again, and take a higher epoch",
+                run=self.bucket.url,
+                version=self.baseline.version,
+            )
+        self._last_anchor = head.version if head.anchor is not None else head.last_anchor
+        self._schedule.resume(self.bucket, self.run, head)
+        self.head_checked = True
+
+    def encode(self) -> Encoded:
+        """Encode and upload the staged weights as a delta, and as an anchor if one is due."""
+        return self._encode(whole=self.first or self._schedule.due(self.next_version))
+
+    def _encode(self, *, whole: bool) -> Encoded:
+        delta, anchor = None, None
+        if self.first:
+            sums = digest_chunks(self.chunks, self.staging, threads=self._threads)
+        else:
+            delta, sums = upload_delta(
+                self.bucket, self.run, self.chunks, self.baseline, self.staging, self._sums,
+                threads=self._threads, blob_bytes=self._blob_bytes,
+            )  # fmt: skip
+        if whole:
+            anchor = upload_anchor(
+                self.bucket, self.run, self.chunks, self.staging,
+                threads=self._threads, blob_bytes=self._blob_bytes,
+            )  # fmt: skip
+        return Encoded(delta, anchor, sums)
+
+    def part(self, encoded: Encoded, *, rank: int, ranks: int) -> Part:
+        """Describe this writer's share of the next version."""
+        return Part(
+            run=self.run.id,
+            version=self.next_version,
+            rank=rank,
+            ranks=ranks,
+            epoch=self.epoch,
+            base_digest=self._base_digest,
+            digest=encoded.digest.hex(),
+            delta=encoded.delta,
+            anchor=encoded.anchor,
+        )
+
+    def merge(
+        self,
+        parts: Sequence[Part],
+        *,
+        nonce: str,
+        metadata: dict[str, Any],
+        files: list[ModelFile] | None = None,
+    ) -> tuple[Manifest, bytes]:
+        """Build the manifest that commits all ``parts``, and the bytes that it is sealed in.
+
+        Raises `InputError` for whatever a reader would refuse: see `merge_parts`, and limits.
+        """
+        manifest = merge_parts(
+            self.bucket,
+            self.run,
+            parts,
+            base_digest=self._base_digest,
+            nonce=nonce,
+            last_anchor=self._last_anchor,
+            metadata=metadata,
+            files=files,
+        )
+        data = encode_manifest(manifest, signer=self.signer)
+        check_size(self.bucket, manifest, data)
+        return manifest, data
+
+    def find(self, version: int) -> Manifest | None:
+        """Read the manifest at a version, None if there is none."""
+        return read_manifest(self.bucket, self.run, version)
+
+    def confirm(self, manifest: Manifest, encoded: Encoded) -> None:
+        """Check after the commit that retention has neither closed the version nor taken its blobs.
+
+        Raises `FencedError` if the version was closed; missing blobs are uploaded again.
+        """
+        if newest_retention_floor(self.bucket) > manifest.version:
+            raise self.fence(manifest.version, "retention has closed this version meanwhile")
+
+        def again() -> list[Payload]:
+            return self._encode(whole=encoded.anchor is not None).payloads
+
+        keep_blobs(self.bucket, self.run, encoded.payloads, again)
+
+    def advance(self, manifest: Manifest, encoded: Encoded) -> None:
+        """Make the staged weights the baseline: ``manifest`` commits them."""
+        self.staging.finish(manifest.version, Digest.from_hex(manifest.digest), encoded.digest)
+        self.baseline, self.staging = self.staging, self.baseline
+        self._sums = encoded.sums
+        self._last_anchor = (
+            manifest.version if manifest.anchor is not None else manifest.last_anchor
+        )
+        self._schedule.count(manifest)
+        self.head_checked = True
+
+    def restart_from(self, mirror: Mirror) -> None:
+        """Make another mirror the baseline."""
+        self.baseline = mirror
+        self._sums = digest_chunks(self.chunks, mirror, threads=self._threads)
+        self.head_checked = False
+
+    def fence(self, version: int, what: str) -> FencedError:
+        """Make the error of a publisher that may write no more."""
+        return FencedError(
+            what,
+            hint="only one trainer may write to a run; this one stops",
+            run=self.bucket.url,
+            version=version,
+        )
+
+    @property
+    def _base_digest(self) -> str:
+        return codec.ZERO.hex() if self.first else self.baseline.digest.hex()
+
+    def _check_sums(self) -> None:
+        """Raise `InputError` unless the baseline's bits are those of its digest.
+
+        For a writer of ranges that is checked when the parts are merged, unless it states the
+        digest of what it holds.
+        """
+        held = sum(self._sums.values(), codec.ZERO)
+        whole = sum(chunk.count for chunk in self.chunks) == sum(
+            tensor.count for tensor in self.run.tensors
+        )
+        stated = self.baseline.digest if whole else self.baseline.held
+        if stated is not None and held != stated:
+            raise InputError(
+                "the mirror does not hold what its digest says",
+                hint="load it again",
+                run=self.bucket.url,
+                version=self.baseline.version,
+            )
+
+
+def merge_parts(
+    bucket: Bucket,
+    run: Run,
+    parts: Sequence[Part],
+    *,
+    base_digest: str,
+    nonce: str,
+    last_anchor: int | None = None,
+    metadata: dict[str, Any] | None = None,
+    files: list[ModelFile] | None = None,
+) -> Manifest:
+    """Build the manifest that commits all ``parts`` of a version, checked as a reader checks it.
+
+    Raises `InputError` if parts overlap, leave a gap, build on different bases, or do not lead from
+    the base to the sum of what the parts say that they hold: then the mirror of at least one writer
+    differs from the base, and nobody could decode the version.
+    """
+    version, first = parts[0].version, parts[0].version == 0
+    if any(part.base_digest != base_digest for part in parts):
+        raise InputError("the ranks build on different weights", run=bucket.url, version=version)
+    delta = None if first else _merged([part.delta for part in parts])
+    whole = [part.anchor for part in parts]
+    anchor = _merged(whole) if any(payload is not None for payload in whole) else None
+    payload = anchor if delta is None else delta
+    if payload is None:
+        raise InputError("the first version has no anchor", run=bucket.url, version=version)
+    digest = add_sums([base_digest, *(piece.sum for piece in payload.pieces)])
+    for merged, base in ((delta, base_digest), (anchor, None)):
+        fault = "" if merged is None else payload_fault(merged, run, base_digest=base, to=digest)
+        if fault:
+            raise InputError(f"the parts of the ranks: {fault}", run=bucket.url, version=version)
+    if first and digest != run.digest:
+        raise InputError(
+            "the first version is not the model that run.json was written for",
+            run=bucket.url,
+            version=version,
+        )
+    if add_sums([part.digest for part in parts]) != digest:
+        raise InputError(
+            f"the mirrors of the {len(parts)} ranks do not add up to version {version - 1}",
+            hint="at least one differs from the run: load all of them again",
+            run=bucket.url,
+            version=version,
+        )
+    return Manifest(
+        run=run.id,
+        version=version,
+        base=None if first else version - 1,
+        base_digest=base_digest,
+        delta=delta,
+        anchor=anchor,
+        digest=digest,
+        last_anchor=last_anchor if anchor is None else version,
+        epoch=parts[0].epoch,
+        nonce=nonce,
+        created_at=time.time(),
+        model_files=files,
+        metadata=metadata or {},
+    )
+
+
+def _merged(payloads: list[Payload | None]) -> Payload:
+    """Concatenate payloads; pieces are renumbered to their blobs' new places."""
+    found = [payload for payload in payloads if payload is not None]
+    if len(found) != len(payloads):
+        raise CorruptError("a part lacks the payload that the others have")
+    if len(found) == 1:
+        return found[0]
+    merged = Payload(blobs=[], pieces=[], changed=sum(payload.changed for payload in found))
+    for payload in found:
+        shift = len(merged.blobs)
+        merged.blobs.extend(payload.blobs)
+        merged.pieces.extend(
+            msgspec.structs.replace(piece, blob=piece.blob + shift) for piece in payload.pieces
+        )
+    return merged
+
+
+def create_manifest(writer: VersionWriter, manifest: Manifest, data: bytes) -> Manifest:
+    """Create the manifest; return the one that lies there afterwards, this writer's or another's.
+
+    A create that failed may still have happened, so the answer is read back. Raises `RetryError`
+    if the store does not answer.
+    """
+    key = keys.manifest(manifest.version)
+    for _ in range(2):
+        try:
+            if writer.bucket.create(key, data):
+                return manifest
+        except RetryError:
+            if (found := writer.find(manifest.version)) is not None:
+                return found
+            raise
+        if (found := writer.find(manifest.version)) is not None:
+            return found
+    raise RetryError("the manifest is gone again", run=writer.bucket.url, key=key)
