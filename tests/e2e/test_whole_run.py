@@ -18,7 +18,8 @@ import msgspec
 import pytest
 
 from deltawire.rl.control.rollout_buffer import RolloutBuffer
-from deltawire.runtime.fleet import read_heartbeat, read_trainer
+from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.heartbeat import read_heartbeat
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import load_mirror, newest_version, read_manifest, read_run
 from deltawire.wire import keys
@@ -135,6 +136,11 @@ def assert_each_group_once(bucket: Bucket, *, groups_per_step: int) -> None:
         assert len(RolloutBuffer(bucket, Ledger(), limit=1).fetch(metadata)) == groups_per_step
 
 
+def _serves(bucket: Bucket, name: str) -> bool:
+    heartbeat = read_heartbeat(bucket, name)
+    return heartbeat is not None and heartbeat.worker is not None
+
+
 def test_a_run_with_a_killed_and_a_joined_worker(tmp_path: Path, start: Start) -> None:
     out = tmp_path / "out"
     bucket = open_bucket(str(out / "bucket"), create=True)
@@ -142,9 +148,8 @@ def test_a_run_with_a_killed_and_a_joined_worker(tmp_path: Path, start: Start) -
     joined = start("worker", bucket.url, "--id", "by-hand")  # waits for the run to appear
     wait_until(lambda: committed(bucket) >= 3, run, 120)
     for worker in ("by-hand", "w0"):
-        key = keys.heartbeat(worker)
-        wait_until(lambda key=key: read_heartbeat(bucket, key) is not None, run, 60)
-    victim = read_heartbeat(bucket, keys.heartbeat("w0"))
+        wait_until(lambda name=worker: _serves(bucket, name), run, 60)
+    victim = read_heartbeat(bucket, "w0")
     assert victim is not None
     os.kill(victim.pid, signal.SIGKILL)
     output, _ = run.communicate(timeout=200)

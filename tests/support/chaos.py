@@ -33,7 +33,7 @@ from deltawire.errors import DeltawireError
 from deltawire.events import Event, Life, decode_lines
 from deltawire.rl.evaluate.audit import Fates, audit_fates
 from deltawire.rl.trainer.verify_training import Replayed, replay
-from deltawire.runtime.heartbeat import read_pulses
+from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version
 from deltawire.testing.proxy import FaultyProxy
@@ -165,7 +165,9 @@ class Chaos(threading.Thread):
             self._over.wait(self._rng.uniform(1.0, 8.0))
             self._proxy.choose = self._proxy.draw
             return
-        alive = [p for p in read_pulses(self._bucket) if p.role == role and is_ours(p.pid)]
+        fleet = Fleet(self._bucket, silence_s=float("inf"))
+        fleet.poll()
+        alive = [p for p in fleet.heartbeats.values() if p.role == role and is_ours(p.pid)]
         if not alive:
             return
         victim = self._rng.choice(alive)
@@ -183,7 +185,7 @@ class Chaos(threading.Thread):
 
 
 def is_ours(pid: int) -> bool:
-    """Whether it is a process of this drill; a pulse outlives its process."""
+    """Whether it is a process of this drill; a heartbeat outlives its process."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

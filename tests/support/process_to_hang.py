@@ -1,6 +1,6 @@
-"""A process of a run that hangs in one way or another: ``process_to_hang.py BUCKET HOW``.
+"""A process of a run that hangs: ``process_to_hang.py BUCKET HOW``.
 
-It hangs when it is started for the first time; the next one of its name ends well.
+It hangs when it is started for the first time; its successor ends in order.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ import time
 
 from deltawire.config import FaultsConfig
 from deltawire.errors import FencedError
-from deltawire.runtime import heartbeat as pulse
+from deltawire.runtime import heartbeat, lease
 from deltawire.runtime import process as processes
 from deltawire.store import open_bucket
 
-pulse.PULSE_S = 0.1
-pulse.CONFIRMED_S = 0.3
+heartbeat.HEARTBEAT_S = 0.1
+lease.FRESH_S = 0.3
 
 
 def deadlock():
@@ -43,15 +43,15 @@ HANGS = {
 def main():
     bucket, how = open_bucket(sys.argv[1]), sys.argv[2]
     process = processes.Process(bucket, "child", "worker", supervised=True)
-    process.heart.faults = FaultsConfig(silence_s=2, stall_s=0.5, long_s=3)
+    process.heartbeat.faults = FaultsConfig(silence_s=2, stall_s=0.5, long_s=3)
     first = bucket.create("started", str(os.getpid()).encode())
-    if how == "mute":  # Even before its first sign of life.
+    if how == "mute":  # It hangs before its first heartbeat.
         if first:
             HANGS[how]()
         return
-    with process.beating():
+    with process.registered():
         for _ in range(5):
-            process.heart.mark("count")
+            process.heartbeat.progress("count")
             time.sleep(0.02)
         if not first:
             return
@@ -59,15 +59,15 @@ def main():
             with contextlib.suppress(FencedError):
                 replaced(bucket, process)
             return
-        with process.heart.taking("hang") if how == "asleep" else contextlib.nullcontext():
+        with process.heartbeat.long_task("hang") if how == "asleep" else contextlib.nullcontext():
             HANGS[how]()
 
 
 def replaced(bucket, process):
-    """Stopped, woken by whoever took the name: what it writes must not come to lie there."""
+    """Is stopped, and resumed after its successor took the name: it must write nothing."""
     bucket.put("ready", b"")
     os.kill(os.getpid(), signal.SIGSTOP)
-    process.heart.confirm()
+    process.lease.confirm()
     bucket.put("harm", b"")
 
 

@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from deltawire.config import FaultsConfig
 from deltawire.errors import CorruptError
+from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version, read_manifest, require_run
 from deltawire.sync.maintain.fsck import Checked, check_run
 from deltawire.wire import keys
-from deltawire.wire.objects import decode_json
 from deltawire.wire.run import Run
-from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat
 
 DAMAGED = 3
 
@@ -121,17 +121,13 @@ def _versions(bucket: Bucket, run: Run, last: int) -> list[dict[str, Any]]:
 
 
 def _readers(bucket: Bucket) -> list[dict[str, Any]]:
-    found = []
-    for key in bucket.list(keys.FLEET):
-        data = bucket.get(key, limit=MAX_STATUS_BYTES) if keys.worker_of(key) else None
-        if data is None:
-            continue
-        try:
-            beat = decode_json(data, Heartbeat, run=bucket.url, key=key)
-        except CorruptError:
-            continue
-        found.append({"worker": beat.worker, "version": beat.version, "phase": beat.phase})
-    return found
+    fleet = Fleet(bucket, silence_s=FaultsConfig().silence_s)
+    fleet.poll()
+    return [
+        {"worker": name, "version": one.worker.version, "phase": one.worker.phase}
+        for name, one in fleet.heartbeats.items()
+        if one.worker is not None
+    ]
 
 
 def _size(count: float) -> str:

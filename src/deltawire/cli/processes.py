@@ -1,4 +1,4 @@
-"""Commands that are one process of a run each."""
+"""Commands that run one process of a run: trainer, worker, evaluator and warm start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _is_empty(folder: Path) -> bool:
 
 
 def pin(cpus: str) -> None:
-    """Run on these processors only, where the system can."""
+    """Run on these processors only, where the system supports it."""
     if not cpus:
         return
     try:
@@ -49,8 +49,10 @@ def seeded(config: RunConfig, seed: int | None) -> RunConfig:
 
 
 def sampled_by(config: RunConfig, engine: str | None) -> RunConfig:
-    """The configuration with another engine for its workers, if one is named. Raises `InputError`
-    if the rest of it does not go with that."""
+    """The configuration with another engine for its workers, if one is named.
+
+    Raises `InputError` if the rest of the configuration does not support that engine.
+    """
     if engine is None:
         return config
     values = msgspec.to_builtins(config)
@@ -59,10 +61,10 @@ def sampled_by(config: RunConfig, engine: str | None) -> RunConfig:
 
 
 def refuse_memory(bucket: Bucket) -> None:
-    """Raises `InputError` for a bucket that no other process can see."""
+    """Raise `InputError` for a bucket that no other process can see."""
     if bucket.url.startswith("memory:"):
         raise InputError(
-            "a memory bucket lives in one process alone",
+            "a memory bucket exists in one process only",
             hint="use a folder, or a store that every process can reach",
             run=bucket.url,
         )
@@ -77,32 +79,32 @@ def _process(arguments: argparse.Namespace, name: str, role: Role) -> Process:
 
 def worker(arguments: argparse.Namespace) -> int:
     """``deltawire worker``: join a run."""
-    name = arguments.id or _invented_name()
+    name = arguments.id or _random_name()
     if not valid_name(name) or len(name) > 40:
         raise InputError(f"--id {name[:60]!r}: use at most 40 letters, digits, - and _")
     if name in get_args(Role):
         raise InputError(
-            f"--id {name}: this is another process's name in the run", hint="choose another"
+            f"--id {name}: another process of the run has this name", hint="choose another"
         )
     process = _process(arguments, name, "worker")
     from deltawire.rl.rollout.worker import run_worker
 
-    process.listen()  # Not before: while libraries load, a signal may end it, for nothing is begun.
-    with process.beating():
-        say = _quiet if process.supervised else _say
-        run_worker(process, patience_s=arguments.patience, say=say)
+    process.handle_signals()  # Not earlier: a signal may end the process while libraries load.
+    with process.registered():
+        report = _ignore if process.supervised else _print
+        run_worker(process, patience_s=arguments.patience, report=report)
     return 0
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _quiet(line: str) -> None:
+def _ignore(line: str) -> None:
     del line
 
 
-def _invented_name() -> str:
+def _random_name() -> str:
     host = "".join(c for c in socket.gethostname() if c.isalnum())[:20] or "worker"
     return f"{host}-{secrets.token_hex(3)}"
 
@@ -119,8 +121,8 @@ def trainer(arguments: argparse.Namespace) -> int:
     process = _process(arguments, "trainer", "trainer")
     from deltawire.rl.trainer.trainer import run_trainer
 
-    process.listen()
-    with process.beating():
+    process.handle_signals()
+    with process.registered():
         run_trainer(process, source)
     return 0
 
@@ -130,15 +132,17 @@ def evaluator(arguments: argparse.Namespace) -> int:
     process = _process(arguments, "evaluator", "evaluator")
     from deltawire.rl.evaluate.evaluator import run_evaluator
 
-    process.listen()
-    with process.beating():
+    process.handle_signals()
+    with process.registered():
         run_evaluator(process)
     return 0
 
 
 def warm_start(arguments: argparse.Namespace) -> int:
-    """``deltawire warm-start``: make the model directory that a run starts from; 130 if it was
-    interrupted before."""
+    """``deltawire warm-start``: make the model directory that a run starts from.
+
+    Returns 130 if it was interrupted before the directory was complete.
+    """
     config = seeded(load_config(Path(arguments.config)), arguments.seed)
     out = Path(arguments.out)
     if not arguments.supervised and out.exists() and not (out.is_dir() and _is_empty(out)):
@@ -147,6 +151,6 @@ def warm_start(arguments: argparse.Namespace) -> int:
     process = Process(bucket, "warm-start", "warm-start", supervised=arguments.supervised)
     from deltawire.rl.trainer.warm_start import run_warm_start
 
-    process.listen()
-    with process.beating() if arguments.bucket else contextlib.nullcontext():
+    process.handle_signals()
+    with process.registered() if arguments.bucket else contextlib.nullcontext():
         return 0 if run_warm_start(process, config, out) else INTERRUPTED

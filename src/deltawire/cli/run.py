@@ -26,7 +26,7 @@ from deltawire.dashboard.summary import Summary, WorkerVerdict, summarize
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.events import Event, Life, Span
 from deltawire.reward_monitor.watch import ProbeFigures, figures_of, read_probes
-from deltawire.rl.evaluate.attestation import Verdict, attested, last_status, wait_for_workers
+from deltawire.rl.evaluate.attestation import Attestation, attested, last_status, wait_for_workers
 from deltawire.rl.evaluate.audit import audit_consumption
 from deltawire.runtime.event_tail import EventFeed, EventTail
 from deltawire.runtime.fleet import read_trainer
@@ -307,8 +307,8 @@ def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
 
 def _stages(
     job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]
-) -> list[Verdict] | None:
-    supervisor.begin()
+) -> list[Attestation] | None:
+    supervisor.start()
     existing = read_run(job.bucket)
     if existing is not None:
         theirs = run_config(existing.config, url=job.bucket.url)
@@ -336,7 +336,7 @@ def _stages(
         supervisor.check()
         watcher.tick()
 
-    verdicts = wait_for_workers(job.bucket, status, tick)
+    verdicts = wait_for_workers(job.bucket, status, tick, silence_s=job.config.faults.silence_s)
     while supervisor.running() and not stop:
         tick()
     return verdicts
@@ -393,14 +393,14 @@ def _start_all(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[in
     supervisor.add("evaluator", "evaluator", ["evaluator", job.bucket.url, *pinned])
 
 
-def _report(job: Job, watcher: Watcher, verdicts: list[Verdict]) -> Summary:
+def _report(job: Job, watcher: Watcher, verdicts: list[Attestation]) -> Summary:
     summary = summary_of(job.config, job.bucket, watcher, verdicts)
     write_report(summary, watcher.state, job.out)
     return summary
 
 
 def summary_of(
-    config: RunConfig, bucket: Bucket, watcher: Watcher, verdicts: list[Verdict]
+    config: RunConfig, bucket: Bucket, watcher: Watcher, verdicts: list[Attestation]
 ) -> Summary:
     """The figures of a run from its events and its audit."""
     return summarize(

@@ -23,27 +23,24 @@ from deltawire.events import Generated, Life, Parity, Published, Role, Step
 from deltawire.reward_monitor.monitor import ProbeState
 from deltawire.reward_monitor.watch import apart, excesses, flagged_in, read_probes
 from deltawire.runtime.event_window import RecentEvents
-from deltawire.runtime.fleet import read_trainer
-from deltawire.runtime.object_cache import Roster
+from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, require_run
 from deltawire.wire import keys
-from deltawire.wire.objects import decode_json
 from deltawire.wire.run import Run
-from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat, Pulse, TrainerStatus
+from deltawire.wire.status import Heartbeat, TrainerStatus
 
 WINDOW_S = 300.0
 READERS = 16
 MAX_PROCESSES = 4096
 
-State = Literal["alive", "silent", "stuck", "ended", "unknown"]
+State = Literal["alive", "silent", "stalled", "ended", "unknown"]
 _ROLES: tuple[Role, ...] = ("trainer", "worker", "evaluator", "warm-start")
-_T = TypeVar("_T", Heartbeat, Pulse)
 
 
 class ProcessLine(msgspec.Struct, frozen=True, kw_only=True):
     """One process. ``state`` is ``silent`` if its last sign of life is older than
-    ``faults.silence_s``, ``stuck`` if it says itself that its work does not go on."""
+    ``faults.silence_s``, ``stalled`` if it says itself that its work does not go on."""
 
     name: str
     role: Role | None
@@ -130,8 +127,6 @@ class Watch:
         self._window_s = window_s
         self._clock = clock
         self._events = RecentEvents(bucket, window_s)
-        self._beats = _roster(bucket, keys.FLEET, keys.worker_of, Heartbeat)
-        self._pulses = _roster(bucket, keys.PULSES, keys.process_of, Pulse)
         self._newest: int | None = None
 
     def look(self) -> RunStatus:
@@ -147,8 +142,10 @@ class Watch:
         trainer = _attempt(lambda: read_trainer(bucket), problems)
         probes = _attempt(lambda: read_probes(bucket), problems)
         problems += [f"{apart(stream)}; see deltawire probes" for stream in flagged_in(probes)]
-        beats = _take(self._beats, keys.FLEET, problems)
-        pulses = _take(self._pulses, keys.PULSES, problems)
+        faults = config.faults if config else FaultsConfig()
+        fleet = Fleet(bucket, silence_s=faults.silence_s, wall_clock=self._clock)
+        fleet.poll()
+        problems += [str(error) for error in fleet.errors]
         state = RunState()
         state.fold(self._events.read())
         # Last words are read however old they are, those of trainers long replaced among them.
@@ -159,12 +156,13 @@ class Watch:
             count = self._events.unreadable
             problems.append(f"{count} segments of events hold none that can be read")
         newest = self._newest = self._newest_version()
-        faults = config.faults if config else FaultsConfig()
         lines = [
-            _line(name, state, beats.get(name), pulses.get(name), newest, faults, self._clock())
-            for name in sorted(_names(state) | beats.keys() | pulses.keys())
+            _line(name, state, fleet, newest, self._clock())
+            for name in sorted(_names(state) | fleet.heartbeats.keys())
         ]
-        return self._status(run, config, trainer, beats, probes, state, newest, lines, problems)
+        return self._status(
+            run, config, trainer, fleet.heartbeats, probes, state, newest, lines, problems
+        )
 
     def _newest_version(self) -> int | None:
         found = newest_version(self._bucket, newer_than=self._newest)
@@ -219,7 +217,7 @@ class Watch:
             k3_same_version=median(same) if same else None,
             ratio_max=max((step.ratio_max for step in steps), default=None),
             groups_in_flight=_in_flight(trainer, beats, lines),
-            groups_stored=sum(beat.stored for beat in beats.values()),
+            groups_stored=sum(beat.worker.stored for beat in beats.values() if beat.worker),
             failures=failures_by_cause(state),
             probes=excesses(probes),
             processes=lines,
@@ -250,56 +248,19 @@ def _attempt(action: Callable[[], _V | None], problems: list[str]) -> _V | None:
         return None
 
 
-def _roster(
-    bucket: Bucket, prefix: str, name_of: Callable[[str], str | None], kind: type[_T]
-) -> Roster[_T]:
-    def read(key: str) -> _T | None:
-        data = bucket.get(key, limit=MAX_STATUS_BYTES)
-        return None if data is None else decode_json(data, kind, run=bucket.url, key=key)
-
-    return Roster(bucket, prefix, name_of, read, readers=READERS, most=MAX_PROCESSES)
-
-
-def _take(roster: Roster[_T], prefix: str, problems: list[str]) -> dict[str, _T]:
-    """Every such object that can be read, by the name in its key."""
-    roster.look()
-    problems += [str(error) for error in roster.errors]
-    if roster.left_out:
-        problems.append(f"{roster.left_out} more objects under {prefix}, put longer ago")
-    return roster.values
-
-
 def _names(state: RunState) -> set[str]:
     return {name for name, one in state.processes.items() if one.role not in ("supervisor", None)}
 
 
-def _line(
-    name: str,
-    state: RunState,
-    beat: Heartbeat | None,
-    pulse: Pulse | None,
-    newest: int | None,
-    faults: FaultsConfig,
-    now: float,
-) -> ProcessLine:
+def _line(name: str, state: RunState, fleet: Fleet, newest: int | None, now: float) -> ProcessLine:
     process = state.processes.get(name, ProcessState(name))
-    role: Role | None = process.role or ("worker" if beat is not None else None)
-    if role is None and pulse is not None:
-        role = next((known for known in _ROLES if known == pulse.role), None)
-    signs = [sign.at for sign in (beat, pulse) if sign is not None]
-    age_s = max(0.0, now - max(signs)) if signs else None
-    ended = process.gone if pulse is None else pulse.ended
-    ended = ended or (beat is not None and beat.phase in ("stopped", "finished"))
-    how: State = "alive"
-    if ended:
-        how = "ended"
-    elif age_s is None:
-        how = "unknown"
-    elif age_s > faults.silence_s:
-        how = "silent"
-    elif (pulse is not None and pulse.stuck) or (beat is not None and beat.stuck):
-        how = "stuck"
-    version = beat.version if beat else newest if role == "trainer" else process.version
+    beat = fleet.heartbeats.get(name)
+    worker = beat.worker if beat else None
+    role: Role | None = process.role
+    if role is None and beat is not None:
+        role = next((known for known in _ROLES if known == beat.role), None)
+    how: State = fleet.states[name] if beat else "ended" if process.gone else "unknown"
+    version = worker.version if worker else newest if role == "trainer" else process.version
     lag = None
     if role != "trainer" and how != "ended" and version is not None and newest is not None:
         lag = max(0, newest - version)
@@ -307,15 +268,15 @@ def _line(
         name=name,
         role=role,
         state=how,
-        doing=process.doing or (pulse.doing if pulse else ""),
+        doing=process.doing or (beat.doing if beat else ""),
         version=version,
         lag=lag,
         idle=state.idle([process]),
-        groups=beat.stored if beat else None,
+        groups=worker.stored if worker else None,
         restarts=process.restarts,
-        supervised=pulse.supervised if pulse else beat.supervised if beat else process.supervised,
-        age_s=age_s,
-        host=pulse.host if pulse else beat.host if beat else "",
+        supervised=beat.supervised if beat else process.supervised,
+        age_s=max(0.0, now - beat.at) if beat else None,
+        host=beat.host if beat else "",
     )
 
 
@@ -325,7 +286,7 @@ def _phase(trainer: TrainerStatus | None, newest: int | None, lines: list[Proces
         warming = any(line.role == "warm-start" and line.state == "alive" for line in lines)
         return "warm start" if warming else "starting" if newest is None else "published"
     state = next((line.state for line in lines if line.role == "trainer"), "unknown")
-    if trainer.phase in ("starting", "training") and state in ("silent", "stuck"):
+    if trainer.phase in ("starting", "training") and state in ("silent", "stalled"):
         return f"trainer {state}"
     return trainer.phase
 
@@ -375,12 +336,15 @@ def _trained_rate(state: RunState) -> float | None:
 def _in_flight(
     trainer: TrainerStatus | None, beats: dict[str, Heartbeat], lines: Sequence[ProcessLine]
 ) -> int | None:
-    """Groups that living workers were granted and have not stored. One that was killed says for
-    ever that it samples."""
+    """Groups that living workers were granted and have not stored."""
     if trainer is None:
         return None
     live = [beats[line.name] for line in lines if line.state == "alive" and line.name in beats]
-    return sum(max(0, trainer.credits.get(beat.worker, 0) - beat.stored) for beat in live)
+    return sum(
+        max(0, trainer.credits.get(one.process, 0) - one.worker.stored)
+        for one in live
+        if one.worker
+    )
 
 
 def failures_by_cause(state: RunState) -> dict[str, int]:

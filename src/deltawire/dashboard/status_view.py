@@ -20,7 +20,7 @@ from deltawire.dashboard.wording import (
 )
 
 MAX_ROWS = 40
-_STYLES = {"alive": "green", "silent": "red", "stuck": "red", "ended": "dim", "unknown": "dim"}
+_STYLES = {"alive": "green", "silent": "red", "stalled": "red", "ended": "dim", "unknown": "dim"}
 
 
 def view(status: RunStatus) -> RenderableType:
@@ -127,7 +127,7 @@ def _processes(status: RunStatus) -> Table:
 def _row(line: ProcessLine) -> list[Text]:
     words = line.state if line.state != "alive" else legible(line.doing) or "alive"
     cell = Text.assemble(("● ", _STYLES[line.state]), words)
-    if line.state in ("silent", "stuck"):
+    if line.state in ("silent", "stalled"):
         cell.stylize("red")
         cell.append(f" for {duration(line.age_s or 0.0)}" if line.state == "silent" else "")
     role = Text(line.role or MISSING)

@@ -1,86 +1,112 @@
-"""Tracks which workers are alive, from their heartbeats."""
+"""Fleet: the heartbeats of all processes of a run, and which of the processes are alive."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from deltawire.errors import CorruptError
-from deltawire.runtime.object_cache import Roster
+from deltawire.runtime.heartbeat import check_heartbeat
+from deltawire.runtime.liveness import Liveliness, Liveness
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
 from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat, TrainerStatus
 
-HEARTBEAT_TIMEOUT_S = 15.0
-
-
-FLEET_POLL_S = 0.5
+POLL_S = 1.0
+"""Half of the heartbeats' period: polling more often would find nothing new."""
+READERS = 16
 READS = 3
-"""A network may cut an answer short and call it whole."""
+"""A network may cut an answer short and still report it as complete."""
 
 
 class Fleet:
-    """The workers' heartbeats, looked at now and then.
+    """Reads every heartbeat of a run, now and then.
 
-    A worker is alive while its heartbeat changes; the trainer's own clock measures how long ago
-    that was, so that no two machines' clocks are compared.
+    Each poll is one listing and one request per heartbeat, `READERS` at a time. Heartbeats of
+    processes that are gone are removed by the trainer (`deltawire.runtime.reaper`), so a poll costs
+    what the living processes cost. Raises `RetryError` if the store does not answer; the time until
+    the next successful poll then counts against no process.
+
+    Example::
+
+        fleet = Fleet(bucket, silence_s=config.faults.silence_s)
+        fleet.poll()
+        print(fleet.workers)          # names of the workers that are alive
     """
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._roster = Roster(
-            bucket,
-            keys.FLEET,
-            keys.worker_of,
-            lambda key: check_heartbeat(bucket, key),
-            clock=time.monotonic,
-        )
-        self._seen: dict[str, tuple[float, float]] = {}
-        self._lively: set[str] = set()
-        self._looked_at = float("-inf")
-        self.alive: set[str] = set()
-        self.known: set[str] = set()
-        """All that have a heartbeat, the dead ones too: what they stored is there to be trained
-        on."""
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        silence_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.heartbeats: dict[str, Heartbeat] = {}
+        self.states: dict[str, Liveliness] = {}
+        self.errors: list[CorruptError] = []
+        """One for each heartbeat that cannot be read."""
+        self._bucket = bucket
+        self._silence_s = silence_s
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._judges: dict[str, Liveness] = {}
+        self._polled_at = float("-inf")
 
-    def look(self) -> set[str]:
-        """Names of the living workers, at most `FLEET_POLL_S` old."""
-        now = time.monotonic()
-        if now - self._looked_at < FLEET_POLL_S:
-            return self.alive
-        self._looked_at = now
-        for worker, beat in self._roster.look().items():
-            stamp, since = self._seen.get(worker, (0.0, now))
-            self._seen[worker] = (beat.at, now if beat.at != stamp else since)
-            # A stuck one's heartbeat goes on; what it was granted will not come.
-            gone = beat.phase in ("stopped", "finished") or beat.stuck
-            (self._lively.discard if gone else self._lively.add)(worker)
-        self.known |= self._roster.names
-        self._lively = {
-            worker for worker in self._lively if now - self._seen[worker][1] < HEARTBEAT_TIMEOUT_S
+    def poll(self, *, every_s: float = 0.0) -> None:
+        """Read all heartbeats, unless they were read less than ``every_s`` ago."""
+        now = self._clock()
+        elapsed_s = now - self._polled_at
+        if elapsed_s < every_s:
+            return
+        self._polled_at = now  # Also if reading fails: silence could not have been noticed then.
+        listed = self._bucket.list(keys.HEARTBEATS)
+        names = [name for key in listed if (name := keys.process_of(key)) is not None]
+        with ThreadPoolExecutor(min(READERS, max(1, len(names)))) as readers:
+            found = list(readers.map(self._read, names))
+        self.errors = [one for one in found if isinstance(one, CorruptError)]
+        heartbeats = {one.process: one for one in found if isinstance(one, Heartbeat)}
+        # A heartbeat that is damaged for once says nothing: the one before it still stands.
+        kept = {name: self.heartbeats[name] for name in names if name in self.heartbeats}
+        self.heartbeats = {**kept, **heartbeats}
+        self._judges = {
+            name: self._judges.get(name) or Liveness(silence_s=self._silence_s)
+            for name in self.heartbeats
         }
-        self.alive = set(self._lively)
-        return self.alive
+        wall = self._wall_clock()
+        self.states = {
+            name: self._judges[name].observe(one, elapsed_s, age_s=wall - one.at)
+            for name, one in self.heartbeats.items()
+        }
 
+    def _read(self, name: str) -> Heartbeat | CorruptError | None:
+        try:
+            return check_heartbeat(self._bucket, keys.heartbeat(name), name)
+        except CorruptError as error:
+            return error
 
-def check_heartbeat(bucket: Bucket, key: str) -> Heartbeat | None:
-    """A heartbeat, None if it is missing; raises `CorruptError`."""
-    data = bucket.get(key, limit=MAX_STATUS_BYTES)
-    return None if data is None else decode_json(data, Heartbeat, run=bucket.url, key=key)
+    @property
+    def workers(self) -> set[str]:
+        """Names of the workers that are alive; a stalled one finishes nothing and is left out."""
+        return {
+            name
+            for name, heartbeat in self.heartbeats.items()
+            if heartbeat.worker is not None and self.states[name] == "alive"
+        }
 
-
-def read_heartbeat(bucket: Bucket, key: str) -> Heartbeat | None:
-    """A heartbeat, None if it is missing or not readable."""
-    try:
-        return check_heartbeat(bucket, key)
-    except CorruptError:
-        return None
+    @property
+    def known_workers(self) -> set[str]:
+        """Names of all workers that have a heartbeat, alive or not: their groups can be used."""
+        return {name for name, one in self.heartbeats.items() if one.worker is not None}
 
 
 def read_trainer(bucket: Bucket) -> TrainerStatus | None:
-    """``trainer.json``, None if there is none yet.
+    """Read ``trainer.json``, None if there is none yet.
 
-    Raises `CorruptError` if it is damaged each time it is read: a network may cut an answer short
-    and call it whole, and who reads this every second would die of that.
+    Raises `CorruptError` if it is damaged at every attempt: a network may cut an answer short, and
+    a caller that reads this every second must not stop for that.
     """
     for attempt in range(READS):
         data = bucket.get(keys.TRAINER, limit=MAX_STATUS_BYTES)

@@ -1,4 +1,4 @@
-"""What every process of a run does alike: signals, its parent, its events, its bucket."""
+"""Process: the signals, parent, events, lease and heartbeat of one process of a run."""
 
 from __future__ import annotations
 
@@ -14,40 +14,59 @@ from types import FrameType
 from typing import Any
 
 from deltawire.config import RunConfig, run_config
-from deltawire.errors import InputError
+from deltawire.errors import FencedError, InputError
 from deltawire.events import EventLog, Life, Role
-from deltawire.runtime.heartbeat import Heart
+from deltawire.runtime.heartbeat import HEARTBEAT_S, HeartbeatWriter, read_heartbeat
+from deltawire.runtime.lease import Lease
+from deltawire.runtime.liveness import Liveness
 from deltawire.store import Bucket
+from deltawire.store.retrying import RetryingBucket
 from deltawire.sync.chain.objects import read_run
 from deltawire.wire import keys
 from deltawire.wire.run import Run
 
+RUN_PATIENCE_S = 300.0
+"""How long a reader waits for a run, and for its version 0, to appear."""
+
 
 class Process:
-    """One process of a run: its name, its event log, its pulse, and whether it should stop.
+    """One process of a run.
 
-    It should stop on SIGTERM or SIGINT, and, when ``supervised``, once its supervisor is gone.
-    Nothing connects it to that but the process id.
+    It should stop on SIGTERM or SIGINT, and, if ``supervised``, once its supervisor is gone; only
+    the process id connects it to that. ``bucket`` repeats requests that the store did not answer;
+    events and heartbeats do not wait for that.
+
+    Example::
+
+        process = Process(bucket, "w0", "worker", supervised=False)
+        with process.registered():
+            while not process.stopping:
+                process.heartbeat.progress("sample")
     """
 
     def __init__(self, bucket: Bucket, name: str, role: Role, *, supervised: bool) -> None:
-        self.bucket = bucket
+        self.bucket = RetryingBucket.over(bucket)
         self.name = name
         self.role: Role = role
         self.supervised = supervised
         self.nonce = secrets.token_hex(8)
         self.host = socket.gethostname()[:64]
         self.started_at = time.time()
-        self.heart = Heart(
+        self.heartbeat = HeartbeatWriter(
             bucket, name, role, nonce=self.nonce, host=self.host, supervised=supervised
         )
         self._parent = os.getppid()
         self._stop = threading.Event()
-        series = f"{name}-{self.nonce}"
-        self.events = EventLog(name, lambda n, data: bucket.put(keys.events(series, n), data))
+        stream = f"{name}-{self.nonce}"
+        self.events = EventLog(name, lambda n, data: bucket.put(keys.events(stream, n), data))
 
-    def listen(self) -> None:
-        """Take SIGTERM and SIGINT as a wish to stop. Only for a process's main thread."""
+    @property
+    def lease(self) -> Lease:
+        """The lease of the process's name."""
+        return self.heartbeat.lease
+
+    def handle_signals(self) -> None:
+        """Treat SIGTERM and SIGINT as requests to stop. Call it from the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -56,12 +75,12 @@ class Process:
         self._stop.set()
 
     def is_stopping(self) -> bool:
-        """`stopping`, as a function to hand on."""
+        """`stopping` as a function, for callers that poll it."""
         return self.stopping
 
     @property
     def stopping(self) -> bool:
-        """Whether to stop as soon as nothing is left half done."""
+        """Whether to stop as soon as nothing is left unfinished."""
         if self.supervised and os.getppid() != self._parent:
             self._stop.set()
         return self._stop.is_set()
@@ -71,20 +90,40 @@ class Process:
         self._stop.set()
 
     def wait(self, seconds: float) -> None:
-        """Sleep, but no longer than until a signal."""
+        """Sleep, at most until a signal arrives."""
         self._stop.wait(seconds)
 
     @contextlib.contextmanager
-    def beating(self) -> Iterator[None]:
-        """Hold the process's name, and show its pulse, for as long as this lasts."""
-        self.heart.begin()
+    def registered(self) -> Iterator[None]:
+        """Hold the process's name and write heartbeats while the body runs.
+
+        Raises `FencedError` if an unsupervised worker's name belongs to a process that is alive;
+        any other process takes its name over.
+        """
+        if self.role == "worker" and not self.supervised:
+            self._refuse_live_namesake()
+        self.heartbeat.start()
         try:
             yield
         finally:
-            self.heart.close()
+            self.heartbeat.close()
 
-    def tell(self, what: Any, detail: str = "") -> None:
-        """Record that the process started or stopped, and flush."""
+    def _refuse_live_namesake(self) -> None:
+        liveness = Liveness(silence_s=HEARTBEAT_S)
+        before = read_heartbeat(self.bucket, self.name)
+        if before is None or liveness.observe(before, 0.0) == "ended":
+            return
+        self.wait(2.5 * HEARTBEAT_S)
+        after = read_heartbeat(self.bucket, self.name)
+        if liveness.observe(after, 2.5 * HEARTBEAT_S) in ("alive", "stalled"):
+            raise FencedError(
+                f"a worker named {self.name} is alive in this run",
+                hint="give this worker another --id",
+                run=self.bucket.url,
+            )
+
+    def record_life(self, what: Any, detail: str = "") -> None:
+        """Record that the process started or stopped, and flush the events."""
         self.events.record(
             Life(
                 process=self.name,
@@ -103,8 +142,10 @@ class Process:
 def open_run(
     bucket: Bucket, *, wait_s: float = 0.0, stopping: Callable[[], bool] = lambda: False
 ) -> tuple[Run, RunConfig]:
-    """The run in a bucket and its configuration, waited for; raises `InputError` if there is
-    none."""
+    """The run in a bucket and its configuration.
+
+    Waits up to ``wait_s`` for the run to appear; raises `InputError` if there is none.
+    """
     deadline = time.monotonic() + wait_s
     while (run := read_run(bucket)) is None:
         if time.monotonic() >= deadline or stopping():
@@ -115,7 +156,3 @@ def open_run(
             )
         time.sleep(0.2)
     return run, run_config(run.config, url=bucket.url)
-
-
-RUN_PATIENCE_S = 300.0
-"""How long a reader waits for a run, and for its version 0, to appear."""

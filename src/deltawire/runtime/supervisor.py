@@ -1,31 +1,30 @@
-"""The supervisor: starts a run's processes, restarts those that die or hang, and audits them at
-the end.
+"""Supervisor: starts a run's processes and restarts those that die or hang.
 
-It holds no pipe, socket or memory in common with them. It knows their process ids, it sends them
-signals, and everything else it learns from the bucket like anybody else.
+It shares no pipe, socket or memory with them. It knows their process ids, sends them signals, and
+learns everything else from the bucket like any other reader.
 
 Who waits for whom::
 
     main thread   check: reap, restart after a pause      (never waits for the store)
-    watchman      every `WATCH_S`: read each child's pulse; kill what is dead or stuck
-    children      pulses/<name>.json, every `PULSE_S`, from a thread of their own
+    watchdog      every `WATCH_S`: read each child's heartbeat; kill silent and stalled children
+    children      heartbeats/<name>.json, every `HEARTBEAT_S`, from a thread of their own
 
-How soon a process that hangs is killed, while the store answers. Let P be `PULSE_S`, W `WATCH_S`,
-and R how long the store takes for one request, at most `REQUEST_S`:
+How soon a process that hangs is killed, while the store answers. Let P be `HEARTBEAT_S`, W be
+`WATCH_S`, and R the time that the store takes for one request, at most `REQUEST_S`:
 
-- Stopped (SIGSTOP), or its interpreter held for good: its last pulse was written before that. The
-  watchman first sees it at most W + R later, and sees no other one; after ``faults.silence_s``
-  of that it kills. In all at most silence_s + 2 (W + R).
-- Its main thread hangs (deadlock, an endless loop in an environment or an engine): the last mark
-  is allowed a time A, the next pulse after A says that it is over, and the watchman reads it at
-  most P + W + 2 R later. In all at most A + P + W + 2 R. A is ``faults.stall_s``, and for what
-  says that it may take long (`deltawire.runtime.heartbeat`) at most ``faults.long_s``.
-- Before its first pulse, which needs no more than an interpreter: `FIRST_PULSE_S`, or silence_s
-  if that is longer.
+- The process is stopped (SIGSTOP), or its interpreter is held for good: its last heartbeat was
+  written before that. The watchdog first sees that heartbeat at most W + R later, and sees no other
+  one; it kills after ``faults.silence_s`` of that. In total at most silence_s + 2 (W + R).
+- Its main thread hangs (a deadlock, an endless loop in an environment or an engine): the activity
+  that it marked last is allowed a time A, the next heartbeat after A says that the time is over,
+  and the watchdog reads it at most P + W + 2 R later. In total at most A + P + W + 2 R. A is
+  ``faults.stall_s``, and for a long task (`deltawire.runtime.heartbeat`) at most ``faults.long_s``.
+- Before its first heartbeat, which needs no more than an interpreter: `FIRST_HEARTBEAT_S`, or
+  silence_s if that is longer.
 
-What is killed is started again `RESTART_PAUSE_S` later, longer if it dies often in a row. While
-the store does not answer nobody is killed: a silence that the watchman could not have heard
-broken does not count, and processes excuse their own main thread for such times.
+A killed process is started again `RESTART_PAUSE_S` later, or later if it dies often in a row. While
+the store does not answer, nothing is killed: silence that the watchdog could not have noticed does
+not count, and processes excuse their own main thread for such times.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from deltawire.errors import (
 )
 from deltawire.events import EventLog, Life, Role
 from deltawire.runtime.heartbeat import impatient
-from deltawire.runtime.watchdog import Child, Watchdog, has_ended, kill_with_its_own
+from deltawire.runtime.watchdog import Child, Watchdog, has_ended, kill_group
 from deltawire.store import Bucket
 from deltawire.wire import keys
 
@@ -58,22 +57,22 @@ COMMAND = (sys.executable, "-m", "deltawire")
 
 MAX_LOG_BYTES = 1 << 20
 FULL_BYTES = 1 << 16
-"""With less than that free, a process that said nothing could not say it."""
+"""With less free space than this, a process that logged nothing was unable to."""
 RESTARTS = 20
-"""Deaths in a row, each within `HEALTHY_S` and before a piece of work was finished, after which a
-child is given up. A store that did not answer is nobody's fault, and counts for none."""
+"""Deaths in a row, each within `HEALTHY_S` and before a piece of work was finished, after which the
+supervisor gives up. A store that did not answer does not count as a death."""
 HEALTHY_S = 60.0
 RESTART_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 10.0
 UNREACHABLE = 75
-"""The exit code of a child that the store did not answer: it is tried again for ever."""
+"""The exit code of a child that could not reach the store: it is restarted without a limit."""
 STOP_PATIENCE_S = 60.0
 FINAL_CODES = frozenset(kind.exit_code for kind in (InputError, FencedError, StoppedError))
-"""Exit codes of errors that a restart would meet again."""
+"""Exit codes of errors that a restart cannot remove."""
 
 
 class ChildError(DeltawireError):
-    """A process of the run ended with an error that restarting does not mend."""
+    """A process of the run ended with an error that a restart does not repair."""
 
     def __init__(self, message: str, code: int, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -81,9 +80,17 @@ class ChildError(DeltawireError):
 
 
 class Supervisor:
-    """Runs children until the trainer has finished; `stop` ends them early and cleanly.
+    """Runs child processes until the trainer has finished; `stop` ends them early and cleanly.
 
-    ``command`` is what starts one, before its arguments.
+    ``command`` starts a child, followed by the child's arguments.
+
+    Example::
+
+        supervisor = Supervisor(bucket, Path("logs"))
+        supervisor.start()
+        supervisor.add("trainer", "trainer", ["trainer", bucket.url, "--supervised"])
+        while not supervisor.check():
+            time.sleep(0.25)
     """
 
     def __init__(
@@ -98,29 +105,29 @@ class Supervisor:
         self._logs = logs
         self._command = command
         self._children: list[Child] = []
-        series = f"supervisor-{secrets.token_hex(8)}"
-        hasty = impatient(bucket)
-        # Stored by the watchman: who restarts processes must not wait for a store that hangs.
+        stream = f"supervisor-{secrets.token_hex(8)}"
+        quick = impatient(bucket)
+        # The watchdog stores events: the main thread must not wait for a store that hangs.
         self._events = EventLog(
             "supervisor",
-            lambda n, data: hasty.put(keys.events(series, n), data),
+            lambda n, data: quick.put(keys.events(stream, n), data),
             every_s=float("inf"),
         )
         silence_s = (faults or FaultsConfig()).silence_s
-        self._watchman = Watchdog(bucket, self._children, silence_s, self._events.flush)
+        self._watchdog = Watchdog(bucket, self._children, silence_s, self._events.flush)
 
-    def begin(self) -> None:
-        """Record that a session of the run begins; proves that the bucket can be written."""
+    def start(self) -> None:
+        """Record that a session of the run starts, which proves that the bucket is writable."""
         now = self._events.now()
         life = Life(
             process="supervisor", at=now, role="supervisor", what="started", pid=os.getpid()
         )
         self._events.record(life)
         self._events.flush()
-        self._watchman.start()
+        self._watchdog.start()
 
     def add(self, name: str, role: Role, arguments: Sequence[str]) -> None:
-        """Start ``python -m deltawire`` with these arguments, and keep it running."""
+        """Start a child with these arguments, and restart it whenever it dies."""
         child = Child(name, role, arguments)
         self._children.append(child)
         self._start(child)
@@ -128,7 +135,7 @@ class Supervisor:
     def run(
         self, name: str, role: Role, arguments: Sequence[str], tick: Callable[[], None]
     ) -> None:
-        """Run one process to its end, calling ``tick`` while it runs; raises `ChildError`."""
+        """Run one child to its end and call ``tick`` meanwhile; raises `ChildError` if it fails."""
         child = Child(name, role, arguments)
         self._children.append(child)
         self._start(child)
@@ -139,9 +146,9 @@ class Supervisor:
             raise self._error(child, code)
 
     def check(self) -> bool:
-        """Look after the children; True once the trainer has ended by itself.
+        """Restart children that died; True once the trainer has ended by itself.
 
-        Raises `ChildError` if one cannot be kept running.
+        Raises `ChildError` if a child cannot be kept running.
         """
         for child in self._children:
             if child.done:
@@ -160,11 +167,11 @@ class Supervisor:
         return all(child.done for child in self._children if child.role == "trainer")
 
     def running(self) -> bool:
-        """Whether any child still runs or will be restarted."""
+        """Whether any child is running or will be restarted."""
         return any(not child.done for child in self._children)
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Ask every child to stop, and wait; kill what does not listen, or all if in a hurry."""
+        """Ask every child to stop and wait; kill those that do not stop, or all if in a hurry."""
         for child in self._children:
             if child.process is not None and self._exit_code(child) is None:
                 child.process.send_signal(signal.SIGTERM)
@@ -174,24 +181,24 @@ class Supervisor:
                 continue
             while self._exit_code(child) is None:
                 if time.monotonic() > deadline or hurry():
-                    with self._watchman.lock:
-                        kill_with_its_own(child.process)
+                    with self._watchdog.lock:
+                        kill_group(child.process)
                 time.sleep(0.05)
             child.done = True
-        self._watchman.close()
+        self._watchdog.close()
         with contextlib.suppress(DeltawireError):
             self._events.flush()
 
     def _exit_code(self, child: Child) -> int | None:
-        """The code that a child ended with, None while it runs."""
+        """A child's exit code, None while it runs."""
         if child.process is None:
             return 1
-        with self._watchman.lock:
+        with self._watchdog.lock:
             return child.process.returncode if has_ended(child.process) else None
 
     def _start(self, child: Child) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
-        child.killed_for, child.achieved = "", False
+        child.killed_for, child.productive = "", False
         with (self._logs / f"{child.name}.log").open("ab") as log:
             child.log_from = log.tell()
             child.process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
@@ -200,22 +207,22 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                # Some datasets draw from sets of strings; every process must draw the same.
+                # Some datasets sample from sets of strings; all processes must sample the same.
                 env={**os.environ, "PYTHONHASHSEED": "0"},
             )
         child.starts += 1
         child.started_at = time.monotonic()
         if child.starts > 1:
-            self._tell(child, "restarted", f"start number {child.starts}")
+            self._record(child, "restarted", f"start number {child.starts}")
 
     def _died(self, child: Child, code: int) -> None:
         reason = f"signal {-code}" if code < 0 else f"exit code {code}"
         if child.killed_for:
             reason = f"killed: {child.killed_for}"
-        self._tell(child, "died", reason)
+        self._record(child, "died", reason)
         child.process = None
         lived = time.monotonic() - child.started_at
-        if child.achieved or lived >= HEALTHY_S:
+        if child.productive or lived >= HEALTHY_S:
             child.failures = 0
         if code != UNREACHABLE:
             child.failures += 1
@@ -225,7 +232,7 @@ class Supervisor:
         pause = min(RESTART_PAUSE_S * max(child.failures, 1), LONGEST_PAUSE_S)
         child.retry_at = time.monotonic() + pause
 
-    def _tell(self, child: Child, what: str, detail: str) -> None:
+    def _record(self, child: Child, what: str, detail: str) -> None:
         life = Life(
             process=child.name,
             at=self._events.now(),
@@ -238,20 +245,22 @@ class Supervisor:
     def _error(self, child: Child, code: int) -> ChildError:
         log = self._logs / f"{child.name}.log"
         lines = _end_of(log, child.log_from)
-        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        if said:
-            return ChildError(said[-1], code)
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        if errors:
+            return ChildError(errors[-1], code)
         reason = f"signal {-code}" if code < 0 else f"exit code {code}"
         if shutil.disk_usage(self._logs).free < FULL_BYTES:
             reason += f", and there is no space left on the disk of {self._logs}"
             return ChildError(
-                f"{child.name} ended with {reason}", code, hint="free some; nothing stored was lost"
+                f"{child.name} ended with {reason}",
+                code,
+                hint="free some space; nothing that was stored is lost",
             )
         return ChildError(f"{child.name} ended with {reason}; its log is {log}", code)
 
 
 def _end_of(log: Path, since: int) -> list[str]:
-    """The last lines that were written to a log behind ``since``."""
+    """The last lines that were written to a log after position ``since``."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(since, log.stat().st_size - MAX_LOG_BYTES))
         return file.read(MAX_LOG_BYTES).decode(errors="replace").splitlines()

@@ -17,9 +17,9 @@ RETENTION_FLOORS = "weights/retention-floors/"
 DELETION_INTENTS = "weights/deletion-intents/"
 CLOCK = "weights/clock"
 ROLLOUTS = "rollouts/"
-FLEET = "fleet/"
-PULSES = "pulses/"
-TENURES = "tenures/"
+HEARTBEATS = "heartbeats/"
+TOMBSTONES = "ended/"
+LEASES = "leases/"
 CHECKPOINTS = "checkpoints/"
 EVENTS = "events/"
 
@@ -125,25 +125,25 @@ def rollouts_of(worker: str) -> str:
     return f"{ROLLOUTS}{_checked(worker)}/"
 
 
-def heartbeat(worker: str) -> str:
-    """The key of a worker's heartbeat."""
-    return f"{FLEET}{_checked(worker)}.json"
+def heartbeat(process: str) -> str:
+    """The key of a process's heartbeat."""
+    return f"{HEARTBEATS}{_checked(process)}.json"
 
 
-def pulse(process: str) -> str:
-    """The key of a process's pulse."""
-    return f"{PULSES}{_checked(process)}.json"
+def tombstone(process: str) -> str:
+    """The key of the last heartbeat of a process that is gone."""
+    return f"{TOMBSTONES}{_checked(process)}.json"
 
 
-def tenure(process: str, number: int) -> str:
-    """The key by which a process holds its name, as the ``number``-th one to do so."""
-    return f"{TENURES}{_checked(process)}/{_number(number)}"
+def lease(process: str, number: int) -> str:
+    """The key whose creation gives a process its name, as the ``number``-th holder."""
+    return f"{LEASES}{_checked(process)}/{_number(number)}"
 
 
 def process_of(key: str) -> str | None:
-    """The process that a pulse's key names, None if it is no such key."""
-    name = key.removeprefix(PULSES).removesuffix(".json")
-    return name if key == f"{PULSES}{name}.json" and valid_name(name) else None
+    """The process that a heartbeat's key names, None for any other key."""
+    name = key.removeprefix(HEARTBEATS).removesuffix(".json")
+    return name if key == f"{HEARTBEATS}{name}.json" and valid_name(name) else None
 
 
 def checkpoint(version: int, part: str) -> str:
@@ -167,10 +167,3 @@ def trailing_number(key: str) -> int | None:
     """The version or sequence in a manifest's, rollout's or segment's key, None if it has none."""
     stem = key.rsplit("/", 1)[-1].split(".", 1)[0]
     return int(stem) if len(stem) == 10 and stem.isascii() and stem.isdigit() else None
-
-
-def worker_of(key: str) -> str | None:
-    """The worker that a heartbeat's key names, None if it is no such key."""
-    name = key.removeprefix(FLEET).removesuffix(".json")
-    well_formed = key == f"{FLEET}{name}.json" and valid_name(name)
-    return name if well_formed else None

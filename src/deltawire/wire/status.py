@@ -1,5 +1,4 @@
-"""``trainer.json``, ``fleet/`` and ``pulses/``: who is alive, at which version, with which credits,
-and whether its work goes on."""
+"""Status objects: ``trainer.json`` and one heartbeat per process under ``heartbeats/``."""
 
 from __future__ import annotations
 
@@ -16,13 +15,14 @@ MAX_STATUS_BYTES = 4 << 20
 Phase = Literal["starting", "training", "stopped", "finished"]
 WorkerPhase = Literal["starting", "sampling", "stopped", "finished"]
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+_Name = Annotated[str, Meta(max_length=64)]
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's own status, replaced whole at every change.
+    """The trainer's status, replaced as a whole at every change.
 
-    ``version`` is committed. ``credits`` counts, for each worker, the groups it may have started
-    since the run began. ``finished`` means that ``version`` is the last one.
+    ``version`` is committed. ``credits`` counts, for each worker, the groups that it may have
+    started since the run began. ``finished`` means that ``version`` is the last one.
     """
 
     format: int = FORMAT
@@ -34,55 +34,52 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
-class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's status. ``digest`` is that of its serving weights, recomputed from them when
-    ``attested``; ``stored`` counts the groups it has put, ``nonce`` tells its processes apart.
-    ``stuck`` is said of a worker by itself: its heartbeat goes on and its serving loop does not."""
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a heartbeat that only workers have.
 
-    format: int = FORMAT
-    worker: Annotated[str, Meta(max_length=64)]
-    nonce: Annotated[str, Meta(max_length=64)]
+    ``digest`` is the digest of the serving weights; it was recomputed from the weights themselves
+    if ``attested``. ``lag`` is the newest version minus the one held. ``stored`` is the sequence
+    number that the worker's next group gets.
+    """
+
     phase: WorkerPhase
     version: Index
     digest: Annotated[str, Meta(max_length=32)]
-    attested: bool
-    lag: Index
-    stored: Index
-    supervised: bool
-    host: Annotated[str, Meta(max_length=256)]
-    pid: int
-    started_at: float
-    at: float
-    stuck: bool = False
+    attested: bool = False
+    lag: Index = 0
+    stored: Index = 0
 
 
-class Pulse(msgspec.Struct, frozen=True, kw_only=True):
-    """That a process lives, and that its work goes on, written by a thread of its own.
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """A sign that a process is alive and makes progress, written by a thread of that process.
 
-    The main thread marks its progress; ``quiet_s`` is how long ago it last did, by the process's
-    own clock, and ``allowed_s`` how long what it is ``doing`` may take. ``tenure`` counts the
-    processes that had this name: one that finds a higher tenure than its own has been replaced.
+    ``number`` counts the heartbeats of this process. The main thread marks its progress:
+    ``quiet_s`` is the time since its last mark by the process's own clock, and ``allowed_s`` how
+    long its current activity ``doing`` may take. ``nonce`` differs between processes that use the
+    same name one after another, and ``lease`` counts those processes. ``ended`` marks the last
+    heartbeat of a process that ended in order. ``finished`` counts the pieces of work that it
+    completed: versions, groups or evaluations.
     """
 
     format: int = FORMAT
-    process: Annotated[str, Meta(max_length=64)]
+    process: _Name
     role: Annotated[str, Meta(max_length=32)]
-    nonce: Annotated[str, Meta(max_length=64)]
-    tenure: Index
+    nonce: _Name
+    lease: Index
     supervised: bool
     host: Annotated[str, Meta(max_length=256)]
     pid: int
     started_at: float
     at: float
-    beat: Index
-    doing: Annotated[str, Meta(max_length=64)]
+    number: Index
+    doing: _Name
     quiet_s: _Seconds
     allowed_s: _Seconds
     ended: bool = False
-    achieved: Index = 0
-    """Pieces of work finished by this process: versions, groups, evaluations."""
+    finished: Index = 0
+    worker: WorkerStatus | None = None
 
     @property
-    def stuck(self) -> bool:
-        """Whether it marked no progress for longer than what it does may take."""
+    def stalled(self) -> bool:
+        """Whether the main thread marked no progress for longer than its activity may take."""
         return not self.ended and self.quiet_s > self.allowed_s

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from heartbeats import put_heartbeat
 
 from deltawire.cli.main import main
 from deltawire.config import BuildConfig, parse_config
@@ -30,7 +32,6 @@ from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
 from deltawire.wire.rollouts import Group, Trajectory, encode_group
-from deltawire.wire.status import Heartbeat
 
 VERSIONS, STORED = 10, 40
 
@@ -74,22 +75,7 @@ def begun(tmp_path_factory) -> Path:
     start_run(bucket, parse_config(raw, source="test"), folder / "model")
     for number in range(STORED):
         bucket.put(keys.rollout("w0", number), encode_group(group(number)))
-    beat = Heartbeat(
-        worker="w0",
-        nonce="n",
-        phase="sampling",
-        version=0,
-        digest="",
-        attested=False,
-        lag=0,
-        stored=STORED,
-        supervised=False,
-        host="h",
-        pid=1,
-        started_at=0.0,
-        at=1.0,
-    )
-    bucket.put(keys.heartbeat("w0"), encode_json(beat))
+    put_heartbeat(bucket, "w0", stored=STORED, at=time.time())
     return folder / "bucket"
 
 

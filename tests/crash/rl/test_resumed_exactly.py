@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from heartbeats import put_heartbeat
 
 from deltawire.cli.main import main
 from deltawire.config import BuildConfig, RunConfig, parse_config
@@ -35,9 +36,7 @@ from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
-from deltawire.wire.objects import encode_json
 from deltawire.wire.rollouts import Group, Trajectory, encode_group
-from deltawire.wire.status import Heartbeat
 
 VERSIONS = 6
 CONFIG = {
@@ -53,22 +52,6 @@ CONFIG = {
         "micro_batch_groups": 1,
     },
 }
-
-BEAT = Heartbeat(
-    worker="w0",
-    nonce="n",
-    phase="sampling",
-    version=0,
-    digest="",
-    attested=False,
-    lag=0,
-    stored=2 * VERSIONS,
-    supervised=False,
-    host="h",
-    pid=1,
-    started_at=0.0,
-    at=1.0,
-)
 
 
 def group(number: int) -> Group:
@@ -100,7 +83,7 @@ def begun(tmp_path_factory) -> Path:
     start_run(bucket, parse_config(config, source="test"), folder / "model")
     for number in range(2 * VERSIONS):
         bucket.put(keys.rollout("w0", number), encode_group(group(number)))
-    bucket.put(keys.heartbeat("w0"), encode_json(BEAT))
+    put_heartbeat(bucket, "w0", stored=2 * VERSIONS, at=time.time())
     return folder / "bucket"
 
 
@@ -266,8 +249,7 @@ def test_versions_that_are_not_there_are_refused(bucket, first, last) -> None:
 
 def test_what_a_dead_worker_stored_is_trained_on(bucket) -> None:
     """It died before any trainer saw it: nothing of it is settled, and it is not alive."""
-    stopped = msgspec.structs.replace(BEAT, phase="stopped")
-    bucket.put(keys.heartbeat("w0"), encode_json(stopped))
+    put_heartbeat(bucket, "w0", stored=2 * VERSIONS, phase="stopped", ended=True)
     train(bucket)
     fates = audit_fates(bucket, max_staleness=100)
     assert (fates.consumed, fates.stored) == (2 * VERSIONS, 2 * VERSIONS)
@@ -276,14 +258,14 @@ def test_what_a_dead_worker_stored_is_trained_on(bucket) -> None:
 def test_an_outage_is_waited_for(bucket, uninterrupted, monkeypatch) -> None:
     trainer = trainer_of(bucket)
     outages = iter([True, False, True, True])
-    look = trainer.fleet.look
+    poll = trainer.fleet.poll
 
-    def unsteady() -> set[str]:
+    def unsteady(**options: float) -> None:
         if next(outages, False):
             raise RetryError("the store does not answer")
-        return look()
+        poll(**options)
 
-    trainer.fleet.look = unsteady
+    trainer.fleet.poll = unsteady
     trainer.process.wait = lambda seconds: None
     trainer.loop()
     assert digests(bucket) == uninterrupted
@@ -322,10 +304,10 @@ def test_a_store_that_never_answers_ends_it(bucket, monkeypatch) -> None:
     trainer = trainer_of(bucket)
     monkeypatch.setattr("deltawire.rl.trainer.trainer.STORE_PATIENCE_S", -1.0)
 
-    def never() -> set[str]:
+    def never(**_: float) -> None:
         raise RetryError("the store does not answer")
 
-    trainer.fleet.look = never
+    trainer.fleet.poll = never
     with pytest.raises(RetryError):
         trainer.loop()
     trainer.publisher.close()

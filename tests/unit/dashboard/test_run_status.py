@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from heartbeats import make_heartbeat, put_heartbeat
 from rich.console import Console
 
 from deltawire.cli.main import main
@@ -20,28 +21,14 @@ from deltawire.sync import create_run
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
 from deltawire.wire.run import Run, TensorSpec
-from deltawire.wire.status import Heartbeat, Pulse, TrainerStatus
+from deltawire.wire.status import Heartbeat, TrainerStatus
 
 NOW = 1_000_000.0
 CONFIG = {"name": "seen", "model": {"path": "m"}, "train": {"versions": 9, "max_staleness": 3}}
 
 
-def pulse(name: str, role: str, *, age_s: float = 1.0, quiet_s: float = 0.0) -> Pulse:
-    return Pulse(
-        process=name,
-        role=role,
-        nonce="n",
-        tenure=0,
-        supervised=True,
-        host="h",
-        pid=1,
-        started_at=NOW - 100,
-        at=NOW - age_s,
-        beat=3,
-        doing="train",
-        quiet_s=quiet_s,
-        allowed_s=5.0,
-    )
+def beat(name: str, role: str, *, age_s: float = 1.0, **changes) -> Heartbeat:
+    return make_heartbeat(name, role, at=NOW - age_s, **changes)
 
 
 def step(version: int, staleness: list[int], queued: list[int]) -> Step:
@@ -131,28 +118,12 @@ def bucket(tmp_path) -> Bucket:
     )
     for series, events in events_of_a_run().items():
         found.put(keys.events(series, 0), encode_lines(events))
-    for one in (pulse("trainer", "trainer"), pulse("w0", "worker")):
-        found.put(keys.pulse(one.process), encode_json(one))
+    put_heartbeat(found, "trainer", "trainer", at=NOW - 1)
+    put_heartbeat(found, "w0", at=NOW - 1, version=1, lag=2, stored=3)
     status = TrainerStatus(
         phase="training", version=3, digest="", epoch=1, credits={"w0": 7, "gone": 9}, at=NOW
     )
     found.put(keys.TRAINER, encode_json(status))
-    beat = Heartbeat(
-        worker="w0",
-        nonce="n",
-        phase="sampling",
-        version=1,
-        digest="",
-        attested=False,
-        lag=2,
-        stored=3,
-        supervised=True,
-        host="h",
-        pid=1,
-        started_at=0.0,
-        at=NOW - 1,
-    )
-    found.put(keys.heartbeat("w0"), encode_json(beat))
     return found
 
 
@@ -199,38 +170,35 @@ def test_every_figure(bucket) -> None:
 @pytest.mark.parametrize(
     ("of", "state", "phase"),
     [
-        (pulse("trainer", "trainer", age_s=31), "silent", "trainer silent"),
-        (pulse("trainer", "trainer", quiet_s=6), "stuck", "trainer stuck"),
+        (beat("trainer", "trainer", age_s=31), "silent", "trainer silent"),
+        (beat("trainer", "trainer", quiet_s=6), "stalled", "trainer stalled"),
         (
-            msgspec.structs.replace(pulse("trainer", "trainer"), ended=True, at=0.0),
+            beat("trainer", "trainer", ended=True, age_s=NOW),
             "ended",
             "training",
         ),
     ],
 )
 def test_a_trainer_that_shows_no_life_is_told_apart(bucket, of, state, phase) -> None:
-    bucket.put(keys.pulse("trainer"), encode_json(of))
+    bucket.put(keys.heartbeat("trainer"), encode_json(of))
     found = look(bucket)
     assert next(line.state for line in found.processes if line.name == "trainer") == state
     assert found.phase == phase
 
 
 def test_groups_of_the_dead_are_not_in_flight(bucket) -> None:
-    data = bucket.get(keys.heartbeat("w0"), limit=1 << 16)
-    beat = msgspec.json.decode(data, type=Heartbeat)
-    killed = msgspec.structs.replace(beat, worker="gone", stored=1, at=NOW - 3600)
-    bucket.put(keys.heartbeat("gone"), encode_json(killed))
+    put_heartbeat(bucket, "gone", stored=1, at=NOW - 3600)
     found = look(bucket)
     assert {line.name: line.state for line in found.processes}["gone"] == "silent"
     assert found.groups_in_flight == 4
 
 
 def test_what_is_damaged_is_named_and_the_rest_shown(bucket) -> None:
-    for key in (keys.TRAINER, keys.heartbeat("w0"), keys.pulse("w0"), keys.events("w0-a", 0)):
+    for key in (keys.TRAINER, keys.heartbeat("w0"), keys.events("w0-a", 0)):
         bucket.put(key, b"\x1b[31m{")
     found = look(bucket)
-    assert len(found.problems) == 4
-    for word in ("trainer.json", "fleet/w0.json", "pulses/w0.json", "segments of events"):
+    assert len(found.problems) == 3
+    for word in ("trainer.json", "heartbeats/w0.json", "segments of events"):
         assert any(word in problem for problem in found.problems)
     assert found.bytes_per_version == 1000
     assert "\x1b" not in shown(found)

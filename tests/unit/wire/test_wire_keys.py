@@ -26,13 +26,13 @@ def test_hostile_names_are_refused_everywhere(name):
         with pytest.raises(InputError) as caught:
             build()
         assert len(str(caught.value).splitlines()) == 1
-    assert keys.worker_of(f"{keys.FLEET}{name}.json") is None
+    assert keys.process_of(f"{keys.HEARTBEATS}{name}.json") is None
 
 
 @pytest.mark.parametrize("name", ["a", "0", "worker-1", "A_b-C", "a" * 63])
 def test_good_names(name):
     assert keys.valid_name(name)
-    assert keys.worker_of(keys.heartbeat(name)) == name
+    assert keys.process_of(keys.heartbeat(name)) == name
     assert keys.rollout(name, 7) == f"rollouts/{name}/0000000007"
     assert keys.rollout(name, 7).startswith(keys.rollouts_of(name))
     assert keys.events(name, 7) == f"events/{name}/0000000007.jsonl"
@@ -73,7 +73,7 @@ def test_keys_without_a_number(key):
 
 @pytest.mark.parametrize("key", ["fleet/a", "fleet/a.json.json", "a.json", "fleet/x/a.json", ""])
 def test_keys_of_no_worker(key):
-    assert keys.worker_of(key) is None
+    assert keys.process_of(key) is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from deltawire.rl.control.admission import WorkerLoad
 from deltawire.rl.control.rollout_buffer import RolloutBuffer
 from deltawire.rl.control.staleness import policy_of
 from deltawire.store import Bucket
-from deltawire.sync.chain.objects import with_retries
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.objects import encode_json
@@ -114,12 +113,9 @@ class CreditIssuer:
             now = time.monotonic()
             if status != self._written or now - self._written_at >= REWRITE_S:
                 stamped = msgspec.structs.replace(status, at=time.time())
-                with_retries(lambda: self._put(stamped))
+                self._confirm()
+                self._bucket.put(keys.TRAINER, encode_json(stamped))
                 self._written, self._written_at = status, now
-
-    def _put(self, status: TrainerStatus) -> None:
-        self._confirm()
-        self._bucket.put(keys.TRAINER, encode_json(status))
 
     def _loads(self) -> dict[str, WorkerLoad]:
         return {

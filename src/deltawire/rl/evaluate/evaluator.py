@@ -1,4 +1,4 @@
-"""The evaluator: one more reader of the run, which measures held-out accuracy of some versions."""
+"""Evaluator: a process that follows the run and measures held-out accuracy of some versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from deltawire.rl.rollout.policy_server import Served, follow, serve_model, swap
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.sync import Follower
-from deltawire.sync.chain.objects import with_retries
 from deltawire.wire import keys
 
 MAX_SEGMENT_BYTES = 64 << 20
@@ -35,12 +34,12 @@ class Accuracy:
 
 
 async def measure(
-    served: Served, config: RunConfig, mark: Callable[[str], None] = lambda _: None
+    served: Served, config: RunConfig, progress: Callable[[str], None] = lambda _: None
 ) -> Accuracy:
-    """Every held-out problem, ``samples`` times at the rollout's temperature and once greedy.
+    """Solve every held-out problem, ``samples`` times at the rollout's temperature and once greedy.
 
-    ``mark`` is called after every engine step. Episodes that fail count neither way; raises
-    `InputError` if all of them do.
+    ``progress`` is called after every engine step. Episodes that fail count neither as correct nor
+    as wrong; raises `InputError` if all of them fail.
     """
     rollout, samples = config.rollout, config.evaluate.samples
     limits = Limits.of(rollout)
@@ -61,40 +60,42 @@ async def measure(
             served.engine,
             plays,
             concurrent=rollout.concurrent or served.engine.slots,
-            after_step=lambda: mark("evaluate"),
+            after_step=lambda: progress("evaluate"),
         )
-        sound = [episode for episode in episodes if not episode.cause]
-        if not sound:
+        completed = [episode for episode in episodes if not episode.cause]
+        if not completed:
             raise InputError(f"every held-out episode failed: {episodes[0].cause}")
-        return sum(episode.solved for episode in sound) / len(sound)
+        return sum(episode.solved for episode in completed) / len(completed)
 
     return Accuracy(await solve(rollout.temperature, samples), await solve(0.0, 1), len(tasks))
 
 
 def evaluated_versions(process: Process) -> set[int]:
-    """Versions that an evaluator of this run has measured before."""
+    """Versions that an evaluator of this run measured before."""
     found = set()
-    for series in process.bucket.list_prefixes(keys.EVENTS):
-        if not series.startswith(f"{process.name}-"):
+    for stream in process.bucket.list_prefixes(keys.EVENTS):
+        if not stream.startswith(f"{process.name}-"):
             continue
-        for key in process.bucket.list(f"{keys.EVENTS}{series}/"):
+        for key in process.bucket.list(f"{keys.EVENTS}{stream}/"):
             data = process.bucket.get(key, limit=MAX_SEGMENT_BYTES) or b""
             found |= {e.version for e in decode_lines(data) if isinstance(e, Evaluated)}
     return found
 
 
 def run_evaluator(process: Process) -> None:
-    """The evaluator process: follows every version, measures the due ones and the last."""
+    """Run an evaluator process: follow every version, measure those that are due and the last."""
     started = time.time()
-    process.tell("started")
+    process.record_life("started")
     run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
-    process.heart.faults = config.faults
-    with process.heart.taking("start"):
+    process.heartbeat.faults = config.faults
+    with process.heartbeat.long_task("start"):
         done = evaluated_versions(process)
         served, subscriber = serve_model(
             process, run, config, seed=config.seed, slots=SLOTS, at=max(done, default=0)
         )
-    subscriber.stepwise = True  # Every due version is measured, also when several have come.
+    subscriber.stepwise = (
+        True  # Each due version is measured, even if several were published meanwhile.
+    )
     follower = follow(subscriber, served)
     follower.start()
     process.events.span("start", started)
@@ -102,20 +103,20 @@ def run_evaluator(process: Process) -> None:
         _follow(process, config, served, follower, done)
     finally:
         follower.close()
-    process.tell("stopped")
+    process.record_life("stopped")
 
 
 def _follow(
     process: Process, config: RunConfig, served: Served, follower: Follower, done: set[int]
 ) -> None:
     while not process.stopping:
-        process.heart.mark("wait")
+        process.heartbeat.progress("wait")
         version = served.live.version
         last = _is_last(process, version)
         due = last or version % config.evaluate.every == 0
         if due and version not in done:
             began = process.events.now()
-            accuracy = asyncio.run(measure(served, config, process.heart.mark))
+            accuracy = asyncio.run(measure(served, config, process.heartbeat.progress))
             ended = process.events.span("evaluate", began)
             process.events.record(
                 Evaluated(
@@ -130,7 +131,7 @@ def _follow(
                 )
             )
             process.events.flush()
-            process.heart.achieve()
+            process.heartbeat.count_finished()
             done.add(version)
         if last:
             return
@@ -142,5 +143,5 @@ def _follow(
 
 
 def _is_last(process: Process, version: int) -> bool:
-    status = with_retries(lambda: read_trainer(process.bucket))
+    status = read_trainer(process.bucket)
     return status is not None and status.phase == "finished" and status.version == version

@@ -1,73 +1,66 @@
-"""Reads the trainer's status and writes the worker's heartbeat."""
+"""Trainer link: keeps a worker's copy of the trainer's status up to date."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 from deltawire.errors import DeltawireError, RetryError
 from deltawire.runtime.fleet import read_trainer
-from deltawire.runtime.heartbeat import read_pulse
+from deltawire.runtime.heartbeat import HEARTBEAT_S, read_heartbeat
+from deltawire.runtime.liveness import Liveness
 from deltawire.store import Bucket
-from deltawire.wire import keys
-from deltawire.wire.objects import encode_json
-from deltawire.wire.status import Heartbeat, TrainerStatus
+from deltawire.wire.status import TrainerStatus
 
-HEARTBEAT_S = 1.0
+RETRY_S = 1.0
 
 
 class TrainerLink(threading.Thread):
-    """Keeps the latest ``trainer.json`` at hand and the worker's own heartbeat fresh.
+    """Polls ``trainer.json`` and the trainer's heartbeat in a thread.
 
-    A store that does not answer leaves what is at hand as it was; ``error`` holds anything that
-    waiting will not mend.
+    While the store does not answer, ``status`` stays as it was. ``error`` holds any error that
+    waiting cannot repair; `raise_error` raises it.
     """
 
-    def __init__(self, bucket: Bucket, beat: Callable[[], Heartbeat]) -> None:
-        super().__init__(name="liaison", daemon=True)
+    def __init__(self, bucket: Bucket, *, silence_s: float) -> None:
+        super().__init__(name="trainer-link", daemon=True)
         self.status: TrainerStatus | None = None
         self.error: DeltawireError | None = None
-        self.heard_at = time.monotonic()
-        """When the trainer last gave a sign of life that was new, by this process's clock."""
-        self._heard = (0.0, -1)
+        self.alive_at = time.monotonic()
+        """When the trainer was last seen alive, by this process's clock."""
         self._bucket = bucket
-        self._beat = beat
+        self._liveness = Liveness(silence_s=silence_s)
         self._closed = threading.Event()
 
     def run(self) -> None:
-        """The thread itself."""
-        beaten = float("-inf")
+        """Poll until `close`."""
+        checked_at = time.monotonic()
         while not self._closed.is_set():
             try:
                 self.status = read_trainer(self._bucket) or self.status
-                if time.monotonic() - beaten >= HEARTBEAT_S:
-                    self.beat_now()
-                    beaten = time.monotonic()
-                    self._listen()
+                if (elapsed_s := time.monotonic() - checked_at) >= HEARTBEAT_S:
+                    checked_at += elapsed_s
+                    self._check_trainer(elapsed_s)
             except RetryError:
-                self._closed.wait(1.0)
+                checked_at = time.monotonic()
+                self._closed.wait(RETRY_S)
             except DeltawireError as error:
                 self.error = error
                 return
             self._closed.wait(self._bucket.poll_s)
 
-    def _listen(self) -> None:
-        pulse = read_pulse(self._bucket, "trainer")
-        sign = (
-            self.status.at if self.status else 0.0,
-            pulse.beat if pulse is not None and not pulse.stuck else self._heard[1],
-        )
-        if sign != self._heard:
-            self._heard, self.heard_at = sign, time.monotonic()
+    def _check_trainer(self, elapsed_s: float) -> None:
+        state = self._liveness.observe(read_heartbeat(self._bucket, "trainer"), elapsed_s)
+        if state == "alive":
+            self.alive_at = time.monotonic()
 
-    def beat_now(self) -> None:
-        """Write the heartbeat."""
-        beat = self._beat()
-        self._bucket.put(keys.heartbeat(beat.worker), encode_json(beat))
+    def raise_error(self) -> None:
+        """Raise the error that ended the thread, if one did."""
+        if self.error is not None:
+            raise self.error
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the thread."""
         self._closed.set()
         if self.is_alive():
             self.join(timeout=30)

@@ -1,28 +1,28 @@
-"""A rollout worker: follows the weights, samples groups while it has credits, stores them.
+"""Rollout worker: follows the weights, samples groups while it has credits, and stores them.
 
 Who waits for whom::
 
-    follower's thread    prepares the next version            ┐
-    liaison's thread     reads trainer.json, writes heartbeat ├─▶ serving loop: swap, start
-    uploader's thread ◀─ finished groups, one put each        ┘   groups, decode one step
+    follower's thread      prepares the next version        ┐
+    trainer link's thread  reads trainer.json               ├─▶ serving loop: swap, start groups,
+    uploader's thread   ◀─ finished groups, one put each    ┘   decode one step
+    heartbeat's thread     reads phase, version, lag
 
-The serving loop never waits for the bucket. An engine outside fetches its weights itself: then the
-follower brings versions and digests alone, and the swap is waited for in a thread. A worker that
-dies costs the groups it had not finished: what it stored is counted from the bucket when it comes
-back under the same name.
+The serving loop never waits for the bucket. A vLLM engine fetches its own weights: the follower
+then supplies only versions and digests, and a thread waits for the swap. A worker that dies loses
+the groups that it had not finished; what it stored is found in the bucket when it returns under
+the same name.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 
 from deltawire.codec import Digest
 from deltawire.config import RunConfig
 from deltawire.engines.transformers import IDLE_S
-from deltawire.errors import FencedError, RetryError
+from deltawire.errors import RetryError
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import Limits, group_of
 from deltawire.rl.rollout.failure_budget import Failures
@@ -31,32 +31,29 @@ from deltawire.rl.rollout.policy_server import (
     serve_model,
     swap,
 )
-from deltawire.rl.rollout.trainer_link import HEARTBEAT_S, TrainerLink
+from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.uploader import Uploader
-from deltawire.runtime.fleet import read_heartbeat
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.sync import Steps
-from deltawire.sync.chain.objects import with_retries
 from deltawire.wire import keys
 from deltawire.wire.run import Run
-from deltawire.wire.status import Heartbeat, TrainerStatus, WorkerPhase
+from deltawire.wire.status import TrainerStatus, WorkerPhase, WorkerStatus
 
-SAY_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 
 
 class Worker:
     """One worker's serving loop."""
 
     def __init__(
-        self, process: Process, run: Run, config: RunConfig, *, say: Callable[[str], None]
+        self, process: Process, run: Run, config: RunConfig, *, report: Callable[[str], None]
     ) -> None:
         self.process = process
-        self._say = say
-        self._said_at = time.monotonic()
+        self._report = report
+        self._reported_at = time.monotonic()
         self.config = config
         bucket = process.bucket
         first = len(bucket.list(keys.rollouts_of(process.name)))
-        self._refuse_twin()
         seed = int.from_bytes(process.nonce.encode()[:6], "little") ^ config.seed
         steps: Steps
         if config.rollout.engine == "vllm":
@@ -70,7 +67,7 @@ class Worker:
         self.phase: WorkerPhase = "sampling"
         self.attested: Digest | None = None
         self.follower = follow(steps, self.served)
-        self.liaison = TrainerLink(bucket, self._beat)
+        self.link = TrainerLink(bucket, silence_s=config.faults.silence_s)
         self.uploader = Uploader(bucket, process.name, first, process)
         self._first = first
         self._started = first
@@ -78,45 +75,23 @@ class Worker:
         self._groups: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._failures = Failures(config.rollout, process.name)
+        process.heartbeat.worker = self._status
 
-    def _refuse_twin(self) -> None:
-        """Raise `FencedError` if another living process has this worker's name."""
-        bucket, name = self.process.bucket, self.process.name
-        before = read_heartbeat(bucket, keys.heartbeat(name))
-        if before is None or before.phase in ("stopped", "finished") or self.process.supervised:
-            return
-        self.process.wait(2.5 * HEARTBEAT_S)
-        after = read_heartbeat(bucket, keys.heartbeat(name))
-        if after is not None and after.at != before.at:
-            raise FencedError(
-                f"a worker named {name} is alive in this run",
-                hint="give this one another --id",
-                run=bucket.url,
-            )
-
-    def _beat(self) -> Heartbeat:
-        live, status = self.served.live, self.liaison.status
-        return Heartbeat(
-            worker=self.process.name,
-            nonce=self.process.nonce,
+    def _status(self) -> WorkerStatus:
+        live, trainer = self.served.live, self.link.status
+        return WorkerStatus(
             phase=self.phase,
             version=live.version,
             digest=(self.attested or live.digest).hex(),
             attested=self.attested is not None,
-            lag=max(0, (status.version if status else 0) - live.version),
+            lag=max(0, (trainer.version if trainer else 0) - live.version),
             stored=self.uploader.stored,
-            supervised=self.process.supervised,
-            host=self.process.host,
-            pid=os.getpid(),
-            started_at=self.process.started_at,
-            at=time.time(),
-            stuck=self.process.heart.stuck,
         )
 
     async def serve(self, *, patience_s: float) -> None:
-        """Sample until the run is finished, or until told to stop, or until the trainer has been
+        """Sample until the run is finished, until asked to stop, or until the trainer has been
         stopped for ``patience_s``."""
-        for thread in (self.follower, self.liaison, self.uploader):
+        for thread in (self.follower, self.link, self.uploader):
             thread.start()
         try:
             await self._serve(patience_s)
@@ -128,29 +103,27 @@ class Worker:
             await self.served.close()
             self.uploader.close()
             self.follower.close()
-            self.liaison.close()
+            self.link.close()
             self.phase = "finished" if self.phase == "finished" else "stopped"
-            with_retries(self.liaison.beat_now)
 
     async def _serve(self, patience_s: float) -> None:
         training_at = time.monotonic()
         while not self.process.stopping:
-            self.process.heart.mark("sample" if self._groups else "wait")
-            for part in (self.liaison, self.uploader):
-                if part.error is not None:
-                    raise part.error
+            self.process.heartbeat.progress("sample" if self._groups else "wait")
+            self.link.raise_error()
+            self.uploader.raise_error()
             if self._failure is not None:
                 raise self._failure
             if self.served.outside:
                 await asyncio.to_thread(swap, self.served, self.follower, self.process)
             else:
                 swap(self.served, self.follower, self.process)
-            status = self.liaison.status
+            status = self.link.status
             if status is not None and status.phase == "finished":
                 if self._finish(status):
                     return
             elif status is not None and status.phase == "training":
-                training_at = self.liaison.heard_at
+                training_at = self.link.alive_at
                 self._start_groups(status)
             if time.monotonic() - training_at > patience_s:
                 raise RetryError(
@@ -159,19 +132,19 @@ class Worker:
                     run=self.process.bucket.url,
                 )
             await self._advance()
-            if time.monotonic() - self._said_at > SAY_EVERY_S:
-                self.say_how_it_stands()
+            if time.monotonic() - self._reported_at > REPORT_EVERY_S:
+                self.report_progress()
         self.phase = "stopped"
 
-    def say_how_it_stands(self) -> None:
-        """One line for a person."""
-        self._said_at = time.monotonic()
-        status, live = self.liaison.status, self.served.live
+    def report_progress(self) -> None:
+        """Report one line for a person."""
+        self._reported_at = time.monotonic()
+        status, live = self.link.status, self.served.live
         lag = max(0, (status.version if status else 0) - live.version)
         doing = self.phase if status is None or status.phase == "training" else status.phase
         stored = self.uploader.stored - self._first
         failed = f", {self._failures.count} episodes failed" if self._failures.count else ""
-        self._say(f"version {live.version}, lag {lag}, {stored} groups stored{failed}, {doing}")
+        self._report(f"version {live.version}, lag {lag}, {stored} groups stored{failed}, {doing}")
 
     async def _advance(self) -> None:
         """One engine step, or a short sleep if there is nothing to do."""
@@ -181,7 +154,7 @@ class Worker:
             await engine.advance()
             events.span("sample", began)
         else:
-            # Environments that work elsewhere will want the engine any moment.
+            # Environments that run elsewhere will need the engine at any moment.
             await asyncio.sleep(IDLE_S if self._groups else self.process.bucket.poll_s / 4)
             events.span("wait", began)
 
@@ -229,7 +202,7 @@ class Worker:
         )
 
     def _finish(self, status: TrainerStatus) -> bool:
-        """At the last version, recompute the digest from the serving weights; else keep going."""
+        """At the last version, recompute the digest from the serving weights; else continue."""
         if self.served.live.version < status.version:
             return False
         self.attested = self.served.live.attest()
@@ -237,19 +210,19 @@ class Worker:
         return True
 
 
-def run_worker(process: Process, *, patience_s: float, say: Callable[[str], None]) -> None:
-    """The worker process, from its start to the run's end or a signal.
+def run_worker(process: Process, *, patience_s: float, report: Callable[[str], None]) -> None:
+    """Run a worker process from its start to the run's end or a signal.
 
-    ``say`` takes a line for a person: on joining, every so often, and at the end.
+    ``report`` takes a line for a person: on joining, every few seconds, and at the end.
     """
     started = time.time()
-    process.tell("started")
+    process.record_life("started")
     run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
-    process.heart.faults = config.faults
-    with process.heart.taking("start"):
-        worker = Worker(process, run, config, say=say)
+    process.heartbeat.faults = config.faults
+    with process.heartbeat.long_task("start"):
+        worker = Worker(process, run, config, report=report)
     process.events.span("start", started)
-    say(f"joined run {config.name} as {process.name} at version {worker.served.live.version}")
+    report(f"joined run {config.name} as {process.name} at version {worker.served.live.version}")
     asyncio.run(worker.serve(patience_s=patience_s))
-    worker.say_how_it_stands()
-    process.tell("stopped", f"version {worker.served.live.version}")
+    worker.report_progress()
+    process.record_life("stopped", f"version {worker.served.live.version}")

@@ -44,7 +44,7 @@ from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.resume import groups_of, redo, resume, seed_step
-from deltawire.runtime.fleet import Fleet, read_trainer
+from deltawire.runtime.fleet import POLL_S, Fleet, read_trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.sync import (
     COMPACTION_STRIDES,
@@ -91,7 +91,7 @@ class Trainer:
             self.ledger.copy(),
             epoch=epoch,
             granted=dict(before.credits) if before else {},
-            confirm=process.heart.confirm,
+            confirm=process.lease.confirm,
         )
         self.desk.version, self.desk.digest = head.version, head.digest.hex()
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -110,7 +110,7 @@ class Trainer:
             arrive=self.desk.staleness.arrive,
             withhold=self.probes.withholds,
         )
-        self.fleet = Fleet(self.bucket)
+        self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
         self.publisher = Publisher(
             self.bucket,
             run,
@@ -128,10 +128,10 @@ class Trainer:
         state = resume(self.bucket, self.run, self.config, model, newest=head.version)
         start, same = state.version, True
         while state.version < head.version:
-            with self.process.heart.taking("redo"):
+            with self.process.heartbeat.long_task("redo"):
                 same = redo(self.bucket, self.run, self.config, state).equal
         if start < head.version:
-            self.process.tell(
+            self.process.record_life(
                 "started",
                 f"did steps {start + 1} to {head.version} over, "
                 + ("to the same bits" if same else "to other bits; the next delta carries them"),
@@ -166,7 +166,7 @@ class Trainer:
         self._answered_at = time.monotonic()
         mark = events.now()
         while self.version < train.versions and not self.process.stopping:
-            self.process.heart.mark("wait")
+            self.process.heartbeat.progress("wait")
             if (alive := self._look()) is None:
                 mark = events.span("wait", mark)
                 continue
@@ -185,8 +185,9 @@ class Trainer:
         """Who lives, and what they have stored; None while the store does not answer, which is
         waited for as long as `STORE_PATIENCE_S`."""
         try:
-            alive = self.fleet.look()
-            self.pool.poll(self.fleet.known | self.ledger.below.keys(), alive)
+            self.fleet.poll(every_s=POLL_S)
+            alive = self.fleet.workers
+            self.pool.poll(self.fleet.known_workers | self.ledger.below.keys(), alive)
         except RetryError:
             if time.monotonic() - self._answered_at > STORE_PATIENCE_S:
                 raise
@@ -209,7 +210,7 @@ class Trainer:
     def _step(self, batch: Batch, started: float) -> float:
         events = self.process.events
         groups = [pooled.group for pooled in batch.taken]
-        with self.process.heart.taking("train"):
+        with self.process.heartbeat.long_task("train"):
             seed_step(self.config, self.version + 1)
             result = train_step(self.masters, groups, self.config, reference=self.reference)
         trained = events.span("train", started)
@@ -223,12 +224,12 @@ class Trainer:
             threads=torch.get_num_threads(),
         )
         self.desk.expect(self.version + 1, metadata)
-        with self.process.heart.taking("publish"):
+        with self.process.heartbeat.long_task("publish"):
             self.version = self.publisher.publish(
                 self.masters.source.tensors(), metadata=metadata.plain()
             )
         self._strayed = False
-        self.process.heart.achieve()
+        self.process.heartbeat.count_finished()
         settle(self.ledger, metadata)
         done = events.span("publish", trained)
         self._watch_probes(batch)
@@ -261,7 +262,7 @@ class Trainer:
             )
         )
         if self.version % self.config.train.checkpoint_every == 0:
-            with self.process.heart.taking("checkpoint"):
+            with self.process.heartbeat.long_task("checkpoint"):
                 self._checkpoint()
             done = events.span("checkpoint", done)
         return done
@@ -300,7 +301,7 @@ class Trainer:
         self.publisher.flush()
         # A state of other weights than its version's would be passed over, and push out others.
         if self._saved != self.version and not self._strayed:
-            self.process.heart.confirm()
+            self.process.lease.confirm()
             save_checkpoint(
                 self.bucket,
                 self.masters.state(),
@@ -311,7 +312,7 @@ class Trainer:
             self._saved = self.version
 
     def _finish(self) -> None:
-        with self.process.heart.taking("finish"):
+        with self.process.heartbeat.long_task("finish"):
             self.publisher.close()
             self._checkpoint()
             self.probes.close()
@@ -343,12 +344,12 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
     continues the run that is there. Raises `InputError` if the bucket holds another run.
     """
     started = time.time()
-    process.tell("started")
+    process.record_life("started")
     if source is not None:
         start_run(process.bucket, *source)
     run, config = open_run(process.bucket)
     config = config if source is None else source[0]
-    process.heart.faults = config.faults
+    process.heartbeat.faults = config.faults
     torch.set_num_threads(config.threads)
     with fetch_model_files(process.bucket, run) as folder:
         model = empty_model(Path(folder)).train()
@@ -362,12 +363,12 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
     except DeltawireError as error:
         _last_word(process, error)
         raise
-    process.tell("stopped", f"version {trainer.version}")
+    process.record_life("stopped", f"version {trainer.version}")
 
 
 def _last_word(process: Process, error: DeltawireError) -> None:
     """Tell of an error if the bucket still takes it."""
     try:
-        process.tell("stopped", str(error))
+        process.record_life("stopped", str(error))
     except (RetryError, InputError):
         return

@@ -44,8 +44,8 @@ def run_warm_start(
     ``watch`` is told of every step.
     """
     started = time.time()
-    process.tell("started")
-    process.heart.faults = config.faults
+    process.record_life("started")
+    process.heartbeat.faults = config.faults
     torch.set_num_threads(max(config.threads, _processors()))
     tasks = open_tasks(config.task, seed=config.seed)
     model, tokenizer = origin(config)
@@ -53,14 +53,14 @@ def run_warm_start(
     if config.warm_start.max_steps:
         _warm(process, config, tasks, model, tokenizer, watch, mark)
     if process.stopping:
-        process.tell("stopped", "interrupted")
+        process.record_life("stopped", "interrupted")
         return False
     unfinished = out.with_name(f"{out.name}.{process.nonce}")
     save_model(model, tokenizer, unfinished)
     if out.exists():
         shutil.rmtree(out)
     unfinished.rename(out)
-    process.tell("stopped", str(out))
+    process.record_life("stopped", str(out))
     return True
 
 
@@ -109,7 +109,7 @@ def _warm(
 
     def tell(progress: Progress) -> None:
         nonlocal mark
-        process.heart.mark("train")
+        process.heartbeat.progress("train")
         watch(progress)
         mark = process.events.span("train", mark)
         process.events.record(
@@ -123,7 +123,7 @@ def _warm(
         )
 
     def check() -> float:
-        with process.heart.taking("evaluate"):
+        with process.heartbeat.long_task("evaluate"):
             return asyncio.run(_greedy_accuracy(config, tasks, validation, model, text, stops))
 
     model.train()

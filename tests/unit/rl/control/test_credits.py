@@ -9,15 +9,12 @@ from deltawire.rl.control import credits as desk_module
 from deltawire.rl.control.credits import CreditIssuer
 from deltawire.rl.control.rollout_buffer import RolloutBuffer
 from deltawire.rl.control.staleness import Strict, WindowedFifo
-from deltawire.runtime import fleet as fleet_module
-from deltawire.runtime.fleet import Fleet, read_heartbeat, read_trainer
+from deltawire.runtime.fleet import read_trainer
 from deltawire.store import open_bucket
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger
-from deltawire.wire.objects import encode_json
 from deltawire.wire.rollouts import encode_group
-from deltawire.wire.status import Heartbeat
 
 CONFIG = RunConfig(name="test", train=TrainConfig(groups_per_step=2, max_staleness=1))
 
@@ -142,8 +139,6 @@ def test_a_status_that_cannot_be_read_is_corrupt(bucket):
     bucket.put(keys.TRAINER, b"{}")
     with pytest.raises(CorruptError):
         read_trainer(bucket)
-    bucket.put(keys.heartbeat("a"), b"{}")
-    assert read_heartbeat(bucket, keys.heartbeat("a")) is None
 
 
 class Clock:
@@ -158,85 +153,6 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(desk_module.time, "monotonic", clock.monotonic)
     return clock
-
-
-def beat(bucket, worker, at, phase="sampling"):
-    value = Heartbeat(
-        worker=worker,
-        nonce="n",
-        phase=phase,
-        version=0,
-        digest="",
-        attested=False,
-        lag=0,
-        stored=0,
-        supervised=True,
-        host="h",
-        pid=1,
-        started_at=0.0,
-        at=at,
-    )
-    bucket.put(keys.heartbeat(worker), encode_json(value))
-
-
-def test_alive_is_whose_heartbeat_changes(bucket, clock):
-    """The stamps are of another machine's clock, hours away: only their change counts."""
-    fleet = Fleet(bucket)
-    for second in range(40):
-        beat(bucket, "beating", 5.0 + second)
-        if second < 10:
-            beat(bucket, "silent", -9e5 + second)
-        clock.now += 1
-        alive = fleet.look()
-        assert "beating" in alive
-        assert ("silent" in alive) == (second < 9 + fleet_module.HEARTBEAT_TIMEOUT_S)
-    beat(bucket, "silent", -8e5)
-    clock.now += 1
-    assert fleet.look() == {"beating", "silent"}
-
-
-@pytest.mark.parametrize("phase", ["stopped", "finished"])
-def test_who_says_goodbye_is_gone_at_once(bucket, clock, phase):
-    beat(bucket, "a", 1.0)
-    fleet = Fleet(bucket)
-    assert fleet.look() == {"a"}
-    beat(bucket, "a", 2.0, phase)
-    clock.now += 1
-    assert fleet.look() == set()
-
-
-def test_strange_keys_are_nobody(bucket, clock):
-    for name in ("a/b.json", "a.txt", ".json", "ok.json"):
-        bucket.put(f"{keys.FLEET}{name}", b"{}")
-    assert Fleet(bucket).look() == set()
-
-
-def test_looks_are_rare(bucket, clock, monkeypatch):
-    fleet = Fleet(bucket)
-    fleet.look()
-    monkeypatch.setattr(bucket, "list", lambda _: pytest.fail("looked again too soon"))
-    clock.now += fleet_module.FLEET_POLL_S / 2
-    assert fleet.look() == set()
-
-
-def test_the_dead_are_not_read_again_and_who_comes_back_is(bucket, clock):
-    faulty = FaultyBucket(bucket)
-    for number in range(300):
-        beat(faulty, f"w{number}", 1.0, "stopped")
-    fleet = Fleet(faulty)
-    for at in range(10):
-        beat(faulty, "live", 1.0 + at)
-        assert fleet.look() == {"live"}
-        clock.now += 2
-    faulty.operations.clear()
-    beat(faulty, "live", 99.0)
-    assert fleet.look() == {"live"}
-    read = [key for verb, key in faulty.operations if verb == "get"]
-    assert read == [keys.heartbeat("live")]
-    assert len(fleet.known) == 301
-    beat(faulty, "w7", 2.0)
-    clock.now += 1
-    assert fleet.look() == {"live", "w7"}
 
 
 @pytest.mark.parametrize("policy", ["strict", "windowed_fifo"])

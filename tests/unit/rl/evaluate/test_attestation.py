@@ -1,42 +1,41 @@
-"""What the end of a run says of its workers."""
+"""What workers attest at the end of a run."""
 
-from deltawire.rl.evaluate.attestation import attested
-from deltawire.wire import keys
-from deltawire.wire.objects import encode_json
-from deltawire.wire.status import Heartbeat, TrainerStatus
+from heartbeats import put_heartbeat
+
+from deltawire.rl.evaluate.attestation import attested, wait_for_workers
+from deltawire.wire.status import TrainerStatus
 
 LAST = TrainerStatus(phase="finished", version=20, digest="20", epoch=2, credits={}, at=0.0)
 
 
-def beat(worker, version, **changes):
-    fields = {
-        "worker": worker,
-        "nonce": "n",
-        "phase": "finished",
-        "version": version,
-        "digest": str(version),
-        "attested": True,
-        "lag": 0,
-        "stored": 1,
-        "supervised": False,
-        "host": "h",
-        "pid": 1,
-        "started_at": 0.0,
-        "at": 0.0,
-    }
-    return Heartbeat(**{**fields, **changes})
+def finish(bucket, worker, version, **changes):
+    fields = {"phase": "finished", "digest": str(version), "attested": True, "ended": True}
+    put_heartbeat(bucket, worker, version=version, **{**fields, **changes})
 
 
-def test_who_finished_with_an_earlier_end_is_not_blamed_for_it(new_bucket):
-    """The run went on from version 10 to 20, and that worker's machine was given back."""
+def test_a_worker_that_finished_with_an_earlier_end_is_not_judged(new_bucket):
+    """The run continued from version 10 to 20, and the machine of that worker was gone."""
     bucket = new_bucket("memory")
-    beats = [
-        beat("left", 10),
-        beat("sound", 20),
-        beat("wrong", 20, digest="x"),
-        beat("stopped", 20, phase="stopped"),
-    ]
-    for one in beats:
-        bucket.put(keys.heartbeat(one.worker), encode_json(one))
-    found = {verdict.worker: verdict.identical for verdict in attested(bucket, LAST)}
+    finish(bucket, "left", 10)
+    finish(bucket, "sound", 20)
+    finish(bucket, "wrong", 20, digest="x")
+    finish(bucket, "stopped", 20, phase="stopped")
+    put_heartbeat(bucket, "trainer", "trainer")
+    found = {one.worker: one.identical for one in attested(bucket, LAST)}
     assert found == {"sound": True, "wrong": False}
+
+
+def test_the_audit_waits_for_living_workers_only(new_bucket):
+    bucket = new_bucket("memory")
+    put_heartbeat(bucket, "killed", at=0.0, number=3)  # Hours old: nobody waits for it.
+    put_heartbeat(bucket, "slow", at=9e12, worker=None)  # It was restarted a moment ago.
+    ticks = []
+
+    def tick():
+        ticks.append(1)
+        if len(ticks) == 3:
+            finish(bucket, "slow", 20, number=7)
+
+    found = wait_for_workers(bucket, LAST, tick, silence_s=30.0)
+    assert len(ticks) == 3
+    assert [(one.worker, one.identical) for one in found] == [("slow", True)]

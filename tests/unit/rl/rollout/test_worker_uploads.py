@@ -1,4 +1,4 @@
-"""Finished groups on their way from a worker to the bucket."""
+"""The uploader of finished groups."""
 
 from types import SimpleNamespace
 
@@ -18,17 +18,20 @@ def group(task):
 
 
 def uploader(bucket):
-    heart = SimpleNamespace(confirm=lambda **_: True, achieve=lambda: None)
+    heartbeat = SimpleNamespace(count_finished=lambda: None)
+    lease = SimpleNamespace(confirm=lambda **_: None, held=True)
     events = SimpleNamespace(record=lambda _: None)
-    return Uploader(bucket, "w", 0, SimpleNamespace(heart=heart, events=events))
+    return Uploader(
+        bucket, "w", 0, SimpleNamespace(heartbeat=heartbeat, lease=lease, events=events)
+    )
 
 
-def test_a_group_that_cannot_be_stored_is_told_and_not_kept_silent_about(new_bucket):
-    """Else the worker would draw on for ever, and nothing would come of it."""
+def test_a_group_that_cannot_be_stored_ends_the_uploader_with_an_error(new_bucket):
+    """Otherwise the worker would sample for ever and store nothing."""
     bucket = new_bucket("memory")
     thread = uploader(bucket)
     thread.submit(group("sound"))
-    thread.submit(group("\ud800"))  # no text that any format holds
+    thread.submit(group("\ud800"))  # no format can store this text
     thread.start()
     thread.join(timeout=30)
     assert isinstance(thread.error, BugError)
