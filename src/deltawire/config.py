@@ -11,7 +11,16 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
@@ -134,15 +143,46 @@ class CorrectionConfig(_Section, frozen=True, kw_only=True):
     """Multiply by the weight; false only rejects what lies outside the bounds (``mask``)."""
 
 
+class SurrogateTraits(NamedTuple):
+    """A registered surrogate: where its function is and what the configuration must know of it.
+
+    ``clip`` holds the default bounds, None where it takes none; ``ratio`` says that it divides by
+    the anchor; ``positive_low`` that 1 − clip_low must not be negative.
+    """
+
+    function: str
+    clip: tuple[float, float] | None = None
+    ratio: bool = True
+    dual_clip: bool = False
+    positive_low: bool = False
+
+
+SURROGATES = {
+    "ppo": SurrogateTraits(
+        "deltawire.train.loss.ppo:ppo", (0.2, 0.28), dual_clip=True, positive_low=True
+    ),
+    "cispo": SurrogateTraits("deltawire.train.loss.cispo:cispo", (1.0, 4.0)),
+    "gspo": SurrogateTraits("deltawire.train.loss.gspo:gspo", (3e-4, 4e-4), positive_low=True),
+    "dppo": SurrogateTraits("deltawire.train.loss.dppo:dppo", (0.2, 0.28)),
+    "importance_sampling": SurrogateTraits(
+        "deltawire.train.loss.importance_sampling:importance_sampling"
+    ),
+    "reinforce": SurrogateTraits("deltawire.train.loss.reinforce:reinforce", ratio=False),
+}
+"""The surrogates that ``train.loss.surrogate`` may name: one line each, and one module each."""
+
+
 class LossConfig(_Section, frozen=True, kw_only=True):
     """The loss by its names (`deltawire.train.loss`)."""
 
     advantage: Literal["group_mean", "group_std", "leave_one_out"] = "group_std"
     anchor: Literal["old", "rollout"] = "rollout"
     """What the ratio is against: the policy before the step, or the sampler's log-probabilities."""
-    surrogate: Literal["ppo", "cispo", "gspo", "dppo", "importance_sampling", "reinforce"] = "ppo"
-    clip_low: Annotated[float, Meta(ge=0, le=1e9)] = 0.2
-    clip_high: Positive = 0.28
+    surrogate: str = "ppo"
+    """One of `SURROGATES`."""
+    clip_low: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    """Bounds of the surrogate; None for its own defaults in `SURROGATES`."""
+    clip_high: Positive | None = None
     dual_clip: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """The dual clip's c, above 1; 0 is off. ``ppo`` only."""
     corrections: list[CorrectionConfig] = []
@@ -153,11 +193,25 @@ class LossConfig(_Section, frozen=True, kw_only=True):
     """A penalty for leaving version 0, which the trainer then holds a second time."""
     kl_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1e-3
 
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """The surrogate's lower and upper bound, its own defaults where none is set."""
+        low, high = SURROGATES[self.surrogate].clip or (0.0, 0.0)
+        return (
+            low if self.clip_low is None else self.clip_low,
+            high if self.clip_high is None else self.clip_high,
+        )
+
     def contradiction(self, largest_age: int) -> tuple[str, str] | None:
         """Why these settings make no sense together, or for groups of that age, and what to do;
         None if they do."""
+        if self.surrogate not in SURROGATES:
+            near = difflib.get_close_matches(self.surrogate, SURROGATES, n=1, cutoff=0.4)
+            known = f"did you mean {near[0]}?" if near else f"one of {', '.join(SURROGATES)}"
+            return f"there is no surrogate {self.surrogate[:64]!r}", known
+        traits = SURROGATES[self.surrogate]
         weighing = [c for c in self.corrections if c.weigh]
-        ratio = self.surrogate != "reinforce"
+        ratio = traits.ratio
         if self.anchor == "rollout" and weighing and ratio:
             reason = (
                 "anchor = rollout already divides by the sampler's probability, and a correction "
@@ -187,9 +241,12 @@ class LossConfig(_Section, frozen=True, kw_only=True):
             )
             lower = f"let none be older than {UNCORRECTED_STALENESS}"
             return reason, f'set anchor = "rollout", add a [[train.loss.corrections]], or {lower}'
-        if self.dual_clip and (self.dual_clip <= 1 or self.surrogate != "ppo"):
+        if self.dual_clip and (self.dual_clip <= 1 or not traits.dual_clip):
             return "dual_clip is a bound above 1 on the surrogate ppo", "set dual_clip = 0"
-        if self.clip_low > 1 and self.surrogate in ("ppo", "gspo"):
+        if traits.clip is None and (self.clip_low, self.clip_high) != (None, None):
+            reason = f"the surrogate {self.surrogate} has no bounds"
+            return reason, "leave out clip_low and clip_high"
+        if traits.positive_low and self.clip_bounds[0] > 1:
             return "1 - clip_low would be a ratio below 0", "set clip_low within 0 and 1"
         return None
 
@@ -232,6 +289,9 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     """Whether the trainer also folds its deltas over longer strides, for readers far behind. That
     takes a core and a model's memory, and pays where few weights change a step."""
     checkpoint_every: Count = 20
+    dropout: bool = False
+    """Whether the model's dropout is active in training. Off, the trainer computes the policy that
+    samples; the reference of a KL penalty never drops anything."""
     max_failed_groups: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Stop the run once so many groups in a row had fewer than two episodes that did not fail; 0
     goes on for ever."""

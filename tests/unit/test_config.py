@@ -11,6 +11,7 @@ import pytest
 from deltawire.config import (
     MAX_CONFIG_BYTES,
     RESUMABLE,
+    LossConfig,
     RunConfig,
     StalenessConfig,
     TrainConfig,
@@ -50,8 +51,15 @@ def refusal(raw):
 
 def test_the_tables_were_found():
     # The tests below are only as good as these lists.
-    # task.options, train.folds and train.loss.corrections are neither
-    assert len(DEFAULTS) == len(NUMBERS) + len(WORDS) + 3
+    neither = {key for key in DEFAULTS if key not in NUMBERS and key not in WORDS}
+    assert neither == {
+        "task.options",
+        "train.dropout",
+        "train.folds",
+        "train.loss.clip_high",
+        "train.loss.clip_low",
+        "train.loss.corrections",
+    }
     assert len(NUMBERS) > 30
     assert {"train.learning_rate", "rollout.temperature"} <= set(FLOATS)
     assert {"name", "model.path", "model.build.family", "task.prompt"} <= set(WORDS)
@@ -144,6 +152,8 @@ OTHER = {
     "train.loss.corrections": [
         {"level": "geometric", "action": "mask", "low": 0.9, "high": 1.1, "weigh": False}
     ],
+    "train.loss.clip_high": 0.3,
+    "train.loss.clip_low": 0.1,
     "train.loss.dual_clip": 3.0,
     "train.loss.kl": "k3",
     "train.loss.surrogate": "cispo",
@@ -260,6 +270,8 @@ CONTRADICTIONS = {
     "dual": ({"surrogate": "gspo", "dual_clip": 3.0}, 2, "dual_clip"),
     "dual below 1": ({"dual_clip": 0.5}, 2, "dual_clip"),
     "negative ratio": ({"clip_low": 1.5}, 2, "below 0"),
+    "bounds of none": ({"surrogate": "reinforce", "clip_high": 0.2}, 0, "has no bounds"),
+    "unknown": ({"surrogate": "gpso"}, 0, "there is no surrogate 'gpso'"),
 }
 SENSIBLE = {
     "TIS": ({"anchor": "old", "corrections": [{}]}, 8),
@@ -292,6 +304,17 @@ def test_losses_that_make_no_sense_are_refused_with_the_reason(name):
 def test_losses_that_make_sense_are_taken(name):
     loss, staleness = SENSIBLE[name]
     parse_config({**SMALLEST, "train": {"max_staleness": staleness, "loss": loss}}, source="here")
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "bounds"),
+    [("ppo", (0.2, 0.28)), ("cispo", (1.0, 4.0)), ("gspo", (3e-4, 4e-4)), ("dppo", (0.2, 0.28))],
+)
+def test_bounds_default_to_those_of_the_surrogate(surrogate, bounds):
+    """GSPO with PPO's bounds never clips, and CISPO with them clips nearly everything."""
+    loss = LossConfig(surrogate=surrogate)
+    assert loss.clip_bounds == bounds
+    assert LossConfig(surrogate=surrogate, clip_low=0.5).clip_bounds == (0.5, bounds[1])
 
 
 TIS = {"anchor": "old", "corrections": [{}]}

@@ -112,12 +112,20 @@ class ParityMeter:
     _damaged: int = 0
 
     def look(
-        self, trainer_NC: Tensor, sampler_NC: Tensor, mask_NC: Tensor, versions_NC: Tensor
+        self,
+        trainer_NC: Tensor,
+        sampler_NC: Tensor,
+        mask_NC: Tensor,
+        versions_NC: Tensor,
+        *,
+        episodes_N: Tensor | None = None,
     ) -> Tensor:
         """Measure a micro-batch: 1 for each sequence that stays in the loss, 0 for each that
         ``parity.mask`` takes out, float32[N].
 
-        Shapes are those of `sequence_sums`; ``versions_NC`` int[N, C] drew the tokens.
+        Shapes are those of `sequence_sums`; ``versions_NC`` int[N, C] drew the tokens. Rows of
+        one episode (``episodes_N``) leave together, since they share one advantage; without it,
+        each row is an episode.
         """
         extreme = self.config.extreme_ratio
         numeric = numeric_mask(versions_NC, mask_NC, version=self.version)
@@ -128,8 +136,14 @@ class ParityMeter:
         keep = torch.ones(len(mask_NC), device=mask_NC.device)
         if self.config.mask != _NONE:
             pairs = zip(near.each(), far.each(), strict=True)
-            for row, (one, whole) in enumerate(pairs):
-                if crossings(self.config.mask, one, whole):
+            episodes = range(len(mask_NC)) if episodes_N is None else episodes_N.tolist()
+            crossed = {
+                episode
+                for episode, (one, whole) in zip(episodes, pairs, strict=True)
+                if crossings(self.config.mask, one, whole)
+            }
+            for row, episode in enumerate(episodes):
+                if episode in crossed:
                     keep[row] = 0
                     self._masked.append(self._rows + row)
         self._rows += len(mask_NC)

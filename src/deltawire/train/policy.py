@@ -1,8 +1,12 @@
-"""The trainer's forward pass: log-probabilities of tokens that were drawn.
+"""The trainer's forward pass: log-probabilities of the tokens that were drawn.
 
-The completions of a group share their prompt, so it is computed once a group and its keys and
-values are repeated, gradients included. With short answers behind long prompts this is most of
-the work saved; it is the same arithmetic as the sampler's own prefill.
+The completions of a group share their prompt, so it is computed once per group and its keys and
+values are repeated, gradients included. With short answers after long prompts this saves most of
+the work; the arithmetic is that of the sampler's prefill.
+
+Rows are repeated with `torch.index_select`, because its backward pass adds the gradients of equal
+rows in order. That of ``tensor[rows]`` adds them atomically: with several threads the sum depends
+on which thread comes first.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ def token_logprobs(model: Any, batch: TokenBatch, replay: RouteReplay | None = N
     """log π(token | everything before it) at the batch's temperature: float32[N, C].
 
     Entries where ``token_mask_NC`` is 0 are meaningless. ``replay`` compares the sampler's expert
-    choices with the model's own, and takes them if told to. (The backward pass needs none of it,
-    as long as nothing is computed again for it.)
+    choices with the model's own, and uses them if it is configured to. The backward pass does not
+    need it as long as no activation is recomputed.
     """
     prompts, rows = batch.prompts_GP, batch.prompts_N
     over_prompts, over_tokens = _passes(batch, replay)
@@ -36,13 +40,15 @@ def token_logprobs(model: Any, batch: TokenBatch, replay: RouteReplay | None = N
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-        ).logits[rows]
+        ).logits
+    first = torch.index_select(first, 0, rows)
     logits = first
     length = batch.tokens_NC.shape[1]
     if length > 1:
         layers: list[Any] = cache.layers
         for layer in layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+            layer.keys = torch.index_select(layer.keys, 0, rows)
+            layer.values = torch.index_select(layer.values, 0, rows)
         starts = batch.prompt_mask_GP.sum(1)[rows]
         with over_tokens:
             rest = model(
@@ -62,7 +68,7 @@ def token_logprobs(model: Any, batch: TokenBatch, replay: RouteReplay | None = N
 def _passes(
     batch: TokenBatch, replay: RouteReplay | None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What the two forward passes stand under: over the prompts, and over the tokens."""
+    """Contexts for the two forward passes: over the prompts, and over the tokens."""
     if replay is None:
         return nullcontext(), nullcontext()
     prompts, tokens = replay.padded(

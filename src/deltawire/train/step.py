@@ -1,8 +1,9 @@
-"""One optimizer step: groups in, new weights and what was measured out."""
+"""Runs one optimizer step: groups in, new weights and measurements out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from deltawire.config import RunConfig
 from deltawire.parity import Parity, ParityMeter
 from deltawire.parity.router_replay import replay_of
 from deltawire.train.batch import TokenBatch, collate
-from deltawire.train.loss import ADVANTAGES, PolicyLoss, Totals, policy_loss
+from deltawire.train.loss import ADVANTAGES, LossInputs, PolicyLoss, Totals, policy_loss
 from deltawire.train.masters import MasterWeights
 from deltawire.train.policy import token_logprobs
 from deltawire.wire.rollouts import Group
@@ -21,12 +22,12 @@ from deltawire.wire.rollouts import Group
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step measured.
+    """Measurements of one optimizer step.
 
     ``reward_mean`` is over episodes; ``clipped`` and ``rejected`` are shares of the ``tokens``:
-    from which the surrogate's bound took gradient, and which a correction left without weight.
-    ``kl`` is the mean penalty, 0 without one. ``members`` are the rows that were trained on, in
-    parity's order: (place of the group in the step, place of the trajectory in its group).
+    those whose gradient the surrogate's bound reduced, and those to which a correction gave no
+    weight. ``kl`` is the mean penalty, 0 without one. ``members`` are the rows that were trained
+    on, in parity's order: (index of the group in the step, index of the trajectory in its group).
     """
 
     loss: float
@@ -47,10 +48,11 @@ def train_step(
     *,
     reference: Any | None = None,
 ) -> StepResult:
-    """One optimizer step on these groups, in this order; the same inputs give the same bits.
+    """Run one optimizer step on these groups, in this order.
 
-    ``reference`` is the model that ``train.loss.kl`` penalises leaving, None without a penalty.
-    If parity stops the step, nothing has changed but the gradients.
+    The same inputs and the same number of threads give the same bits. ``reference`` is the frozen
+    model of ``train.loss.kl``, None without a penalty. If parity stops the step, only the
+    gradients have changed.
     """
     size = config.train.micro_batch_groups
     starts = range(0, len(groups), size)
@@ -59,14 +61,19 @@ def train_step(
     meter = ParityMeter(config.parity, masters.steps)
     replay = replay_of(masters.model, config.parity)
     parts = []
-    for batch in batches:
-        logprobs = token_logprobs(masters.model, batch, replay)
-        keep_N = meter.look(
-            logprobs, batch.sampler_logprobs_NC, batch.loss_mask_NC, batch.versions_NC
-        )
-        part = batch_loss(config, batch, logprobs, totals, keep_N=keep_N, reference=reference)
-        part.loss.backward()  # type: ignore[no-untyped-call]
-        parts.append(part)
+    with deterministic():
+        for batch in batches:
+            logprobs = token_logprobs(masters.model, batch, replay)
+            keep_N = meter.look(
+                logprobs,
+                batch.sampler_logprobs_NC,
+                batch.loss_mask_NC,
+                batch.versions_NC,
+                episodes_N=batch.episodes_N,
+            )
+            part = batch_loss(config, batch, logprobs, totals, keep_N=keep_N, reference=reference)
+            part.loss.backward()  # type: ignore[no-untyped-call]
+            parts.append(part)
     if replay is not None:
         meter.saw_flips(replay.flipped_L, replay.compared_L, damaged=replay.damaged)
     parity = meter.result()
@@ -88,8 +95,24 @@ def train_step(
     )
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Make torch choose algorithms whose sums have a fixed order, where it has a choice.
+
+    Experts scatter and gather tokens by index; with several threads their gradients would add up
+    in the order in which threads arrive.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
 def totals_of(batches: Sequence[TokenBatch], config: RunConfig) -> Totals:
-    """A step's denominators, over all its micro-batches."""
+    """The denominators of a step, over all its micro-batches."""
     rollout = config.rollout
     return Totals(
         tokens=sum(float(batch.loss_mask_NC.sum()) for batch in batches),
@@ -107,20 +130,19 @@ def batch_loss(
     keep_N: Tensor | None = None,
     reference: Any | None = None,
 ) -> PolicyLoss:
-    """A micro-batch's part of the loss; ``keep_N`` is 0 for trajectories that are not to count."""
+    """One micro-batch's part of the loss; ``keep_N`` is 0 for trajectories that do not count."""
     advantages_E = ADVANTAGES[config.train.loss.advantage](batch.rewards_E, batch.groups_E)
     reference_NC = None
     if reference is not None:
         with torch.no_grad():
             reference_NC = token_logprobs(reference, batch)
-    return policy_loss(
-        config.train.loss,
+    inputs = LossInputs(
         logprobs_NC,
         batch.sampler_logprobs_NC,
         advantages_E[batch.episodes_N],
         batch.loss_mask_NC,
         batch.episodes_N,
-        totals,
-        keep_N=keep_N,
         reference_NC=reference_NC,
+        keep_N=keep_N,
     )
+    return policy_loss(config.train.loss, inputs, totals)

@@ -34,6 +34,7 @@ from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version, read_manifest, read_run
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
+from deltawire.train.step import train_step
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.rollouts import Group, Trajectory, encode_group
@@ -50,6 +51,7 @@ CONFIG = {
         "learning_rate": 1e-3,
         "warmup_steps": 1,
         "micro_batch_groups": 1,
+        "dropout": True,
     },
 }
 
@@ -93,21 +95,21 @@ def bucket(begun, tmp_path) -> Bucket:
     return open_bucket(str(tmp_path / "bucket"))
 
 
-def trainer_of(bucket: Bucket, **settings: int) -> Trainer:
-    torch.set_num_threads(1)
+def trainer_of(bucket: Bucket, *, threads: int = 1, **settings: int) -> Trainer:
+    torch.set_num_threads(threads)
     run, config = open_run(bucket)
     train = msgspec.structs.replace(config.train, **settings)
     config: RunConfig = msgspec.structs.replace(config, train=train)
     process = Process(bucket, "trainer", "trainer", supervised=False)
     with fetch_model_files(bucket, run) as folder:
-        model = empty_model(Path(folder)).train()
+        model = empty_model(Path(folder))
     return Trainer(process, run, config, model)
 
 
-def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False) -> list[str]:
+def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False, threads: int = 1) -> list[str]:
     """Train up to a version; what dies leaves no checkpoint of its end."""
     torch.manual_seed(time.monotonic_ns())  # Nothing may hang on what was drawn before.
-    trainer = trainer_of(bucket, versions=to)
+    trainer = trainer_of(bucket, versions=to, threads=threads)
     if die:
         trainer._finish = trainer.publisher.close  # type: ignore[method-assign]
     trainer.loop()
@@ -203,6 +205,33 @@ def test_a_group_damaged_at_rest_is_named_and_never_trained_on(bucket) -> None:
     with pytest.raises(CorruptError, match=key):
         replay(bucket)
     assert replay(bucket, last=2).exact
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_replay_is_exact_with_several_threads(bucket, threads) -> None:
+    """A commit records its number of threads; with as many again, the bits are the same."""
+    train(bucket, threads=threads)
+    torch.set_num_threads(1)
+    assert replay(bucket).exact
+
+
+def test_dropout_is_off_unless_configured(bucket) -> None:
+    """The run's model drops attention at random. A penalty against the model itself is zero only
+    if neither the trainer nor the reference does."""
+    run, config = open_run(bucket)
+    loss = msgspec.structs.replace(config.train.loss, kl="k3")
+    groups = [group(0), group(1)]
+    found = []
+    for dropout in (False, True):
+        train = msgspec.structs.replace(config.train, loss=loss, dropout=dropout)
+        changed = msgspec.structs.replace(config, train=train)
+        with fetch_model_files(bucket, run) as folder:
+            model = empty_model(Path(folder)).train()
+        state = redoing.resume(bucket, run, changed, model, newest=0)
+        assert not state.reference.training
+        found.append(train_step(state.masters, groups, changed, reference=state.reference).kl)
+    assert found[0] == pytest.approx(0, abs=1e-9)
+    assert found[1] > 1e-5
 
 
 def test_replay_from_a_checkpoint_redoes_only_what_it_must(bucket, uninterrupted) -> None:

@@ -73,3 +73,13 @@ def test_what_the_engine_itself_drew_passes_the_strictest_gate(tiny):
     assert not result.parity.masked
     assert result.parity.numeric == result.parity.drift
     assert result.parity.numeric.tokens == result.tokens
+
+
+def test_all_segments_of_a_masked_episode_leave_the_loss(tiny):
+    """Segments share one advantage: training on the rest of a rejected episode is biased."""
+    groups = groups_of(tiny, spoil=(1,))
+    for place, trajectory in enumerate(groups[0].trajectories):
+        object.__setattr__(trajectory, "episode", place // 2)
+        object.__setattr__(trajectory, "reward", float(place // 2))
+    result, _ = step(tiny, groups, ParityConfig(mask=ParityLimits(drift_largest_gap=1.0)))
+    assert result.parity.masked == (0, 1)

@@ -94,12 +94,13 @@ def load_reference(bucket: Bucket, run: Run, config: RunConfig, model: Any) -> A
         )
     reference = copy.deepcopy(model)
     open_source(config.train.exporter, reference).restore(origin)
-    return reference.requires_grad_(False)
+    return reference.eval().requires_grad_(False)
 
 
 def _masters_at(origin: Mirror, config: RunConfig, model: Any) -> MasterWeights:
     source = open_source(config.train.exporter, model)
     source.restore(origin)
+    model.train(config.train.dropout)
     return MasterWeights(model, config.train, source=source)
 
 

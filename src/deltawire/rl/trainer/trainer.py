@@ -352,7 +352,7 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
     process.heartbeat.faults = config.faults
     torch.set_num_threads(config.threads)
     with fetch_model_files(process.bucket, run) as folder:
-        model = empty_model(Path(folder)).train()
+        model = empty_model(Path(folder))
     trainer = Trainer(process, run, config, model)
     process.events.span("start", started)
     try:

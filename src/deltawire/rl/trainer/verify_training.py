@@ -92,7 +92,7 @@ def replay(
     _check_range(bucket, first, last, newest, dump)
     torch.set_num_threads(config.threads)
     with fetch_model_files(bucket, run) as folder:
-        model = empty_model(Path(folder)).train()
+        model = empty_model(Path(folder))
     state = resume(bucket, run, config, model, newest=first - 1)
     found = Replayed(state.version, first, last)
     total = last - state.version

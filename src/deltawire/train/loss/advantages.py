@@ -1,5 +1,5 @@
-"""How much better than its group an episode was. Every episode counts once, however many segments
-or tokens it has."""
+"""Advantages: the reward of an episode relative to its group. Every episode counts once, whatever
+its number of segments or tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ EPSILON = 1e-4
 
 
 def _centred(rewards_E: Tensor, groups_E: Tensor) -> tuple[Tensor, Tensor]:
-    """r − mean of its group, and how many are in it, float64[E] each. In double precision the mean
-    of equal float32 rewards is exactly theirs, so that equal rewards give exact zeros."""
+    """r − mean of its group, and the group's size, float64[E] each. In double precision the mean of
+    equal float32 rewards is exact, so that equal rewards give exact zeros."""
     rewards = rewards_E.double()
     count = torch.bincount(groups_E).double()
     mean = torch.zeros_like(count).index_add_(0, groups_E, rewards) / count
@@ -23,8 +23,8 @@ def _centred(rewards_E: Tensor, groups_E: Tensor) -> tuple[Tensor, Tensor]:
 def group_mean(rewards_E: Tensor, groups_E: Tensor) -> Tensor:
     """r − mean of the group: float32[E].
 
-    ``groups_E`` numbers each episode's group. Without the division hard and easy prompts weigh as
-    their rewards spread. Source: Dr. GRPO, Liu et al. 2025, section 3.2.
+    ``groups_E`` numbers each episode's group. Without the division, prompts weigh in proportion
+    to the spread of their rewards. Source: Dr. GRPO, Liu et al. 2025, section 3.2.
     """
     return _centred(rewards_E, groups_E)[0].float()
 
@@ -43,7 +43,7 @@ def group_std(rewards_E: Tensor, groups_E: Tensor) -> Tensor:
 def leave_one_out(rewards_E: Tensor, groups_E: Tensor) -> Tensor:
     """r − mean of the group's other episodes = (r − mean)·n / (n − 1): float32[E].
 
-    An unbiased baseline, because it does not depend on the episode itself. An episode alone gets 0.
+    An unbiased baseline, because it does not depend on the episode itself. A group of one gets 0.
     Source: RLOO, Ahmadian et al. 2024, eq. 8; Kool et al. 2019.
     """
     centred, count = _centred(rewards_E, groups_E)

@@ -1,5 +1,5 @@
-"""Corrections for what an anchor leaves out: the way from the sampler to the policy before the
-step, by staleness or by other arithmetic."""
+"""Off-policy corrections for the part that an anchor leaves out: from the sampler to the policy
+before the step, caused by staleness or by different arithmetic."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from deltawire.config import CorrectionConfig
-from deltawire.train.loss.surrogates import LARGEST_LOG_RATIO, log_ratio, sequence_sums
+from deltawire.train.loss.inputs import (
+    LARGEST_LOG_RATIO,
+    LossInputs,
+    log_ratio,
+    sequence_means,
+    sequence_sums,
+)
 
 
-def correction_weights(
-    old_NC: Tensor,
-    rollout_NC: Tensor,
-    mask_NC: Tensor,
-    sequences_N: Tensor,
-    corrections: Sequence[CorrectionConfig],
-) -> Tensor:
+def correction_weights(inputs: LossInputs, corrections: Sequence[CorrectionConfig]) -> Tensor:
     """The product of all corrections' weights, without a gradient: float[N, C].
 
     With w = exp(log π_old − log μ) of a token, a correction is a level and an action:
@@ -27,32 +27,28 @@ def correction_weights(
     - ``truncate``: min(w, high); ``clip``: w within [low, high]; ``mask``: w where it lies in
       [low, high], else 0.
 
-    One that does not ``weigh`` is 1 where its weight would be within the bounds, else 0: it rejects
-    and leaves the weighing to another. So token and truncate is TIS (Yao et al. 2025), token and
-    mask IcePop (Ant Group 2025), sequence and mask masked importance sampling (Liu et al. 2025),
-    geometric, mask and no weight the rejection of Geo-RS (Li 2025).
+    A correction with ``weigh = false`` is 1 where its weight would be within the bounds, else 0: it
+    rejects and leaves the weighting to another. So token and truncate is TIS (Yao et al. 2025),
+    token and mask IcePop (Ant Group 2025), sequence and mask masked importance sampling (Liu et al.
+    2025), geometric, mask and no weight the rejection of Geo-RS (Li 2025).
     """
-    weights = torch.ones_like(mask_NC)
+    weights = torch.ones_like(inputs.mask_NC)
     if not corrections:
         return weights
-    logs = log_ratio(old_NC.detach(), rollout_NC)
+    logs = log_ratio(inputs.before, inputs.rollout_NC)
     for correction in corrections:
-        weights = weights * _weights(_at_level(logs, mask_NC, sequences_N, correction), correction)
+        weights = weights * _weights(_at_level(logs, inputs, correction), correction)
     return weights
 
 
-def _at_level(
-    logs_NC: Tensor, mask_NC: Tensor, sequences_N: Tensor, correction: CorrectionConfig
-) -> Tensor:
+def _at_level(logs_NC: Tensor, inputs: LossInputs, correction: CorrectionConfig) -> Tensor:
     """w of every token at the correction's level: float[N, C]."""
     if correction.level == "token":
         return logs_NC.exp()
-    sums = sequence_sums(logs_NC, mask_NC, sequences_N)
-    if correction.level == "geometric":
-        counts = sequence_sums(torch.ones_like(mask_NC), mask_NC, sequences_N)
-        sums = sums / counts.clamp(min=1)
-    held = sums.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
-    return held[sequences_N][:, None].expand_as(logs_NC)
+    reduce = sequence_means if correction.level == "geometric" else sequence_sums
+    logs_S = reduce(logs_NC, inputs.mask_NC, inputs.sequences_N)
+    weights_S = logs_S.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    return weights_S[inputs.sequences_N][:, None].expand_as(logs_NC)
 
 
 def _weights(ratio_NC: Tensor, correction: CorrectionConfig) -> Tensor:

@@ -1,9 +1,9 @@
-"""Penalties for leaving a reference policy: estimators of KL(π ‖ reference), a token.
+"""Penalties for moving away from a reference policy: estimators of KL(π ‖ reference) per token.
 
 x = log π − log reference. Source: Schulman, "Approximating KL divergence", 2020. As losses they
-differ in what their gradient is: k2's is that of the divergence, k3's is that of the divergence in
-the other direction, and k1's is zero in expectation, so that it only adds noise where it is
-differentiated on samples of π itself.
+differ in their gradient: that of k2 is the gradient of the divergence, that of k3 the gradient of
+the divergence in the other direction, and that of k1 is zero in expectation, so that it only adds
+noise on samples of π itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from deltawire.train.loss.surrogates import log_ratio
+from deltawire.train.loss.inputs import log_ratio
 
 
 def k1(logprobs_NC: Tensor, reference_NC: Tensor) -> Tensor:

@@ -1,44 +1,28 @@
-"""The choices put together: one micro-batch's loss."""
+"""Computes the loss of one micro-batch from the configured parts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import Tensor
 
-from deltawire.config import LossConfig
+from deltawire.config import SURROGATES, LossConfig
 from deltawire.errors import InputError
-from deltawire.train.loss.aggregation import AGGREGATIONS
+from deltawire.train.loss.aggregation import AGGREGATIONS, Totals
 from deltawire.train.loss.correction import correction_weights
+from deltawire.train.loss.inputs import ClipBounds, LossInputs, Surrogate
 from deltawire.train.loss.penalty import PENALTIES
-from deltawire.train.loss.surrogates import (
-    Surrogate,
-    cispo,
-    dppo,
-    gspo,
-    importance_sampling,
-    ppo,
-    reinforce,
-)
-
-
-@dataclass(frozen=True)
-class Totals:
-    """A whole step's denominators, from before any masking: its unmasked tokens, its sequences,
-    and the constant length of ``dr_grpo``."""
-
-    tokens: float
-    sequences: int
-    horizon: int
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A micro-batch's part of a step's loss: add the parts up.
+    """The part of a step's loss that one micro-batch contributes; the parts add up.
 
-    ``clipped`` and ``rejected`` are shares of the step's tokens: from which the surrogate's bound
-    took gradient, and which a correction gave no weight at all. ``kl`` is the mean penalty before
-    its coefficient, each token weighed alike.
+    ``clipped`` and ``rejected`` are shares of the step's tokens: those whose gradient the
+    surrogate's bound reduced, and those to which a correction gave no weight. ``kl`` is the mean
+    penalty before its coefficient, with equal weight for each token.
     """
 
     loss: Tensor
@@ -47,44 +31,36 @@ class PolicyLoss:
     kl: float
 
 
-def policy_loss(
-    config: LossConfig,
-    logprobs_NC: Tensor,
-    rollout_NC: Tensor,
-    advantages_N: Tensor,
-    mask_NC: Tensor,
-    sequences_N: Tensor,
-    totals: Totals,
-    *,
-    keep_N: Tensor | None = None,
-    old_NC: Tensor | None = None,
-    reference_NC: Tensor | None = None,
-) -> PolicyLoss:
-    """Σ over tokens of aggregation weight · correction weight · surrogate, and the penalty.
+@cache
+def surrogate_named(name: str) -> Surrogate:
+    """The function that `deltawire.config.SURROGATES` registers under ``name``."""
+    module, _, function = SURROGATES[name].function.partition(":")
+    found: Surrogate = getattr(importlib.import_module(module), function)
+    return found
 
-    ``rollout_NC`` are the sampler's log-probabilities; ``old_NC`` those of the policy before this
-    step, None where that is the policy being differentiated, as in the only update of a batch.
-    ``keep_N`` is 1 for trajectories that count, 0 for ones that something else rejected; they stay
-    in the denominators. Raises `InputError` if a penalty is asked for without a reference.
+
+def policy_loss(config: LossConfig, inputs: LossInputs, totals: Totals) -> PolicyLoss:
+    """Σ over tokens of aggregation weight · correction weight · surrogate, plus the penalty.
+
+    The anchor is the one that ``config`` names. Raises `InputError` if a penalty is configured and
+    ``inputs`` holds no reference log-probabilities.
     """
-    old = logprobs_NC.detach() if old_NC is None else old_NC
-    anchor = old if config.anchor == "old" else rollout_NC
-    surrogate = _surrogate(config, logprobs_NC, anchor, advantages_N, mask_NC, sequences_N)
-    weights = correction_weights(old, rollout_NC, mask_NC, sequences_N, config.corrections)
-    kept = mask_NC if keep_N is None else mask_NC * keep_N[:, None]
-    per_token = AGGREGATIONS[config.aggregation](
-        mask_NC.sum(1),
-        sequences_N,
-        tokens=totals.tokens,
-        sequences=totals.sequences,
-        horizon=totals.horizon,
-    )[:, None]
+    inputs = replace(inputs, anchor=config.anchor)
+    bounds = ClipBounds(*config.clip_bounds, config.dual_clip)
+    surrogate = surrogate_named(config.surrogate)(inputs, bounds)
+    weights = correction_weights(inputs, config.corrections)
+    mask = inputs.mask_NC
+    kept = mask if inputs.keep_N is None else mask * inputs.keep_N[:, None]
+    per_token = AGGREGATIONS[config.aggregation](inputs, totals)[:, None]
     loss = (surrogate.losses_NC * weights * kept * per_token).sum()
     kl = 0.0
     if config.kl != "none":
-        if reference_NC is None:
-            raise InputError(f"train.loss.kl = {config.kl} needs a reference's log-probabilities")
-        penalty = PENALTIES[config.kl](logprobs_NC, reference_NC)
+        if inputs.reference_NC is None:
+            raise InputError(
+                f"train.loss.kl = {config.kl} needs the log-probabilities of a reference",
+                hint='pass reference_NC, or set train.loss.kl = "none"',
+            )
+        penalty = PENALTIES[config.kl](inputs.logprobs_NC, inputs.reference_NC)
         loss = loss + config.kl_coefficient * (penalty * kept * per_token).sum()
         kl = float((penalty.detach() * kept).sum()) / totals.tokens
     return PolicyLoss(
@@ -93,42 +69,3 @@ def policy_loss(
         rejected=float(((weights == 0) * kept).sum()) / totals.tokens,
         kl=kl,
     )
-
-
-def _surrogate(
-    config: LossConfig,
-    logprobs_NC: Tensor,
-    anchor_NC: Tensor,
-    advantages_N: Tensor,
-    mask_NC: Tensor,
-    sequences_N: Tensor,
-) -> Surrogate:
-    low, high = config.clip_low, config.clip_high
-    match config.surrogate:
-        case "ppo":
-            return ppo(
-                logprobs_NC,
-                anchor_NC,
-                advantages_N,
-                clip_low=low,
-                clip_high=high,
-                dual_clip=config.dual_clip,
-            )
-        case "cispo":
-            return cispo(logprobs_NC, anchor_NC, advantages_N, clip_low=low, clip_high=high)
-        case "gspo":
-            return gspo(
-                logprobs_NC,
-                anchor_NC,
-                advantages_N,
-                mask_NC,
-                sequences_N,
-                clip_low=low,
-                clip_high=high,
-            )
-        case "dppo":
-            return dppo(logprobs_NC, anchor_NC, advantages_N, clip_low=low, clip_high=high)
-        case "importance_sampling":
-            return importance_sampling(logprobs_NC, anchor_NC, advantages_N)
-        case "reinforce":
-            return reinforce(logprobs_NC, advantages_N)

@@ -2,17 +2,27 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deltawire.config import CorrectionConfig, LossConfig
+from deltawire.config import SURROGATES, CorrectionConfig, LossConfig
 from deltawire.errors import InputError
 from deltawire.parity import divergence
 from deltawire.train import loss as losses
-from deltawire.train.loss import ADVANTAGES, PENALTIES, Totals, correction_weights, policy_loss
+from deltawire.train.loss import (
+    ADVANTAGES,
+    PENALTIES,
+    ClipBounds,
+    LossInputs,
+    Totals,
+    correction_weights,
+    policy_loss,
+    surrogate_named,
+)
 
 logprobs = st.floats(-12, 0, width=32)
 rewards = st.floats(-3, 3, width=32)
@@ -130,19 +140,9 @@ def naive_token(name, logprob, anchor, advantage, mean_log, low, high, dual):
     return -gain, slope
 
 
-SURROGATES = ["ppo", "cispo", "gspo", "dppo", "importance_sampling", "reinforce"]
-
-
 def surrogate_of(name, ours, theirs, advantages, mask, numbers, low, high, dual=0.0):
-    function = getattr(losses, name)
-    if name == "reinforce":
-        return function(ours, advantages)
-    if name == "importance_sampling":
-        return function(ours, theirs, advantages)
-    if name == "gspo":
-        return function(ours, theirs, advantages, mask, numbers, clip_low=low, clip_high=high)
-    extra = {"dual_clip": dual} if name == "ppo" else {}
-    return function(ours, theirs, advantages, clip_low=low, clip_high=high, **extra)
+    inputs = LossInputs(ours, theirs, advantages, mask, numbers)
+    return surrogate_named(name)(inputs, ClipBounds(low, high, dual))
 
 
 def near_an_edge(name, ours, theirs, mean_logs, low, high, dual):
@@ -226,16 +226,10 @@ def test_a_gradient_by_finite_differences():
                 )
 
                 def loss(logprobs, config=config):
-                    return policy_loss(
-                        config,
-                        logprobs,
-                        theirs,
-                        advantages,
-                        mask,
-                        numbers,
-                        totals,
-                        reference_NC=reference,
-                    ).loss
+                    inputs = LossInputs(
+                        logprobs, theirs, advantages, mask, numbers, reference_NC=reference
+                    )
+                    return policy_loss(config, inputs, totals).loss
 
                 assert torch.autograd.gradcheck(loss, (ours.clone().requires_grad_(),))
 
@@ -250,6 +244,10 @@ correction = st.builds(
     high=st.floats(1, 3, width=32),
     weigh=st.booleans(),
 )
+
+
+def inputs_of(ours, theirs, mask, numbers):
+    return LossInputs(ours, theirs, torch.zeros(len(ours)), mask, numbers)
 
 
 def naive_weight(correction, logs, log):
@@ -270,7 +268,7 @@ def naive_weight(correction, logs, log):
 def test_corrections_are_the_naive_ones(batch, corrections, data):
     ours, theirs, mask, _ = batch
     numbers = data.draw(sequences(len(ours)))
-    found = correction_weights(ours, theirs, mask, numbers, corrections)
+    found = correction_weights(inputs_of(ours, theirs, mask, numbers), corrections)
     for n, number in enumerate(numbers.tolist()):
         logs = [
             (ours[m, c] - theirs[m, c]).item()
@@ -294,7 +292,8 @@ def test_corrections_are_the_naive_ones(batch, corrections, data):
 def test_corrections_carry_no_gradient():
     ours = torch.full((1, 2), -1.0, requires_grad=True)
     theirs, mask = torch.full((1, 2), -1.3), torch.ones(1, 2)
-    weights = correction_weights(ours, theirs, mask, torch.zeros(1).long(), [CorrectionConfig()])
+    inputs = inputs_of(ours, theirs, mask, torch.zeros(1).long())
+    weights = correction_weights(inputs, [CorrectionConfig()])
     assert not weights.requires_grad
 
 
@@ -317,9 +316,8 @@ def test_corrections_of_the_field_are_settings(name):
     """On one sequence whose tokens have the ratios 0.5, 1 and 4."""
     settings_, expected = NAMED[name]
     ours = torch.tensor([[0.5, 1.0, 4.0]], dtype=torch.float64).log()
-    weights = correction_weights(
-        ours, torch.zeros_like(ours), torch.ones_like(ours), torch.zeros(1).long(), [settings_]
-    )
+    inputs = inputs_of(ours, torch.zeros_like(ours), torch.ones_like(ours), torch.zeros(1).long())
+    weights = correction_weights(inputs, [settings_])
     assert weights[0].tolist() == pytest.approx(expected)
 
 
@@ -354,9 +352,8 @@ def test_micro_batches_add_up_to_the_whole(name, batch, data, horizon):
     for part in set(parts):
         rows = torch.tensor([n for n, s in enumerate(numbers.tolist()) if parts[s] == part])
         _, local = numbers[rows].unique(return_inverse=True)
-        weights = losses.AGGREGATIONS[name](
-            mask[rows].sum(1), local, tokens=tokens, sequences=count, horizon=horizon
-        )
+        part_inputs = inputs_of(values[rows], values[rows], mask[rows], local)
+        weights = losses.AGGREGATIONS[name](part_inputs, Totals(tokens, count, horizon))
         found += float((values[rows] * mask[rows] * weights[:, None]).sum())
     expected = naive_aggregate(name, values, mask, numbers, horizon)
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -406,9 +403,8 @@ def test_what_a_correction_rejects_leaves_the_rest_as_it_was():
                 corrections=corrections,
             )
             leaf = ours.clone().requires_grad_()
-            found = policy_loss(
-                config, leaf, theirs, advantages, torch.ones_like(ours), numbers, totals
-            )
+            inputs = LossInputs(leaf, theirs, advantages, torch.ones_like(ours), numbers)
+            found = policy_loss(config, inputs, totals)
             found.loss.backward()
             grads.append(leaf.grad)
         assert torch.equal(grads[0][0], grads[1][0])
@@ -419,10 +415,10 @@ def test_what_a_correction_rejects_leaves_the_rest_as_it_was():
 def test_what_is_kept_out_stays_in_the_denominators():
     ours = torch.full((2, 2), -1.0)
     config = LossConfig(surrogate="reinforce", anchor="old")
-    arguments = (config, ours, ours, torch.ones(2), torch.ones(2, 2), torch.arange(2))
+    inputs = LossInputs(ours, ours, torch.ones(2), torch.ones(2, 2), torch.arange(2))
     totals = Totals(tokens=4.0, sequences=2, horizon=2)
-    whole = policy_loss(*arguments, totals)
-    half = policy_loss(*arguments, totals, keep_N=torch.tensor([1.0, 0.0]))
+    whole = policy_loss(config, inputs, totals)
+    half = policy_loss(config, replace(inputs, keep_N=torch.tensor([1.0, 0.0])), totals)
     assert float(half.loss) == float(whole.loss) / 2
 
 
@@ -431,11 +427,7 @@ def test_a_penalty_without_a_reference_is_refused():
     with pytest.raises(InputError, match="reference"):
         policy_loss(
             LossConfig(kl="k3"),
-            ours,
-            ours,
-            torch.zeros(1),
-            torch.ones(1, 1),
-            torch.zeros(1).long(),
+            LossInputs(ours, ours, torch.zeros(1), torch.ones(1, 1), torch.zeros(1).long()),
             Totals(1.0, 1, 1),
         )
 
