@@ -7,14 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deltawire.cli.processes import seeded
-from deltawire.config import load_config
 from deltawire.errors import InputError
+from deltawire.launch.processes import read_config
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Record every pair that is not there yet; a second call goes on where one stopped."""
-    config = seeded(load_config(Path(arguments.config)), arguments.seed)
+    config = read_config(Path(arguments.config), seed=arguments.seed)
     if min(arguments.strides) < 1 or arguments.settle < 0:
         raise InputError("--strides must be at least 1 and --settle at least 0")
     if not all(0 < rate < 1 for rate in arguments.rates):

@@ -27,10 +27,10 @@ from rich.table import Table
 
 from benchmarks.loop_cost import measure_loop_cost, measure_rollouts_at_once
 from benchmarks.loop_idle import simulate_idle
-from deltawire.cli.run import Job, Pins, execute
 from deltawire.config import RunConfig, StalenessConfig, TrainConfig, load_config
 from deltawire.dashboard.summary import Summary
 from deltawire.errors import InputError
+from deltawire.launch.session import Job, Pins, execute
 from deltawire.store import open_bucket
 
 WAYS = ("alternating", "pipelined")

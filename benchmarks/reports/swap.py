@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.swap import SwapFigures
 from benchmarks.swap import bench_swap as measure
-from deltawire.cli.transfer import size
+from deltawire.dashboard.wording import byte_size
 from deltawire.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def _print(found: SwapFigures) -> None:
         f"{found.pause_growth_model_doubled:.1%}",
         "< 15 %",
     )
-    table.add_row("allocated during the swap", size(found.swap_allocated_bytes), "")
-    table.add_row("staged for it before", size(found.staged_bytes), "")
+    table.add_row("allocated during the swap", byte_size(found.swap_allocated_bytes), "")
+    table.add_row("staged for it before", byte_size(found.staged_bytes), "")
     table.add_row("throughput lost while preparing", f"{found.throughput_lost:.1%}", "≤ 20 %")
     table.add_row("from token to token across a swap", f"{found.token_gap_ms:.1f} ms", "")
     table.add_row("and usually", f"{found.usual_gap_ms:.1f} ms", "")
@@ -104,8 +104,8 @@ def _print_alone(found: ScatterTimes) -> None:
     table.add_row("reload from host memory", f"{found.reload_ms:.1f} ms", "")
     table.add_row("copy from host memory", f"{found.copy_ms:.1f} ms", "")
     table.add_row("probed in", f"{found.probe_ms:.0f} ms", "")
-    table.add_row("staged before", size(found.staged_bytes), "")
-    table.add_row("allocated during the swap", size(found.swap_bytes), "")
+    table.add_row("staged before", byte_size(found.staged_bytes), "")
+    table.add_row("allocated during the swap", byte_size(found.swap_bytes), "")
     console.print(table)
     console.print(
         f"{found.device}: {found.parameters / 1e6:.0f} million bf16 weights, {found.changes} "

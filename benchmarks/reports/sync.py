@@ -16,7 +16,7 @@ from rich.table import Table
 from benchmarks.peers import PEERS, missing
 from benchmarks.sync import SyncFigures
 from benchmarks.sync import bench_sync as measure
-from deltawire.cli.transfer import size
+from deltawire.dashboard.wording import byte_size
 from deltawire.errors import InputError
 from deltawire.store import Bucket, open_bucket
 
@@ -97,18 +97,20 @@ def _print(found: SyncFigures) -> None:
     table.add_row("the 50 after it", f"{found.region_share_next_50:.2%}", "≤ 1 %")
     table.add_row(
         "a reader's memory beyond its mirror",
-        size(found.extra_memory_bytes),
-        f"≤ {size(found.extra_memory_limit)}",
+        byte_size(found.extra_memory_bytes),
+        f"≤ {byte_size(found.extra_memory_limit)}",
     )
     table.add_row("objects at lag 60", str(found.objects_at_lag_60), "≤ 12")
     console.print(table)
     ways = Table("way", "used by", "seconds", "bytes", "times slower")
-    ways.add_row("deltawire", "", f"{found.end_to_end_s:.3f}", size(found.delta_bytes), "1.0")
+    ways.add_row("deltawire", "", f"{found.end_to_end_s:.3f}", byte_size(found.delta_bytes), "1.0")
     for rival in found.rivals:
         slower = f"{rival.seconds / found.end_to_end_s:.1f}"
-        ways.add_row(rival.name, rival.used_by, f"{rival.seconds:.3f}", size(rival.bytes), slower)
+        ways.add_row(
+            rival.name, rival.used_by, f"{rival.seconds:.3f}", byte_size(rival.bytes), slower
+        )
     console.print(ways)
     console.print(
-        f"{size(found.model_bytes)} of bf16, {found.changed:.2%} changed a step, "
+        f"{byte_size(found.model_bytes)} of bf16, {found.changed:.2%} changed a step, "
         f"{found.machine.processor}, {found.machine.processors} processors"
     )

@@ -146,7 +146,7 @@ def test_a_run_is_not_relayed_onto_itself(
 ) -> None:
     run = tmp_path / "run"
     path = write_checkpoint(tmp_path / "step-0", 0)
-    assert main(["publish", str(path), "--to", str(run), "--fold-strides", "3,5"]) == 2
+    assert main(["publish", str(path), "--to", str(run), "--compaction-strides", "3,5"]) == 2
     assert "not multiples of each other" in capsys.readouterr().err
     assert main(["publish", str(path), "--to", str(run)]) == 0
     assert main(["relay", str(run), str(tmp_path / "x" / ".." / "run")]) == 2

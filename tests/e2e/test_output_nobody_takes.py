@@ -76,7 +76,7 @@ def test_nobody_reads_the_output(run: str, command: str) -> None:
 def test_an_interrupt_while_the_flags_are_read() -> None:
     code = (
         "import os, signal; from deltawire.cli import main as cli\n"
-        "cli._add_watching = lambda commands: os.kill(os.getpid(), signal.SIGINT)\n"
+        "cli.import_module = lambda name: os.kill(os.getpid(), signal.SIGINT)\n"
         "raise SystemExit(cli.main(['log', 'x']))"
     )
     ended = subprocess.run(

@@ -26,11 +26,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from deltawire.cli.run import Job, execute
 from deltawire.config import RunConfig, load_config
 from deltawire.dashboard.summary import Summary
 from deltawire.errors import DeltawireError
 from deltawire.events import Event, Life, decode_lines
+from deltawire.launch.session import Job, execute
 from deltawire.rl.evaluate.audit import Fates, audit_fates
 from deltawire.rl.trainer.verify_training import Replayed, replay
 from deltawire.runtime.fleet import Fleet

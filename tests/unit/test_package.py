@@ -39,7 +39,7 @@ FLAGS = {
         "--retain",
         "--grace",
         "--dry-run",
-        "--fold-strides",
+        "--compaction-strides",
         "--key",
         "--threads",
         "--json",
@@ -50,7 +50,7 @@ FLAGS = {
         "--start",
         "--keep-all",
         "--grace",
-        "--fold-strides",
+        "--compaction-strides",
         "--key",
         "--public-key",
         "--threads",
@@ -115,7 +115,7 @@ def loaded_by(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["deltawire", "deltawire.sync", "deltawire.codec", "deltawire.cli.run"]
+    "module", ["deltawire", "deltawire.sync", "deltawire.codec", "deltawire.launch.session"]
 )
 def test_importing_loads_nothing_heavy(module: str) -> None:
     assert not loaded_by(f"import {module}") & set(HEAVY)

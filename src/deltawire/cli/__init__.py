@@ -1,1 +1,31 @@
 """The command line: thin commands over the layers below, each loading only what it needs."""
+
+COMMANDS = (
+    "run",
+    "worker",
+    "trainer",
+    "evaluator",
+    "warm_start",
+    "publish",
+    "pull",
+    "relay",
+    "export",
+    "import_",
+    "keygen",
+    "serve",
+    "report",
+    "fsck",
+    "log",
+    "parity",
+    "bench",
+    "status",
+    "replay",
+    "probes",
+    "metrics",
+)
+"""One module here for each command, in the order of the help.
+
+To add a command, write a module with ``add_parser(commands)`` and name it here. ``add_parser`` sets
+``call`` to a function that takes the parsed arguments and returns the exit code, and that imports
+what it needs when it is called, so that ``deltawire --help`` stays quick.
+"""

@@ -6,11 +6,21 @@ import argparse
 import json
 from pathlib import Path
 
-from deltawire.wire.signing import Ed25519Signer
+from deltawire.cli.arguments import add_json
 
 
-def keygen(arguments: argparse.Namespace) -> int:
-    """Write a fresh private key to a new file, and print the public key that belongs to it."""
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("keygen", help="make a key to sign a run with")
+    parser.set_defaults(call=run)
+    parser.add_argument("file", metavar="FILE", help="the new file for the private key")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write a new private key, and print its public key."""
+    from deltawire.wire.signing import Ed25519Signer
+
     signer = Ed25519Signer.generate()
     signer.write(Path(arguments.file))
     body = json.dumps({"file": arguments.file, "public_key": signer.public_key})

@@ -3,80 +3,56 @@
 from __future__ import annotations
 
 import argparse
-import secrets
-import time
-from pathlib import Path
 
-from rich.console import Console
-
-from deltawire.cli.serve import read_token
-from deltawire.dashboard.state import RunState
-from deltawire.dashboard.status import Watch
-from deltawire.errors import InputError
-from deltawire.runtime.event_tail import EventTail
-from deltawire.runtime.fleet import read_trainer
-from deltawire.store import Bucket, open_bucket
-from deltawire.sync import require_run
-from deltawire.sync.chain.objects import with_retries
-from deltawire.wire.run import Run
-
-OVER = frozenset({"finished", "stopped"})
+from deltawire.cli.arguments import add_run_url, add_token_file, add_window
 
 
-def metrics(arguments: argparse.Namespace) -> int:
-    """Serve, or with ``--to`` hand on, until interrupted; handing on ends with the run."""
-    if not 0 < arguments.every <= 1e9:
-        raise InputError(f"--every {arguments.every} is not a number of seconds")
-    if not 0 <= arguments.port <= 65535:
-        raise InputError(f"--port {arguments.port} is no port")
-    bucket = open_bucket(arguments.run)
-    run = require_run(bucket)
-    if arguments.to:
-        return _forward(arguments, bucket, run)
-    return _serve(arguments, bucket, run)
-
-
-def _serve(arguments: argparse.Namespace, bucket: Bucket, run: Run) -> int:
-    from deltawire.dashboard.exporter import RunCollector, application, listen
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    token = "" if arguments.no_token else read_token(arguments.token_file)
-    if not token and not arguments.no_token:
-        token = secrets.token_urlsafe(24)
-        console.print(f"token {token}", markup=False)
-    watch = Watch(bucket, window_s=arguments.window)
-    collector = RunCollector(watch, every_s=arguments.every)
-    app = application(collector, token=token)
-    with listen(app, host=arguments.host, port=arguments.port, token=token) as server:
-        host, port = server.server_address[:2]
-        console.print(f"metrics of {run.name} on http://{host!s}:{port}/metrics", markup=False)
-        server.serve_forever()
-    return 0
-
-
-def _forward(arguments: argparse.Namespace, bucket: Bucket, run: Run) -> int:
-    from deltawire.dashboard.trackers import Forwarder, open_tracker
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    tracker = open_tracker(
-        arguments.to,
-        Path(arguments.out or f"runs/{run.name}-{arguments.to}"),
-        project=arguments.project,
-        name=run.name,
-        config=run.config,
-        offline=arguments.offline,
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("metrics", help="a run's figures for Prometheus, or a tracker")
+    parser.set_defaults(call=run)
+    add_run_url(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    parser.add_argument("--port", type=int, default=9464, help="the port to listen on; 0 is any")
+    add_token_file(parser)
+    parser.add_argument("--no-token", action="store_true", help="let everyone on this machine read")
+    parser.add_argument(
+        "--every", type=float, default=5.0, metavar="S", help="read the bucket at most so often"
     )
-    tail, state, forwarder = EventTail(bucket), RunState(), Forwarder(tracker)
-    try:
-        while True:
-            trainer = with_retries(lambda: read_trainer(bucket))
-            over = trainer is not None and trainer.phase in OVER
-            state.fold(tail.read(everything=over))
-            version = forwarder.forward(state, over=over)
-            if over:
-                break
-            time.sleep(arguments.every)
-    finally:
-        tracker.close()
-    console.print(f"versions up to {version} handed on to {arguments.to}")
+    add_window(parser)
+    parser.add_argument(
+        "--to",
+        choices=("tensorboard", "wandb", "trackio"),
+        default="",
+        help="forward each version's figures to this tracker, instead of serving",
+    )
+    parser.add_argument(
+        "--out", default="", metavar="DIR", help="the folder for the tracker's files"
+    )
+    parser.add_argument("--project", default="deltawire", help="of wandb or trackio")
+    parser.add_argument(
+        "--offline", action="store_true", help="wandb: keep the files here, for wandb sync"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted; or forward until the run is over."""
+    from deltawire.launch.metrics import Destination, Listener, export_metrics, forward_metrics
+
+    if arguments.to:
+        destination = Destination(
+            kind=arguments.to,
+            folder=arguments.out,
+            project=arguments.project,
+            offline=arguments.offline,
+        )
+        forward_metrics(arguments.run, destination, every_s=arguments.every)
+        return 0
+    listener = Listener(
+        host=arguments.host,
+        port=arguments.port,
+        token_file=arguments.token_file,
+        open=arguments.no_token,
+    )
+    export_metrics(arguments.run, listener, every_s=arguments.every, window_s=arguments.window)
     return 0

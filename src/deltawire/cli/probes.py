@@ -1,24 +1,32 @@
-"""``deltawire probes``: reward against probes for each family of tasks, from the bucket alone."""
+"""``deltawire probes``: rewards compared with checks that the reward does not see."""
 
 from __future__ import annotations
 
 import argparse
 
-import msgspec
-from rich.console import Console
-
-from deltawire.dashboard.probes import whole
+from deltawire.cli.arguments import add_json, add_run_url
+from deltawire.cli.exit_codes import FLAGGED
 from deltawire.errors import InputError
-from deltawire.reward_monitor.watch import figures_of, read_probes
-from deltawire.store import open_bucket
-from deltawire.sync.chain.objects import require_run
-
-FLAGGED = 6
-"""The exit code if any stream is flagged, for scripts."""
 
 
-def command(arguments: argparse.Namespace) -> int:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("probes", help="compare rewards with what they do not see")
+    parser.set_defaults(call=run)
+    add_run_url(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Print the table; 0, or 6 if a divergence is flagged."""
+    import msgspec
+    from rich.console import Console
+
+    from deltawire.dashboard.probes import whole
+    from deltawire.reward_monitor.watch import figures_of, read_probes
+    from deltawire.store import open_bucket
+    from deltawire.sync import require_run
+
     bucket = open_bucket(arguments.run)
     require_run(bucket)
     state = read_probes(bucket)

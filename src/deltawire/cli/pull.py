@@ -1,116 +1,39 @@
-"""``deltawire pull``: a Hugging Face directory that is, and stays, a version of a run."""
+"""``deltawire pull``: a Hugging Face directory at a run's version."""
 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
-import msgspec
-
-from deltawire.cli.transfer import Bars, bars, size
-from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import MeteredBucket, RetryingBucket, open_bucket
-from deltawire.sync import Checkout, require_run
-from deltawire.sync.chain.objects import newest_version
-from deltawire.wire.run import Run
-
-PATIENCE_S = 600.0
-"""While following, a store that does not answer is asked again for so long."""
+from deltawire.cli.arguments import add_json, add_public_key, add_run_url, add_threads, at_least
 
 
-class Pulled(msgspec.Struct, frozen=True):
-    """One version that the directory shows now; ``base`` is the one before it."""
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("pull", help="keep a Hugging Face directory at a run's version")
+    parser.set_defaults(call=run)
+    add_run_url(parser)
+    parser.add_argument("directory", metavar="DIR", help="becomes a link to the version's files")
+    parser.add_argument(
+        "--version", type=at_least(0), metavar="N", help="which one (default: the newest)"
+    )
+    parser.add_argument("--follow", action="store_true", help="also bring every newer version")
+    add_public_key(parser)
+    add_threads(parser)
+    add_json(parser, "print a JSON object for each version")
 
-    version: int
-    base: int | None
-    digest: str
-    bytes: int
-    seconds: float
 
+def run(arguments: argparse.Namespace) -> int:
+    """Bring the directory to a version, or to each new one."""
+    from deltawire.launch.pulling import pull_directory
 
-def pull(arguments: argparse.Namespace) -> int:
-    """Bring the directory to a version, or to each newest one as it comes."""
-    if arguments.follow and arguments.version is not None:
-        raise InputError("--follow and --version exclude each other")
-    with bars(arguments) as bar:
-        bucket = MeteredBucket(open_bucket(arguments.run), lambda read, _: bar.more(read))
-        run = require_run(RetryingBucket(bucket), public_key=arguments.public_key)
-        with Checkout(
-            bucket, run, Path(arguments.directory), threads=arguments.threads
-        ) as checkout:
-            puller = _Puller(bucket, run, checkout, bar, as_json=arguments.json)
-            if not arguments.follow:
-                puller.once(arguments.version)
-            else:
-                puller.follow()
+    pull_directory(
+        arguments.run,
+        Path(arguments.directory),
+        version=arguments.version,
+        follow=arguments.follow,
+        public_key=arguments.public_key,
+        threads=arguments.threads,
+        as_json=arguments.json,
+    )
     return 0
-
-
-class _Puller:
-    def __init__(
-        self, bucket: MeteredBucket, run: Run, checkout: Checkout, bar: Bars, *, as_json: bool
-    ) -> None:
-        self._bucket = bucket
-        self._run = run
-        self._checkout = checkout
-        self._bar = bar
-        self._json = as_json
-
-    def once(self, version: int | None) -> None:
-        if version is None:
-            version = newest_version(RetryingBucket(self._bucket))
-            if version is None:
-                raise RetryError("no version is published yet", run=self._bucket.url)
-            self._finish()
-        self._bring(version)
-
-    def _finish(self) -> None:
-        """A version that was begun before comes first: most of it may be here already."""
-        unfinished = self._checkout.unfinished()
-        if unfinished is None or self._checkout.version is not None:
-            return
-        try:
-            self._bring(unfinished)
-        except CorruptError as error:
-            self._bar.say(f"cannot finish version {unfinished}: {error}")
-
-    def follow(self) -> None:
-        """Until interrupted."""
-        self._finish()
-        answered = time.monotonic()
-        while True:
-            try:
-                newest = self._checkout.newest()
-                if newest is not None:
-                    self._bring(newest)
-                answered = time.monotonic()
-            except RetryError as error:
-                if time.monotonic() - answered > PATIENCE_S:
-                    raise
-                self._bar.say(f"trying again: {error}")
-                newest = None
-            if newest is None:
-                time.sleep(self._bucket.poll_s)
-
-    def _bring(self, version: int) -> None:
-        started, before = time.perf_counter(), self._bucket.read_bytes
-        base = self._checkout.version
-        self._bar.begin(f"version {version}")
-        digest = self._checkout.bring_to(version)
-        self._bar.hide()
-        done = Pulled(
-            version,
-            base,
-            digest,
-            self._bucket.read_bytes - before,
-            time.perf_counter() - started,
-        )
-        if self._json:
-            print(msgspec.json.encode(done).decode(), flush=True)  # noqa: T201
-            return
-        rate = size(done.bytes / done.seconds) if done.seconds else "-"
-        self._bar.say(
-            f"version {version} {digest[:16]}: {size(done.bytes)} in {done.seconds:.1f} s "
-            f"({rate}/s)"
-        )

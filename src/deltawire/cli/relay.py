@@ -1,52 +1,62 @@
-"""``deltawire relay``: a run's weights in a second bucket, each delta carried over once."""
+"""``deltawire relay``: a copy of a run in another bucket."""
 
 from __future__ import annotations
 
 import argparse
 
-import msgspec
+from deltawire.cli.arguments import (
+    BUCKET,
+    add_json,
+    add_key,
+    add_public_key,
+    add_retention,
+    add_threads,
+    at_least,
+)
 
-from deltawire.cli.transfer import bars, signer_of, size, strides_of
-from deltawire.store import MeteredBucket, open_bucket
-from deltawire.sync.maintain.relay import Relay, Relayed
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("relay", help="keep a copy of a run in another bucket current")
+    parser.set_defaults(call=run)
+    parser.add_argument("source", metavar="SRC_URL", help=BUCKET)
+    parser.add_argument("destination", metavar="DST_URL", help=BUCKET)
+    parser.add_argument("--follow", action="store_true", help="continue until interrupted")
+    parser.add_argument(
+        "--start",
+        type=at_least(0),
+        metavar="N",
+        help="begin at the newest anchor up to version N (default: the newest of all)",
+    )
+    parser.add_argument(
+        "--keep-all", action="store_true", help="keep the versions that the source has pruned"
+    )
+    add_retention(parser)
+    add_key(parser)
+    add_public_key(parser)
+    add_threads(parser)
+    add_json(parser, "print a JSON object for each version")
 
 
-def relay(arguments: argparse.Namespace) -> int:
-    """Carry over what there is, or, with ``--follow``, what comes as well."""
-    with bars(arguments) as bar:
-        source = MeteredBucket(open_bucket(arguments.source), lambda read, _: bar.more(read))
-        destination = open_bucket(arguments.destination, create=True)
-        bar.begin("carried over")
-        carrier = Relay(
-            source,
-            destination,
-            public_key=arguments.public_key,
-            start=arguments.start,
-            strides=strides_of(arguments.fold_strides),
-            signer=signer_of(arguments.key),
-            threads=arguments.threads,
-            retain=not arguments.keep_all,
-            grace_s=arguments.grace * 3600,
-        )
+def run(arguments: argparse.Namespace) -> int:
+    """Copy the versions that exist, and with ``--follow`` those that come."""
+    from deltawire.launch.progress import parse_strides, read_signer
+    from deltawire.launch.relaying import RelayOptions, relay_run
 
-        def tell(done: Relayed) -> None:
-            if arguments.json:
-                print(msgspec.json.encode(done).decode(), flush=True)  # noqa: T201
-                return
-            line = f"version {done.version}: {size(done.crossed)} crossed"
-            line += f", anchor of {size(done.anchor_made)} made here" if done.anchor_made else ""
-            line += f", {size(done.anchor_copied)} of anchor copied" if done.anchor_copied else ""
-            line += ", pruned" if done.pruned else ""
-            bar.say(f"{line} ({size(done.crossed / max(done.seconds, 1e-9))}/s)")
-
-        try:
-            if arguments.follow:
-                for done in carrier.follow():
-                    tell(done)
-            else:
-                carrier.advance(tell)
-                if not arguments.json:
-                    bar.say(f"{size(carrier.crossed)} crossed in all")
-        finally:
-            carrier.close()
+    options = RelayOptions(
+        start=arguments.start,
+        public_key=arguments.public_key,
+        signer=read_signer(arguments.key),
+        strides=parse_strides(arguments.compaction_strides),
+        threads=arguments.threads,
+        prune=not arguments.keep_all,
+        grace_s=arguments.grace * 3600,
+    )
+    relay_run(
+        arguments.source,
+        arguments.destination,
+        options,
+        follow=arguments.follow,
+        as_json=arguments.json,
+    )
     return 0

@@ -1,4 +1,4 @@
-"""``deltawire replay``: a run's training done over, and compared to the bit."""
+"""``deltawire replay``: a run's training, repeated and compared bit by bit."""
 
 from __future__ import annotations
 
@@ -7,26 +7,56 @@ import dataclasses
 import json
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from deltawire.dashboard.wording import legible
+from deltawire.cli.arguments import add_json, add_run_url
+from deltawire.cli.exit_codes import DIFFERENT
 from deltawire.errors import InputError
-from deltawire.rl.trainer.verify_training import NAMED, Dump, Replayed, replay
-from deltawire.store import open_bucket
-
-DIFFERENT = 5
 
 
-def command(arguments: argparse.Namespace) -> int:
-    """Replay; 0 if every version came out as it was published, 5 if not."""
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("replay", help="repeat a run's training and compare the bits")
+    parser.set_defaults(call=run)
+    add_run_url(parser)
+    parser.add_argument(
+        "--from",
+        type=int,
+        default=1,
+        dest="first",
+        metavar="N",
+        help="the first version to compare (default: 1)",
+    )
+    parser.add_argument(
+        "--to", type=int, metavar="N", help="the last version to compare (default: the newest)"
+    )
+    parser.add_argument(
+        "--dump", type=int, metavar="N", help="write everything about this version's step to --out"
+    )
+    parser.add_argument("--out", default="", metavar="DIR", help="the new folder for --dump")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Repeat the steps; 0 if every version has the published bits, 5 if not."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    from deltawire.dashboard.verification import print_verification
+    from deltawire.rl.trainer.verify_training import Dump, replay
+    from deltawire.store import open_bucket
+
     bucket = open_bucket(arguments.run)
     if (arguments.dump is None) != (not arguments.out):
-        raise InputError("--dump and --out go together")
+        raise InputError("--dump and --out go together", hint="give both, or neither")
     dump = None if arguments.dump is None else Dump(arguments.dump, Path(arguments.out))
     console = Console(stderr=True)
     hidden = arguments.json or not console.is_terminal
-    columns = (TextColumn("doing steps over"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("repeating steps"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar:
         task = bar.add_task("", total=None)
         found = replay(
@@ -39,25 +69,5 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**dataclasses.asdict(found), "exact": found.exact}))  # noqa: T201
     else:
-        _tell(found)
+        print_verification(found, Console(highlight=False, soft_wrap=True))
     return 0 if found.exact else DIFFERENT
-
-
-def _tell(found: Replayed) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    origin = f"from the state at version {found.origin}, on {found.groups} groups of the bucket"
-    if found.exact:
-        many = found.last - found.first + 1
-        versions = "version" if many == 1 else "versions"
-        console.print(
-            f"{many} {versions} ({found.first} to {found.last}) done over {origin}: "
-            "every one to the same bits"
-        )
-        return
-    console.print(f"version {found.differs} is the first that differs, done over {origin}")
-    console.print(f"{found.reason}", markup=False)
-    worst = sorted(found.tensors.items(), key=lambda item: -item[1])
-    for name, count in worst[:NAMED]:
-        console.print(f"  {count} weights of {legible(name, 100)}", markup=False)
-    if len(worst) > NAMED:
-        console.print(f"  and {len(worst) - NAMED} more tensors")

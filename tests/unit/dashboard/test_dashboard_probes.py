@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from deltawire.cli.run import ProbeTail
 from deltawire.config import ProbesConfig
 from deltawire.dashboard.live import LiveView, screen
 from deltawire.dashboard.probes import LIVE_ROWS, flags, whole
@@ -19,6 +18,7 @@ from deltawire.dashboard.state import RunState
 from deltawire.dashboard.summary import summarize
 from deltawire.errors import RetryError
 from deltawire.events import Diverged, Published, Step
+from deltawire.launch.watching import ProbeTail
 from deltawire.reward_monitor.monitor import ALL, Monitor, Point, ProbeState, Stream
 from deltawire.reward_monitor.watch import figures_of
 from deltawire.store import open_bucket

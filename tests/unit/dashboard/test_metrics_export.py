@@ -222,10 +222,10 @@ def test_without_a_token_only_on_this_machine() -> None:
 def test_the_command_on_wrong_input(tmp_path, capsys) -> None:
     bucket = str(tmp_path)
     for arguments, says in [
-        ([bucket], "no run here"),
+        ([bucket], "there is no run"),
         ([str(tmp_path / "none")], "no bucket"),
         ([bucket, "--every", "0"], "--every"),
-        ([bucket, "--port", "70000"], "no port"),
+        ([bucket, "--port", "70000"], "not a port"),
     ]:
         assert main(["metrics", *arguments]) == 2
         assert says in capsys.readouterr().err
@@ -349,7 +349,7 @@ def test_handing_on_ends_with_the_run(tmp_path, capsys) -> None:
     bucket.put(keys.events("trainer-a", 0), encode_lines([*events(1), *events(2)]))
     arguments = ["metrics", bucket.url, "--to", "tensorboard", "--out", str(tmp_path / "board")]
     assert main(arguments) == 0
-    assert "versions up to 2 handed on to tensorboard" in capsys.readouterr().err
+    assert "forwarded versions up to 2 to tensorboard" in capsys.readouterr().err
     assert len(list((tmp_path / "board").iterdir())) == 1
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write"):

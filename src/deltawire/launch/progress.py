@@ -1,8 +1,7 @@
-"""What commands that move models have in common: their bars, their buckets, their keys."""
+"""Progress bars, keys and strides of the commands that move models."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,32 +28,32 @@ class Bars:
         self._progress = progress
         self._task = progress.add_task("", total=None, visible=False)
 
-    def begin(self, what: str, total: int | None = None) -> None:
-        """Show a new bar in the place of the one before."""
-        self._progress.reset(self._task, description=what, total=total, visible=True)
+    def begin(self, description: str, total: int | None = None) -> None:
+        """Replace the current bar with a new one."""
+        self._progress.reset(self._task, description=description, total=total, visible=True)
 
-    def more(self, count: int) -> None:
-        """So many bytes more are done."""
+    def advance(self, count: int) -> None:
+        """Add ``count`` bytes to the bar."""
         self._progress.advance(self._task, count)
 
     def count(self, what: str, done: int, total: int) -> None:
-        """So many of something that is not bytes are done."""
+        """Show ``done`` of ``total`` things that are not bytes."""
         self._progress.update(
             self._task, description=f"{what} {done} of {total}", completed=0, visible=done < total
         )
 
     def hide(self) -> None:
-        """Nothing is going on."""
+        """Hide the bar until the next `begin`."""
         self._progress.update(self._task, visible=False)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line above the bar."""
         self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def bars(arguments: argparse.Namespace) -> Iterator[Bars]:
-    """Bars where somebody watches, and lines all the same where nobody does."""
+def bars(*, hidden: bool) -> Iterator[Bars]:
+    """Open bars on a terminal; lines are printed in any case."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -63,13 +62,13 @@ def bars(arguments: argparse.Namespace) -> Iterator[Bars]:
         TransferSpeedColumn(),
         TimeElapsedColumn(),
     )
-    hidden = arguments.json or not console.is_terminal
+    hidden = hidden or not console.is_terminal
     with Progress(*columns, console=console, disable=hidden, transient=True) as progress:
         yield Bars(progress)
 
 
-def signer_of(path: str) -> Signer | None:
-    """The private key in a file, None without one."""
+def read_signer(path: str) -> Signer | None:
+    """Read the private key in a file; None for an empty path."""
     if not path:
         return None
     from deltawire.wire.signing import Ed25519Signer
@@ -77,18 +76,12 @@ def signer_of(path: str) -> Signer | None:
     return Ed25519Signer.read(Path(path))
 
 
-def strides_of(text: str) -> tuple[int, ...]:
-    """Strides as ``4,16,64``; none for an empty text."""
+def parse_strides(text: str) -> tuple[int, ...]:
+    """Parse strides such as ``4,16,64``; an empty text means none."""
     try:
         return nested(tuple(int(part) for part in text.split(",") if part.strip()))
     except ValueError as error:
-        raise InputError(f"--fold-strides {text}: give numbers with commas between them") from error
-
-
-def size(count: float) -> str:
-    """Bytes, for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+        raise InputError(
+            f"--compaction-strides {text}: these are not numbers with commas between them",
+            hint="such as 4,16,64",
+        ) from error

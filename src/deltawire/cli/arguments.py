@@ -1,0 +1,127 @@
+"""Argument types and options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+BUCKET = "a folder, or a file://, s3://, gs:// or az:// URL"
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Make an argument type for whole numbers from ``least`` upward."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    number.__name__ = "number"  # argparse names the type in its own errors.
+    return number
+
+
+def seconds(text: str) -> float:
+    """Parse a duration: finite, zero or more."""
+    return _from_zero(text, "length of time")
+
+
+def share(text: str) -> float:
+    """Parse a share: finite, zero or more; one above 1 is never reached."""
+    return _from_zero(text, "share")
+
+
+def _from_zero(text: str, kind: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no {kind}")
+    return value
+
+
+def add_run_url(parser: argparse.ArgumentParser) -> None:
+    """Declare the positional argument that names a run."""
+    parser.add_argument("run", metavar="RUN_URL", help=f"the run's bucket: {BUCKET}")
+
+
+def add_json(parser: argparse.ArgumentParser, text: str = "print one JSON object") -> None:
+    """Declare ``--json``."""
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def add_seed(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--seed``."""
+    parser.add_argument("--seed", type=int, help="replace the configuration's seed")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--engine``."""
+    parser.add_argument(
+        "--engine",
+        choices=("transformers", "vllm"),
+        help="the engine that workers sample from (default: the configuration's)",
+    )
+
+
+def add_child_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that a supervisor gives to the processes it starts."""
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--cpus", default="", help="run on these processors only, such as 0,1")
+
+
+def add_public_key(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--public-key``."""
+    parser.add_argument(
+        "--public-key", default="", metavar="KEY", help="refuse objects that it did not sign"
+    )
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--key``."""
+    parser.add_argument("--key", default="", metavar="FILE", help="sign with this private key")
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--threads``."""
+    parser.add_argument(
+        "--threads", type=at_least(1), metavar="N", help="threads of the codec (default: all cores)"
+    )
+
+
+def add_retention(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of commands that prune and compact."""
+    parser.add_argument(
+        "--grace",
+        type=seconds,
+        default=24.0,
+        metavar="HOURS",
+        help="keep pruned objects this long for readers of old versions (default: 24)",
+    )
+    parser.add_argument(
+        "--compaction-strides",
+        default="4,16,64",
+        metavar="N,N,…",
+        help="make compacted deltas over these strides; each divides the next (default: 4,16,64)",
+    )
+
+
+def add_token_file(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--token-file``."""
+    parser.add_argument(
+        "--token-file",
+        default="",
+        metavar="FILE",
+        help="holds the bearer token (default: $DELTAWIRE_TOKEN, or a generated one)",
+    )
+
+
+def add_window(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--window``."""
+    parser.add_argument(
+        "--window",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="measure figures over this many recent seconds (default: 300)",
+    )

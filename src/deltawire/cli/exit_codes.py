@@ -1,0 +1,14 @@
+"""Exit codes beyond those of errors (`deltawire.errors`)."""
+
+INTERRUPTED = 130
+NOT_READ = 1
+"""Nobody reads what is printed any more, such as after ``| head``; rich uses it too."""
+IO_FAILED = 74
+DAMAGED = 3
+"""``fsck`` found a version that cannot be read."""
+EXCEEDED = 3
+"""``parity`` measured more than ``--limit``."""
+DIFFERENT = 5
+"""``replay`` computed other bits than the run; `deltawire.launch.session.AuditError` has it too."""
+FLAGGED = 6
+"""``probes`` shows a reward that came apart from a probe."""

@@ -1,0 +1,48 @@
+"""``deltawire export``: a version as a snapshot in a hosted provider's layout."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from deltawire.cli.arguments import add_json, add_public_key, add_run_url, at_least
+from deltawire.errors import InputError
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("export", help="write a version for a hosted provider to hot-load")
+    parser.set_defaults(call=run)
+    add_run_url(parser)
+    parser.add_argument("directory", metavar="DIR", help="the snapshot's new folder")
+    parser.add_argument(
+        "--version", type=at_least(0), metavar="N", help="which one (default: the newest)"
+    )
+    parser.add_argument(
+        "--base", type=at_least(0), metavar="N", help="write an arc_v2 delta to this version"
+    )
+    add_public_key(parser)
+    add_json(parser, "print only the request's body, without progress")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write a snapshot; print the body of the hot-load request for it."""
+    import msgspec
+
+    from deltawire.export.snapshots import export_snapshot
+    from deltawire.launch.progress import bars
+    from deltawire.store import MeteredBucket, open_bucket
+    from deltawire.sync import newest_version, require_run
+
+    with bars(hidden=arguments.json) as bar:
+        bucket = MeteredBucket(open_bucket(arguments.run), lambda read, _: bar.advance(read))
+        run = require_run(bucket, public_key=arguments.public_key)
+        version = newest_version(bucket) if arguments.version is None else arguments.version
+        if version is None:
+            raise InputError("the run has no version yet", hint="wait for one", run=bucket.url)
+        made = export_snapshot(
+            bucket, run, version, Path(arguments.directory), base=arguments.base, tell=bar.begin
+        )
+    body = msgspec.to_builtins(made)
+    print(msgspec.json.encode({k: v for k, v in body.items() if v}).decode())  # noqa: T201
+    return 0

@@ -1,0 +1,58 @@
+"""``deltawire fsck``: whether every version of a run can be read."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from deltawire.cli.arguments import add_json, add_public_key, add_run_url
+from deltawire.cli.exit_codes import DAMAGED
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("fsck", help="check every object and every version of a run")
+    parser.set_defaults(call=run)
+    add_run_url(parser)
+    parser.add_argument("--quick", action="store_true", help="check names and sizes, not contents")
+    add_public_key(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check a run; 0 if every version can be read, 3 if not."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    from deltawire.dashboard.versions import print_check
+    from deltawire.store import open_bucket
+    from deltawire.sync.maintain.fsck import check_run
+
+    bucket = open_bucket(arguments.run)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    hidden = arguments.json or not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=f"checking {what}", completed=done, total=total)
+
+        found = check_run(
+            bucket,
+            deep=not arguments.quick,
+            public_key=arguments.public_key,
+            progress=show,
+        )
+    if arguments.json:
+        print(json.dumps({**dataclasses.asdict(found), "whole": found.whole}))  # noqa: T201
+    else:
+        print_check(found, Console(highlight=False, soft_wrap=True))
+    return 0 if found.whole else DAMAGED

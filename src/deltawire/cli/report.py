@@ -1,0 +1,52 @@
+"""``deltawire report``: a run's report, written again from its bucket."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from deltawire.cli.arguments import add_json, add_run_url
+from deltawire.errors import InputError
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("report", help="write a run's report again from its events")
+    parser.set_defaults(call=run)
+    add_run_url(parser)
+    parser.add_argument("--out", default=".", help="the folder for report.html and report.json")
+    add_json(parser, "print report.json")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the report and print its figures."""
+    import msgspec
+    from rich.console import Console
+
+    from deltawire.config import run_config
+    from deltawire.dashboard.live import screen
+    from deltawire.dashboard.report import write_report
+    from deltawire.launch.watching import Watcher, summary_of
+    from deltawire.rl.evaluate.attestation import attested, last_status
+    from deltawire.store import open_bucket
+    from deltawire.sync import require_run
+
+    bucket = open_bucket(arguments.run)
+    config = run_config(require_run(bucket).config, url=bucket.url)
+    out = Path(arguments.out)
+    console = Console()
+    watcher = Watcher(config, bucket, console, plain=True)
+    watcher.read()
+    verdicts = attested(bucket, last_status(bucket))
+    summary = summary_of(config, bucket, watcher, verdicts)
+    try:
+        write_report(summary, watcher.state, out)
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {out}: {error.strerror or error}", hint="choose --out"
+        ) from error
+    if arguments.json:
+        console.print_json(msgspec.json.encode(summary).decode())
+    else:
+        console.print(screen(summary, report=str(out / "report.html")))
+    return 0

@@ -1,0 +1,37 @@
+"""``deltawire trainer``: the trainer process of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from deltawire.cli.arguments import add_child_options, add_engine, add_run_url, add_seed
+from deltawire.errors import InputError
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("trainer", help="start or continue a run's trainer, and only it")
+    parser.set_defaults(call=run)
+    add_run_url(parser)
+    parser.add_argument("--config", default="", help="start the run with this configuration")
+    parser.add_argument("--model", default="", help="and with this model directory as version 0")
+    add_seed(parser)
+    add_engine(parser)
+    add_child_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train until the run's last version."""
+    from deltawire.launch.processes import ChildOptions, read_config, run_as_trainer
+
+    if bool(arguments.config) != bool(arguments.model):
+        raise InputError("--config and --model go together", hint="give both, or neither")
+    source = None
+    if arguments.config:
+        path = Path(arguments.config)
+        config = read_config(path, seed=arguments.seed, engine=arguments.engine)
+        source = (config, Path(arguments.model))
+    options = ChildOptions(arguments.supervised, arguments.cpus)
+    run_as_trainer(arguments.run, source=source, options=options)
+    return 0

@@ -1,0 +1,36 @@
+"""``deltawire worker``: one rollout worker of a run."""
+
+from __future__ import annotations
+
+import argparse
+
+from deltawire.cli.arguments import add_child_options, add_run_url
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("worker", help="join a run as a rollout worker")
+    parser.set_defaults(call=run)
+    add_run_url(parser)
+    parser.add_argument("--id", default="", help="the worker's name (default: a generated one)")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="wait this long for a trainer (default: 600)",
+    )
+    add_child_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Sample until the run ends."""
+    from deltawire.launch.processes import ChildOptions, join_as_worker
+
+    join_as_worker(
+        arguments.run,
+        name=arguments.id,
+        patience_s=arguments.patience,
+        options=ChildOptions(arguments.supervised, arguments.cpus),
+    )
+    return 0

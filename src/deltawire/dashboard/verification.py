@@ -1,0 +1,28 @@
+"""Shows whether a run's training could be repeated bit for bit."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from deltawire.dashboard.wording import legible
+from deltawire.rl.trainer.verify_training import NAMED, Replayed
+
+
+def print_verification(found: Replayed, console: Console) -> None:
+    """Print the outcome, and the tensors that differ."""
+    origin = f"from the state at version {found.origin}, on {found.groups} groups of the bucket"
+    if found.exact:
+        many = found.last - found.first + 1
+        versions = "version" if many == 1 else "versions"
+        console.print(
+            f"{many} {versions} ({found.first} to {found.last}) repeated {origin}: "
+            "all with the same bits"
+        )
+        return
+    console.print(f"version {found.differs} is the first that differs, repeated {origin}")
+    console.print(f"{found.reason}", markup=False)
+    worst = sorted(found.tensors.items(), key=lambda item: -item[1])
+    for name, count in worst[:NAMED]:
+        console.print(f"  {count} weights of {legible(name, 100)}", markup=False)
+    if len(worst) > NAMED:
+        console.print(f"  and {len(worst) - NAMED} more tensors")

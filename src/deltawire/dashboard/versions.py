@@ -1,0 +1,102 @@
+"""Lists a run's versions and their readers, and the outcome of a check."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from deltawire.config import FaultsConfig
+from deltawire.dashboard.wording import byte_size
+from deltawire.errors import CorruptError
+from deltawire.runtime.fleet import Fleet
+from deltawire.store import Bucket
+from deltawire.sync import newest_version, read_manifest
+from deltawire.sync.maintain.fsck import Checked
+from deltawire.wire import keys
+from deltawire.wire.run import Run
+
+
+def print_check(found: Checked, console: Console) -> None:
+    """Print the outcome of ``deltawire fsck``, a line for each fault."""
+    console.print(
+        f"{found.versions} versions ({found.pruned} pruned, {found.anchors} anchors), "
+        f"{found.folds} compacted deltas, {found.blobs} blobs of {byte_size(found.bytes)}"
+    )
+    if found.unreferenced:
+        console.print(
+            f"{found.unreferenced} blobs of {byte_size(found.unreferenced_bytes)} that no version "
+            "refers to; retention removes them"
+        )
+    for fault in found.faults:
+        place = fault.key or f"version {fault.version}"
+        console.print(f"{fault.level}: {place}: {fault.message}", markup=False)
+    console.print("whole" if found.whole else "damaged")
+
+
+def version_table(versions: list[dict[str, Any]], readers: list[dict[str, Any]]) -> Table:
+    """A row for each version: its kinds, sizes, age and readers."""
+    table = Table(
+        "version", "kind", "delta", "anchor", "compacted from", "changed", "age", "held by"
+    )
+    for row in versions:
+        holders = [reader["worker"] for reader in readers if reader["version"] == row["version"]]
+        changed = "" if row["changed"] is None else f"{row['changed']:.3%}"
+        delta, anchor = (byte_size(row[name]) if row[name] else "" for name in ("delta", "anchor"))
+        bases = ", ".join(map(str, row["compacted_from"]))
+        age = "" if row["age_s"] is None else _age(row["age_s"])
+        cells = (str(row["version"]), row["kind"], delta, anchor, bases, changed, age)
+        table.add_row(*cells, ", ".join(holders))
+    return table
+
+
+def list_versions(bucket: Bucket, run: Run, last: int) -> list[dict[str, Any]]:
+    """Describe the ``last`` newest versions, newest first."""
+    newest = newest_version(bucket)
+    bases: dict[int, list[int]] = {}
+    for key in bucket.list(keys.COMPACTED):
+        base, target = keys.compacted_of(key) or (None, -1)
+        if base is not None:
+            bases.setdefault(target, []).append(base)
+    elements = sum(tensor.count for tensor in run.tensors)
+    first = 0 if newest is None else max(newest - last + 1, 0)
+    rows = []
+    for version in range(-1 if newest is None else newest, first - 1, -1):
+        row: dict[str, Any] = {"version": version, "kind": "missing", "delta": 0, "anchor": 0}
+        row |= {"compacted_from": sorted(bases.get(version, [])), "changed": None, "age_s": None}
+        rows.append(row)
+        try:
+            manifest = read_manifest(bucket, run, version)
+        except CorruptError as error:
+            row |= {"kind": "damaged", "error": str(error)}
+            continue
+        if manifest is None:
+            continue
+        kinds = [name for name in ("delta", "anchor") if getattr(manifest, name) is not None]
+        row["kind"] = "pruned" if manifest.pruned else " + ".join(kinds)
+        row |= {name: getattr(manifest, name).bytes for name in kinds}
+        row |= {"digest": manifest.digest, "epoch": manifest.epoch}
+        row["age_s"] = max(time.time() - manifest.created_at, 0.0)
+        if manifest.delta is not None and elements:
+            row["changed"] = manifest.delta.changed / elements
+    return rows
+
+
+def list_readers(bucket: Bucket) -> list[dict[str, Any]]:
+    """Say which worker holds which version, from the heartbeats."""
+    fleet = Fleet(bucket, silence_s=FaultsConfig().silence_s)
+    fleet.poll()
+    return [
+        {"worker": name, "version": one.worker.version, "phase": one.worker.phase}
+        for name, one in fleet.heartbeats.items()
+        if one.worker is not None
+    ]
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"

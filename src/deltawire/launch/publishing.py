@@ -1,0 +1,183 @@
+"""Publishes Hugging Face directories as versions, in order or as they appear in a folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from deltawire.dashboard.wording import byte_size
+from deltawire.errors import InputError
+from deltawire.launch.progress import Bars, bars
+from deltawire.store import Bucket, MeteredBucket, open_bucket
+from deltawire.sync.huggingface.checkpoint_dir import Checkpoint, read_checkpoint
+from deltawire.sync.huggingface.publish_dirs import (
+    CheckpointPublisher,
+    CheckpointWatcher,
+    Outcome,
+    order,
+)
+from deltawire.wire.seal import Signer
+
+POLL_S = 0.5
+
+
+class Published(msgspec.Struct, frozen=True):
+    """The outcome of one directory; sizes in bytes, None for a version that existed already."""
+
+    path: str
+    version: int
+    state: str
+    digest: str
+    model_bytes: int
+    delta_bytes: int | None
+    anchor_bytes: int | None
+    changed: float | None
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """How versions are made; durations in seconds, ``retain`` 0 keeps every version."""
+
+    name: str = ""
+    signer: Signer | None = None
+    retain: int = 0
+    grace_s: float = 86400.0
+    anchor_every: int = 25
+    anchor_share: float = 0.0
+    strides: tuple[int, ...] = ()
+    threads: int | None = None
+    dry_run: bool = False
+
+
+def publish_directories(
+    location: str,
+    paths: Sequence[Path],
+    options: PublishOptions,
+    *,
+    watcher: CheckpointWatcher | None = None,
+    idle_s: float = 0.0,
+    as_json: bool = False,
+) -> None:
+    """Publish each directory that is not a version yet, then those that the watcher finds.
+
+    With ``idle_s`` watching ends when nothing has come for so long.
+    """
+    if watcher is None and not paths:
+        raise InputError("nothing to publish", hint="name directories, or a folder to --watch")
+    for path in paths:  # Refused now, not after an hour of publishing.
+        read_checkpoint(path)
+    with bars(hidden=as_json) as bar, _open(location, options, bar) as publisher:
+        session = _Session(publisher, bar, as_json=as_json, dry_run=options.dry_run)
+        for path in paths:
+            session.publish(path)
+        if watcher is not None:
+            session.watch(watcher, idle_s=idle_s)
+
+
+def _open(location: str, options: PublishOptions, bar: Bars) -> CheckpointPublisher:
+    where: Bucket
+    try:
+        where = open_bucket(location, create=not options.dry_run)
+    except InputError:
+        if not options.dry_run:
+            raise
+        where = open_bucket("memory://")  # The folder does not exist yet: an empty run.
+    bucket = MeteredBucket(where, lambda _, written: bar.advance(written))
+    name = options.name or location.rstrip("/").rsplit("/", 1)[-1]
+    return CheckpointPublisher(
+        bucket,
+        name=name[:64] or "run",
+        signer=options.signer,
+        retain=options.retain,
+        grace_s=options.grace_s,
+        dry_run=options.dry_run,
+        threads=options.threads,
+        progress=bar.advance,
+        on_digest=lambda path: bar.begin(f"uploading {path.name}"),
+        on_version=lambda done, total: bar.count("reading versions", done, total),
+        anchor_every=options.anchor_every,
+        anchor_share=options.anchor_share,
+        compaction_strides=options.strides,
+    )
+
+
+class _Session:
+    def __init__(
+        self, publisher: CheckpointPublisher, bar: Bars, *, as_json: bool, dry_run: bool
+    ) -> None:
+        self._publisher = publisher
+        self._bar = bar
+        self._json = as_json
+        self._dry_run = dry_run
+
+    def publish(self, path: Path) -> None:
+        started = time.perf_counter()
+        checkpoint = read_checkpoint(path)
+        self._bar.begin(f"reading {path.name}", checkpoint.bytes)
+        outcome = self._publisher.publish(path)
+        self._bar.hide()
+        self._report(outcome, checkpoint, time.perf_counter() - started)
+
+    def watch(self, watcher: CheckpointWatcher, *, idle_s: float) -> None:
+        """Publish each subfolder once it is complete, until interrupted or idle."""
+        logged = 0
+        last = time.monotonic()
+        while True:
+            for path in watcher.ready():
+                try:
+                    self.publish(path)
+                except InputError as error:
+                    if not path.is_dir():  # Trainers remove old checkpoints.
+                        self._bar.log(f"{path.name} is gone: {error}")
+                        continue
+                    raise
+                last = time.monotonic()
+            for path in sorted(watcher.passed_over, key=order)[logged:]:
+                self._bar.log(
+                    f"{path.name} was complete only after a later one had been published; skipped"
+                )
+            logged = len(watcher.passed_over)
+            if idle_s and time.monotonic() - last > idle_s:
+                return
+            time.sleep(POLL_S)
+
+    def _report(self, outcome: Outcome, checkpoint: Checkpoint, seconds: float) -> None:
+        state = "published" if outcome.published else "there"
+        if self._dry_run and outcome.planned:
+            state = "planned"
+        receipt = outcome.receipt
+        row = Published(
+            path=str(outcome.path),
+            version=outcome.version,
+            state=state,
+            digest=outcome.digest,
+            model_bytes=outcome.bytes,
+            delta_bytes=None if receipt is None else receipt.bytes_delta,
+            anchor_bytes=None if receipt is None else receipt.bytes_anchor,
+            changed=None if receipt is None else receipt.changed / max(receipt.elements, 1),
+            seconds=seconds,
+        )
+        if self._json:
+            print(msgspec.json.encode(row).decode(), flush=True)  # noqa: T201
+            return
+        line = f"{outcome.path.name}: version {outcome.version}"
+        if receipt is not None:
+            kinds = [
+                f"{name} {byte_size(count)}"
+                for name, count in (("delta", row.delta_bytes), ("anchor", row.anchor_bytes))
+                if count
+            ]
+            line += f", {', '.join(kinds) or 'nothing changed'}, {row.changed:.2%} changed"
+            line += f", {byte_size(outcome.bytes / seconds)}/s"
+        elif state == "there":
+            line += " already"
+        else:
+            line += f" to publish, {len(checkpoint.specs)} tensors of {byte_size(outcome.bytes)}"
+        if checkpoint.left_out:
+            line += f"; not published: {', '.join(checkpoint.left_out)}"
+        self._bar.log(line)

@@ -1,0 +1,122 @@
+"""Keeps a Hugging Face directory at a version of a run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from deltawire.dashboard.wording import byte_size
+from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.launch.progress import Bars, bars
+from deltawire.store import MeteredBucket, RetryingBucket, open_bucket
+from deltawire.sync import Checkout, require_run
+from deltawire.sync.chain.objects import newest_version
+from deltawire.wire.run import Run
+
+PATIENCE_S = 600.0
+"""While following, requests to a store that does not answer are repeated for so long."""
+
+
+class Pulled(msgspec.Struct, frozen=True):
+    """One version that the directory shows now; ``base`` is the version it showed before."""
+
+    version: int
+    base: int | None
+    digest: str
+    bytes: int
+    seconds: float
+
+
+def pull_directory(
+    location: str,
+    directory: Path,
+    *,
+    version: int | None = None,
+    follow: bool = False,
+    public_key: str = "",
+    threads: int | None = None,
+    as_json: bool = False,
+) -> None:
+    """Bring the directory to ``version`` (the newest), or to each new version as it comes."""
+    if follow and version is not None:
+        raise InputError("--follow and --version exclude each other")
+    with bars(hidden=as_json) as bar:
+        bucket = MeteredBucket(open_bucket(location), lambda read, _: bar.advance(read))
+        run = require_run(RetryingBucket(bucket), public_key=public_key)
+        with Checkout(bucket, run, directory, threads=threads) as checkout:
+            puller = _Puller(bucket, run, checkout, bar, as_json=as_json)
+            if follow:
+                puller.follow()
+            else:
+                puller.once(version)
+
+
+class _Puller:
+    def __init__(
+        self, bucket: MeteredBucket, run: Run, checkout: Checkout, bar: Bars, *, as_json: bool
+    ) -> None:
+        self._bucket = bucket
+        self._run = run
+        self._checkout = checkout
+        self._bar = bar
+        self._json = as_json
+
+    def once(self, version: int | None) -> None:
+        if version is None:
+            version = newest_version(RetryingBucket(self._bucket))
+            if version is None:
+                raise RetryError("no version is published yet", run=self._bucket.url)
+            self._finish()
+        self._bring(version)
+
+    def _finish(self) -> None:
+        """Finish a version that was begun earlier: most of it may be on disk already."""
+        unfinished = self._checkout.unfinished()
+        if unfinished is None or self._checkout.version is not None:
+            return
+        try:
+            self._bring(unfinished)
+        except CorruptError as error:
+            self._bar.log(f"cannot finish version {unfinished}: {error}")
+
+    def follow(self) -> None:
+        """Bring each new version until interrupted."""
+        self._finish()
+        answered = time.monotonic()
+        while True:
+            try:
+                newest = self._checkout.newest()
+                if newest is not None:
+                    self._bring(newest)
+                answered = time.monotonic()
+            except RetryError as error:
+                if time.monotonic() - answered > PATIENCE_S:
+                    raise
+                self._bar.log(f"trying again: {error}")
+                newest = None
+            if newest is None:
+                time.sleep(self._bucket.poll_s)
+
+    def _bring(self, version: int) -> None:
+        started, before = time.perf_counter(), self._bucket.read_bytes
+        base = self._checkout.version
+        self._bar.begin(f"version {version}")
+        digest = self._checkout.bring_to(version)
+        self._bar.hide()
+        done = Pulled(
+            version,
+            base,
+            digest,
+            self._bucket.read_bytes - before,
+            time.perf_counter() - started,
+        )
+        if self._json:
+            print(msgspec.json.encode(done).decode(), flush=True)  # noqa: T201
+            return
+        rate = byte_size(done.bytes / done.seconds) if done.seconds else "-"
+        self._bar.log(
+            f"version {version} {digest[:16]}: {byte_size(done.bytes)} in {done.seconds:.1f} s "
+            f"({rate}/s)"
+        )

@@ -1,0 +1,68 @@
+"""Copies a run's weights to a second bucket, each delta once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from deltawire.dashboard.wording import byte_size
+from deltawire.launch.progress import Bars, bars
+from deltawire.store import MeteredBucket, open_bucket
+from deltawire.sync.maintain.relay import Relay, Relayed
+from deltawire.wire.seal import Signer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayOptions:
+    """How a relay copies: from ``start`` (the newest anchor), pruning as the source does."""
+
+    start: int | None = None
+    public_key: str = ""
+    signer: Signer | None = None
+    strides: tuple[int, ...] = ()
+    threads: int | None = None
+    prune: bool = True
+    grace_s: float = 86400.0
+
+
+def relay_run(
+    source: str, destination: str, options: RelayOptions, *, follow: bool, as_json: bool
+) -> None:
+    """Copy the versions that exist; with ``follow`` also those that come, until interrupted."""
+    with bars(hidden=as_json) as bar:
+        metered = MeteredBucket(open_bucket(source), lambda read, _: bar.advance(read))
+        target = open_bucket(destination, create=True)
+        bar.begin("copied")
+        relay = Relay(
+            metered,
+            target,
+            public_key=options.public_key,
+            start=options.start,
+            strides=options.strides,
+            signer=options.signer,
+            threads=options.threads,
+            retain=options.prune,
+            grace_s=options.grace_s,
+        )
+        try:
+            if follow:
+                for done in relay.follow():
+                    _report(done, bar, as_json=as_json)
+            else:
+                relay.advance(lambda done: _report(done, bar, as_json=as_json))
+                if not as_json:
+                    bar.log(f"{byte_size(relay.crossed)} copied in all")
+        finally:
+            relay.close()
+
+
+def _report(done: Relayed, bar: Bars, *, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(done).decode(), flush=True)  # noqa: T201
+        return
+    line = f"version {done.version}: {byte_size(done.crossed)} copied"
+    line += f", anchor of {byte_size(done.anchor_made)} made here" if done.anchor_made else ""
+    line += f", {byte_size(done.anchor_copied)} of them an anchor" if done.anchor_copied else ""
+    line += ", pruned" if done.pruned else ""
+    bar.log(f"{line} ({byte_size(done.crossed / max(done.seconds, 1e-9))}/s)")

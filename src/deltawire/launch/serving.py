@@ -1,0 +1,135 @@
+"""Serves the hot-load contract in front of vLLM servers, until a signal comes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from deltawire.errors import InputError
+from deltawire.launch.tokens import read_token
+from deltawire.serving.contract import FleetState
+from deltawire.serving.fleet import Fleet
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import require_run
+from deltawire.wire.run import Run
+
+REPLICA_KEY_VARIABLE = "DELTAWIRE_REPLICA_KEY"
+REPORT_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where to listen, and how replicas change versions."""
+
+    replicas: Sequence[str]
+    host: str = "127.0.0.1"
+    port: int = 8400
+    token_file: str = ""
+    transition: Literal["async", "sync"] = "async"
+    drain_s: float = 90.0
+    model: str = ""
+    public_key: str = ""
+
+
+def serve_run(location: str, options: ServeOptions) -> None:
+    """Serve a run until a signal comes; a token that was not given is generated and printed."""
+    console = Console(stderr=True, highlight=False)
+    for url in options.replicas:
+        if not _is_http(url):
+            raise InputError(f"--replica {url} is not an http:// or https:// URL")
+    if not 0 <= options.port <= 65535:
+        raise InputError(f"--port {options.port} is not a port", hint="use 0 to 65535")
+    if options.drain_s <= 0:
+        raise InputError("--drain must be above 0")
+    bucket = open_bucket(location)
+    run = require_run(bucket, public_key=options.public_key)
+    token = read_token(options.token_file)
+    if not token:
+        token = secrets.token_urlsafe(24)
+        console.print(f"token {token}", soft_wrap=True)
+    asyncio.run(_serve(options, bucket, run, token, console))
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+async def _serve(
+    options: ServeOptions, bucket: Bucket, run: Run, token: str, console: Console
+) -> None:
+    import aiohttp
+    from aiohttp import web
+
+    from deltawire.serving.app import build_app
+    from deltawire.serving.vllm import VllmReplica
+
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    key = os.environ.get(REPLICA_KEY_VARIABLE, "")
+    async with aiohttp.ClientSession(auto_decompress=False) as session:
+        replicas = [VllmReplica(url, session, key=key) for url in options.replicas]
+        fleet = Fleet(
+            bucket,
+            run,
+            replicas,
+            transition=options.transition,
+            drain_s=options.drain_s,
+        )
+        app = build_app(fleet, session, token=token, upstream_key=key, upstream_model=options.model)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, options.host, options.port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise InputError(
+                    f"cannot listen on {options.host}:{options.port}: {error.strerror}",
+                    hint="choose another --port, or --host",
+                ) from error
+            host, port = runner.addresses[0][:2]
+            console.print(f"serving {run.name} on http://{host}:{port}", soft_wrap=True)
+            await _report_changes(fleet, stopping, console)
+        finally:
+            await runner.cleanup()
+
+
+async def _report_changes(fleet: Fleet, stopping: asyncio.Event, console: Console) -> None:
+    """Print a line for each replica that changed, until ``stopping`` is set."""
+    printed: dict[str, str] = {}
+    while not stopping.is_set():
+        for name, line in _lines(fleet.state()).items():
+            if printed.get(name) != line:
+                console.print(f"{name}: {line}", soft_wrap=True, markup=False)
+                printed[name] = line
+        try:
+            await asyncio.wait_for(stopping.wait(), REPORT_EVERY_S)
+        except TimeoutError:
+            continue
+    print("stopped", file=sys.stderr)  # noqa: T201
+
+
+def _lines(state: FleetState) -> dict[str, str]:
+    lines = {}
+    for replica in state.replicas:
+        loading = replica.loading_state
+        words = [replica.current_snapshot_identity or "no snapshot", loading.stage]
+        if loading.stage == "loading" and loading.target_snapshot_identity:
+            words.append(loading.target_snapshot_identity)
+        lines[replica.name] = " ".join(words) + (f": {loading.message}" if loading.message else "")
+    return lines

@@ -1,0 +1,274 @@
+"""Runs a whole job on this machine: warm start, trainer, workers, evaluator, audit, report.
+
+::
+
+    execute ── Supervisor ──▶ warm-start, then trainer, w0 … wN, evaluator   (child processes)
+       │            ▲ check
+       └── Watcher ◀─┴── events from the bucket ◀── every process
+
+Children and parent share the bucket only. A second call with the same job continues it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+from rich.console import Console
+
+from deltawire.config import RunConfig, differences, run_config
+from deltawire.dashboard.report import write_report
+from deltawire.dashboard.summary import Summary
+from deltawire.errors import InputError
+from deltawire.launch.watching import Watcher, summary_of
+from deltawire.rl.evaluate.attestation import Attestation, attested, last_status, wait_for_workers
+from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync.chain.objects import read_run
+
+try:
+    import fcntl
+except ImportError:  # Not on every system; there, two runs in one folder are not prevented.
+    fcntl = None  # type: ignore[assignment]
+
+WARM_RECORD = "warm_start.json"
+
+
+class AuditError(InputError):
+    """The bucket, or a live worker, does not hold what the run promises."""
+
+    exit_code = 5
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Processors for each kind of process, as ``--cpus`` takes them; empty for any."""
+
+    trainer: str = ""
+    workers: str = ""
+
+
+@dataclass
+class Job:
+    """A run on this machine: its configuration, and where its files lie.
+
+    Example::
+
+        job = Job(load_config(path), path, None, out, open_bucket(str(out / "bucket"), create=True))
+        summary = execute(job, Console(), plain=True)
+    """
+
+    config: RunConfig
+    config_path: Path
+    seed: int | None
+    out: Path
+    bucket: Bucket
+    pins: Pins = Pins()
+    command: Sequence[str] = COMMAND
+    """Starts a child process; its arguments follow."""
+    warm_out: Path | None = None
+    """Where the warm start's model lies, if not in ``out``: several jobs can share one."""
+    engine: str | None = None
+    """Replaces the configuration file's."""
+
+    @property
+    def makes_model(self) -> bool:
+        """Whether a warm start, or a build, of this job makes version 0."""
+        return not self.config.model.path or self.config.warm_start.max_steps > 0
+
+    @property
+    def model(self) -> Path:
+        """The directory that version 0 comes from."""
+        if not self.makes_model:
+            return Path(self.config.model.path)
+        return (self.warm_out or self.out) / "model"
+
+    def warm_record(self) -> str:
+        """All that the warm start depends on: its model is used again while this stays the same."""
+        parts = (self.config.model, self.config.task, self.config.warm_start, self.config.seed)
+        return json.dumps(msgspec.to_builtins(parts), sort_keys=True)
+
+    def seed_arguments(self) -> list[str]:
+        """The seed for a child's command line."""
+        return [] if self.seed is None else ["--seed", str(self.seed)]
+
+    def engine_arguments(self) -> list[str]:
+        """The engine for the trainer's command line."""
+        return [] if self.engine is None else ["--engine", self.engine]
+
+
+def open_output(out: Path, location: str) -> Bucket:
+    """Create the output folder and open the job's bucket, which lies in it by default."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to {out}: {error.strerror}", hint="choose --out") from error
+    return open_bucket(location or str(out / "bucket"), create=True)
+
+
+@contextlib.contextmanager
+def only_one(out: Path) -> Iterator[None]:
+    """Lock ``out`` against a second ``deltawire run``; the lock ends with the process."""
+    with (out / "lock").open("w") as lock:
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise InputError(
+                    f"another deltawire run is using {out}",
+                    hint="join it with deltawire worker, or choose another --out",
+                ) from error
+        yield
+
+
+def check_audit(summary: Summary) -> None:
+    """Raise `AuditError` if the run did not end as it promises."""
+    wrong = [worker.id for worker in summary.workers if worker.bit_identical is False]
+    if wrong:
+        raise AuditError(
+            f"workers whose weights are not the trainer's: {', '.join(wrong)}",
+            hint="see report.json",
+        )
+    proof = summary.proof
+    if proof and (proof.repeated or proof.lost or proof.staleness_max > summary.staleness.bound):
+        raise AuditError(
+            f"of {proof.groups} consumed groups {proof.repeated} were consumed twice and "
+            f"{proof.lost} are lost; the largest staleness is {proof.staleness_max}",
+            hint="see report.json",
+        )
+
+
+def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
+    """Run a job to its end and write its report; None if it was interrupted.
+
+    The first SIGINT or SIGTERM lets the processes finish what is half done, the second kills them.
+    """
+    stop: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del frame
+        stop.append(number)
+
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    supervisor = Supervisor(
+        job.bucket, job.out / "logs", faults=job.config.faults, command=job.command
+    )
+    watcher = Watcher(job.config, job.bucket, console, plain=plain)
+    watcher.read()
+    try:
+        watcher.start()
+        verdicts = _stages(job, supervisor, watcher, stop)
+    finally:
+        watcher.end_view()
+        if stop:
+            console.print("stopping after the current step; interrupt again to stop now")
+        supervisor.stop(hurry=lambda: len(stop) > 1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        watcher.close()
+    watcher.read()
+    if verdicts is None:
+        status = read_trainer(job.bucket)
+        at = f" at version {status.version}" if status else ""
+        console.print(f"stopped{at}; the same command continues it", markup=False)
+        return None
+    summary = summary_of(job.config, job.bucket, watcher, verdicts)
+    write_report(summary, watcher.state, job.out)
+    return summary
+
+
+def _stages(
+    job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]
+) -> list[Attestation] | None:
+    supervisor.start()
+    existing = read_run(job.bucket)
+    if existing is not None:
+        theirs = run_config(existing.config, url=job.bucket.url)
+        if changed := differences(job.config, theirs):
+            raise InputError(
+                f"the run in this bucket was started with another {', '.join(changed[:4])}",
+                hint="choose another --out or --bucket to start a new run",
+                run=job.bucket.url,
+            )
+        status = read_trainer(job.bucket)
+        if status and status.phase == "finished" and status.version >= job.config.train.versions:
+            return attested(job.bucket, status)
+    elif not _make_model(job, supervisor, watcher, stop):
+        return None
+    _start_all(job, supervisor, watcher, stop)
+    while not supervisor.check():
+        watcher.tick()
+        if stop:
+            return None
+    status = last_status(job.bucket)
+    if status.phase != "finished":
+        return None
+
+    def tick() -> None:
+        supervisor.check()
+        watcher.tick()
+
+    verdicts = wait_for_workers(job.bucket, status, tick, silence_s=job.config.faults.silence_s)
+    while supervisor.running() and not stop:
+        tick()
+    return verdicts
+
+
+def _make_model(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]) -> bool:
+    """Make the model directory unless it exists; False if interrupted."""
+    if not job.makes_model:
+        return True
+    job.model.parent.mkdir(parents=True, exist_ok=True)
+    record = job.model.with_name(WARM_RECORD)
+    if not record.is_file() and job.model.exists():
+        raise InputError(
+            f"{job.model} exists but was not created by a warm start",
+            hint="choose another --out, or move it away",
+        )
+    if record.is_file() and record.read_text() == job.warm_record() and job.model.is_dir():
+        return True
+    record.write_text("")  # From here on the folder is this job's, finished or not.
+
+    def tick() -> None:
+        watcher.tick()
+        if stop:
+            supervisor.stop()
+
+    arguments = ["warm-start", str(job.config_path), "--out", str(job.model), "--supervised"]
+    arguments += ["--bucket", job.bucket.url, *job.seed_arguments()]
+    try:
+        supervisor.run("warm-start", "warm-start", arguments, tick)
+    except ChildError:
+        if not stop:
+            raise
+    if stop:
+        return False
+    record.write_text(job.warm_record())
+    return True
+
+
+def _start_all(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]) -> None:
+    """Start the trainer, then its readers once no earlier end of the run is still in its status."""
+    arguments = ["trainer", job.bucket.url, "--supervised", "--cpus", job.pins.trainer]
+    if job.model.is_dir():
+        arguments += ["--config", str(job.config_path), "--model", str(job.model)]
+        arguments += [*job.seed_arguments(), *job.engine_arguments()]
+    supervisor.add("trainer", "trainer", arguments)
+    while (status := read_trainer(job.bucket)) is not None and status.phase == "finished":
+        if stop or supervisor.check():
+            return
+        watcher.tick()
+    pinned = ["--supervised", "--cpus", job.pins.workers]
+    for number in range(job.config.rollout.workers):
+        name = f"w{number}"
+        supervisor.add(name, "worker", ["worker", job.bucket.url, "--id", name, *pinned])
+    supervisor.add("evaluator", "evaluator", ["evaluator", job.bucket.url, *pinned])

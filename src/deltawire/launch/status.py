@@ -1,0 +1,71 @@
+"""Shows how a run stands, once or until it is over."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from deltawire.dashboard.status import RunStatus, Watch
+from deltawire.dashboard.status_view import view
+from deltawire.errors import InputError, RetryError
+from deltawire.store import open_bucket
+
+OVER = frozenset({"finished", "stopped"})
+
+
+def show_status(
+    location: str, *, watch: bool, every_s: float, window_s: float, as_json: bool
+) -> None:
+    """Print a run's status; with ``watch`` again and again until the run is over."""
+    for flag, value in (("--window", window_s), ("--every", every_s)):
+        if not 0 < value <= 1e9:
+            raise InputError(f"{flag} {value} is not a number of seconds above 0")
+    source = Watch(open_bucket(location), window_s=window_s)
+    console = Console()
+    if not watch:
+        _print(console, source.look(), as_json=as_json)
+    elif as_json or not console.is_terminal:
+        _repeat(console, source, every_s, as_json=as_json)
+    else:
+        _screen(console, source, every_s)
+
+
+def _print(console: Console, found: RunStatus, *, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(found).decode(), flush=True)  # noqa: T201
+    else:
+        console.print(view(found))
+
+
+def _repeat(console: Console, source: Watch, every_s: float, *, as_json: bool) -> None:
+    found = source.look()
+    while True:
+        _print(console, found, as_json=as_json)
+        if found.phase in OVER:
+            return
+        time.sleep(every_s)
+        found = _read_again(source, found)
+
+
+def _screen(console: Console, source: Watch, every_s: float) -> None:
+    found = source.look()
+    with Live(view(found), console=console, auto_refresh=False) as live:
+        while found.phase not in OVER:
+            time.sleep(every_s)
+            try:
+                found = source.look()
+                live.update(view(found), refresh=True)
+            except RetryError as error:
+                live.update(Text(f"{error}; trying again", "yellow"), refresh=True)
+
+
+def _read_again(source: Watch, before: RunStatus) -> RunStatus:
+    """Read the status; while the store does not answer, repeat the last one with the error."""
+    try:
+        return source.look()
+    except RetryError as error:
+        return msgspec.structs.replace(before, problems=[*before.problems[-1:], str(error)])

@@ -1,0 +1,156 @@
+"""Watches a run from its bucket and shows it: events and probes in, a live view out.
+
+::
+
+    event-feed thread                        the caller's thread
+    bucket → EventTail, ProbeTail  ──queue──▶ Watcher.tick → RunState → LiveView
+"""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.live import Live
+
+from deltawire.config import RunConfig, flatten
+from deltawire.dashboard.live import LiveView
+from deltawire.dashboard.state import RunState
+from deltawire.dashboard.summary import Summary, WorkerVerdict, summarize
+from deltawire.errors import CorruptError, RetryError
+from deltawire.events import Event, Life, Span
+from deltawire.reward_monitor.watch import ProbeFigures, figures_of, read_probes
+from deltawire.rl.evaluate.attestation import Attestation
+from deltawire.rl.evaluate.audit import audit_consumption
+from deltawire.runtime.event_tail import EventFeed, EventTail
+from deltawire.store import Bucket
+
+TICK_S = 0.25
+LINE_EVERY_S = 5.0
+PROBES_EVERY_S = 5.0
+"""Trainers store them as often."""
+
+
+class ProbeTail:
+    """Reads a run's probes every `PROBES_EVERY_S`.
+
+    Damaged probes read as none. While the store does not answer, ``newest`` keeps its value.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.newest: ProbeFigures | None = None
+        self._bucket = bucket
+        self._read_at = float("-inf")
+
+    def read(self, *, now: bool = False) -> None:
+        """Read the probes if they are due, or ``now``."""
+        if not now and time.monotonic() - self._read_at < PROBES_EVERY_S:
+            return
+        self._read_at = time.monotonic()
+        try:
+            state = read_probes(self._bucket)
+        except RetryError:
+            return
+        except CorruptError:
+            state = None
+        self.newest = figures_of(state) if state is not None and state.streams else None
+
+
+class Watcher:
+    """Collects a run's events and shows them: as a live view, or as lines with ``plain``."""
+
+    def __init__(self, config: RunConfig, bucket: Bucket, console: Console, *, plain: bool) -> None:
+        self.state = RunState()
+        self.view = LiveView(
+            config.train.versions,
+            config.train.largest_age,
+            name=config.name,
+            warm_steps=config.warm_start.max_steps or None,
+        )
+        self.console = console
+        self._tail = EventTail(bucket)
+        self._probes = ProbeTail(bucket)
+        self._feed = EventFeed(self._tail, every_s=TICK_S, beside=self._probes.read)
+        self._sessions: list[tuple[float, float]] = []
+        self._printed_at = 0.0
+        self._line = ""
+        self.live = None if plain else Live(console=console, auto_refresh=False, transient=True)
+
+    def start(self) -> None:
+        """Start reading events in the background, until `close`."""
+        self._feed.start()
+        if self.live is not None:
+            self.live.start()
+
+    def tick(self) -> None:
+        """Show new events, then sleep for `TICK_S`."""
+        self._add(self._feed.take())
+        if self.live is not None:
+            self.live.update(self.view.render(self.state), refresh=True)
+        elif time.monotonic() - self._printed_at >= LINE_EVERY_S:
+            self._printed_at = time.monotonic()
+            line = self.view.plain_line(self.state)
+            if line != self._line:
+                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+                self._line = line
+        time.sleep(TICK_S)
+
+    def end_view(self) -> None:
+        """Remove the live view, so that lines can be printed."""
+        if self.live is not None:
+            self.live.stop()
+
+    def close(self) -> None:
+        """Stop the background thread and add the events it still had."""
+        self._feed.close()
+        self._add(self._feed.take())
+
+    def read(self) -> None:
+        """Read all events and the probes now, in the caller's thread."""
+        self._probes.read(now=True)
+        self._add(self._tail.read(everything=True))
+
+    def _add(self, events: list[Event]) -> None:
+        self.state.fold(events)
+        self.state.probes = self._probes.newest
+        for event in sorted(events, key=_time_of):
+            if isinstance(event, Life) and event.role == "supervisor" and event.what == "started":
+                self._sessions.append((event.at, event.at))
+            elif self._sessions:
+                start, end = self._sessions[-1]
+                self._sessions[-1] = (start, max(end, _time_of(event)))
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that the run was active, summed over its sessions."""
+        return sum(end - start for start, end in self._sessions)
+
+
+def _time_of(event: Event) -> float:
+    return event.end if isinstance(event, Span) else event.at
+
+
+def summary_of(
+    config: RunConfig, bucket: Bucket, watcher: Watcher, verdicts: list[Attestation]
+) -> Summary:
+    """Summarize a run from its events, its workers' attestations and an audit of its bucket."""
+    return summarize(
+        watcher.state,
+        workers=[
+            WorkerVerdict(
+                id=verdict.worker,
+                version=verdict.version,
+                bit_identical=verdict.identical,
+                supervised=verdict.supervised,
+                groups=verdict.groups,
+            )
+            for verdict in verdicts
+        ],
+        wall_s=watcher.wall_s,
+        bound=config.train.largest_age,
+        target_versions=config.train.versions,
+        name=config.name,
+        seed=config.seed,
+        audit=audit_consumption(bucket),
+        configuration={key: str(value) for key, value in flatten(config).items()},
+    )
