@@ -97,14 +97,15 @@ class RolloutConfig(_Section, frozen=True, kw_only=True):
     """Rollout workers: how many are supervised, and how each samples."""
 
     workers: Annotated[int, Meta(ge=0, le=1024)] = 2
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """What a worker samples from: the embedded engine, or a vLLM server that it starts."""
+    engine: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}\Z")] = "transformers"
+    """What a worker samples from, by its name in `deltawire.engines.registry`: the embedded engine,
+    or a vLLM server that the worker starts."""
     group_size: Annotated[int, Meta(ge=2, le=4096)] = 8
     max_tokens: Count = 16
     max_turns: Count = 1
     temperature: Positive = 1.0
     slots: Count = 64
-    """Sequences that one worker decodes at a time."""
+    """Sequences that one worker decodes at a time, at most; memory may allow fewer."""
     context: Count = 256
     """Tokens of one sequence, prompt included."""
     concurrent: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
@@ -333,8 +334,11 @@ class EvaluateConfig(_Section, frozen=True, kw_only=True):
     temperature (pass@1 of the policy that is trained); greedy accuracy is measured beside it.
     """
 
-    every: Count = 20
+    every: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 20
+    """0 starts no evaluator."""
     samples: Count = 4
+    slots: Count = 256
+    """Sequences that are decoded at a time, at most; memory may allow fewer."""
 
 
 NO_LIMIT = 1e9

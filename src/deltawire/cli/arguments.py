@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from deltawire.engines.registry import ENGINES
+
 BUCKET = "a folder, or a file://, s3://, gs:// or az:// URL"
 
 
@@ -59,7 +61,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     """Declare ``--engine``."""
     parser.add_argument(
         "--engine",
-        choices=("transformers", "vllm"),
+        choices=tuple(ENGINES),
         help="the engine that workers sample from (default: the configuration's)",
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from deltawire.cli.arguments import BUCKET, add_engine, add_json, add_seed
 from deltawire.cli.exit_codes import INTERRUPTED
+from deltawire.engines.registry import check_engine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,10 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         _print_config(console, config, out, as_json=arguments.json)
         return 0
-    if config.rollout.engine == "vllm" and config.rollout.workers:
-        from deltawire.engines.server import vllm_python
-
-        vllm_python()
+    if config.rollout.workers:
+        check_engine(config.rollout.engine)
     bucket = open_output(out, arguments.bucket)
     refuse_memory(bucket)
     job = Job(config, path, arguments.seed, out, bucket, engine=arguments.engine)

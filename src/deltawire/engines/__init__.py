@@ -1,1 +1,1 @@
-"""How a delta lands, verified and in place, in weights that are being served."""
+"""Engines that sample from a run's weights, and take up new versions while they do."""

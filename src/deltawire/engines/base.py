@@ -1,15 +1,19 @@
-"""What an engine is to those who sample from it, whichever engine it is."""
+"""The interface of an engine: opened on a run, sampled from, and moved from version to version."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltawire.codec import Digest, Patch
+from deltawire.store import Bucket
+from deltawire.sync import Steps
+from deltawire.wire.run import Run
 
 FinishReason = Literal["stop", "length"]
 OnToken = Callable[[int], bool | None]
@@ -26,8 +30,8 @@ class Sampling:
 
 @dataclass
 class Completion:
-    """What one request produced: equally long lists, one entry a generated token. A token that
-    ends a sequence is part of it; ``finish`` is then ``stop``."""
+    """The result of one request: lists of equal length, one entry per generated token. A token
+    that ends a sequence is part of it; ``finish`` is then ``stop``."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -35,29 +39,36 @@ class Completion:
     finish: FinishReason = "length"
     experts: int = 0
     routes: list[NDArray[np.int32]] = field(default_factory=list)
-    """Where an engine tells them, the expert choices of every token that was read, the prompt's
-    first, each below ``experts``: parts of int32[positions, layers, experts chosen], one behind
-    the other. The last token was not read."""
+    """Where an engine records them, the expert choices of every token that was read, the prompt's
+    first, each below ``experts``: consecutive parts of int32[positions, layers, experts chosen].
+    The last token was not read."""
 
 
 class Sampler(Protocol):
     """Continues token sequences, many at a time.
 
-    Somebody calls `advance` again and again while there are requests; it works, or waits for an
-    engine that works elsewhere, and lets other tasks of the event loop run.
+    The owner calls `advance` repeatedly while there are requests. It does one unit of work, or
+    waits for an engine in another process, and lets other tasks of the event loop run.
+
+    Example::
+
+        task = asyncio.create_task(sampler.generate(prompt, Sampling(max_tokens=16)))
+        while sampler.active:
+            await sampler.advance()
+        completion = await task
     """
 
     version: int
-    """The policy version that draws the next token; whoever swaps the weights sets it."""
+    """The policy version that draws the next token; set by the code that swaps the weights."""
 
     slots: int
-    """How many sequences are decoded at a time; further requests wait for a place."""
+    """The most sequences that are decoded at a time; further requests wait."""
     capacity: int
-    """Tokens that a sequence may have, prompt included."""
+    """The most tokens that a sequence may have, prompt included."""
 
     @property
     def active(self) -> int:
-        """Requests not yet finished, waiting ones included."""
+        """The number of unfinished requests, waiting ones included."""
         ...
 
     async def generate(
@@ -67,47 +78,90 @@ class Sampler(Protocol):
         *,
         on_token: OnToken | None = None,
     ) -> Completion:
-        """Continue ``prompt``. ``on_token`` is told of each token as it is drawn; if it returns
-        True no more are wanted, and an engine that still can ends the sequence there, with
+        """Continues ``prompt``. ``on_token`` is called with each token as it is drawn; if it
+        returns True, no more are wanted, and an engine that can ends the sequence there with
         ``stop``.
 
-        Cancelling the task that waits here cancels the request and frees its place. Raises
-        `InputError` if the prompt is empty, or with ``max_tokens`` exceeds the capacity.
+        Cancelling the task that awaits this cancels the request and frees its place. Raises
+        `InputError` if the prompt is empty, or exceeds the capacity with ``max_tokens``.
         """
         ...
 
     async def advance(self) -> int:
-        """One unit of work; returns how many tokens it drew."""
+        """Does one unit of work; returns how many tokens it drew."""
         ...
 
     def cancel_all(self) -> None:
-        """Forget every request without an answer; for when nobody waits any more."""
+        """Drops every request without an answer, once nothing awaits them any more."""
         ...
 
 
 class Weights(Protocol):
     """The weights being served, at one version, patched in place between two calls of
-    `Sampler.advance`; `deltawire.placement.live.LiveWeights` is one."""
+    `Sampler.advance`; `deltawire.placement.live.LiveWeights` implements it."""
 
     @property
     def version(self) -> int:
-        """The version."""
+        """The version that the weights hold."""
         ...
 
     @property
     def digest(self) -> Digest:
-        """Its digest."""
+        """The digest of that version."""
         ...
 
     def stage(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
-        """Do what of the next `swap` can be done beside serving, in another thread. Raises
-        `ResyncError`, as that would."""
+        """Prepares the next `swap` while serving continues, in any one thread. Raises
+        `ResyncError` if that swap would."""
         ...
 
     def swap(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
-        """Take up a version whole and attested, or raise `ResyncError` and stay as it was."""
+        """Switches to a version, complete and attested, or raises `ResyncError` and leaves the
+        weights as they were."""
         ...
 
     def attest(self) -> Digest:
-        """The digest of the live bits, recomputed from them."""
+        """Recomputes the digest from the live bits."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """What an engine is opened on.
+
+    ``folder`` holds the model's files without weights; ``build_model`` returns the causal LM that
+    they describe, with weights unset, on torch's default device and in ``precision``. ``version``
+    is the one to load, None for the newest; the run has one. With ``stepwise``, no version is
+    skipped. ``is_stopping`` becomes true when the caller no longer wants the engine.
+    """
+
+    bucket: Bucket
+    run: Run
+    folder: Path
+    build_model: Callable[[], Any]
+    stop_tokens: Callable[[Any], Sequence[int]]
+    slots: int
+    capacity: int
+    precision: Literal["float32", "bfloat16"]
+    seed: int
+    threads: int
+    version: int | None = None
+    stepwise: bool = False
+    record_routes: bool = False
+    is_stopping: Callable[[], bool] = lambda: False
+
+
+async def nothing_to_close() -> None:
+    """The `OpenEngine.close` of an engine that holds nothing but memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenEngine:
+    """An engine that serves a version: what draws tokens, its weights, and where new versions
+    come from. An ``external`` engine runs in another process and keeps decoding during a swap."""
+
+    sampler: Sampler
+    weights: Weights
+    steps: Steps
+    close: Callable[[], Awaitable[None]] = nothing_to_close
+    external: bool = False

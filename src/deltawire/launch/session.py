@@ -271,4 +271,5 @@ def _start_all(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[in
     for number in range(job.config.rollout.workers):
         name = f"w{number}"
         supervisor.add(name, "worker", ["worker", job.bucket.url, "--id", name, *pinned])
-    supervisor.add("evaluator", "evaluator", ["evaluator", job.bucket.url, *pinned])
+    if job.config.evaluate.every:
+        supervisor.add("evaluator", "evaluator", ["evaluator", job.bucket.url, *pinned])

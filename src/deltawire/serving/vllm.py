@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from deltawire.engines.remote import MAX_ANSWER_BYTES, Status, Statuses
+from deltawire.engines.vllm.remote import MAX_ANSWER_BYTES, Status, Statuses
 from deltawire.errors import CorruptError, ResyncError, RetryError
 from deltawire.serving.contract import CacheReset
 from deltawire.serving.replica import Held

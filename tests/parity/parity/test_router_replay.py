@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from deltawire.config import ParityConfig, RunConfig, TrainConfig
+from deltawire.engines.base import Sampling
 from deltawire.engines.routers import Routers
-from deltawire.engines.transformers import Sampling, TransformersEngine
+from deltawire.engines.transformers import TransformersEngine
 from deltawire.export.models import serve_as
 from deltawire.parity import divergence
 from deltawire.parity.router_replay import (

@@ -19,9 +19,9 @@ import pytest
 from aiohttp import web
 
 from deltawire.codec import Digest
-from deltawire.engines import remote, server
 from deltawire.engines.base import Sampling
-from deltawire.engines.remote import Calls, RemoteSampler, RemoteWeights
+from deltawire.engines.vllm import remote, server
+from deltawire.engines.vllm.remote import Calls, RemoteSampler, RemoteWeights
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
 
 GREEDY = Sampling(max_tokens=4, temperature=0.0)
@@ -381,7 +381,7 @@ def test_what_is_guarded_ends_with_its_starter_however_that_dies(
     tmp_path: Path, starter: list[subprocess.Popen[bytes]]
 ) -> None:
     told = tmp_path / "pids"
-    command = [sys.executable, "-m", "deltawire.engines.guard", sys.executable, "-c", BROOD]
+    command = [sys.executable, "-m", "deltawire.engines.vllm.guard", sys.executable, "-c", BROOD]
     source = (
         "import subprocess, sys, time\n"
         f"subprocess.Popen({[*command, str(told)]!r}, stdin=subprocess.PIPE,\n"

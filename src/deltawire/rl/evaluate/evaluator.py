@@ -14,14 +14,13 @@ from deltawire.errors import InputError
 from deltawire.events import Evaluated, decode_lines
 from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import Episode, Limits
-from deltawire.rl.rollout.policy_server import Served, follow, serve_model, swap
+from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy, swap
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.sync import Follower
 from deltawire.wire import keys
 
 MAX_SEGMENT_BYTES = 64 << 20
-SLOTS = 256
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Accuracy:
 
 
 async def measure(
-    served: Served, config: RunConfig, progress: Callable[[str], None] = lambda _: None
+    served: ServedPolicy, config: RunConfig, progress: Callable[[str], None] = lambda _: None
 ) -> Accuracy:
     """Solve every held-out problem, ``samples`` times at the rollout's temperature and once greedy.
 
@@ -90,13 +89,17 @@ def run_evaluator(process: Process) -> None:
     process.heartbeat.faults = config.faults
     with process.heartbeat.long_task("start"):
         done = evaluated_versions(process)
-        served, subscriber = serve_model(
-            process, run, config, seed=config.seed, slots=SLOTS, at=max(done, default=0)
+        served, steps = serve_policy(
+            process,
+            run,
+            config,
+            engine="transformers",
+            seed=config.seed,
+            slots=config.evaluate.slots,
+            at=max(done, default=0),
+            stepwise=True,  # Every due version is measured, even if several arrive at once.
         )
-    subscriber.stepwise = (
-        True  # Each due version is measured, even if several were published meanwhile.
-    )
-    follower = follow(subscriber, served)
+    follower = follow(steps, served)
     follower.start()
     process.events.span("start", started)
     try:
@@ -107,13 +110,14 @@ def run_evaluator(process: Process) -> None:
 
 
 def _follow(
-    process: Process, config: RunConfig, served: Served, follower: Follower, done: set[int]
+    process: Process, config: RunConfig, served: ServedPolicy, follower: Follower, done: set[int]
 ) -> None:
     while not process.stopping:
         process.heartbeat.progress("wait")
         version = served.live.version
         last = _is_last(process, version)
-        due = last or version % config.evaluate.every == 0
+        every = config.evaluate.every
+        due = last or (every > 0 and version % every == 0)
         if due and version not in done:
             began = process.events.now()
             accuracy = asyncio.run(measure(served, config, process.heartbeat.progress))

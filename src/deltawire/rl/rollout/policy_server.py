@@ -1,4 +1,4 @@
-"""Serves a policy to a worker: the engine, its live weights and the follower."""
+"""Serves a policy to a worker: an engine of the registry, the text and the tasks around it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from deltawire.chat.text import Text
 from deltawire.config import RunConfig
-from deltawire.engines.base import Sampler, Weights
-from deltawire.engines.transformers import TransformersEngine
+from deltawire.engines.base import EngineRequest, Sampler, Weights, nothing_to_close
+from deltawire.engines.registry import open_engine
 from deltawire.envs import TaskSource, open_tasks
 from deltawire.errors import InputError
 from deltawire.events import Swapped
@@ -24,77 +23,94 @@ from deltawire.export.models import (
     serve_as,
     stop_tokens,
 )
-from deltawire.placement.live import LiveWeights
 from deltawire.runtime.process import RUN_PATIENCE_S, Process
-from deltawire.sync import Follower, Mirror, Steps, Subscriber, Update, load_mirror
+from deltawire.sync import Follower, Steps, Update, newest_version
 from deltawire.wire.run import Run
 
 
-async def _nothing_to_close() -> None:
-    pass
-
-
 @dataclass
-class Served:
+class ServedPolicy:
     """The model being served and everything that samples from it."""
 
     engine: Sampler
     live: Weights
     text: Text
     tasks: TaskSource
-    close: Callable[[], Awaitable[None]] = _nothing_to_close
-    outside: bool = False
-    """Whether another process serves it, which goes on while it takes up a version."""
+    close: Callable[[], Awaitable[None]] = nothing_to_close
+    external: bool = False
+    """Whether the engine runs in another process, which keeps decoding during a swap."""
 
 
-def serve_model(
+def serve_policy(
     process: Process,
     run: Run,
     config: RunConfig,
     *,
+    engine: str,
     seed: int,
     slots: int | None = None,
     at: int | None = None,
+    stepwise: bool = False,
     record_routes: bool = False,
-) -> tuple[Served, Subscriber]:
-    """Build the run's model, load version ``at`` (the newest if None) and put an engine on it,
-    which tells its expert choices if asked to.
+) -> tuple[ServedPolicy, Steps]:
+    """Opens ``engine`` on the run's model, at version ``at`` (None: the newest).
 
-    Waits for version 0 if nothing is committed yet.
+    Waits for version 0 if nothing is committed yet. Raises `InputError` if the engine is unknown,
+    cannot run here or does not come up.
     """
-    bucket = process.bucket
+    rollout = config.rollout
     torch.set_num_threads(config.threads)
-    with fetch_model_files(bucket, run) as folder:
-        model: Any = serve_as(empty_model(Path(folder)), config.rollout.precision)
-        tokenizer = load_tokenizer(Path(folder))
-    mirror = await_mirror(process, run, at=at)
-    live = LiveWeights(model, run.tensors)
-    live.load(mirror)
-    engine = TransformersEngine(
-        model,
-        stop_tokens=stop_tokens(model, tokenizer),
-        slots=slots or config.rollout.slots,
-        capacity=config.rollout.context,
-        seed=seed,
-        version=mirror.version,
-        record_routes=record_routes,
-    )
+    folder = fetch_model_files(process.bucket, run)
+    try:
+        tokenizer = load_tokenizer(Path(folder.name))
+        _await_version(process)
+        opened = open_engine(
+            engine,
+            EngineRequest(
+                bucket=process.bucket,
+                run=run,
+                folder=Path(folder.name),
+                build_model=lambda: serve_as(empty_model(Path(folder.name)), rollout.precision),
+                stop_tokens=lambda model: stop_tokens(model, tokenizer),
+                slots=slots or rollout.slots,
+                capacity=rollout.context,
+                precision=rollout.precision,
+                seed=seed,
+                threads=config.threads,
+                version=at,
+                stepwise=stepwise,
+                record_routes=record_routes,
+                is_stopping=process.is_stopping,
+            ),
+        )
+    except BaseException:
+        folder.cleanup()
+        raise
+    if not opened.external:
+        folder.cleanup()
+
+    async def close() -> None:
+        await opened.close()
+        folder.cleanup()
+
     tasks = open_tasks(config.task, seed=config.seed)
-    return Served(engine, live, Text(tokenizer), tasks), Subscriber(bucket, run, mirror)
+    policy = ServedPolicy(
+        opened.sampler, opened.weights, Text(tokenizer), tasks, close, opened.external
+    )
+    return policy, opened.steps
 
 
-def await_mirror(process: Process, run: Run, *, at: int | None = None) -> Mirror:
-    """Version ``at``, or the newest if None; waits for version 0 if nothing is committed yet."""
+def _await_version(process: Process) -> None:
+    """Waits until the run has a version; raises `InputError` if it gets none."""
     bucket = process.bucket
     deadline = time.monotonic() + RUN_PATIENCE_S
-    while (mirror := load_mirror(bucket, run, at=at)) is None:
+    while newest_version(bucket) is None:
         if process.stopping or time.monotonic() > deadline:
             raise InputError("the run has no version 0", run=bucket.url)
         process.wait(bucket.poll_s)
-    return mirror
 
 
-def follow(steps: Steps, served: Served) -> Follower:
+def follow(steps: Steps, served: ServedPolicy) -> Follower:
     """A follower that stages each update for the weights being served."""
 
     def stage(update: Update) -> None:
@@ -103,7 +119,7 @@ def follow(steps: Steps, served: Served) -> Follower:
     return Follower(steps, stage=stage)
 
 
-def swap(served: Served, follower: Follower, process: Process) -> None:
+def swap(served: ServedPolicy, follower: Follower, process: Process) -> None:
     """Take up the prepared version, if there is one: between two steps, attested, or not at all."""
     update: Update | None = follower.take()
     if update is None:

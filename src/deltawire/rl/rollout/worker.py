@@ -28,13 +28,12 @@ from deltawire.rl.rollout.episode_types import Limits, group_of
 from deltawire.rl.rollout.failure_budget import Failures
 from deltawire.rl.rollout.policy_server import (
     follow,
-    serve_model,
+    serve_policy,
     swap,
 )
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.uploader import Uploader
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
-from deltawire.sync import Steps
 from deltawire.wire import keys
 from deltawire.wire.run import Run
 from deltawire.wire.status import TrainerStatus, WorkerPhase, WorkerStatus
@@ -55,15 +54,14 @@ class Worker:
         bucket = process.bucket
         first = len(bucket.list(keys.rollouts_of(process.name)))
         seed = int.from_bytes(process.nonce.encode()[:6], "little") ^ config.seed
-        steps: Steps
-        if config.rollout.engine == "vllm":
-            from deltawire.rl.rollout.vllm_policy import serve_outside
-
-            self.served, steps = serve_outside(process, run, config, seed=seed)
-        else:
-            self.served, steps = serve_model(
-                process, run, config, seed=seed, record_routes=config.parity.routes != "off"
-            )
+        self.served, steps = serve_policy(
+            process,
+            run,
+            config,
+            engine=config.rollout.engine,
+            seed=seed,
+            record_routes=config.parity.routes != "off",
+        )
         self.phase: WorkerPhase = "sampling"
         self.attested: Digest | None = None
         self.follower = follow(steps, self.served)
@@ -114,7 +112,7 @@ class Worker:
             self.uploader.raise_error()
             if self._failure is not None:
                 raise self._failure
-            if self.served.outside:
+            if self.served.external:
                 await asyncio.to_thread(swap, self.served, self.follower, self.process)
             else:
                 swap(self.served, self.follower, self.process)

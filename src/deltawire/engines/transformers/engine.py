@@ -1,20 +1,24 @@
-"""The embedded engine: batched sampling on any transformers causal LM, swappable between steps.
+"""Batched sampling on any transformers causal LM, whose weights may change between steps.
 
-Shapes: N running sequences, S slots, H key/value heads, T cached positions, D head size,
-P prompt length, V vocabulary.
+Shapes: N running sequences, R allocated rows, P parked sequences, V vocabulary.
 
-Running sequences always occupy rows ``0 … N-1`` of one preallocated cache, so a decode step reads
-views and copies nothing; a finished row is filled by the last one. Prompts shared by several
-requests (the completions of one group) are prefilled once.
+Running sequences always occupy rows ``0 … N-1`` of one cache, so a decode step reads views and
+copies nothing; the last row moves into a finished one. Prompts shared by several requests (the
+completions of one group) are prefilled once.
 
 A finished sequence is parked in a row that nothing runs in, from the last one downwards. A prompt
-that continues it, a conversation's next turn, takes its keys and values over and reads only what
-is new, if one and the same version computed them and is still being served. Whoever needs a row
-takes it from the sequence that was parked first::
+that continues it, a conversation's next turn, takes its keys and values over and reads only the
+new tokens, if a single version computed them and is still being served. A request that needs a row
+takes the one that was parked first::
 
     rows   0 … N-1        running, in the order of admission
-           N … S-P-1      free
-           S-P … S-1      parked, the first of `_parked` last
+           N … R-P-1      free
+           R-P … R-1      parked, the first of `_parked` last
+
+The cache grows with what runs. Each request reserves its prompt and ``max_tokens`` when it is
+admitted, so memory is R rows of the longest reservation, rounded up, and no running sequence can
+run out of it. A request that would exceed the cache's share of memory waits, parked sequences are
+dropped for it, and one that could never fit is refused when it is submitted.
 """
 
 from __future__ import annotations
@@ -29,10 +33,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from deltawire.engines.base import Completion, OnToken, Sampling
+from deltawire.engines.cache_size import SHARE, available_bytes, token_bytes
 from deltawire.engines.routers import Routers
+from deltawire.engines.transformers.cache import SlotCache
 from deltawire.errors import InputError
 
 IDLE_S = 0.001
@@ -42,10 +47,13 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _ATTENTION_CODE = {"eager", "sdpa"}
 """Attention implementations whose masks are built here: eager ones add theirs to the scores."""
 
+WIDTH_STEP = 64
+"""Positions are allocated in multiples of this."""
+
 
 @dataclass(eq=False)
 class Request:
-    """A sequence in the making, as `TransformersEngine.submit` returns it."""
+    """A sequence that is being generated, as `TransformersEngine.submit` returns it."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -55,106 +63,44 @@ class Request:
     version: int = -1
     """The version that read the prompt."""
 
+    @property
+    def reserved(self) -> int:
+        """The most positions that it will need."""
+        return len(self.prompt) + self.sampling.max_tokens
+
 
 @dataclass(eq=False)
 class _Parked:
-    """A finished sequence whose keys and values are still there: those of ``tokens``."""
+    """A finished sequence whose keys and values, those of ``tokens``, are still cached."""
 
     tokens: tuple[int, ...]
     version: int
     stamp: int
 
 
-class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer's keys and values, float[S, H, T, D], written where `SlotCache` says."""
-
-    def __init__(self, cache: SlotCache) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.cache = cache
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        shape = (self.cache.slots, key_states.shape[1], self.cache.capacity)
-        self.keys = key_states.new_zeros(*shape, key_states.shape[3])
-        self.values = value_states.new_zeros(*shape, value_states.shape[3])
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        cache = self.cache
-        if cache.prefill_sources is not None:
-            length = key_states.shape[2]
-            first, last = cache.running, cache.running + len(cache.prefill_sources)
-            self.keys[first:last, :, :length] = key_states[cache.prefill_sources]
-            self.values[first:last, :, :length] = value_states[cache.prefill_sources]
-            return key_states, value_states
-        if cache.resumed is not None:
-            rows = cache.rows[cache.resumed]
-            self.keys[rows[:, None], :, cache.positions] = key_states.transpose(1, 2)
-            self.values[rows[:, None], :, cache.positions] = value_states.transpose(1, 2)
-            return self.keys[rows, :, : cache.span], self.values[rows, :, : cache.span]
-        rows, count, span = cache.rows[: cache.running], cache.running, cache.span
-        self.keys[rows, :, cache.positions] = key_states[:, :, 0]
-        self.values[rows, :, cache.positions] = value_states[:, :, 0]
-        return self.keys[:count, :, :span], self.values[:count, :, :span]
-
-    def move(self, source: int, target: int, length: int) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys[target, :, :length] = self.keys[source, :, :length]
-            self.values[target, :, :length] = self.values[source, :, :length]
-
-    def exchange(self, one: int, other: int, length: int) -> None:
-        for states in (self.keys, self.values):
-            if states is not None:
-                kept = states[one, :, :length].clone()
-                states[one, :, :length] = states[other, :, :length]
-                states[other, :, :length] = kept
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        del query_length
-        return self.cache.span, 0
-
-    def get_seq_length(self) -> int:
-        return self.cache.span
-
-    def get_max_length(self) -> int:
-        return self.cache.capacity
-
-
-class SlotCache(Cache):
-    """A key/value cache of fixed slots for sequences of different lengths."""
-
-    def __init__(self, layers: int, slots: int, capacity: int, device: torch.device) -> None:
-        self.slots = slots
-        self.capacity = capacity
-        self.running = 0
-        self.span = 0
-        self.rows = torch.arange(slots, device=device)
-        self.positions = torch.zeros(0, dtype=torch.long, device=device)
-        self.prefill_sources: torch.Tensor | None = None
-        self.resumed: slice | None = None
-        """The rows that read on behind what they hold, at ``positions`` long[rows, W]."""
-        self.slot_layers = [_SlotLayer(self) for _ in range(layers)]
-        super().__init__(layers=list(self.slot_layers))
-
-
 class TransformersEngine:
     """Continuous batching over one ``transformers`` causal LM on one device.
 
     `step` admits waiting requests or decodes one token for every running sequence. Between two
-    steps the caller may change the parameters and `version`; sequences in flight go on over
+    steps the caller may change the parameters and `version`; sequences in flight continue over
     their cached keys and values, and every token keeps the version that drew it.
 
-    With ``record_routes``, completions tell the expert choices of what was read. With that, or
-    without ``reuse``, every prompt is read from its beginning. ``tokens_read`` counts the tokens
-    of prompts that were computed.
+    At most ``slots`` sequences run at a time, and no more than ``cache_bytes`` of keys and values
+    allow; by default half of the memory that is available when the cache grows.
 
-    Raises `InputError` for a model whose layers keep state other than keys and values, or whose
-    attention takes other masks than torch's own, or whose expert choices cannot be told.
+    With ``record_routes``, completions carry the expert choices of what was read. With that, or
+    without ``reuse``, every prompt is read from its beginning. ``tokens_read`` counts the prompt
+    tokens that were computed.
+
+    Raises `InputError` for a model whose layers keep state other than keys and values, whose
+    attention takes other masks than torch's own, or whose expert choices cannot be recorded.
+
+    Example::
+
+        engine = TransformersEngine(model, stop_tokens=[2], slots=8, capacity=512)
+        engine.submit(prompt, Sampling(max_tokens=64), print)
+        while engine.active:
+            engine.step()
     """
 
     def __init__(
@@ -168,6 +114,7 @@ class TransformersEngine:
         version: int = 0,
         record_routes: bool = False,
         reuse: bool = True,
+        cache_bytes: int | None = None,
     ) -> None:
         self._reuse = reuse and not record_routes
         self._parked: list[_Parked] = []
@@ -193,7 +140,11 @@ class TransformersEngine:
         self._kinds, self._window = _attention_kinds(model, config)
         eager = config._attn_implementation == "eager"
         self._added = next(model.parameters()).dtype if eager else None
-        self._cache = SlotCache(int(config.num_hidden_layers), slots, capacity, self._device)
+        layers = int(config.get_text_config().num_hidden_layers)
+        self._cache = SlotCache(layers, slots, capacity, self._device)
+        itemsize = next(model.parameters()).element_size()
+        self._token_bytes = token_bytes(config, itemsize=itemsize)
+        self._cache_bytes = cache_bytes
 
     @property
     def active(self) -> int:
@@ -208,10 +159,10 @@ class TransformersEngine:
         *,
         on_token: OnToken | None = None,
     ) -> Request:
-        """Queue a request; ``on_done`` and ``on_token`` are called from inside a later `step`.
+        """Queues a request; ``on_done`` and ``on_token`` are called from inside a later `step`.
 
-        Raises `InputError` if the prompt and ``max_tokens`` exceed the engine's capacity, or a
-        token of it is none of the model's.
+        Raises `InputError` if the prompt and ``max_tokens`` exceed the engine's capacity or the
+        memory for its cache, or a token is not one of the model's.
         """
         if not prompt or len(prompt) + sampling.max_tokens > self.capacity:
             raise InputError(
@@ -220,16 +171,75 @@ class TransformersEngine:
                 hint="raise rollout.context or lower rollout.max_tokens",
             )
         if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-            # Read together with others' prompts, it would end the engine.
+            # It would fail the forward pass of all prompts that are read together with it.
             raise InputError(f"a token of the prompt is none of the model's {self._vocabulary}")
         request = Request(tuple(prompt), sampling, on_done, on_token)
+        self._require_memory(request)
         request.completion.experts = self._routers.experts if self._routers else 0
         self._waiting.append(request)
         return request
 
+    def _require_memory(self, request: Request) -> None:
+        """Raises `InputError` if a request would not fit even if nothing else ran."""
+        needed, limit = self._size(1, self._rounded(request.reserved)), self._limit()
+        if needed > limit:
+            raise InputError(
+                f"the keys and values of {request.reserved} tokens need {needed} bytes; the cache "
+                f"may have {limit}",
+                hint="lower rollout.context or rollout.max_tokens, or use a machine with more "
+                "memory",
+            )
+
+    def _size(self, height: int, width: int) -> int:
+        return height * width * (self._cache.token_bytes or self._token_bytes)
+
+    def _limit(self) -> int:
+        """The bytes that the cache may have: what it has, and its share of what is free."""
+        if self._cache_bytes is not None:
+            return self._cache_bytes
+        held = self._size(self._cache.height, self._cache.width)
+        return held + int(SHARE * available_bytes(self._device))
+
+    def _rounded(self, width: int) -> int:
+        return min(self.capacity, -(-width // WIDTH_STEP) * WIDTH_STEP)
+
+    def _admit(self) -> tuple[list[Request], int, int]:
+        """Takes as many waiting requests, in order, as slots and memory allow. Returns them, the
+        positions to allocate, and the limit in bytes that holds for them."""
+        limit, admitted = self._limit(), list[Request]()
+        width = max((request.reserved for request in self._running), default=0)
+        while self._waiting and (count := len(self._running) + len(admitted)) < self.slots:
+            wider = max(width, self._waiting[0].reserved)
+            # If nothing runs, the first must be tried: it fitted when it was submitted.
+            if count and self._size(count + 1, self._rounded(wider)) > limit:
+                break
+            width = wider
+            admitted.append(self._waiting.popleft())
+        width = self._rounded(width)
+        count = len(self._running) + len(admitted)
+        if self._cache.width > width and self._size(count, self._cache.width) <= limit:
+            width = self._cache.width
+        return admitted, width, limit
+
+    def _make_room(self, needed: int, width: int, limit: int) -> None:
+        """Allocates ``width`` positions of enough rows for ``needed`` running sequences and, where
+        memory allows, all that are parked; drops those parked first where it does not."""
+        cache = self._cache
+        for place in reversed(range(len(self._parked))):
+            if len(self._parked[place].tokens) > width:
+                self._drop(place)
+        height = cache.height
+        while height < min(self.slots, needed + len(self._parked)):
+            height = min(self.slots, max(1, 2 * height))
+        height = max(needed, min(height, limit // max(1, self._size(1, width))))
+        while len(self._parked) > height - needed:
+            self._evict()
+        if (height, width) != (cache.height, cache.width):
+            cache.resize(height, width, head=len(self._running), tail=len(self._parked))
+
     @torch.inference_mode()
     def cancel(self, request: Request) -> None:
-        """Forget one request without calling back; its slot is free at once."""
+        """Drops one request without calling back; its slot is free at once."""
         if request in self._waiting:
             self._waiting.remove(request)
         elif request in self._running:
@@ -257,13 +267,13 @@ class TransformersEngine:
             raise
 
     async def advance(self) -> int:
-        """One `step`, then other tasks' turn; with nothing to do, a short pause."""
+        """Does one `step` and yields to other tasks; with nothing to do, pauses shortly."""
         drawn = self.step()
         await asyncio.sleep(0 if drawn or self.active else IDLE_S)
         return drawn
 
     def cancel_all(self) -> None:
-        """Forget every request without calling back."""
+        """Drops every request without calling back."""
         self._waiting.clear()
         self._running.clear()
         self._parked.clear()
@@ -271,12 +281,15 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def step(self) -> int:
-        """Do one unit of work; returns how many tokens it generated."""
-        free = self.slots - len(self._running)
-        if not (self._waiting and free):
+        """Does one unit of work; returns how many tokens it generated."""
+        if not self._waiting or len(self._running) == self.slots:
             return self._decode() if self._running else 0
-        self._parked_of_now()
-        admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        self._drop_stale()
+        admitted, width, limit = self._admit()
+        if not admitted:
+            return self._decode()
+        if width != self._cache.width:
+            self._make_room(len(self._running), width, limit)
         resumed, fresh = [], []
         for request in admitted:
             request.version = self.version
@@ -285,11 +298,12 @@ class TransformersEngine:
             else:
                 resumed.append((request, len(parked.tokens)))
                 self._take(parked, request)
+        self._make_room(len(self._running) + len(fresh), width, limit)
         drawn = self._resume(resumed) if resumed else 0
         return drawn + (self._prefill(fresh) if fresh else 0)
 
     def _continued_by(self, prompt: tuple[int, ...]) -> _Parked | None:
-        """The longest parked sequence that ``prompt`` begins with, and is longer than."""
+        """Returns the longest parked sequence that is a proper prefix of ``prompt``."""
         return max(
             (
                 parked
@@ -302,10 +316,10 @@ class TransformersEngine:
         )
 
     def _take(self, parked: _Parked, request: Request) -> None:
-        """Let a request run in the next row, over what is parked."""
+        """Runs a request in the next row, over the parked keys and values."""
         place, row = self._parked.index(parked), len(self._running)
-        own, last = self.slots - 1 - place, self._parked[-1]
-        full = row + len(self._parked) == self.slots
+        own, last = self._cache.height - 1 - place, self._parked[-1]
+        full = row + len(self._parked) == self._cache.height
         self._running.append(request)
         if full and own != row:  # The next row is that of the last one parked.
             length = max(len(parked.tokens), len(last.tokens))
@@ -320,16 +334,17 @@ class TransformersEngine:
         self._drop(place)
 
     def _drop(self, place: int) -> None:
-        """Forget a parked sequence; the last one parked takes its row."""
+        """Drops a parked sequence; the last one parked takes its row."""
         last = self._parked.pop()
         if place < len(self._parked):
-            source, target = self.slots - 1 - len(self._parked), self.slots - 1 - place
+            bottom = self._cache.height - 1
+            source, target = bottom - len(self._parked), bottom - place
             for layer in self._cache.slot_layers:
                 layer.move(source, target, len(last.tokens))
             self._parked[place] = last
 
-    def _parked_of_now(self) -> None:
-        """Forget what another version computed."""
+    def _drop_stale(self) -> None:
+        """Drops parked sequences that another version computed."""
         for place in reversed(range(len(self._parked))):
             if self._parked[place].version != self.version:
                 self._drop(place)
@@ -339,7 +354,7 @@ class TransformersEngine:
         self._drop(self._parked.index(first))
 
     def _resume(self, resumed: list[tuple[Request, int]]) -> int:
-        """Read what is new of prompts whose beginnings are in the last running rows."""
+        """Reads the new tokens of prompts whose beginnings are in the last running rows."""
         count = len(resumed)
         rows = slice(len(self._running) - count, len(self._running))
         news = [request.prompt[held:] for request, held in resumed]
@@ -347,7 +362,7 @@ class TransformersEngine:
         ids = torch.zeros(count, width, dtype=torch.long)
         positions = torch.zeros(count, width, dtype=torch.long)
         for row, (new, (_, held)) in enumerate(zip(news, resumed, strict=True)):
-            # Padding reads the last token again, in its place.
+            # Padding repeats the last token at its own position.
             ids[row] = torch.tensor([*new, *new[-1:] * (width - len(new))])
             positions[row] = held + torch.arange(width).clamp(max=len(new) - 1)
         ids, positions = ids.to(self._device), positions.to(self._device)
@@ -371,8 +386,6 @@ class TransformersEngine:
 
     def _prefill(self, requests: list[Request]) -> int:
         first, count = len(self._running), len(requests)
-        while first + count + len(self._parked) > self.slots:
-            self._evict()
         unique = list(dict.fromkeys(request.prompt for request in requests))
         place = {prompt: i for i, prompt in enumerate(unique)}
         sources = torch.tensor([place[request.prompt] for request in requests])
@@ -423,7 +436,7 @@ class TransformersEngine:
         key_positions: torch.Tensor,
         last: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Logits float32[rows, V] at the ``last`` position of each row (the only one if None)."""
+        """Returns logits float32[rows, V] at each row's ``last`` position (None: the only one)."""
         distance = positions[:, :, None] - key_positions[:, None, :]
         full = (distance >= 0)[:, None]
         masks = {
@@ -453,7 +466,7 @@ class TransformersEngine:
         return logits[torch.arange(len(ids), device=self._device), last].float()
 
     def _routes_read(self, rows: int, width: int) -> NDArray[np.int32]:
-        """The expert choices of the latest forward pass: int32[rows, width, layers, chosen]."""
+        """Returns the last forward pass's expert choices: int32[rows, width, layers, chosen]."""
         stacked = torch.stack([choices.reshape(rows, width, -1) for choices in self._routes], dim=2)
         return stacked.to("cpu", torch.int32).numpy()
 
@@ -482,9 +495,9 @@ class TransformersEngine:
                 finished.append(row)
             elif len(completion.tokens) >= request.sampling.max_tokens:
                 finished.append(row)
-        self._retire(finished)
+        self._finish(finished)
 
-    def _retire(self, rows: list[int]) -> None:
+    def _finish(self, rows: list[int]) -> None:
         done = [self._running[row] for row in rows]
         for row in reversed(rows):
             self._park(row)
@@ -492,16 +505,14 @@ class TransformersEngine:
             request.on_done(request.completion)
 
     def _park(self, row: int) -> None:
-        """End a running sequence and keep what was computed of it, if one version did all."""
+        """Ends a running sequence; keeps its keys and values if one version computed them all."""
         request, running = self._running[row], len(self._running)
         if not self._reuse or request.version != self.version:
             self._vacate(row)
             return
-        if self._parked and running + len(self._parked) == self.slots:
-            self._evict()
         # The last token was drawn and not read yet.
         tokens = (*request.prompt, *request.completion.tokens[:-1])
-        target, last = self.slots - 1 - len(self._parked), running - 1
+        target, last = self._cache.height - 1 - len(self._parked), running - 1
         if target == last and row != last:
             length = max(int(self._lengths[last]), len(tokens))
             for layer in self._cache.slot_layers:
@@ -514,7 +525,7 @@ class TransformersEngine:
         self._parked.append(_Parked(tokens, self.version, self._stamps))
 
     def _vacate(self, row: int, *, moved: bool = False) -> None:
-        """End a running sequence; the last one takes its row, where it may be already."""
+        """Ends a running sequence; the last one takes its row, unless it was ``moved`` there."""
         last = len(self._running) - 1
         if row != last:
             if not moved:
@@ -530,10 +541,10 @@ class TransformersEngine:
 
 
 def _attention_kinds(model: Any, config: Any) -> tuple[list[str], int]:
-    """The kinds of attention in a model's layers, and how many tokens a sliding one sees."""
+    """Returns the kinds of attention in a model's layers, and the window of sliding ones."""
     window = int(getattr(config, "sliding_window", None) or 0)
     kinds = set(getattr(config, "layer_types", None) or ())
-    # Without a table of layers, a window is every layer's: Mistral and those made after it.
+    # Without a table of layers, a window applies to every layer, as in Mistral and its successors.
     kinds = kinds or {"sliding_attention" if window else "full_attention"}
     unknown = kinds - _ATTENTION_KINDS
     if unknown or getattr(model, "_is_stateful", False):
@@ -551,6 +562,6 @@ def _attention_kinds(model: Any, config: Any) -> tuple[list[str], int]:
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where ``mask`` is true, the lowest finite number elsewhere."""
+    """Returns 0 where ``mask`` is true, and the lowest finite number elsewhere."""
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill(~mask, torch.finfo(dtype).min)

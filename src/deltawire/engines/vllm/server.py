@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from deltawire.engines.remote import Calls
+from deltawire.engines.vllm.remote import Calls
 from deltawire.errors import InputError, ResyncError
 
 PYTHON = "DELTAWIRE_VLLM_PYTHON"
@@ -89,7 +89,7 @@ class Server:
         ]  # fmt: skip
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
-                [sys.executable, "-m", "deltawire.engines.guard", *command],
+                [sys.executable, "-m", "deltawire.engines.vllm.guard", *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

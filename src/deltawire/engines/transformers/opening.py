@@ -1,0 +1,37 @@
+"""Opens the embedded engine on a run's newest version."""
+
+from __future__ import annotations
+
+from deltawire.engines.base import EngineRequest, OpenEngine
+from deltawire.errors import InputError
+
+
+def check_machine() -> None:
+    """See `deltawire.engines.registry`: torch runs everywhere."""
+
+
+def open_engine(request: EngineRequest) -> OpenEngine:
+    """See `deltawire.engines.registry.open_engine`."""
+    from deltawire.engines.transformers.engine import TransformersEngine
+    from deltawire.placement.live import LiveWeights
+    from deltawire.sync import Subscriber, load_mirror
+
+    model = request.build_model()
+    mirror = load_mirror(request.bucket, request.run, at=request.version)
+    if mirror is None:
+        raise InputError(
+            "the run has no such version", run=request.bucket.url, version=request.version
+        )
+    weights = LiveWeights(model, request.run.tensors)
+    weights.load(mirror)
+    sampler = TransformersEngine(
+        model,
+        stop_tokens=request.stop_tokens(model),
+        slots=request.slots,
+        capacity=request.capacity,
+        seed=request.seed,
+        version=mirror.version,
+        record_routes=request.record_routes,
+    )
+    steps = Subscriber(request.bucket, request.run, mirror, stepwise=request.stepwise)
+    return OpenEngine(sampler=sampler, weights=weights, steps=steps)

@@ -1,0 +1,83 @@
+"""Starts a vLLM server on a run's model and moves it to the newest version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deltawire.engines.base import EngineRequest, OpenEngine
+from deltawire.engines.cache_size import token_bytes
+from deltawire.engines.vllm.server import vllm_python
+from deltawire.errors import InputError
+from deltawire.store.retrying import RetryingBucket
+
+BLOCK = 128
+"""The most tokens that vLLM's cache is allocated by at a time; its choice on a CPU."""
+
+
+def check_machine() -> None:
+    """Raises `InputError` if no environment with vLLM is found."""
+    vllm_python()
+
+
+def open_engine(request: EngineRequest) -> OpenEngine:
+    """Starts the server and has it serve the newest version.
+
+    vLLM fetches the weights itself; this process reads only the manifests, and holds the server
+    to their digests. Raises `InputError` if there is no vLLM or it does not come up, `ResyncError`
+    if it does not reach the version, or reaches it with another digest.
+    """
+    import torch
+
+    from deltawire.engines.vllm.remote import RemoteSampler, RemoteWeights
+    from deltawire.engines.vllm.server import Server
+    from deltawire.sync import ManifestFollower
+
+    if request.record_routes:
+        raise InputError(
+            "the engine vllm does not record expert choices",
+            hint='set parity.routes = "off", or rollout.engine = "transformers"',
+        )
+    steps = ManifestFollower(RetryingBucket(request.bucket), request.run)
+    newest = steps.prepare()
+    if newest is None:
+        raise InputError("the run has no version yet", run=request.bucket.url)
+    with torch.device("meta"):
+        model: Any = request.build_model()
+    server = Server(
+        request.folder,
+        request.bucket.url,
+        slots=request.slots,
+        capacity=request.capacity,
+        cache_bytes=cache_bytes(model.config, slots=request.slots, capacity=request.capacity),
+        precision=request.precision,
+        seed=request.seed,
+        threads=request.threads,
+    )
+    try:
+        server.wait_until_up(stopping=request.is_stopping)
+        weights = RemoteWeights(server.calls)
+        weights.swap({}, newest.version, newest.digest)
+        steps.commit(newest)
+    except BaseException:
+        server.close()
+        raise
+    sampler = RemoteSampler(
+        server.socket,
+        stop_tokens=request.stop_tokens(model),
+        slots=request.slots,
+        capacity=request.capacity,
+        version=newest.version,
+    )
+
+    async def close() -> None:
+        await sampler.close()
+        server.close()
+
+    return OpenEngine(sampler=sampler, weights=weights, steps=steps, close=close, external=True)
+
+
+def cache_bytes(config: Any, *, slots: int, capacity: int) -> int:
+    """Returns enough for the keys and values of ``slots`` full sequences, in float32, plus 25 %."""
+    tokens = slots * -(-capacity // BLOCK) * BLOCK
+    needed = token_bytes(config, itemsize=4) * tokens
+    return needed + needed // 4 + (16 << 20)
