@@ -15,6 +15,7 @@ import hmac
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -22,6 +23,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from deltawire.dashboard.figures import FIGURES, Figure
 from deltawire.dashboard.status import RunStatus, Watch
 from deltawire.dashboard.wording import legible
 from deltawire.errors import DeltawireError, InputError
@@ -77,36 +79,31 @@ class RunCollector:
             "The run",
             value={"name": legible(status.name, 64), "phase": legible(status.phase, 64)},
         )
-        yield from _plain(status)
-        yield from _labelled(status)
+        yield from _measured(status)
+        yield from _standing(status)
         yield from _processes(status)
 
 
-def _plain(status: RunStatus) -> Iterator[Metric]:
-    figures: list[tuple[str, str, float | None]] = [
-        ("version", "The newest committed version", status.version),
-        ("version_target", "The last version that the run will make", status.target),
-        ("steps_per_minute", "Optimizer steps a minute", status.steps_per_minute),
-        ("reward", "Mean reward of the newest step's groups", status.reward),
-        ("heldout_accuracy", "Held-out accuracy, newest measured", status.heldout),
-        ("heldout_version", "The version that it was measured of", status.heldout_version),
-        ("staleness_bound", "The largest staleness allowed", status.staleness.bound),
-        ("model_bytes", "Size of the whole model", status.bytes_full),
-        ("version_bytes", "Mean size of a version's delta", status.bytes_per_version),
-        ("changed_share", "Mean share of the weights that a version changes", status.changed_share),
-        ("swap_seconds", "Median pause of a worker for a swap", _seconds(status.swap_ms)),
-        ("blocked_seconds", "Median pause of the trainer to publish", _seconds(status.blocked_ms)),
-        ("ratio_max", "Largest ratio of trainer to sampler probability", status.ratio_max),
-        ("window_seconds", "How long the figures over time are over", status.window_s),
-        ("problems", "Objects of the run that could not be read", len(status.problems)),
-    ]
-    for name, text, value in figures:
-        if value is not None:
-            yield GaugeMetricFamily(f"deltawire_{name}", text, value=float(value))
+def _measured(status: RunStatus) -> Iterator[Metric]:
+    """A gauge for each metric of the table of figures; its labelled rows make one family."""
+    families: dict[str, list[Figure]] = {}
+    for row in FIGURES:
+        if row.metric:
+            families.setdefault(row.metric, []).append(row)
+    for name, rows in families.items():
+        values = [(row, _base_unit(row, attrgetter(row.name)(status))) for row in rows]
+        labels = [label for label, _ in rows[0].labels]
+        yield _gauge(
+            name,
+            rows[0].help,
+            labels,
+            ((tuple(text for _, text in row.labels), value) for row, value in values),
+        )
 
 
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
+def _base_unit(row: Figure, value: float | None) -> float | None:
+    """Prometheus wants seconds."""
+    return value / 1e3 if value is not None and row.unit == "ms" else value
 
 
 def _gauge(
@@ -119,44 +116,16 @@ def _gauge(
     return family
 
 
-def _labelled(status: RunStatus) -> Iterator[Metric]:
-    stale = status.staleness
-    parts = [("total", stale.total), ("in_flight", stale.in_flight), ("queued", stale.queued)]
-    yield _gauge(
-        "staleness_versions",
-        "Staleness of consumed groups, and where it came from",
-        ["part", "statistic"],
-        (
-            ((part, statistic), getattr(spread, statistic))
-            for part, spread in parts
-            for statistic in ("mean", "max")
-        ),
-    )
-    yield _gauge(
-        "idle_share",
-        "Share of their time that processes waited",
-        ["role"],
-        [(("trainer",), status.trainer_idle), (("worker",), status.workers_idle)],
-    )
-    yield _gauge(
-        "tokens_per_second",
-        "Tokens that the model drew",
-        ["kind"],
-        [
-            (("generated",), status.tokens_generated_per_s),
-            (("trained",), status.tokens_trained_per_s),
-        ],
-    )
-    yield _gauge(
-        "k3_nats",
-        "Divergence between sampler and trainer, nats a token",
-        ["statistic"],
-        [
-            (("median",), status.k3),
-            (("max",), status.k3_max),
-            (("median_same_version",), status.k3_same_version),
-        ],
-    )
+def _standing(status: RunStatus) -> Iterator[Metric]:
+    """Metrics of the bucket's own objects."""
+    figures: list[tuple[str, str, float | None]] = [
+        ("version", "The newest committed version", status.version),
+        ("version_target", "The last version that the run will make", status.target),
+        ("staleness_bound", "The largest staleness allowed", status.staleness.bound),
+        ("problems", "Objects of the run that could not be read", len(status.problems)),
+    ]
+    for name, text, value in figures:
+        yield _gauge(name, text, [], [((), value)])
     yield _gauge(
         "groups",
         "Groups granted and not stored, and stored",

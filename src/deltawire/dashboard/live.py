@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from deltawire.dashboard.figures import value
 from deltawire.dashboard.probes import beside_others, flags
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.dashboard.summary import Summary, WorkerVerdict
@@ -120,8 +121,7 @@ class LiveView:
         if deltas := state.deltas:
             full, delta = self._full(state), deltas[-1].bytes_delta
             parts.append(f"{byte_size(delta)} a version ({smaller(full, delta)})")
-        trainer = state.idle(state.with_role("trainer"))
-        workers = state.idle(state.with_role("worker"))
+        trainer, workers = value("trainer_idle", state), value("workers_idle", state)
         if trainer is not None or workers is not None:
             parts.append(f"idle trainer {percent(trainer, 0)}, workers {percent(workers, 0)}")
         if state.probes is not None and (apart := flags(state.probes)):
@@ -168,7 +168,7 @@ class LiveView:
             complete_style="cyan",
             finished_style="green",
         )
-        pace = state.steps_per_minute
+        pace = value("steps_per_minute", state)
         words = ""
         if pace:
             left_s = 60 * (self.target_versions - done) / pace
@@ -282,8 +282,8 @@ def screen(summary: Summary, *, report: str) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    for label, value in _closing_rows(summary):
-        grid.add_row(Text(label), value)
+    for label, cell in _closing_rows(summary):
+        grid.add_row(Text(label), cell)
     title = Text.assemble(("deltawire ", "bold cyan"), (legible(summary.name), "bold"))
     return Group(
         Panel(grid, title=title, title_align="left", border_style="bright_black", padding=(1, 2)),

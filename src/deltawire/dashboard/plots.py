@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.dashboard.wording import byte_size, duration, legible
-from deltawire.events import Activity, Span
+from deltawire.events import Activity, Published, Span
 
 ACTIVITIES: tuple[Activity, ...] = (
     "sample",
@@ -36,6 +36,8 @@ _FINEST = 2000  # columns across the timeline
 _MAX_BARS = 9000  # about 70 bytes each
 _MAX_ROWS = 40
 _MAX_POINTS = 2000
+LABEL_SHARE = 0.04
+"""Room of a version's label on the timeline, as a share of its width: five digits at 8 points."""
 
 
 class Charts(NamedTuple):
@@ -134,19 +136,23 @@ def _accuracy(state: RunState) -> str:
     if rewards:
         at = [version for version, _ in rewards]
         raw = [reward for _, reward in rewards]
-        beside = axes
-        if min(raw) < 0 or max(raw) > 1:
-            beside = axes.twinx()
-            _strip(beside)
-            figure.subplots_adjust(right=0.945)
-        beside.plot(*_thinned(at, raw), color=_PAINT["second"], lw=0.7, alpha=0.28)
-        beside.plot(*_thinned(at, _smooth(raw)), color=_PAINT["second"], lw=1.3, alpha=0.75)
+        # A reward is no share: it has an axis of plain numbers on the right.
+        rewarded = axes.twinx()
+        _strip(rewarded)
+        rewarded.tick_params(axis="y", labelcolor=_PAINT["second"])
+        rewarded.yaxis.set_major_formatter("{x:g}")
+        rewarded.margins(y=0.1)
+        figure.subplots_adjust(right=0.945)
+        rewarded.plot(*_thinned(at, raw), color=_PAINT["second"], lw=0.7, alpha=0.28)
+        rewarded.plot(*_thinned(at, _smooth(raw)), color=_PAINT["second"], lw=1.3, alpha=0.75)
     if curve:
         at = [version for version, _ in curve]
         level = [accuracy for _, accuracy in curve]
         dots = {"marker": "o", "markersize": 3.4} if len(curve) <= 80 else {}
         axes.plot(at, level, color=_PAINT["accent"], lw=2, solid_capstyle="round", **dots)
         _mark_ends(axes, at, level)
+    else:
+        axes.set_yticks([])
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.margins(x=0.07, y=0.1)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
@@ -315,11 +321,20 @@ def _draw_bars(axes: Any, row_bars: Sequence[Bar], row: int, per_column: float) 
 
 
 def _mark_versions(axes: Any, state: RunState, opens: float) -> None:
-    """Round versions on the top edge, with a thin line down to the rows they concern."""
+    """Mark round versions on the top edge, with a thin line down to the rows.
+
+    Versions stand at their times, so those of a run that was interrupted crowd together: a mark
+    that would touch the one before it is left out.
+    """
     newest = state.version or 0
     steps = (lead * 10**power for power in range(18) for lead in (1, 2, 5))
     every = next((step for step in steps if newest / step <= 12), newest)
-    marks = [event for version, event in sorted(state.published.items()) if version % every == 0]
+    low, high = axes.get_xlim()
+    marks: list[Published] = []
+    for event in sorted(state.published.values(), key=lambda event: event.at):
+        room = (high - low) * LABEL_SHARE
+        if event.version % every == 0 and (not marks or event.at - marks[-1].at >= room):
+            marks.append(event)
     above = axes.secondary_xaxis("top")
     above.set_xticks([event.at - opens for event in marks], [str(event.version) for event in marks])
     above.tick_params(length=3, width=0.6, color=_PAINT["muted"], pad=2)

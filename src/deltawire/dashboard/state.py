@@ -159,7 +159,9 @@ class RunState:
         self.parity: dict[int, Parity] = {}
         """By the version that the batch made, or would have."""
         self.probes: ProbeFigures | None = None
-        """Not folded: as the trainer stored it last, for who has read it."""
+        """As the trainer stored them last; set by the reader of the bucket, not by events."""
+        self.recent_s = math.inf
+        """Rates that need no window of steps are measured over this much time."""
 
     def fold(self, events: Iterable[Event]) -> None:
         """Take in ``events``, in whatever order they come."""
@@ -282,6 +284,25 @@ class RunState:
         if (window := self.window) is None:
             return None
         return 60 * (len(self.steps) - 1) / (window[1] - window[0])
+
+    def at(self, version: int) -> RunState:
+        """Return the part of the state that belongs to one version."""
+        part = RunState()
+        for theirs, own in (
+            (part.steps, self.steps),
+            (part.published, self.published),
+            (part.evaluated, self.evaluated),
+            (part.parity, self.parity),
+        ):
+            if version in own:
+                theirs[version] = own[version]  # type: ignore[assignment]
+        for process in self.with_role("worker"):
+            if version in process.swaps:
+                swaps = {version: process.swaps[version]}
+                part.processes[process.name] = ProcessState(
+                    process.name, swaps=swaps, implied_role="worker"
+                )
+        return part
 
     def with_role(self, role: Role) -> list[ProcessState]:
         """The processes of one role."""

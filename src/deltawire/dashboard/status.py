@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean, median
-from typing import Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from deltawire.config import FaultsConfig, RunConfig, parse_config
+from deltawire.dashboard.figures import BY_NAME, recent, value
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.errors import CorruptError, InputError
-from deltawire.events import Generated, Life, Parity, Published, Role, Step
+from deltawire.events import Life, Role
 from deltawire.reward_monitor.monitor import ProbeState
 from deltawire.reward_monitor.watch import apart, excesses, flagged_in, read_probes
 from deltawire.runtime.event_window import RecentEvents
@@ -148,10 +148,11 @@ class Watch:
         problems += [str(error) for error in fleet.errors]
         state = RunState()
         state.fold(self._events.read())
-        # Last words are read however old they are, those of trainers long replaced among them.
-        state.steps = _lately(state.steps, self._window_s)
-        state.published = _lately(state.published, self._window_s)
-        state.parity = _lately(state.parity, self._window_s)
+        # The last segment of a process is read at any age, so old steps are left out here.
+        state.recent_s = self._window_s
+        state.steps = recent(state.steps, self._window_s)
+        state.published = recent(state.published, self._window_s)
+        state.parity = recent(state.parity, self._window_s)
         if self._events.unreadable:
             count = self._events.unreadable
             problems.append(f"{count} segments of events hold none that can be read")
@@ -180,42 +181,14 @@ class Watch:
         lines: list[ProcessLine],
         problems: list[str],
     ) -> RunStatus:
-        steps = state.steps_in_order
-        deltas = state.deltas
-        workers = state.with_role("worker")
-        swaps = [swap.swap_ms for process in workers for swap in process.swaps.values()]
-        curve = state.accuracy_curve
-        sizes = [event.bytes_delta for event in deltas]
-        shares = [event.changed / event.elements for event in deltas if event.elements > 0]
-        k3s = [step.k3 for step in steps]
-        same = [one.numeric.k3 for one in state.parity.values() if one.numeric.tokens]
-        window = state.window
         return RunStatus(
+            **_measured(state, config),
             name=run.name,
             bucket=self._bucket.url,
             at=self._clock(),
             phase=_phase(trainer, newest, lines),
             version=newest,
             target=config.train.versions if config else None,
-            window_s=window[1] - window[0] if window else None,
-            steps_per_minute=state.steps_per_minute,
-            reward=steps[-1].reward_mean if steps else None,
-            heldout=curve[-1][1] if curve else None,
-            heldout_version=curve[-1][0] if curve else None,
-            staleness=_staleness(state, config),
-            trainer_idle=state.idle(state.with_role("trainer")),
-            workers_idle=state.idle(workers),
-            tokens_generated_per_s=_generated_rate(workers, self._window_s),
-            tokens_trained_per_s=_trained_rate(state),
-            bytes_full=state.bytes_full,
-            bytes_per_version=fmean(sizes) if sizes else None,
-            changed_share=fmean(shares) if shares else None,
-            swap_ms=median(swaps) if swaps else None,
-            blocked_ms=median([e.blocked_ms for e in deltas]) if deltas else None,
-            k3=median(k3s) if k3s else None,
-            k3_max=max(k3s, default=None),
-            k3_same_version=median(same) if same else None,
-            ratio_max=max((step.ratio_max for step in steps), default=None),
             groups_in_flight=_in_flight(trainer, beats, lines),
             groups_stored=sum(beat.worker.stored for beat in beats.values() if beat.worker),
             failures=failures_by_cause(state),
@@ -237,7 +210,6 @@ def _config(bucket: Bucket, run: Run, problems: list[str]) -> RunConfig | None:
 
 
 _V = TypeVar("_V")
-_E = TypeVar("_E", Generated, Parity, Published, Step)
 
 
 def _attempt(action: Callable[[], _V | None], problems: list[str]) -> _V | None:
@@ -291,46 +263,25 @@ def _phase(trainer: TrainerStatus | None, newest: int | None, lines: list[Proces
     return trainer.phase
 
 
-def _spread(values: Sequence[int]) -> Spread:
-    return Spread(mean=fmean(values) if values else None, max=max(values, default=None))
+def _measured(state: RunState, config: RunConfig | None) -> dict[str, Any]:
+    """The fields of a status that are figures of the run's events."""
+    bound = config.train.largest_age if config else None
+    spreads = {
+        part: Spread(
+            mean=value(f"staleness.{part}.mean", state), max=_whole(f"staleness.{part}.max", state)
+        )
+        for part in ("total", "in_flight", "queued")
+    }
+    names = BY_NAME.keys() & set(RunStatus.__struct_fields__)
+    return {
+        **{name: value(name, state) for name in names},
+        "staleness": StalenessSplit(bound=bound, **spreads),
+    }
 
 
-def _staleness(state: RunState, config: RunConfig | None) -> StalenessSplit:
-    total, in_flight, queued = [], [], []
-    for step in state.steps.values():
-        total += step.staleness
-        if len(step.queued) == len(step.staleness):
-            queued += step.queued
-            in_flight += [a - b for a, b in zip(step.staleness, step.queued, strict=True)]
-    return StalenessSplit(
-        bound=config.train.largest_age if config else None,
-        total=_spread(total),
-        in_flight=_spread(in_flight),
-        queued=_spread(queued),
-    )
-
-
-def _lately(events: dict[int, _E], window_s: float) -> dict[int, _E]:
-    """Those within so many seconds of the latest, and two at least: some steps take longer."""
-    order = sorted(events.items(), key=lambda item: (item[1].at, item[0]))
-    opens = order[-1][1].at - window_s if order else 0.0
-    return dict([pair for pair in order[:-2] if pair[1].at >= opens] + order[-2:])
-
-
-def _generated_rate(workers: Iterable[ProcessState], window_s: float) -> float | None:
-    """Tokens of stored groups over the time between the first and the last of them."""
-    every = (group for one in workers for group in one.generated.values())
-    lately = _lately(dict(enumerate(every)), window_s)
-    groups = sorted((group.at, group.tokens) for group in lately.values())
-    if len(groups) < 2 or groups[-1][0] <= groups[0][0]:
-        return None
-    return sum(tokens for _, tokens in groups[1:]) / (groups[-1][0] - groups[0][0])
-
-
-def _trained_rate(state: RunState) -> float | None:
-    if (window := state.window) is None:
-        return None
-    return sum(step.tokens for step in state.steps_in_order[1:]) / (window[1] - window[0])
+def _whole(name: str, state: RunState) -> int | None:
+    found = value(name, state)
+    return None if found is None else int(found)
 
 
 def _in_flight(

@@ -1,20 +1,21 @@
-"""How `RunStatus` looks in a terminal."""
+"""Renders a `RunStatus` in a terminal."""
 
 from __future__ import annotations
+
+from operator import attrgetter
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from deltawire.dashboard.figures import BY_NAME
 from deltawire.dashboard.status import ProcessLine, RunStatus, Spread
 from deltawire.dashboard.wording import (
     MISSING,
-    byte_size,
     duration,
     figure,
     legible,
-    milliseconds,
     percent,
     smaller,
 )
@@ -24,7 +25,7 @@ _STYLES = {"alive": "green", "silent": "red", "stalled": "red", "ended": "dim", 
 
 
 def view(status: RunStatus) -> RenderableType:
-    """The whole of it: figures, processes, failures, problems."""
+    """Render figures, processes, failures and problems."""
     title = Text.assemble(("deltawire ", "bold cyan"), (legible(status.name), "bold"))
     parts: list[RenderableType] = [
         Panel(
@@ -54,10 +55,10 @@ def _figures(status: RunStatus) -> Table:
         grid.add_column(style=style, no_wrap=width is None, ratio=width)
     of = f" of {status.target}" if status.target is not None else ""
     version = MISSING if status.version is None else f"{status.version}{of}"
-    pace = f"{figure(status.steps_per_minute)} a minute" if status.steps_per_minute else MISSING
+    pace = f"{_text('steps_per_minute', status)} a minute" if status.steps_per_minute else MISSING
     stale = status.staleness
     bound = f" of {stale.bound}" if stale.bound is not None else ""
-    heldout = percent(status.heldout)
+    heldout = _text("heldout", status)
     if status.heldout_version is not None:
         heldout += f" at {status.heldout_version}"
     bad = status.phase.startswith("trainer ")
@@ -66,10 +67,10 @@ def _figures(status: RunStatus) -> Table:
     ratio = smaller(status.bytes_full, status.bytes_per_version)
     rows: list[tuple[RenderableType, ...]] = [
         ("phase", Text(legible(status.phase), "bold red" if bad else "bold"), "steps", pace),
-        ("version", Text(version, "bold"), "reward", figure(status.reward)),
+        ("version", Text(version, "bold"), "reward", _text("reward", status)),
         ("staleness", _spread(stale.total, bound), "held-out", heldout),
         ("  in flight", _spread(stale.in_flight), "k3", _k3(status)),
-        ("  queued", _spread(stale.queued), "largest ratio", figure(status.ratio_max)),
+        ("  queued", _spread(stale.queued), "largest ratio", _text("ratio_max", status)),
         (
             "idle",
             f"trainer {percent(status.trainer_idle, 0)}, workers {percent(status.workers_idle, 0)}",
@@ -78,20 +79,25 @@ def _figures(status: RunStatus) -> Table:
         ),
         (
             "a version",
-            f"{byte_size(status.bytes_per_version)}, {ratio}",
-            "standing still",
-            f"{milliseconds(status.blocked_ms)} a publish, {milliseconds(status.swap_ms)} a swap",
+            f"{_text('bytes_per_version', status)}, {ratio}",
+            "paused",
+            f"{_text('blocked_ms', status)} a publish, {_text('swap_ms', status)} a swap",
         ),
         (
             "groups",
             f"{status.groups_stored} stored, {in_flight} in flight",
             "over the last",
-            MISSING if status.window_s is None else duration(status.window_s),
+            _text("window_s", status),
         ),
     ]
     for row in rows:
         grid.add_row(*row)
     return grid
+
+
+def _text(name: str, status: RunStatus) -> str:
+    """Write a figure of the status by its unit."""
+    return BY_NAME[name].text(attrgetter(name)(status))
 
 
 def _spread(spread: Spread, bound: str = "") -> str:
@@ -103,7 +109,7 @@ def _spread(spread: Spread, bound: str = "") -> str:
 def _k3(status: RunStatus) -> str:
     if status.k3 is None:
         return MISSING
-    return f"{figure(status.k3)} median, {figure(status.k3_max)} max"
+    return f"{_text('k3', status)} median, {_text('k3_max', status)} max"
 
 
 def _rate(value: float | None) -> str:

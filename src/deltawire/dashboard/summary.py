@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Literal
 
 import msgspec
 
+from deltawire.dashboard.figures import value
 from deltawire.dashboard.state import RunState
 from deltawire.reward_monitor.watch import ProbeFigures
 from deltawire.rl.control.drop_bias import PolicyCost, cost_of
@@ -160,8 +161,6 @@ def summarize(
 ) -> Summary:
     """Every figure of the report; times in ``*_ms`` are medians, in milliseconds."""
     steps = state.steps_in_order
-    swaps = [swap for process in state.with_role("worker") for swap in process.swaps.values()]
-    k3s = [step.k3 for step in steps]
     settings = dict(configuration or {})
     return Summary(
         name=name,
@@ -169,15 +168,15 @@ def summarize(
         wall_s=wall_s,
         versions=audit.versions if audit else state.versions,
         target_versions=target_versions,
-        steps_per_minute=state.steps_per_minute,
+        steps_per_minute=value("steps_per_minute", state),
         heldout=_heldout(state),
         reward=_reward(state),
         bytes=_bytes(state),
         staleness=_staleness(state, bound, audit),
         proof=None if audit is None else _proof(audit),
         idle=Idle(
-            trainer=state.idle(state.with_role("trainer")),
-            workers=state.idle(state.with_role("worker")),
+            trainer=value("trainer_idle", state),
+            workers=value("workers_idle", state),
         ),
         workers=sorted(workers, key=lambda worker: worker.id),
         groups_consumed=audit.groups if audit else sum(step.groups for step in steps),
@@ -189,10 +188,10 @@ def summarize(
         ),
         tokens=sum(step.tokens for step in steps),
         restarts=sum(process.restarts for process in state.processes.values()),
-        trainer_blocked_ms=_median([event.blocked_ms for event in state.deltas]),
-        swap_ms=_median([swap.swap_ms for swap in swaps]),
-        prepare_ms=_median([swap.prepare_ms for swap in swaps]),
-        k3=Divergence(median=_median(k3s), max=max(k3s, default=None)),
+        trainer_blocked_ms=value("blocked_ms", state),
+        swap_ms=value("swap_ms", state),
+        prepare_ms=value("prepare_ms", state),
+        k3=Divergence(median=value("k3", state), max=value("k3_max", state)),
         configuration=settings,
         configuration_sha256=_digest(settings),
         parity=_agreement(state),
@@ -224,13 +223,12 @@ def _reward(state: RunState) -> Reward:
 
 def _bytes(state: RunState) -> Bytes:
     sizes = [event.bytes_delta for event in state.deltas]
-    shares = [event.changed / event.elements for event in state.deltas if event.elements > 0]
     return Bytes(
         full=state.bytes_full,
-        delta_mean=fmean(sizes) if sizes else None,
+        delta_mean=value("bytes_per_version", state),
         delta_max=max(sizes, default=None),
         delta_total=sum(sizes),
-        changed_mean=fmean(shares) if shares else None,
+        changed_mean=value("changed_share", state),
     )
 
 
@@ -269,7 +267,7 @@ def _agreement(state: RunState) -> Agreement:
     batches = [state.parity[version] for version in sorted(state.parity)]
     seen = [batch.numeric for batch in batches if batch.numeric.tokens]
     return Agreement(
-        numeric_k3_median=_median([one.k3 for one in seen]),
+        numeric_k3_median=value("k3_same_version", state),
         numeric_k3_max=max((one.k3 for one in seen), default=None),
         largest_gap=max((one.largest_gap for one in seen), default=None),
         flipped_worst=max((max(b.flipped) for b in batches if b.flipped), default=None),
@@ -277,10 +275,6 @@ def _agreement(state: RunState) -> Agreement:
         masked=sum(len(batch.masked) for batch in batches),
         stopped=[name for batch in batches for name in batch.stopped],
     )
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return median(values) if values else None
 
 
 def _digest(settings: Mapping[str, str]) -> str:

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from deltawire.dashboard.figures import FIGURES
 from deltawire.dashboard.state import RunState
 from deltawire.errors import InputError
-from deltawire.events import Published, Step
+
+HELDOUT = "heldout/"
 
 
 class Tracker(Protocol):
@@ -122,63 +124,33 @@ class Forwarder:
         whole = max(state.steps.keys() & state.published.keys(), default=0)
         last = max((*state.steps, *state.published), default=0) if over else whole
         for version in range(self._version + 1, last + 1):
-            figures = figures_of(state.steps.get(version), state.published.get(version))
-            swaps = [
-                process.swaps[version].swap_ms
-                for process in state.with_role("worker")
-                if version in process.swaps
-            ]
-            if swaps:
-                figures["swap_ms"] = max(swaps)
-            # Behind its versions, because evaluators take their time.
+            figures = figures_at(state, version)
+            # Evaluators take their time: a version's accuracy is forwarded with a later version.
             for measured in sorted(state.evaluated.keys() - self._evaluated):
                 if measured <= version:
                     self._evaluated.add(measured)
-                    figures["heldout/accuracy"] = state.evaluated[measured].accuracy
-                    figures["heldout/greedy"] = state.evaluated[measured].greedy
-                    figures["heldout/version"] = measured
+                    figures |= tracked(state.at(measured), HELDOUT)
             if figures:
                 self._tracker.log(version, finite(figures))
             self._version = version
         return self._version
 
 
-def figures_of(step: Step | None, published: Published | None) -> dict[str, float]:
-    """What one version's events say."""
-    figures: dict[str, float] = {}
-    if step is not None:
-        figures |= {
-            "reward": step.reward_mean,
-            "clipped": step.clipped,
-            "parity/k3": step.k3,
-            "parity/ratio_max": step.ratio_max,
-            "tokens": step.tokens,
-            "groups": step.groups,
-            "groups_dropped": step.dropped,
-            "step_seconds": step.seconds,
-        }
-        if step.loss is not None:
-            figures["loss"] = step.loss
-        if step.grad_norm is not None:
-            figures["grad_norm"] = step.grad_norm
-        if step.staleness:
-            figures["staleness/mean"] = sum(step.staleness) / len(step.staleness)
-            figures["staleness/max"] = max(step.staleness)
-        if step.queued and len(step.queued) == len(step.staleness):
-            queued = sum(step.queued) / len(step.queued)
-            figures["staleness/queued"] = queued
-            figures["staleness/in_flight"] = figures["staleness/mean"] - queued
-    if published is not None:
-        figures |= {
-            "bytes/delta": published.bytes_delta,
-            "bytes/anchor": published.bytes_anchor,
-            "bytes/changed": published.changed / max(1, published.elements),
-            "publish_blocked_ms": published.blocked_ms,
-            "publish_upload_ms": published.upload_ms,
-        }
-    return figures
+def figures_at(state: RunState, version: int) -> dict[str, float]:
+    """The figures of one version, without those of its evaluation."""
+    return {
+        name: value
+        for name, value in tracked(state.at(version)).items()
+        if not name.startswith(HELDOUT)
+    }
+
+
+def tracked(state: RunState, prefix: str = "") -> dict[str, float]:
+    """The figures that trackers get, by the names that they know."""
+    found = {row.tracked: row.of(state) for row in FIGURES if row.tracked.startswith(prefix)}
+    return {name: value for name, value in found.items() if name and value is not None}
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """Without what no plot can show."""
+    """Leave out the values that no plot can show."""
     return {name: float(value) for name, value in figures.items() if math.isfinite(value)}

@@ -6,14 +6,19 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from deltawire.dashboard import plots
+from deltawire.dashboard.figures import BY_NAME, FIGURES
 from deltawire.dashboard.live import LiveView, screen
 from deltawire.dashboard.plots import bars
 from deltawire.dashboard.report import page, write_report
 from deltawire.dashboard.state import RunState
+from deltawire.dashboard.status import RunStatus
 from deltawire.dashboard.summary import Summary, WorkerVerdict, summarize
 from deltawire.events import (
     Evaluated,
@@ -29,6 +34,7 @@ from deltawire.events import (
 
 HOSTILE = "<script>alert(1)</script>$x^2$&\"'[red]\x1b[31m"
 FULL = 54_000_000
+ROOT = Path(__file__).parents[3]
 
 
 def trainer_events(versions: int, workers: list[str], chance: random.Random) -> list[Event]:
@@ -303,3 +309,55 @@ def test_importing_the_views_loads_neither_matplotlib_nor_torch():
         "sys.exit(any(name in sys.modules for name in ('matplotlib', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_rewards_have_their_own_axis_of_plain_numbers(run):
+    state, _ = run
+    drawn_figures = []
+    real = plots._svg
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            plots, "_svg", lambda figure, name: drawn_figures.append(figure) or real(figure, name)
+        )
+        plots._accuracy(state)
+    accuracy, reward = drawn_figures[0].axes
+    assert accuracy.yaxis.get_major_formatter()(0.5) == "50 %"
+    assert reward.yaxis.get_major_formatter()(0.5) == "0.5"
+    assert len(accuracy.lines) == 1  # The curve of the accuracy, and nothing of the reward's.
+
+
+def test_version_marks_of_a_resumed_run_do_not_touch(run):
+    """A run that slept for days has all its versions at the two ends of the timeline."""
+    from matplotlib.figure import Figure
+
+    state = RunState()
+    for version in range(1, 41):
+        at = 10.0 * version + (200_000.0 if version > 20 else 0.0)
+        state.fold(
+            [
+                Published(
+                    process="trainer", at=at, version=version, bytes_delta=1, bytes_full=9,
+                    bytes_anchor=0, changed=1, elements=9, blocked_ms=1.0, encode_ms=1.0,
+                    upload_ms=1.0,
+                )
+            ]
+        )  # fmt: skip
+    axes = Figure().add_subplot()
+    axes.set_xlim(0, 200_410)
+    plots._mark_versions(axes, state, 0.0)
+    ticks = sorted(axes.child_axes[0].get_xticks())
+    assert len(ticks) >= 2
+    room = plots.LABEL_SHARE * 200_410
+    assert all(right - left >= room for left, right in pairwise(ticks))
+
+
+def test_every_figure_of_the_table_is_written_exported_or_tracked():
+    """A row that no view uses would be dead, and two rows of one name would shadow each other."""
+    assert len(BY_NAME) == len(FIGURES)
+    fields = set(RunStatus.__struct_fields__)
+    report = (ROOT / "src/deltawire/dashboard/summary.py").read_text()
+    for row in FIGURES:
+        shown = row.name in fields or f'"{row.name}"' in report
+        assert shown or row.metric or row.tracked, row.name
+        assert row.of(RunState()) is None
+        assert row.text(None) == "—"
