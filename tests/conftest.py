@@ -4,6 +4,8 @@ import os
 
 # Read by torch when it is first imported; the codec's tests never import it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Runs of tests need not survive a power cut; the tests of that say so themselves.
+os.environ.setdefault("DELTAWIRE_DURABLE", "0")
 # It would come before the endpoint of a test's own server.
 os.environ.pop("AWS_ENDPOINT_URL_S3", None)
 

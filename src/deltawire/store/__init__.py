@@ -1,16 +1,21 @@
 """One bucket on any object store: a few operations, retries, counters."""
 
-from deltawire.store.bucket import Bucket, ObjectMeta, open_bucket
+from deltawire.store.bucket import Bucket, ObjectMeta
 from deltawire.store.delegating import DelegatingBucket
+from deltawire.store.folder import FolderBucket
 from deltawire.store.metered import MeteredBucket
+from deltawire.store.opening import open_bucket
+from deltawire.store.probe import check_create_if_absent
 from deltawire.store.retrying import RetryingBucket, RetryPolicy
 
 __all__ = [
     "Bucket",
     "DelegatingBucket",
+    "FolderBucket",
     "MeteredBucket",
     "ObjectMeta",
     "RetryPolicy",
     "RetryingBucket",
+    "check_create_if_absent",
     "open_bucket",
 ]

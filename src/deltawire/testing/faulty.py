@@ -7,6 +7,7 @@ bucket.fail("create", "weights/blobs/*", times=None, error=disk_full)   # from n
 bucket.pause("create", "weights/manifests/*", wait=rival.publish)   # meanwhile, something else
 bucket.damage("weights/blobs/*", lambda data: flip_bit(data, 17))
 bucket.damage("*", half, at=3, times=1)            # the third answer from now is cut short
+bucket.fail("range", "*", error=short_answer)      # coalesced ranges come back incomplete
 bucket.hide("weights/manifests/0000000002.json")
 bucket.shuffle(seed=1)                             # listings come in any order
 bucket.heal()
@@ -36,6 +37,11 @@ def no_answer(verb: str, key: str) -> DeltawireError:
 def disk_full(verb: str, key: str) -> DeltawireError:
     """The store refused for want of space."""
     return InputError(f"cannot {verb}: injected lack of space", key=key)
+
+
+def short_answer(verb: str, key: str) -> DeltawireError:
+    """The answer ended before the object did: what `Bucket` makes of its library's panic."""
+    return RetryError(f"cannot {verb}: the answer was cut short", key=key)
 
 
 def half(data: bytes) -> bytes:

@@ -50,7 +50,21 @@ class StoreSuite:
             with pytest.raises(CorruptError, match="ends within"):
                 bucket.read_ranges("a/b", beyond)
 
-    def test_look_and_entries(self, bucket: Bucket) -> None:
+    def test_ranges_of_a_large_object(self, bucket: Bucket) -> None:
+        """Objects of more than 8 MiB are fetched in ranges, and a short one is never padded."""
+        size = (9 << 20) + 17
+        data = (bytes(range(251)) * (size // 251 + 1))[:size]
+        bucket.put("a/large", data)
+        wanted = [(0, 8 << 20), (8 << 20, size - (8 << 20))]
+        parts = bucket.read_ranges("a/large", wanted)
+        assert parts is not None
+        assert b"".join(parts) == data
+        for cut in (8 << 20, (8 << 20) + 5, 100):
+            bucket.put("a/large", data[:cut])
+            with pytest.raises(CorruptError, match="ends within"):
+                bucket.read_ranges("a/large", wanted)
+
+    def test_head_and_list_objects(self, bucket: Bucket) -> None:
         """Size and age without reading; ages are of one clock, and a put makes young again.
 
         S3 tells whole seconds of one object and may tell finer ones in a listing.

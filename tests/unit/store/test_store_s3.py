@@ -5,8 +5,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from deltawire.errors import DeltawireError, InputError, RetryError
-from deltawire.store import open_bucket
+from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
+from deltawire.store import Bucket, check_create_if_absent, open_bucket
+from deltawire.store.aws_profile import read_profile
+from deltawire.testing.tiny import start_publisher
 
 VERBS = {
     "get": lambda bucket: bucket.get("k", limit=1),
@@ -21,6 +23,8 @@ VERBS = {
 @pytest.fixture
 def environment(s3_server, monkeypatch):
     """The server's variables, less its endpoint, and no others."""
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/none")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/none")
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ALLOW_HTTP"):
         monkeypatch.delenv(name, raising=False)
     for name, value in s3_server.environment.items():
@@ -104,7 +108,18 @@ def opened(server, endpoint):
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
-    ("status", "kind"), [(403, InputError), (401, InputError), (500, RetryError), (429, RetryError)]
+    ("status", "kind"),
+    [
+        (403, InputError),
+        (401, InputError),
+        (400, InputError),
+        (405, InputError),
+        (413, InputError),
+        (500, RetryError),
+        (503, RetryError),
+        (408, RetryError),
+        (429, RetryError),
+    ],
 )
 def test_what_a_status_becomes(s3_server, answering, verb, status, kind):
     bucket = opened(s3_server, answering(status, b"<Error><Code>X</Code></Error>"))
@@ -112,6 +127,164 @@ def test_what_a_status_becomes(s3_server, answering, verb, status, kind):
         VERBS[verb](bucket)
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "words"),
+    [
+        (403, "RequestTimeTooSkewed", InputError, "clock"),
+        (403, "SignatureDoesNotMatch", InputError, "secret key"),
+        (400, "EntityTooLarge", InputError, "larger than the store takes"),
+        (400, "ExpiredToken", RetryError, "expired"),
+        (403, "ExpiredToken", RetryError, "expired"),
+    ],
+)
+def test_what_a_code_becomes(s3_server, answering, status, code, kind, words):
+    body = f"<Error><Code>{code}</Code></Error>".encode()
+    with pytest.raises(DeltawireError, match=words) as caught:
+        opened(s3_server, answering(status, body)).put("k", b"1")
+    assert type(caught.value) is kind
+
+
+class Scripted:
+    """Answers each request with the status, headers and body of ``answer(command, path)``."""
+
+    def __init__(self, answer):
+        class Handler(BaseHTTPRequestHandler):
+            def do(self):
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                status, headers, body = answer(self.command, self.path)
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_GET = do_PUT = do_HEAD = do_DELETE = do
+
+            def log_message(self, *_):
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+
+    def __enter__(self):
+        self.thread.start()
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+CONFLICT = (409, {}, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
+
+
+@pytest.mark.parametrize(("conflicts", "then", "made"), [(2, 200, True), (1, 412, False)])
+def test_a_conflict_is_tried_again(s3_server, conflicts, then, made):
+    """It decides nothing: taken for an answer, a commit that nobody made would count as lost."""
+    asked = []
+
+    def answer(command, path):
+        asked.append(command)
+        return CONFLICT if len(asked) <= conflicts else (then, {"ETag": '"1"'}, b"")
+
+    with Scripted(answer) as endpoint:
+        assert opened(s3_server, endpoint).create("k", b"1") is made
+    assert len(asked) == conflicts + 1
+
+
+def test_a_conflict_for_ever_is_a_retry_error(s3_server, monkeypatch):
+    monkeypatch.setattr("deltawire.store.bucket.time.sleep", lambda _: None)
+    with Scripted(lambda *_: CONFLICT) as endpoint, pytest.raises(RetryError, match="under way"):
+        opened(s3_server, endpoint).create("k", b"1")
+
+
+@pytest.mark.parametrize(("size", "kind"), [(100_000, RetryError), (100, CorruptError)])
+def test_a_coalesced_range_that_comes_back_short(s3_server, size, kind):
+    """obstore panics at it, and a panic is no Exception: the reader's thread would just end."""
+
+    def answer(command, path):
+        headers = {"Last-Modified": "Sun, 22 Nov 2026 12:00:00 GMT", "ETag": '"1"'}
+        if command == "HEAD":
+            return 200, {**headers, "Content-Length": str(size)}, b""
+        return 206, {**headers, "Content-Range": f"bytes 0-249/{size}"}, b"x" * 100
+
+    with Scripted(answer) as endpoint, pytest.raises(DeltawireError) as caught:
+        opened(s3_server, endpoint).read_ranges("k", [(0, 10), (200, 50)])
+    assert type(caught.value) is kind
+
+
+def test_a_key_that_is_none_is_named_by_a_listing(s3_server):
+    """Another program put it there; only its name tells what to remove."""
+    one = "<Contents><Key>{}</Key><LastModified>2026-11-22T12:00:00.000Z</LastModified>"
+    one += '<ETag>"1"</ETag><Size>1</Size></Contents>'
+    body = "<ListBucketResult><Name>b</Name><Prefix></Prefix><KeyCount>1</KeyCount>"
+    body += "<MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated>"
+    body += one.format("run/a//b") + "</ListBucketResult>"
+    with (
+        Scripted(lambda *_: (200, {}, body.encode())) as endpoint,
+        pytest.raises(InputError, match="remove it") as caught,
+    ):
+        opened(s3_server, endpoint).list("")
+    assert "a//b" in str(caught.value)
+
+
+@pytest.mark.parametrize("server", ["s3_server", "moto_server"])
+def test_large_objects_go_in_parts(request, server, monkeypatch):
+    monkeypatch.setattr("deltawire.store.bucket.MULTIPART_BYTES", 1 << 20)
+    monkeypatch.setattr("deltawire.store.bucket.PART_BYTES", 5 << 20)
+    bucket = request.getfixturevalue(server).open("s3://drills/parts")
+    data = bytes(range(256)) * (11 << 12)
+    bucket.put("large", data)
+    assert bucket.get("large", limit=len(data)) == data
+
+
+class Overwriting(Bucket):
+    """A store that ignores If-None-Match."""
+
+    def create(self, key, data):
+        self.put(key, data)
+        return True
+
+
+def test_a_store_that_overwrites_is_refused_by_writers():
+    good = open_bucket("memory://")
+    remote = Bucket(good.store, "s3://good", local=False)
+    check_create_if_absent(remote)
+    with pytest.raises(InputError, match="ignores If-None-Match"):
+        check_create_if_absent(Overwriting(good.store, "s3://bad", local=False))
+    assert good.list("") == []
+    with pytest.raises(InputError, match="ignores If-None-Match"):
+        start_publisher(Overwriting(good.store, "s3://bad", local=False))
+
+
+def test_a_profile_gives_what_the_environment_does_not(s3_server, environment, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        environment.delenv(name)
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id = no\naws_secret_access_key = no\n"
+        "[mine]\naws_access_key_id = key\naws_secret_access_key = secret\n"
+    )
+    (tmp_path / "config").write_text(
+        f"[profile mine]\nregion = us-east-1\nendpoint_url = {s3_server.endpoint}\n"
+    )
+    environment.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    environment.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    environment.setenv("AWS_PROFILE", "mine")
+    assert read_profile() == {
+        "access_key_id": "key",
+        "secret_access_key": "secret",
+        "region": "us-east-1",
+        "endpoint": s3_server.endpoint,
+    }
+    assert open_bucket("s3://drills/profile").create("k", b"1")
+    environment.setenv("AWS_ACCESS_KEY_ID", "other")
+    assert "secret_access_key" not in read_profile()
+    environment.setenv("AWS_PROFILE", "none")
+    assert read_profile() == {}
 
 
 @pytest.mark.parametrize("body", [b"", b"no xml", b"<?xml version='1.0'?><a>", b"\xff" * 2000])

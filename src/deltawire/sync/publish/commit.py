@@ -22,7 +22,7 @@ import msgspec
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, FencedError, InputError, RetryError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket, RetryingBucket, check_create_if_absent
 from deltawire.sync.chain.objects import (
     check_signer,
     check_size,
@@ -120,6 +120,8 @@ class VersionWriter:
     ``baseline`` holds the newest version as far as this writer holds it, all of the model or ranges
     of it; ``staging`` has the same shape and takes the next weights. A mirror at version -1 belongs
     to a run that has no version yet. ``epoch`` must exceed that of every manifest already there.
+
+    Raises `InputError` if the store does not keep create-if-absent.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class VersionWriter:
     ) -> None:
         check_signer(bucket, run, signer)
         self.bucket = RetryingBucket.over(bucket)
+        check_create_if_absent(self.bucket)
         self.run = run
         self.epoch = epoch
         self.signer = signer

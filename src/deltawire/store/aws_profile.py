@@ -1,0 +1,49 @@
+"""Reads credentials and endpoint from the profiles in ``~/.aws``, as the AWS tools do."""
+
+from __future__ import annotations
+
+import configparser
+import os
+from pathlib import Path
+
+_KEYS = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+    "region": "region",
+    "endpoint_url": "endpoint",
+}
+_VARIABLES = {
+    "access_key_id": ("AWS_ACCESS_KEY_ID",),
+    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+}
+
+
+def read_profile() -> dict[str, str]:
+    """Return the store options of the current profile that the environment does not set.
+
+    The profile is the one that ``AWS_PROFILE`` names, or else ``default``. Access key, secret and
+    session token are taken together or not at all; the environment's come first. Profiles that
+    assume a role or run a program are not supported: they yield no credentials.
+    """
+    name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
+    folder = Path("~/.aws").expanduser()
+    found: dict[str, str] = {}
+    for variable, default, section in (
+        ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
+    ):
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(os.environ.get(variable) or folder / default, encoding="utf-8")
+            found |= dict(parser.items(section))
+        except (configparser.Error, OSError, UnicodeDecodeError):
+            continue
+    options = {_KEYS[key]: value for key, value in found.items() if key in _KEYS and value}
+    for option, variables in _VARIABLES.items():
+        if any(os.environ.get(variable) for variable in variables):
+            options.pop(option, None)
+    if not {"access_key_id", "secret_access_key"} <= options.keys():
+        for option in ("access_key_id", "secret_access_key", "session_token"):
+            options.pop(option, None)
+    return options

@@ -1,0 +1,219 @@
+"""A folder as a bucket, with writes that survive a power cut.
+
+An object is written to a temporary file in its folder, which is flushed to the disk before it is
+given its name, and the folder is flushed after. So an object has all of its bytes or does not
+exist, and once `put` or `create` returns, it exists after a power cut too. A temporary file's name
+ends in ``#`` and digits, which listings leave out; those that killed processes leave are removed by
+a later process that writes to the same folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from urllib.parse import quote
+
+from obstore.store import LocalStore
+
+from deltawire.errors import CorruptError
+from deltawire.store.bucket import Bucket, ObjectMeta
+
+ABANDONED_S = 24 * 3600.0
+"""Temporary files older than this belong to no living process."""
+
+_TEMPORARY = re.compile(r"#\d+\Z")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class FolderBucket(Bucket):
+    """A folder of the file system. Raises `OSError` if there is none.
+
+    ``durable=False`` leaves flushing to the operating system: for runs that need not survive a
+    power cut.
+    """
+
+    def __init__(self, folder: Path, *, durable: bool = True) -> None:
+        super().__init__(LocalStore(folder), "file://" + quote(str(folder)), local=True)
+        self.folder = folder
+        self.durable = durable
+        self._prepared: set[Path] = set()
+        """Folders that exist durably and hold no abandoned temporary files."""
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        """As `Bucket.get`."""
+        with self._errors("read", key), self._opened(key) as opened:
+            if opened is None:
+                return None
+            descriptor, size = opened
+            self._check_size(size, limit, key)
+            return _read(descriptor, 0, size)
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
+        """As `Bucket.read_ranges`."""
+        with self._errors("read", key), self._opened(key) as opened:
+            if opened is None:
+                return None
+            descriptor, size = opened
+            if size < max(start + length for start, length in ranges):
+                raise CorruptError(
+                    "an object ends within the range that was asked for", run=self.url, key=key
+                )
+            return [memoryview(_read(descriptor, start, length)) for start, length in ranges]
+
+    def head(self, key: str) -> ObjectMeta | None:
+        """As `Bucket.head`."""
+        with self._errors("read", key):
+            try:
+                status = self._path(key).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        modified = _EPOCH + timedelta(microseconds=status.st_mtime_ns // 1000)
+        return ObjectMeta(key.rstrip("/"), status.st_size, modified)
+
+    def put(self, key: str, data: bytes) -> None:
+        """As `Bucket.put`."""
+        with self._errors("write", key):
+            path = self._path(key)
+            with self._temporary(path, data) as temporary:
+                temporary.replace(path)
+            self._flush_folder(path.parent)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """As `Bucket.create`."""
+        with self._errors("write", key):
+            path = self._path(key)
+            made = True
+            try:
+                with self._temporary(path, data) as temporary:
+                    path.hardlink_to(temporary)
+            except FileExistsError:
+                made = False
+            # If the object was there, its writer may have ended before this.
+            self._flush_folder(path.parent)
+            return made
+
+    def _path(self, key: str) -> Path:
+        """Return the file of a key; raises `ValueError` for what is not one."""
+        parts = key.rstrip("/").split("/")
+        if not all(map(_is_key_part, parts)) or _TEMPORARY.search(key):
+            raise ValueError(key)
+        return self.folder.joinpath(*parts)
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
+        """Open an object for reading: its descriptor and size, None if it does not exist.
+
+        Without ``O_NONBLOCK``, opening a named pipe would wait for a writer for ever.
+        """
+        path = self._path(key)
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        try:
+            descriptor = os.open(path, flags)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            yield None
+            return
+        except PermissionError:
+            if not path.is_dir():  # Windows refuses to open folders so.
+                raise
+            yield None
+            return
+        try:
+            status = os.fstat(descriptor)
+            if stat.S_ISDIR(status.st_mode):
+                yield None
+            elif not stat.S_ISREG(status.st_mode):
+                raise CorruptError("not a regular file", run=self.url, key=key)
+            else:
+                yield descriptor, status.st_size
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _temporary(self, path: Path, data: bytes) -> Iterator[Path]:
+        """Write ``data`` to a new file next to ``path`` that is removed on the way out."""
+        self._prepare(path.parent)
+        temporary = path.with_name(f"{path.name}#{secrets.randbelow(10**15)}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        descriptor = os.open(temporary, flags, 0o666)
+        try:
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+                if self.durable:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _prepare(self, folder: Path) -> None:
+        """Make a folder, and remove what killed processes left in it."""
+        if folder in self._prepared and folder.is_dir():
+            return
+        make_folder(folder, durable=self.durable)
+        now = time.time()
+        for path in folder.iterdir():
+            if _TEMPORARY.search(path.name):
+                with suppress(OSError):
+                    if now - path.stat().st_mtime > ABANDONED_S:
+                        path.unlink()
+        self._prepared.add(folder)
+
+    def _flush_folder(self, folder: Path) -> None:
+        """Flush a folder's names to the disk."""
+        if self.durable:
+            flush_folder(folder)
+
+
+def make_folder(folder: Path, *, durable: bool) -> None:
+    """Make a folder and its parents; with ``durable``, so that a power cut leaves them there."""
+    if not folder.is_dir():
+        make_folder(folder.parent, durable=durable)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from error
+    # Also one that was there: whoever made it may have ended before it flushed the parent.
+    if durable:
+        flush_folder(folder.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names that a folder holds to the disk, where the system can do that."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # Windows cannot open folders; its file system flushes their names.
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_key_part(part: str) -> bool:
+    return part not in ("", ".", "..") and part.isprintable() and "\\" not in part
+
+
+def _read(descriptor: int, start: int, length: int) -> bytes:
+    """Read exactly ``length`` bytes; raises `OSError` if the file was cut meanwhile."""
+    os.lseek(descriptor, start, os.SEEK_SET)
+    parts = []
+    while length:
+        part = os.read(descriptor, length)
+        if not part:
+            raise OSError("the file was cut while it was read")
+        parts.append(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,0 +1,116 @@
+"""Opens buckets by their location: a folder, or a URL of a store."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from obstore import exceptions
+from obstore.store import MemoryStore, from_url
+
+from deltawire.errors import InputError
+from deltawire.store.aws_profile import read_profile
+from deltawire.store.bucket import Bucket
+from deltawire.store.folder import FolderBucket, make_folder
+
+REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+
+IDLE_S = 60.0
+"""A transfer that moves nothing for this long is given up; how long it takes in all is free."""
+
+DURABLE = "DELTAWIRE_DURABLE"
+"""The environment variable that, set to 0, makes folders' writes faster and not durable."""
+
+
+def open_bucket(
+    location: str, *, create: bool = False, durable: bool | None = None, **options: Any
+) -> Bucket:
+    """Open ``location``: a folder, or a ``file://``, ``memory://``, ``s3://``, ``gs://`` or
+    ``az://`` URL.
+
+    ``create`` makes a missing folder. ``durable`` says whether writes to a folder survive a power
+    cut; None asks the environment (`DURABLE`), where they do by default.
+
+    Remote stores take their credentials and endpoint from the environment, as obstore documents:
+    for S3 and compatible stores ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``
+    and ``AWS_ENDPOINT_URL``, which may be plain http, or else from the profile in ``~/.aws`` that
+    ``AWS_PROFILE`` names. ``options`` go to the store as they are and come before the environment,
+    except for ``AWS_ENDPOINT_URL_S3``, which obstore puts first. A memory bucket lives in this
+    process only.
+
+    Raises `InputError` for an empty name (which would be the current folder), an unknown scheme or
+    a folder that does not exist.
+    """
+    if not location.strip():
+        raise InputError(
+            "the bucket's name is empty", hint="is the variable set that it is taken from?"
+        )
+    scheme = urlsplit(location).scheme
+    if scheme in ("", "file") or len(scheme) == 1:
+        if durable is None:
+            durable = os.environ.get(DURABLE, "1").lower() not in ("0", "false", "no")
+        return _open_folder(location, create=create, durable=durable)
+    if scheme == "memory":
+        return Bucket(MemoryStore(), location, local=True)
+    if scheme not in REMOTE_SCHEMES:
+        raise InputError(
+            f"cannot open the bucket {location}: unknown scheme {scheme}://",
+            hint="use a folder, file://, memory://, s3://, gs:// or az://",
+        )
+    try:
+        store = from_url(location, **_remote_options(scheme, options))
+    except (exceptions.BaseError, ValueError, TypeError) as error:
+        cause = str(error).strip().splitlines()[0][:300]
+        raise InputError(f"cannot open the bucket {location}: {cause}") from error
+    return Bucket(store, location, local=False)
+
+
+def _remote_options(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return ``options`` with deltawire's own where they say nothing."""
+    chosen = dict(options)
+    chosen.setdefault("retry_config", {"max_retries": 4, "retry_timeout": timedelta(seconds=20)})
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=5),
+        "read_timeout": timedelta(seconds=IDLE_S),
+        "timeout": timedelta(days=1),
+        **options.get("client_options", {}),
+    }
+    chosen["client_options"] = client
+    if scheme.startswith("s3"):
+        for option, setting in read_profile().items():
+            chosen.setdefault(option, setting)
+        # The order of the AWS tools: the service's own variable before the one for all of them.
+        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+        found = [value for name in names if (value := os.environ.get(name))]
+        if found and "endpoint" not in options:
+            chosen["endpoint"] = found[0]
+        if str(chosen.get("endpoint", "")).startswith("http:"):
+            client.setdefault("allow_http", True)
+    return chosen
+
+
+def _open_folder(location: str, *, create: bool, durable: bool) -> FolderBucket:
+    if location.startswith("file:"):
+        parts = urlsplit(location)
+        if parts.netloc not in ("", "localhost"):
+            raise InputError(f"{location} names a host", hint="write file:///absolute/path")
+        folder = Path(url2pathname(parts.path))
+    else:
+        folder = Path(location)
+    folder = folder.absolute()
+    try:
+        if create:
+            make_folder(folder, durable=durable)
+        elif not folder.is_dir():
+            raise InputError(f"there is no bucket at {location}", hint="is the path right?")
+        return FolderBucket(folder, durable=durable)
+    except (OSError, exceptions.BaseError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(
+            f"cannot use {folder} as a bucket: {reason}",
+            hint="choose a folder that can be written",
+        ) from error

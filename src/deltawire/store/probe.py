@@ -1,0 +1,37 @@
+"""Probes whether a store keeps create-if-absent, on which every commit rests."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+
+from deltawire.errors import DeltawireError, InputError
+from deltawire.store.bucket import Bucket
+
+PROBES = "store-probes/"
+"""Keys under which writers try the store; they are deleted at once."""
+
+
+def check_create_if_absent(bucket: Bucket) -> None:
+    """Raise `InputError` if a second create of one key overwrites the first.
+
+    Stores that ignore ``If-None-Match: *`` do that: two publishers would both believe that they
+    committed a version, and readers would follow either. Costs four requests; local buckets are
+    known to keep it and are not asked.
+    """
+    if bucket.local:
+        return
+    key = PROBES + secrets.token_hex(16)
+    mine, other = b"first\n", b"second\n"
+    try:
+        bucket.create(key, mine)
+        if not bucket.create(key, other) and bucket.get(key, limit=64) == mine:
+            return
+    finally:
+        with suppress(DeltawireError):
+            bucket.delete(key)
+    raise InputError(
+        "the store overwrites objects that must be created only once (it ignores If-None-Match)",
+        hint="use a store that supports conditional writes; docs/STORES.md lists some",
+        run=bucket.url,
+    )

@@ -1,0 +1,116 @@
+"""Translates the errors of stores and file systems into deltawire's own.
+
+An error that the same call may outlive is a `RetryError`: no answer, 5xx, 408, 409, 429, expired
+credentials, which their provider may renew. Everything else is to be fixed first, an `InputError`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from obstore import exceptions
+
+from deltawire.errors import DeltawireError, InputError, RetryError
+
+# In the answers of S3 and compatible stores, GCS, Azure. No key of deltawire's can hold a "<".
+_NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
+
+_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})\b")
+_TRANSIENT_STATUSES = {408, 409, 429}
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+
+# Where S3's credentials are asked for when the environment holds none.
+_NO_CREDENTIALS = re.compile(r"latest/(api/token|meta-data/iam)|security-credentials")
+
+_FULL = "free some space; nothing already stored was harmed"
+_REFUSALS = {
+    "No space left on device": _FULL,
+    "Disk quota exceeded": _FULL,
+    "Permission denied": "check who may write there",
+    "Read-only file system": "choose a bucket that can be written",
+    "Not a directory": "choose a folder, not a file",
+    "Is a directory": "a folder lies where the object should; move it away",
+    "File name too long": "choose shorter names",
+    "Operation not permitted": "choose a file system that has hard links",
+    "Operation not supported": "choose a file system that has hard links",
+}
+
+_CODES = {
+    "RequestTimeTooSkewed": (
+        "this machine's clock differs too much from the store's",
+        "set this machine's clock",
+    ),
+    "EntityTooLarge": ("the object is larger than the store takes", "see the store's limits"),
+    "InvalidAccessKeyId": ("the store does not know the access key", "check the credentials"),
+    "SignatureDoesNotMatch": ("the secret key is wrong", "check the credentials"),
+    "PermanentRedirect": ("the bucket is in another region", "set AWS_REGION"),
+    "AuthorizationHeaderMalformed": ("the bucket is in another region", "set AWS_REGION"),
+}
+_STATUSES = {
+    401: ("the store refused", "check the credentials and the bucket's name"),
+    403: ("the store refused", "check the credentials and the bucket's name"),
+    413: _CODES["EntityTooLarge"],
+}
+
+
+def means_no_bucket(error: BaseException) -> bool:
+    """Return whether an error says that the whole bucket does not exist, not only an object."""
+    return bool(_NO_BUCKET.search(str(error)))
+
+
+def means_conflict(error: BaseException) -> bool:
+    """Return whether an error is S3's 409 to a conditional write: nothing is decided yet."""
+    status = _STATUS.search(str(error))
+    return status is not None and status[1] == "409"
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic of the store's library, which is no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
+def translate(error: BaseException, verb: str, url: str, key: str) -> DeltawireError:
+    """Return the error to raise for ``error``, met while doing ``verb`` with ``key``."""
+    text = str(error)
+    if means_no_bucket(error):
+        return InputError(
+            f"cannot {verb}: there is no such bucket",
+            hint="check the bucket's name and the endpoint; deltawire makes no buckets",
+            run=url,
+            key=key,
+        )
+    for sign, hint in _REFUSALS.items():
+        if sign.lower() in text.lower():
+            return InputError(f"cannot {verb}: {sign.lower()}", hint=hint, run=url, key=key)
+    status = int(found[1]) if (found := _STATUS.search(text)) else 0
+    code = found[1] if (found := _CODE.search(text)) else ""
+    if code in _EXPIRED:
+        return RetryError(
+            f"cannot {verb}: the credentials have expired", hint="renew them", run=url, key=key
+        )
+    if isinstance(error, exceptions.InvalidPathError):
+        return InputError(
+            f"cannot {verb}: {_first_line(text)}",
+            hint="another program put an object there whose key is none; remove it",
+            run=url,
+            key=key,
+        )
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        status = status or 403
+    hint = "is the bucket reachable?"
+    if _NO_CREDENTIALS.search(text):
+        hint = (
+            "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+            "AWS_PROFILE"
+        )
+    elif 400 <= status < 500 and status not in _TRANSIENT_STATUSES:
+        reason, hint = _CODES.get(code) or _STATUSES.get(status) or (_first_line(text), "")
+        return InputError(f"cannot {verb}: {reason}", hint=hint, run=url, key=key)
+    return RetryError(
+        f"cannot {verb}: {_first_line(text) or type(error).__name__}", hint=hint, run=url, key=key
+    )
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300] if text.strip() else ""
