@@ -179,7 +179,7 @@ class _Session:
         pairs = [
             (
                 self.text.prompt(self.tasks.prompt(task)),
-                [*self.text.plain(self.tasks.answer(task)), self.stops[0]],
+                [*self.text.encode(self.tasks.answer(task)), self.stops[0]],
             )
             for task in drawn
         ]

@@ -100,7 +100,7 @@ def write_model(folder: Path, config: RunConfig, sharp: Callable[[Any], Any]) ->
 
     def pairs(step: int) -> list[tuple[list[int], list[int]]]:
         drawn = [tasks.draw("warm", 16 * step + place) for place in range(16)]
-        return [(text.prompt(tasks.prompt(t)), [*text.plain(tasks.answer(t)), 256]) for t in drawn]
+        return [(text.prompt(tasks.prompt(t)), [*text.encode(tasks.answer(t)), 256]) for t in drawn]
 
     settings = WarmStartConfig(max_steps=40, check_every=1000, learning_rate=5e-3)
     warm_start(

@@ -1,51 +1,90 @@
-"""Tool calls in what a model wrote, in the form that its chat template spells them.
+"""Reads tool calls from a model's text, in the form that its chat template spells them.
 
-======== ==================================================================== ===================
-dialect  a call                                                               of
-======== ==================================================================== ===================
-hermes   ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``             Qwen, Hermes
-llama    ``{"name": …, "parameters": {…}}``, the whole of a turn              Llama 3.1 to 3.3
-mistral  ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or               Mistral, Mixtral
+======== ================================================================= ========================
+dialect  a call                                                            models
+======== ================================================================= ========================
+hermes   ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, or      Qwen2.5, Qwen3, Hermes;
+         ``<tool_call><function=name><parameter=key>…</parameter>          Qwen3-Coder, Qwen3.5,
+         </function></tool_call>``                                         Nemotron-3
+glm      ``<tool_call>name<arg_key>key</arg_key><arg_value>…</arg_value>   GLM-4.5 to GLM-4.7
+         </tool_call>``
+llama    ``{"name": …, "parameters": {…}}``, the whole of a turn           Llama 3.1 to 3.3
+mistral  ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or            Mistral, Mixtral
          ``[TOOL_CALLS]name[ARGS]{…}`` for each call
-======== ==================================================================== ===================
+deepseek ``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>``, or DeepSeek-V3.1;
+         ``function<｜tool▁sep｜>name`` and fenced JSON in the same marks   DeepSeek-V3, R1
+harmony  ``to=functions.name<|channel|>commentary json<|message|>{…}       gpt-oss
+         <|call|>``
+======== ================================================================= ========================
 
-Which one it is, is not guessed from a model's name: its template is shown a call, and what it
-makes of it is read back (`spelling_of`). A model whose template knows no calls, or that has none,
-may be taught the first form, which is read in every dialect.
+The dialect is not guessed from a model's name: its template renders a sample call, and the result
+is parsed (`call_format_of`). A model whose template knows no calls, or that has none, may be
+taught the first form, which is read in every dialect.
+
+Two forms write arguments as bare text. Where the tool's JSON schema is known, it decides which of
+them are strings; elsewhere a value that is JSON, other than a string, is taken as that.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltawire.chat.messages import ToolCall
+from deltawire.chat.messages import Tool, ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_CALLS = 64
 """Calls of one turn; any further ones count as broken."""
 
+_NAME = r"[A-Za-z0-9_.-]{1,256}"
 _CALL = re.compile(f"{OPEN}(.*?)(?:{CLOSE}|(?={OPEN})|\\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\s]{1,256})>(.*)</function>\s*\Z", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_GLM_NAME = re.compile(rf"\s*({_NAME})\s*(?=<arg_key>|\Z)")
+_GLM_ARGUMENT = re.compile(
+    r"\s*<arg_key>(.{1,256}?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
+)
 _MARK = "[TOOL_CALLS]"
-_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,256})\s*(?:\[CALL_ID\]\s*\w{1,64}\s*)?\[ARGS\]")
-_BEGUN = re.compile(r'\s*\{\s*"name"\s*:')
+_NAMED = re.compile(rf"\s*({_NAME})\s*(?:\[CALL_ID\]\s*\w{{1,64}}\s*)?\[ARGS\]")
+_JSON_CALL = re.compile(r'\s*\{\s*"name"\s*:')
 _SPACE = re.compile(r"[\s;]*")
+_DEEPSEEK_ALL = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DEEPSEEK_BEGIN, _DEEPSEEK_SEP, _DEEPSEEK_END = (
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+)
+_DEEPSEEK_CALL = re.compile(
+    f"{_DEEPSEEK_BEGIN}(.*?)(?:{_DEEPSEEK_END}|(?={_DEEPSEEK_BEGIN})|\\Z)", re.DOTALL
+)
+_FENCE = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*\Z", re.DOTALL)
+_HARMONY = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
+_HARMONY_END = re.compile(r"<\|(?:end|call|return)\|>")
+_RECIPIENT = re.compile(rf"to=functions\.({_NAME})")
 
 
-def _no_number(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
+def _reject_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
 @dataclass(frozen=True)
-class Written:
-    """A turn's text, taken apart: what stands outside the calls, the calls, and what began as
-    one and is none."""
+class ParsedTurn:
+    """A turn's text, parsed: the text outside calls, the calls, and each piece that began as a
+    call and is not a valid one."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -53,76 +92,152 @@ class Written:
 
 
 @dataclass
-class _Found:
-    """What was found so far."""
+class _Parser:
+    """Collects the calls and the text of one turn."""
 
     turn: int
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     calls: list[ToolCall] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)
+    structured: bool = False
+    """The text has parts that are not content, with or without calls."""
 
-    def take(self, name: object, arguments: object) -> bool:
-        """Add a call; False if it is none, or one too many."""
-        right = isinstance(name, str) and name and isinstance(arguments, dict)
-        if not right or len(self.calls) >= MAX_CALLS:
+    def add(self, name: object, arguments: object) -> bool:
+        """Add a call; False if it is not valid, or one too many."""
+        valid = isinstance(name, str) and name and isinstance(arguments, dict)
+        if not valid or len(self.calls) >= MAX_CALLS:
             return False
         identity = f"t{self.turn % 100_000:05}c{len(self.calls):02}"
         self.calls.append(ToolCall(name, arguments, identity))  # type: ignore[arg-type]
         return True
 
-    def written(self, text: str) -> Written:
-        """All of it; a text without calls is left as it is."""
-        if not (self.calls or self.broken):
-            return Written(text)
+    def value(self, tool: str, key: str, text: str) -> Any:
+        """The value of an argument that is written as bare text."""
+        schema = self.schemas.get(tool, {}).get(key)
+        kinds = schema.get("type") if isinstance(schema, Mapping) else None
+        kinds = [kinds] if isinstance(kinds, str) else kinds or []
+        if "string" in kinds and not (text == "null" and "null" in kinds):
+            return text
+        value = _json(text.strip())
+        is_json = value is not None or text.strip() == "null"
+        return value if is_json and not isinstance(value, str) else text
+
+    def result(self, text: str) -> ParsedTurn:
+        """The parsed turn; a text without calls is left as it is."""
+        if not (self.calls or self.broken or self.structured):
+            return ParsedTurn(text)
         content = "".join(self.content).strip()
-        return Written(content, tuple(self.calls), tuple(self.broken))
+        return ParsedTurn(content, tuple(self.calls), tuple(self.broken))
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """A way to spell calls. ``markers`` are texts that may be special tokens and yet say
-    something."""
+    """A way to spell calls.
+
+    ``markers`` are texts that may be special tokens and yet carry meaning. A ``structured``
+    dialect marks the parts of every turn, so that its text has to be parsed even where no tool is
+    offered.
+
+    Example::
+
+        >>> HERMES.read('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>').calls
+        (ToolCall(name='add', arguments={'a': 1}, identity='t00000c00'),)
+    """
 
     name: str
     markers: tuple[str, ...]
-    reader: Callable[[str, _Found], None]
+    parse: Callable[[str, _Parser], None]
+    structured: bool = False
 
-    def read(self, text: str, *, turn: int = 0) -> Written:
-        """Take a turn's text apart. Calls get identities of nine letters and digits, as Mistral's
-        templates want them: ``t<turn>c<number>``."""
-        found = _Found(turn)
-        self.reader(text, found)
-        if self is not HERMES and OPEN in text and not (found.calls or found.broken):
-            return HERMES.read(text, turn=turn)
-        return found.written(text)
+    def read(self, text: str, *, turn: int = 0, tools: Sequence[Tool] = ()) -> ParsedTurn:
+        """Parse a turn's text. Calls get identities of nine letters and digits, as Mistral's
+        templates require: ``t<turn>c<number>``."""
+        properties = {tool.name: tool.parameters.get("properties") for tool in tools}
+        schemas = {name: found for name, found in properties.items() if isinstance(found, Mapping)}
+        parser = _Parser(turn, schemas)
+        self.parse(text, parser)
+        if OPEN in text and not (parser.calls or parser.broken or self.parse in _TAGGED):
+            return HERMES.read(text, turn=turn, tools=tools)
+        return parser.result(text)
 
 
-def _hermes(text: str, found: _Found) -> None:
+def _parse_hermes(text: str, parser: _Parser) -> None:
+    _parse_tagged(text, parser, (_json_call, _xml_call, _glm_call))
+
+
+def _parse_glm(text: str, parser: _Parser) -> None:
+    _parse_tagged(text, parser, (_json_call, _xml_call, _glm_call, _bare_call))
+
+
+_Body = Callable[[str, _Parser], bool]
+
+
+def _parse_tagged(text: str, parser: _Parser, bodies: Sequence[_Body]) -> None:
     end = 0
     for match in _CALL.finditer(text):
-        found.content.append(text[end : match.start()])
+        parser.content.append(text[end : match.start()])
         end = match.end()
-        raw = _json(match.group(1)) if match.group(0).endswith(CLOSE) else None
-        if not (isinstance(raw, dict) and found.take(raw.get("name"), raw.get("arguments", {}))):
-            found.broken.append(match.group(0))
-    found.content.append(text[end:])
+        closed = match.group(0).endswith(CLOSE)
+        if not (closed and any(body(match.group(1), parser) for body in bodies)):
+            parser.broken.append(match.group(0))
+    parser.content.append(text[end:])
 
 
-def _llama(text: str, found: _Found) -> None:
+def _json_call(body: str, parser: _Parser) -> bool:
+    raw = _json(body)
+    return isinstance(raw, dict) and parser.add(raw.get("name"), raw.get("arguments", {}))
+
+
+def _xml_call(body: str, parser: _Parser) -> bool:
+    match = _FUNCTION.match(body)
+    if match is None:
+        return False
+    name, rest = match.groups()
+    pairs = _pairs(_PARAMETER, rest)
+    return pairs is not None and parser.add(
+        name, {key: parser.value(name, key, value) for key, value in pairs}
+    )
+
+
+def _glm_call(body: str, parser: _Parser) -> bool:
+    match = _GLM_NAME.match(body)
+    pairs = _pairs(_GLM_ARGUMENT, body[match.end() :]) if match else None
+    if match is None or not pairs:
+        return False
+    name = match.group(1)
+    return parser.add(name, {key: parser.value(name, key, value) for key, value in pairs})
+
+
+def _bare_call(body: str, parser: _Parser) -> bool:
+    """A call without arguments: the name only."""
+    return re.fullmatch(_NAME, body.strip()) is not None and parser.add(body.strip(), {})
+
+
+def _pairs(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
+    """The keys and values of a text that consists of nothing else; None of any other text."""
+    pairs, at = [], 0
+    while match := pattern.match(text, at):
+        pairs.append((match.group(1), match.group(2)))
+        at = match.end()
+    return None if text[at:].strip() else pairs
+
+
+def _parse_llama(text: str, parser: _Parser) -> None:
     at = _SPACE.match(text).end()  # type: ignore[union-attr]
-    while _BEGUN.match(text, at):
+    while _JSON_CALL.match(text, at):
         value, end = _json_at(text, at)
-        if not isinstance(value, dict) or not found.take(
+        if not isinstance(value, dict) or not parser.add(
             value.get("name"), value.get("parameters", value.get("arguments"))
         ):
-            found.broken.append(text[at : end or len(text)])
+            parser.broken.append(text[at : end or len(text)])
         at = _SPACE.match(text, end or len(text)).end()  # type: ignore[union-attr]
-    found.content.append(text[at:])
+    parser.content.append(text[at:])
 
 
-def _mistral(text: str, found: _Found) -> None:
+def _parse_mistral(text: str, parser: _Parser) -> None:
     before, *parts = text.split(_MARK)
-    found.content.append(before)
+    parser.content.append(before)
     for part in parts:
         named = _NAMED.match(part)
         start = named.end() if named else len(part) - len(part.lstrip())
@@ -131,36 +246,88 @@ def _mistral(text: str, found: _Found) -> None:
             rows: Any = [{"name": named.group(1), "arguments": value}]
         else:
             rows = value if isinstance(value, list) else [value]
-        whole = True
+        valid = True
         for row in rows:
-            taken = isinstance(row, dict) and found.take(row.get("name"), row.get("arguments", {}))
-            whole = whole and taken
-        if end is None or not rows or not whole:
-            found.broken.append(_MARK + part[:end])
-        found.content.append(part[end:] if end is not None else "")
+            added = isinstance(row, dict) and parser.add(row.get("name"), row.get("arguments", {}))
+            valid = valid and added
+        if end is None or not rows or not valid:
+            parser.broken.append(_MARK + part[:end])
+        parser.content.append(part[end:] if end is not None else "")
 
 
-HERMES = Dialect("hermes", (OPEN, CLOSE), _hermes)
-LLAMA = Dialect("llama", (), _llama)
-MISTRAL = Dialect("mistral", (_MARK, "[ARGS]", "[CALL_ID]"), _mistral)
+def _parse_deepseek(text: str, parser: _Parser) -> None:
+    end = 0
+    for match in _DEEPSEEK_CALL.finditer(text):
+        parser.content.append(text[end : match.start()])
+        end = match.end()
+        name, mark, rest = match.group(1).partition(_DEEPSEEK_SEP)
+        if name.strip() == "function":  # DeepSeek-V3 names the kind of the tool first.
+            name, _, rest = rest.partition("\n")
+        fenced = _FENCE.match(rest)
+        value = _json(fenced.group(1) if fenced else rest)
+        closed = bool(mark) and match.group(0).endswith(_DEEPSEEK_END)
+        if not (closed and parser.add(name.strip(), value)):
+            parser.broken.append(match.group(0))
+    parser.content.append(text[end:])
+    for mark in _DEEPSEEK_ALL:
+        parser.content = [piece.replace(mark, "") for piece in parser.content]
+
+
+def _parse_harmony(text: str, parser: _Parser) -> None:
+    parser.structured = any(mark in text for mark in _HARMONY)
+    for part in text.split("<|start|>"):
+        header, message, rest = part.partition("<|message|>")
+        body, *ended = _HARMONY_END.split(rest, maxsplit=1)
+        recipient = _RECIPIENT.search(header)
+        if recipient is None:
+            if not message or "analysis" not in header:
+                parser.content.append(body if message else _HARMONY_END.sub("", header))
+        elif not (ended and parser.add(recipient.group(1), _json(body))):
+            parser.broken.append(part)
+
+
+HERMES = Dialect("hermes", (OPEN, CLOSE), _parse_hermes)
+GLM = Dialect(
+    "glm", (OPEN, CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), _parse_glm
+)
+LLAMA = Dialect("llama", (), _parse_llama)
+MISTRAL = Dialect("mistral", (_MARK, "[ARGS]", "[CALL_ID]"), _parse_mistral)
+DEEPSEEK = Dialect(
+    "deepseek",
+    (*_DEEPSEEK_ALL, _DEEPSEEK_BEGIN, _DEEPSEEK_SEP, _DEEPSEEK_END),
+    _parse_deepseek,
+)
+HARMONY = Dialect("harmony", _HARMONY, _parse_harmony, structured=True)
+_TAGGED = (_parse_hermes, _parse_glm)
+_STARTS = (
+    (GLM, OPEN),
+    (HERMES, OPEN),
+    (MISTRAL, _MARK),
+    (DEEPSEEK, _DEEPSEEK_ALL[0]),
+    (HARMONY, " to=functions."),
+    (LLAMA, "{"),
+)
+"""The dialects and how a call of each begins, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """How a chat template spells a call: its dialect, what stands ``before`` the tool's name, and
-    ``between`` it and the arguments. These are empty where the arguments come first, or where
-    something else that a call does not always have stands among them; that a call begins is then
-    all that can be said."""
+class CallFormat:
+    """How a chat template spells a call: its dialect, the text ``before`` the tool's name, and the
+    text ``between`` the name and the arguments.
+
+    Both are empty where the arguments come first, or where something else that a call does not
+    always have is in between; only the mark that begins a call is known then.
+    """
 
     dialect: Dialect
     before: str = ""
     between: str = ""
 
     def opening(self, name: str | None) -> str:
-        """How a call of the tool ``name`` begins, or of any; empty if nobody can say.
+        """The beginning of a call of the tool ``name``, or of any; empty if it is unknown.
 
-        It ends where a tokenizer cuts as well: the model's own next token begins with the space or
-        the quotation mark that is left out.
+        It ends where a tokenizer cuts as well: the model's next token begins with the space or the
+        quotation mark that is left out.
         """
         if not self.before:
             return "" if name is not None else self.dialect.markers[0]
@@ -169,30 +336,39 @@ class Spelling:
         return f"{self.before}{name}{self.between}".rstrip()
 
 
-SHOWN = ToolCall("shown_tool", {"shown_key": "shown value"}, "shown0001")
-"""The call that templates are shown. Some want names of nine letters and digits for calls."""
+SAMPLE_CALL = ToolCall("shown_tool", {"shown_key": "shown value"}, "shown0001")
+"""The call that templates render. Some require nine letters and digits in a call's identity."""
+
+_SAMPLE_ARGUMENTS = re.compile(r'\{"shown_key"|<parameter=shown_key|<arg_key>shown_key')
 
 
-def spelling_of(rendered: str, prompt: str) -> Spelling | None:
-    """How calls are spelt in what a template made of a conversation that ends with `SHOWN`; None
-    if it spelt none, or in another form than those known here. ``prompt`` is what it made of the
-    messages before that, up to where an answer begins."""
-    for dialect, start in ((HERMES, OPEN), (MISTRAL, _MARK), (LLAMA, "{")):
-        at = rendered.rfind(start, 0, rendered.rfind(SHOWN.name))
+def call_format_of(rendered: str, prompt: str) -> CallFormat | None:
+    """The form of `SAMPLE_CALL` in a rendered conversation that ends with it; None if the template
+    spelled no call, or in another form than those known here.
+
+    ``prompt`` is the rendering of the messages before the call, up to where an answer begins.
+    """
+    for dialect, start in _STARTS:
+        at = rendered.rfind(start, 0, rendered.rfind(SAMPLE_CALL.name))
         # A form without a mark of its own must be all of the turn, not a part of another form.
         if at < 0 or (dialect is LLAMA and rendered[:at].rstrip() != prompt.rstrip()):
             continue
-        found = dialect.read(rendered[at:]).calls
-        if [(call.name, call.arguments) for call in found] == [(SHOWN.name, SHOWN.arguments)]:
+        if dialect is GLM and "<arg_key>" not in rendered[at:]:
+            continue
+        calls = [(call.name, call.arguments) for call in dialect.read(rendered[at:]).calls]
+        if calls == [(SAMPLE_CALL.name, SAMPLE_CALL.arguments)]:
             before, between = _around(rendered[at:])
-            return Spelling(dialect, before, between) if before or dialect.markers else None
+            if before or dialect.markers:
+                return CallFormat(dialect, before, between)
+            return None
     return None
 
 
 def _around(call: str) -> tuple[str, str]:
-    before, _, rest = call.partition(SHOWN.name)
-    between, found, _ = rest.partition('{"shown_key"')
-    if not found or "shown_key" in before or SHOWN.identity in between:
+    before, _, rest = call.partition(SAMPLE_CALL.name)
+    found = _SAMPLE_ARGUMENTS.search(rest)
+    between = rest[: found.start()] if found else ""
+    if not found or "shown_key" in before or SAMPLE_CALL.identity in between:
         return "", ""
     return before, between
 
@@ -205,7 +381,7 @@ def _json(text: str) -> Any:
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int | None]:
-    """The JSON that begins there and where it ends; (None, None) if there is none."""
+    """The JSON value that begins at ``start`` and its end; (None, None) if there is none."""
     try:
         return _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What is said between a model and its surroundings: messages, tools, and calls of them."""
+"""Messages between a model and its surroundings, tools, and calls of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a model wrote: the tool's name and its arguments by name. ``identity`` is what
-    the answer refers to, where anything does."""
+    """A call that a model wrote: the tool's name and its arguments by name. The tool's answer
+    refers to ``identity``, where templates use one."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -21,8 +21,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message. ``calls`` belong to an assistant's; ``call`` (an identity) and ``name`` to the
-    tool's that answers one."""
+    """One message. ``calls`` belong to an assistant's message; ``call`` (an identity) and ``name``
+    to a tool's answer."""
 
     role: Role
     content: str
@@ -33,7 +33,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. ``parameters`` is the JSON schema of an object."""
+    """A function that the model may call. ``parameters`` is the JSON schema of an object.
+
+    Example::
+
+        Tool("add", "Adds two numbers.", {"type": "object", "properties": {"a": …, "b": …}})
+    """
 
     name: str
     description: str
@@ -43,7 +48,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates and chat endpoints spell it."""
+        """The form that chat templates and chat endpoints use."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -53,7 +58,7 @@ class Tool:
 
 
 def shorten(message: Message, limit: int) -> Message:
-    """A message of at most about ``limit`` characters: its head, how much is left out, its tail."""
+    """Cut a message to about ``limit`` characters: its head, the size of the cut, its tail."""
     excess = len(message.content) - limit
     if excess <= 0:
         return message

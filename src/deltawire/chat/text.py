@@ -1,11 +1,11 @@
-"""Text to tokens and back. Tokens, once made, are never made again from text.
+"""Converts text to tokens and back. Tokens, once made, are never made from text again.
 
-A conversation's tokens only grow: `Text.prompt` begins them, the model's own tokens follow as they
-were drawn, then `Text.bridge` adds what was answered and the start of the model's next turn. Only
-new messages are ever rendered, behind a stand-in for what the model wrote.
+The tokens of a conversation only grow: `Text.prompt` begins them, the model's own tokens follow as
+they were drawn, then `Text.bridge` adds the answer and the start of the model's next turn. Only new
+messages are rendered, after a placeholder for the model's text.
 
-What others wrote may spell ``<|im_end|>``. It is encoded as those characters: no text of a message
-becomes a token of the template's own.
+Text from others may contain ``<|im_end|>``. It is encoded as those characters: no text of a message
+becomes one of the template's special tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from deltawire.chat.calls import HERMES, SHOWN, Dialect, Spelling, Written, spelling_of
+from deltawire.chat.calls import (
+    HERMES,
+    SAMPLE_CALL,
+    CallFormat,
+    Dialect,
+    ParsedTurn,
+    call_format_of,
+)
 from deltawire.chat.messages import Message, Tool
 from deltawire.errors import InputError
 
@@ -27,8 +34,15 @@ from deltawire.errors import InputError
 class Text:
     """A Hugging Face tokenizer as the loop uses it.
 
-    A tokenizer with a chat template gets messages in its form, followed by the start of an answer;
-    one without gets their contents one after another.
+    With a chat template, messages are rendered in its form, followed by the start of an answer.
+    Without one, their contents follow each other after the token that begins sequences, if the
+    tokenizer has one.
+
+    Example::
+
+        text = Text(tokenizer)
+        tokens = text.prompt([Message("user", "What is 2 + 3?")])
+        turn = text.read_calls(text.decode(drawn))
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -44,36 +58,56 @@ class Text:
         self._special_ids = frozenset(tokenizer.all_special_ids)
 
     def prompt(self, said: str | Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """The tokens a conversation begins with. A string stands for one message of a user's.
+        """The tokens that begin a conversation. A string stands for one message of a user.
 
         Raises `InputError` if the chat template refuses the messages.
         """
         messages = [Message("user", said)] if isinstance(said, str) else list(said)
         if not self._chat:
-            return self.plain("".join(message.content for message in messages))
+            return self.begin("".join(message.content for message in messages))
         return self._encode(*self._render(messages, tools))
 
+    def begin(self, text: str) -> list[int]:
+        """The tokens of a text that begins a sequence: those of a base model's training begin with
+        its BOS token."""
+        return [*self._prefix, *self.encode(text)]
+
     def bridge(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """The tokens between what the model wrote and its next turn: the end of its own, if its
-        last token ``after[-1]`` is not that already, the messages, and the start of an answer.
+        """The tokens between the model's last token ``after[-1]`` and its next turn: the end of its
+        turn, unless that token has ended it, the messages, and the start of an answer.
 
         Raises `InputError` if the chat template refuses the messages.
         """
         if not self._chat:
-            return self.plain("".join(message.content for message in messages))
+            return self.encode("".join(message.content for message in messages))
         stand_in = f"stand{self._nonce}in"
         before = [Message("user", "."), Message("assistant", stand_in)]
         rendered, contents = self._render([*before, *messages], ())
         cut = rendered.rfind(stand_in)
         if cut < 0:
-            raise InputError("the model's chat template leaves out what an assistant said")
+            raise InputError("the model's chat template leaves out the assistant's messages")
         tokens = self._encode(rendered[cut + len(stand_in) :], contents)
-        return tokens[1:] if after and tokens[:1] == [after[-1]] else tokens
+        ended = bool(after and tokens) and (
+            tokens[0] == after[-1] or {tokens[0], after[-1]} <= self._ends
+        )
+        return tokens[1:] if ended else tokens
 
-    def plain(self, text: str) -> list[int]:
-        """The tokens of a text, none of them special, with none added."""
+    @property
+    def end(self) -> int | None:
+        """The token with which the template ends a final answer, or else the tokenizer's EOS."""
+        final = self._final_end
+        eos = getattr(self._tokenizer, "eos_token_id", None)
+        return final if final is not None else eos
+
+    @property
+    def structured(self) -> bool:
+        """Whether a turn's text marks parts that are not content; see `Dialect`."""
+        return self._dialect.structured
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without special tokens."""
         tokens: list[int] = []
-        for piece in self._cut(_whole(text)):
+        for piece in self._cut(_without_halves(text)):
             found = list(self._tokenizer.encode(piece, add_special_tokens=False))
             if not self._special_ids.isdisjoint(found):  # an alias that only the tokenizer knows
                 found = [
@@ -85,8 +119,8 @@ class Text:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens that the model drew, without special ones, but for those that say
-        where a call begins or ends."""
+        """The text of tokens that the model drew, without special tokens except those that mark
+        where a call or a part of the turn begins or ends."""
         if self._marks.keys().isdisjoint(tokens):
             return self._decode(tokens)
         parts = [
@@ -95,52 +129,114 @@ class Text:
         ]
         return "".join(parts)
 
-    def read_calls(self, text: str, *, turn: int = 0) -> Written:
-        """Take a turn's text apart, in the dialect of the model's chat template; see
+    def read_calls(self, text: str, *, turn: int = 0, tools: Sequence[Tool] = ()) -> ParsedTurn:
+        """Parse a turn's text in the dialect of the model's chat template; see
         `deltawire.chat.calls.Dialect.read`."""
-        return self._dialect.read(text, turn=turn)
+        return self._dialect.read(text, turn=turn, tools=tools)
 
     def opening(self, name: str | None) -> tuple[str, list[int]]:
-        """How a call of the tool ``name`` begins, or of any: its text, and its tokens, which are
-        the template's own. Raises `InputError` if the template does not say so, or the name spells
-        one of its tokens."""
-        text = self._spelling.opening(name) if self._spelling else ""
+        """The beginning of a call of the tool ``name``, or of any: its text, and its tokens in the
+        template's spelling.
+
+        Raises `InputError` if the template does not define one, or if the name contains one of the
+        template's special tokens.
+        """
+        text = self._call_format.opening(name) if self._call_format else ""
         if not text:
             raise InputError(
                 "this model's chat template does not say how a call begins",
                 hint='ask with tool_choice "auto"',
             )
         if name is not None and self._added is not None and self._added.search(name):
-            raise InputError(f"the tool's name {name!r} spells a token of the template's own")
+            raise InputError(f"the tool's name {name!r} spells a token of the template")
         return text, list(self._tokenizer.encode(text, add_special_tokens=False))
 
     @cached_property
-    def _spelling(self) -> Spelling | None:
+    def _prefix(self) -> list[int]:
+        """The BOS token, if the tokenizer puts one before a text."""
+        bos = getattr(self._tokenizer, "bos_token_id", None)
+        if bos is None:
+            return []
+        return [bos] if list(self._tokenizer.encode("a"))[:1] == [bos] else []
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """The special tokens with which the template ends an assistant's turn: before another
+        message, at the end of a conversation, or after a call."""
+        return frozenset(
+            token
+            for token in (self._end_before_message, self._final_end, self._end_of_call)
+            if token is not None
+        )
+
+    @cached_property
+    def _end_before_message(self) -> int | None:
+        return self._end_after([Message("user", ".")])
+
+    @cached_property
+    def _final_end(self) -> int | None:
+        return self._end_after([])
+
+    def _end_after(self, following: list[Message]) -> int | None:
+        """The special token that follows an assistant's message."""
+        stand_in = f"stand{self._nonce}in"
+        rows = [_row(m) for m in (Message("user", "."), Message("assistant", stand_in), *following)]
+        return self._special_after(rows, stand_in) if self._chat else None
+
+    @cached_property
+    def _end_of_call(self) -> int | None:
         if not self._chat:
             return None
-        asked, shown = Message("user", "."), Message("assistant", "", calls=(SHOWN,))
+        rows = [_row(Message("user", ".")), _row(Message("assistant", "", calls=(SAMPLE_CALL,)))]
+        return self._special_after(rows, "shown value")
+
+    def _special_after(self, rows: list[dict[str, Any]], text: str) -> int | None:
+        """The last special token of the assistant's turn that holds ``text``, if a special token
+        follows it in the rendered conversation."""
+        try:
+            rendered = self._apply(rows, None, answer=False)
+        except Exception:  # templates raise through jinja2 whatever they like
+            return None
+        cut = rendered.rfind(text)
+        tail = rendered[cut + len(text) :] if cut >= 0 else ""
+        for token in self._tokenizer.encode(tail, add_special_tokens=False):
+            if token in self._special_texts and token not in self._marks_of_calls:
+                return int(token)
+        return None
+
+    @cached_property
+    def _marks_of_calls(self) -> frozenset[int]:
+        """Marks of calls that end no turn."""
+        closing = {"<|call|>", "<|return|>", "<|end|>"}
+        return frozenset(n for n, text in self._marks.items() if text not in closing)
+
+    @cached_property
+    def _call_format(self) -> CallFormat | None:
+        if not self._chat:
+            return None
+        asked, shown = Message("user", "."), Message("assistant", "", calls=(SAMPLE_CALL,))
         rows = [_row(asked), _row(shown)]
         try:
-            return spelling_of(self._apply(rows, None), self._apply(rows[:1], None))
+            return call_format_of(self._apply(rows, None), self._apply(rows[:1], None))
         except Exception:  # templates raise through jinja2 whatever they like
             return None
 
     @cached_property
     def _dialect(self) -> Dialect:
-        return self._spelling.dialect if self._spelling else HERMES
+        return self._call_format.dialect if self._call_format else HERMES
 
     @cached_property
     def _marks(self) -> dict[int, str]:
-        """Special tokens that say something."""
-        told = self._special_texts.items()
-        return {token: text for token, text in told if text in self._dialect.markers}
+        """Special tokens that carry meaning."""
+        texts = self._special_texts.items()
+        return {token: text for token, text in texts if text in self._dialect.markers}
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _render(self, messages: list[Message], tools: Sequence[Tool]) -> tuple[str, list[str]]:
-        """The template's text, marks in place of what spells tokens of its own, and the texts that
-        the marks stand for."""
+        """Render messages; texts that contain special tokens are replaced by marks, and returned
+        in the order of the marks."""
         contents: list[str] = []
         schemas = [tool.schema for tool in tools] or None
         try:
@@ -148,7 +244,7 @@ class Text:
             return self._apply(rows, schemas), contents
         except Exception as error:  # templates raise through jinja2 whatever they like
             if any(message.role == "tool" for message in messages):
-                # Templates that know no tools take their answers as a user's.
+                # Templates that know no tools get their answers as a user's.
                 return self._render([_as_user(message) for message in messages], ())
             roles = ", ".join(message.role for message in messages)
             raise InputError(
@@ -156,7 +252,7 @@ class Text:
             ) from error
 
     def _row(self, message: Message, contents: list[str]) -> dict[str, Any]:
-        """A message for the template; what it says that spells tokens goes to ``contents``."""
+        """A message for the template; texts that contain its tokens are added to ``contents``."""
         danger = self._special if message.role == "assistant" else self._added
 
         def held(text: str, kept: str | None = None) -> str:
@@ -182,24 +278,37 @@ class Text:
             replace(message, content=held(message.content), name=name, call=call, calls=(*calls,))
         )
 
-    def _apply(self, rows: list[dict[str, Any]], schemas: list[dict[str, Any]] | None) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                rows, tools=schemas, tokenize=False, add_generation_prompt=True
+    def _apply(
+        self,
+        rows: list[dict[str, Any]],
+        schemas: list[dict[str, Any]] | None,
+        *,
+        answer: bool = True,
+    ) -> str:
+        def apply(rows: list[dict[str, Any]]) -> str:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    rows, tools=schemas, tokenize=False, add_generation_prompt=answer
+                )
             )
-        )
+
+        try:
+            return apply(rows)
+        except TypeError:
+            # DeepSeek's templates concatenate the arguments, which must be JSON text for that.
+            return apply([_with_json_arguments(row) for row in rows])
 
     def _encode(self, rendered: str, contents: list[str]) -> list[int]:
         tokens: list[int] = []
         for number, piece in enumerate(self._mark.split(rendered)):
             if number % 2:
-                tokens += self.plain(contents[int(piece)])
+                tokens += self.encode(contents[int(piece)])
             elif piece:
-                tokens += self._tokenizer.encode(_whole(piece), add_special_tokens=False)
+                tokens += self._tokenizer.encode(_without_halves(piece), add_special_tokens=False)
         return tokens
 
     def _cut(self, text: str) -> list[str]:
-        """Pieces of a text, cut inside whatever spells an added token."""
+        """Cut a text inside every occurrence of an added token."""
         pieces: list[str] = []
         start = 0
         while self._added is not None and (found := self._added.search(text, start)):
@@ -209,15 +318,15 @@ class Text:
         return [piece for piece in pieces if piece]
 
 
-def _whole(text: str) -> str:
-    """A text without halves of characters, which JSON can spell and no tokenizer takes."""
+def _without_halves(text: str) -> str:
+    """Replace lone surrogates, which JSON can spell and no tokenizer accepts."""
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _any_of(texts: list[str]) -> re.Pattern[str] | None:
-    # A token of one character cannot be cut, and spells nothing but itself.
+    # A token of one character cannot be cut.
     longer = sorted({text for text in texts if len(text) > 1}, key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in longer)) if longer else None
 
@@ -242,3 +351,20 @@ def _row(message: Message) -> dict[str, Any]:
             for call in message.calls
         ]
     return row
+
+
+def _with_json_arguments(row: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls hold their arguments as JSON text."""
+    if "tool_calls" not in row:
+        return row
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in row["tool_calls"]
+    ]
+    return {**row, "tool_calls": calls}

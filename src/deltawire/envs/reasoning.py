@@ -87,7 +87,7 @@ class _Episode(Environment):
 
     async def step(self, action: Action) -> Turn:
         self.attempts -= 1
-        score = await self.score(action.text.strip())
+        score = await self.score((action.content or action.text).strip())
         if score < 1.0 and self.attempts > 0:
             return Turn(self.retry)
         return Turn(reward=score, done=True)

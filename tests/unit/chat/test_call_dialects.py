@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from deltawire.chat.calls import HERMES, LLAMA, MAX_CALLS, MISTRAL, SHOWN, spelling_of
+from deltawire.chat.calls import HERMES, LLAMA, MAX_CALLS, MISTRAL, SAMPLE_CALL, call_format_of
 from deltawire.chat.messages import Message, ToolCall
 from deltawire.chat.text import Text
 from deltawire.errors import InputError
@@ -46,9 +46,9 @@ TEMPLATES = {
     + "[ARGS]{{ c.function.arguments | tojson }}{% endfor %}<|end|>"
     + PLAIN,
     "of no known form": SAID
-    + "{% for c in m.tool_calls %}<tool_call>\n<function={{ c.function.name }}>\n"
-    + "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>{{ v }}</parameter>"
-    + "{% endfor %}</function>\n</tool_call>{% endfor %}<|end|>"
+    + "{% for c in m.tool_calls %}<tool_call>\ncall {{ c.function.name }}\n"
+    + "{% for k, v in c.function.arguments.items() %}{{ k }} is {{ v }}"
+    + "{% endfor %}</tool_call>{% endfor %}<|end|>"
     + PLAIN,
     "a list behind a mark": SAID
     + '<assistant><|tool|>[{"name": "{{ m.tool_calls[0].function.name }}", '
@@ -102,7 +102,7 @@ def test_a_template_tells_its_dialect_and_how_a_call_begins(kind):
 def test_what_the_template_spells_is_read_back(kind):
     """Several calls at once too, where a template spells several."""
     text = text_of(TEMPLATES[kind])
-    many = (ToolCall("add", {"a": {"b": ["}", '"', "]"]}}, "t00001c00"), SHOWN)
+    many = (ToolCall("add", {"a": {"b": ["}", '"', "]"]}}, "t00001c00"), SAMPLE_CALL)
     calls = many[:1] if kind == "llama" else many
     rendered = text._tokenizer.apply_chat_template(
         [{"role": "user", "content": "."}, _assistant(calls)], tokenize=False
@@ -185,7 +185,7 @@ def test_a_call_is_not_seen_where_tools_are_explained():
         '<tool_call>{"name": …}</tool_call> is how to call. [TOOL_CALLS] too.'
         '<assistant>call shown_tool({"shown_key": "shown value"})'
     )
-    assert spelling_of(rendered, "<assistant>") is None
+    assert call_format_of(rendered, "<assistant>") is None
 
 
 def test_a_special_token_that_begins_a_call_is_told():
@@ -195,7 +195,7 @@ def test_a_special_token_that_begins_a_call_is_told():
     assert text.decode(drawn) == 'so[TOOL_CALLS]add[ARGS]{"a": 1}'
     assert calls_of(text.read_calls(text.decode(drawn))) == [("add", {"a": 1})]
     assert text.opening("add") == ("[TOOL_CALLS]add[ARGS]", [mark, *b"add", args])
-    assert text.plain("[TOOL_CALLS]") == list(b"[TOOL_CALLS]")
+    assert text.encode("[TOOL_CALLS]") == list(b"[TOOL_CALLS]")
     assert text.prompt([Message("user", "[TOOL_CALLS]")])[6:18] == list(b"[TOOL_CALLS]")
 
 

@@ -24,12 +24,12 @@ def chat(byte_tokenizer):
 
 def test_without_a_template_a_prompt_is_its_text(byte_tokenizer):
     text = Text(byte_tokenizer)
-    assert text.prompt("héllo\n") == text.plain("héllo\n") == list("héllo\n".encode())
+    assert text.prompt("héllo\n") == text.encode("héllo\n") == list("héllo\n".encode())
 
 
 def test_a_template_makes_the_prompt_a_users_message(chat):
     assert chat.prompt("hi") == [*b"<user>hi", BYTES, *b"<assistant>"]
-    assert chat.plain("hi") == list(b"hi")
+    assert chat.encode("hi") == list(b"hi")
 
 
 NAMED = (
@@ -81,4 +81,4 @@ def test_plain_text_gets_no_tokens_of_its_own(byte_tokenizer):
         single="$A <|end|>", special_tokens=[("<|end|>", BYTES)]
     )
     assert tokenizer.encode("a") == [97, BYTES]
-    assert Text(tokenizer).plain("a") == [97]
+    assert Text(tokenizer).encode("a") == [97]

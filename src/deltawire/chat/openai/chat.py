@@ -76,6 +76,16 @@ class _Request(msgspec.Struct, kw_only=True):
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
     response_format: dict[str, Any] | None = None
     echo: bool | None = False
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class _ChatRequest(_Request, kw_only=True):
@@ -145,7 +155,25 @@ def read_completion(data: bytes) -> ChatRequest:
     return ChatRequest(prompt=prompt, logprobs=raw.logprobs is not None, **_shared(raw))
 
 
+_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "logit_bias": ({}, "biases change which tokens are drawn"),
+    "presence_penalty": (0.0, "penalties change which tokens are drawn"),
+    "frequency_penalty": (0.0, "penalties change which tokens are drawn"),
+    "repetition_penalty": (1.0, "penalties change which tokens are drawn"),
+    "guided_json": (None, "nothing holds the model to a grammar"),
+    "guided_regex": (None, "nothing holds the model to a grammar"),
+    "guided_choice": (None, "nothing holds the model to a grammar"),
+    "guided_grammar": (None, "nothing holds the model to a grammar"),
+    "structured_outputs": (None, "nothing holds the model to a grammar"),
+    "chat_template_kwargs": ({}, "all turns are rendered with the template's defaults"),
+}
+"""Options that cannot be honored, the value with which they do nothing, and why not."""
+
+
 def _shared(raw: _Request) -> dict[str, Any]:
+    for name, (neutral, reason) in _NEUTRAL.items():
+        if getattr(raw, name) not in (None, neutral):
+            raise InputError(f"{name} is not supported here: {reason}", hint=f"leave out {name}")
     if raw.response_format and raw.response_format.get("type") != "text":
         raise InputError(
             "response_format can only be text here: nothing holds the model to a grammar",

@@ -167,11 +167,13 @@ class Endpoint:
             )
         said = lead + (self._text.decode(completion.tokens) if found is None else found.said)
         kept = None if found is None else lead + found.kept
-        if not asked.calls:
+        if not (asked.calls or self._text.structured):
             return Choice(completion, Message("assistant", said), kept)
-        written = self._text.read_calls(said, turn=next(self._turns))
-        content = "\n".join(part for part in (written.content, *written.broken) if part)
-        return Choice(completion, Message("assistant", content, calls=written.calls), kept)
+        parsed = self._text.read_calls(said, turn=next(self._turns), tools=asked.tools)
+        if parsed.calls and not asked.calls:
+            return Choice(completion, Message("assistant", said), kept)
+        content = "\n".join(part for part in (parsed.content, *parsed.broken) if part)
+        return Choice(completion, Message("assistant", content, calls=parsed.calls), kept)
 
     def _sampling(self, asked: ChatRequest, length: int) -> Sampling:
         policy = self._policy

@@ -159,10 +159,10 @@ class Recording:
             default=None,
         )
         if longest is None or longest == prompt:
-            tokens = self._text.plain(prompt)
+            tokens = self._text.begin(prompt)
             return Prompt(tokens, tokens, None)
         before = self._known["text", longest]
-        between = self._text.plain(prompt[len(longest) :])
+        between = self._text.encode(prompt[len(longest) :])
         return Prompt([*before.tokens, *between], between, before)
 
     def _token_prompt(self, tokens: list[int]) -> Prompt:

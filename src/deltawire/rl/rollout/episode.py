@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltawire.chat.messages import shorten
+from deltawire.chat.messages import Tool, shorten
 from deltawire.chat.text import Text
 from deltawire.engines.base import Completion, Sampler, Sampling
 from deltawire.envs.base import Action, AgentHarness, Environment, Message, Turn
@@ -166,6 +166,7 @@ class _Play:
         self._temperature = temperature
         self._limits = limits
         self._prompt: list[int] = []
+        self._tools: tuple[Tool, ...] = ()
         self._segments: list[_Segment] = []
         self._turns: list[list[int]] = []
         """Each turn that is still in the context, with the answer to it."""
@@ -178,8 +179,8 @@ class _Play:
     async def run(self) -> None:
         """From the reset to the probes; raises `EpisodeFailure`."""
         turn = await self._ask("reset", self._environment.reset)
-        tools = self._plainly("tools", lambda: tuple(self._environment.tools))
-        self._prompt = self._tokens(lambda: self._text.prompt(turn.messages, tools))
+        self._tools = self._plainly("tools", lambda: tuple(self._environment.tools))
+        self._prompt = self._tokens(lambda: self._text.prompt(turn.messages, self._tools))
         self._segments = [_Segment(self._prompt)]
         if self._limits.on_full == "summary":
             self._reserve = len(self._summary_request([])) + self._limits.summary_tokens
@@ -251,8 +252,8 @@ class _Play:
 
     def _read(self, completion: Completion, number: int) -> Action:
         text = self._text.decode(completion.tokens)
-        written = self._text.read_calls(text, turn=number)
-        return Action(text, written.content, written.calls, written.broken, completion.finish)
+        parsed = self._text.read_calls(text, turn=number, tools=self._tools)
+        return Action(text, parsed.content, parsed.calls, parsed.broken, completion.finish)
 
     async def _answer(self, turn: Turn, completion: Completion) -> bool:
         """Put the environment's answer into the context; False if there is no room for it."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,13 @@ def _warm(
     answered: AnsweredTasks = tasks
     text = Text(tokenizer)
     stops = stop_tokens(model, tokenizer)
+    end = answer_end(text, stops)
     validation = [tasks.draw("validation", index) for index in range(VALIDATION)]
     reserved = {answered.question(task) for task in validation}
     batch = config.warm_start.batch
 
     def pair(task: Task) -> Pair:
-        return text.prompt(answered.prompt(task)), [*text.plain(answered.answer(task)), stops[0]]
+        return text.prompt(answered.prompt(task)), [*text.encode(answered.answer(task)), end]
 
     def draw(step: int) -> list[Pair]:
         drawn = (tasks.draw("warm-start", step * batch + i) for i in range(batch))
@@ -135,6 +136,11 @@ def _warm(
         tell=tell,
         stopping=lambda: process.stopping,
     )
+
+
+def answer_end(text: Text, stops: Sequence[int]) -> int:
+    """The token that ends an answer: the chat template's own, if generation stops at it."""
+    return text.end if text.end is not None and text.end in stops else stops[0]
 
 
 async def _greedy_accuracy(

@@ -133,8 +133,8 @@ def test_no_text_becomes_a_token_of_the_template(messages, last):
     assert kept(text.prompt(messages)) == kept(text.prompt(empty))
     assert kept(text.bridge(messages, after=last)) == kept(text.bridge(empty, after=last))
     said = "".join(message.content for message in messages)
-    assert kept(text.plain(said)) == []
-    assert text.decode(text.plain(said)) == said
+    assert kept(text.encode(said)) == []
+    assert text.decode(text.encode(said)) == said
 
 
 @given(messages=st.lists(st.builds(Message, ROLES, st.text("ab \n<|", max_size=9)), max_size=4))
@@ -143,8 +143,8 @@ def test_a_bridge_continues_what_the_template_would_render(messages):
     """Prompt, the model's turn and bridge together are the template's own tokens of it all."""
     text = TEXTS["chat"]
     first = [Message("user", "hello")]
-    answer = [*text.plain("fine"), END]
+    answer = [*text.encode("fine"), END]
     whole = text.prompt([*first, Message("assistant", "fine"), *messages])
     assert [*text.prompt(first), *answer, *text.bridge(messages, after=answer)] == whole
-    cut_off = text.plain("fine")
+    cut_off = text.encode("fine")
     assert [*text.prompt(first), *cut_off, *text.bridge(messages, after=cut_off)] == whole

@@ -9,11 +9,13 @@ import openai
 import pytest
 import torch
 
+from deltawire.chat.openai.chat import read_chat, read_completion
 from deltawire.chat.openai.endpoint import Endpoint, Policy, listening
 from deltawire.chat.openai.recording import Recording
 from deltawire.chat.text import Text
 from deltawire.engines.base import Completion
 from deltawire.engines.transformers import TransformersEngine
+from deltawire.errors import InputError
 from deltawire.train.build import byte_tokenizer
 
 TOKEN = "a token"
@@ -464,3 +466,26 @@ def test_a_call_cannot_be_forced_where_nobody_knows_how_it_begins(template):
     said, recording, _ = talk(text_of(template), engine, harness)
     assert "does not say how a call begins" in said
     assert (recording.turns, engine.requests) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("logit_bias", {"5": -100}, {}),
+        ("presence_penalty", 0.5, 0),
+        ("frequency_penalty", 0.5, 0.0),
+        ("repetition_penalty", 1.1, 1.0),
+        ("guided_json", {"type": "object"}, None),
+        ("guided_regex", "a+", None),
+        ("structured_outputs", {"json": {}}, None),
+        ("chat_template_kwargs", {"enable_thinking": False}, {}),
+    ],
+)
+def test_options_that_would_change_what_is_drawn_are_refused(name, value, neutral):
+    """Silently ignored, they would train on answers to another request."""
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(InputError, match=f"{name} is not supported"):
+        read_chat(json.dumps({**body, name: value}).encode())
+    with pytest.raises(InputError, match=f"{name} is not supported"):
+        read_completion(json.dumps({"prompt": "hi", name: value}).encode())
+    assert read_chat(json.dumps({**body, name: neutral}).encode()).messages

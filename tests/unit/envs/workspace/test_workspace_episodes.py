@@ -236,7 +236,7 @@ def _byte_model(text, prompt, target, steps):
     sizes = BuildConfig(hidden_size=48, layers=2, head_size=24, feed_forward_size=96, context=2048)
     torch.manual_seed(0)
     model = build_model(sizes, seed=0).float().train()
-    tokens = torch.tensor([[*text.prompt(prompt), *text.plain(target), 256]])
+    tokens = torch.tensor([[*text.prompt(prompt), *text.encode(target), 256]])
     start = len(text.prompt(prompt))
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
     for _ in range(steps):
