@@ -308,7 +308,7 @@ def _objects(bucket: Bucket, run: Run, newest: int) -> int:
     those that end at one of the last 40 versions."""
     counts = []
     for goal in range(max(LAG, newest - 39), newest + 1):
-        route = RouteFinder(bucket, run, None, goal - LAG, goal).find()
+        route = RouteFinder(bucket, run, held=goal - LAG, goal=goal).find()
         if route is None:
             raise BugError("nothing leads 60 versions on", run=bucket.url, version=goal)
         counts.append(route.objects)

@@ -52,7 +52,7 @@ def test_every_version(golden):
         assert (manifest.metadata, manifest.epoch) == ({"step": version}, 3)
         assert manifest.pruned == (version < boundary)
         if version < boundary:
-            with pytest.raises(CorruptError, match="retention has taken"):
+            with pytest.raises(CorruptError, match="retention has pruned"):
                 load_mirror(bucket, run, at=version)
             continue
         mirror = load_mirror(bucket, run, at=version)

@@ -1,4 +1,9 @@
-"""Publish and follow weights: both sides of the chain of versions."""
+"""Publishes and follows weights: both sides of the chain of versions.
+
+The folders build on each other in this order: ``chain`` (objects and routes), ``follow`` (readers),
+``publish`` (writers), ``maintain`` (compaction, retention, relays, fsck), ``huggingface``
+(directories).
+"""
 
 from deltawire.sync.chain.objects import (
     create_run,
@@ -7,11 +12,12 @@ from deltawire.sync.chain.objects import (
     read_run,
     require_run,
 )
+from deltawire.sync.follow.follower import Follower, Steps
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.manifest_follower import ManifestFollower
 from deltawire.sync.follow.mirror import Mirror
-from deltawire.sync.follow.mirror_file import AttachedMirror, FileMirror, open_mirror, shared_path
-from deltawire.sync.follow.subscriber import Follower, Steps, Subscriber, Update
+from deltawire.sync.follow.mirror_file import FileMirror, open_mirror
+from deltawire.sync.follow.subscriber import Subscriber, Update
 from deltawire.sync.huggingface.checkout import Checkout
 from deltawire.sync.huggingface.checkpoint_dir import Checkpoint, read_checkpoint
 from deltawire.sync.huggingface.publish_dirs import CheckpointPublisher, CheckpointWatcher
@@ -24,7 +30,6 @@ from deltawire.sync.publish.sources import open_publisher, read_safetensors
 
 __all__ = [
     "COMPACTION_STRIDES",
-    "AttachedMirror",
     "Checkout",
     "Checkpoint",
     "CheckpointPublisher",
@@ -54,5 +59,4 @@ __all__ = [
     "read_run",
     "read_safetensors",
     "require_run",
-    "shared_path",
 ]

@@ -132,7 +132,7 @@ class Wire(RuleBasedStateMachine):
 
     @rule(publisher=consumes(publishers))
     def stop_publisher(self, publisher):
-        publisher.bucket.heal()
+        publisher.bucket.inner.heal()
         with suppress(DeltawireError):
             publisher.close()
         self.follow_up()
@@ -149,9 +149,9 @@ class Wire(RuleBasedStateMachine):
         """The next version; the store may fail meanwhile, or the publisher be stalled while others
         go on."""
         if at is not None and meanwhile is None:
-            publisher.bucket.fail(at=at, times=times, done=done, error=no_answer)
+            publisher.bucket.inner.fail(at=at, times=times, done=done, error=no_answer)
         elif at is not None:
-            publisher.bucket.pause(at=at, done=done, wait=lambda: self.go_on(meanwhile))
+            publisher.bucket.inner.pause(at=at, done=done, wait=lambda: self.go_on(meanwhile))
         base = self.model[-1]
         tensors = {
             name: np.where(self.rng.random(bits.shape) < density, other, bits).astype(bits.dtype)
@@ -167,7 +167,7 @@ class Wire(RuleBasedStateMachine):
             self.tried.setdefault(number, []).append(tensors)
             publisher.flush()
             assert publisher.version == number == self.committed()
-        publisher.bucket.heal()
+        publisher.bucket.inner.heal()
         self.follow_up()
         assert before <= self.committed() <= before + 1 or number is None
 
@@ -220,14 +220,16 @@ class Wire(RuleBasedStateMachine):
         mirror = subscriber.mirror
         before = mirror.copy()
         if at is not None and trouble == "fail":
-            subscriber.bucket.fail(at=at)
+            subscriber.bucket.inner.fail(at=at)
         elif at is not None:
             change = (lambda d: d[: len(d) // 2]) if trouble == "short" else None
-            subscriber.bucket.damage("*", change or (lambda d: flip_bit(d, bit)), at=at, times=1)
+            subscriber.bucket.inner.damage(
+                "*", change or (lambda d: flip_bit(d, bit)), at=at, times=1
+            )
         update = None
         with suppress(CorruptError, RetryError):
             update = subscriber.prepare()
-        subscriber.bucket.heal()
+        subscriber.bucket.inner.heal()
         assert (mirror.version, mirror.digest) == (before.version, before.digest)
         assert all((mirror.tensors[n] == before.tensors[n]).all() for n in before.tensors)
         if update is not None:
@@ -239,7 +241,7 @@ class Wire(RuleBasedStateMachine):
     @rule(subscriber=consumes(subscribers))
     def catch_up(self, subscriber):
         """However far behind, and whatever retention has taken: to the newest, in few steps."""
-        if subscriber.bucket.inner is self.region:
+        if subscriber.bucket.inner.inner is self.region:
             self.start_relay(None).advance()
         for _ in range(25):
             update = None
@@ -357,7 +359,7 @@ class Wire(RuleBasedStateMachine):
 
     def teardown(self):
         for publisher in getattr(self, "opened", []):
-            publisher.bucket.heal()
+            publisher.bucket.inner.heal()
             with suppress(DeltawireError):
                 publisher.close()
 

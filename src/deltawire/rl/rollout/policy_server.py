@@ -121,7 +121,7 @@ def follow(steps: Steps, served: ServedPolicy) -> Follower:
 
 def swap(served: ServedPolicy, follower: Follower, process: Process) -> None:
     """Take up the prepared version, if there is one: between two steps, attested, or not at all."""
-    update: Update | None = follower.take()
+    update: Update | None = follower.poll()
     if update is None:
         return
     began = process.events.now()

@@ -1,4 +1,4 @@
-"""Reading and starting a run's chain of versions."""
+"""Reads and creates the objects of a run's chain of versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import blake3
 
 from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import Bucket, RetryPolicy
+from deltawire.store import Bucket, ObjectMeta, RetryingBucket, RetryPolicy
 from deltawire.wire import keys
 from deltawire.wire.manifest import (
     MAX_MANIFEST_BYTES,
@@ -32,20 +32,20 @@ _PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def with_retries(action: Callable[[], T], *, pause: Callable[[float], None] = time.sleep) -> T:
-    """Run ``action`` by the default `RetryPolicy`. Prefer a `RetryingBucket`."""
+    """Runs ``action`` by the default `RetryPolicy`. Prefer a `RetryingBucket`."""
     return RetryPolicy(sleep=pause).run(action)
 
 
 def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
-    """The run in this bucket, None if there is none; raises `CorruptError`.
+    """Reads the run in this bucket, None if there is none; raises `CorruptError`.
 
-    With ``public_key`` (64 hexadecimal digits), a run that is not signed by its owner is refused.
-    Whatever is read of the run afterwards must then be signed by the same key. Raises `InputError`
-    for what is no such key.
+    With ``public_key`` (64 hexadecimal digits), a run that is not signed by its owner is refused,
+    and everything read of the run afterwards must be signed by the same key. Raises `InputError`
+    for a malformed key.
     """
     if public_key and not _PUBLIC_KEY.fullmatch(public_key):
         raise InputError(
-            f"{public_key[:80]!r} is no public key",
+            f"{public_key[:80]!r} is not a public key",
             hint="give the 64 hexadecimal digits that deltawire keygen prints",
         )
     data = bucket.get(keys.RUN, limit=MAX_RUN_BYTES)
@@ -71,7 +71,7 @@ def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
 
 
 def require_run(bucket: Bucket, *, public_key: str = "") -> Run:
-    """Read the run in this bucket, as `read_run`; raises `InputError` if there is none."""
+    """Reads the run in this bucket as `read_run` does; raises `InputError` if there is none."""
     run = read_run(bucket, public_key=public_key)
     if run is None:
         raise InputError(
@@ -81,28 +81,28 @@ def require_run(bucket: Bucket, *, public_key: str = "") -> Run:
 
 
 def check_signed(bucket: Bucket, run: Run, data: bytes, key: str) -> None:
-    """Raise `CorruptError` if the run is signed and the object's bytes are not."""
+    """Raises `CorruptError` if the run is signed and the object's bytes are not."""
     if run.public_key:
         check_signature(data, public_key=run.public_key, verify=verify, run=bucket.url, key=key)
 
 
 def check_signer(bucket: Bucket, run: Run, signer: Signer | None) -> None:
-    """Raise `InputError` unless ``signer`` holds the run's key, or neither has one."""
+    """Raises `InputError` unless ``signer`` holds the run's key, or neither has one."""
     if run.public_key != (signer.public_key if signer else ""):
         raise InputError(
-            "the run is signed and this is not its key"
+            "the run is signed with another key"
             if run.public_key
-            else "a key for a run that is not signed",
+            else "a key was given for a run that is not signed",
             hint="pass the private key that belongs to the public_key in run.json",
             run=bucket.url,
         )
 
 
 def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run:
-    """Write ``run.json``, or take up the run that is already there.
+    """Writes ``run.json``, or returns the run that is already there.
 
-    Raises `InputError` if that one is of another model: other tensors, or another version 0; or if
-    nobody could read what would be written.
+    Raises `InputError` if that run is of another model (other tensors, or another version 0), or if
+    no reader would accept what would be written.
     """
     check_signer(bucket, run, signer)
     existing = read_run(bucket)
@@ -113,7 +113,7 @@ def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run
             return run
     existing = existing or read_run(bucket)
     if existing is None:
-        raise RetryError("run.json was there and is gone", run=bucket.url, key=keys.RUN)
+        raise RetryError("run.json was there and is missing now", run=bucket.url, key=keys.RUN)
     if existing.tensors != run.tensors or existing.digest != run.digest:
         raise InputError(
             "a run with another model is already here",
@@ -124,30 +124,30 @@ def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run
 
 
 def _check_readable(bucket: Bucket, data: bytes) -> None:
-    """Raise `InputError` if a reader would refuse this run.json: it is never written again."""
+    """Raises `InputError` if a reader would refuse this run.json, which is written only once."""
     try:
         if len(data) > MAX_RUN_BYTES:
-            raise CorruptError(f"{len(data)} bytes, the most is {MAX_RUN_BYTES}")
+            raise CorruptError(f"run.json has {len(data)} bytes; the limit is {MAX_RUN_BYTES}")
         decode_run(data, run=bucket.url, key=keys.RUN)
     except CorruptError as error:
         raise InputError(
-            f"no such run can be: {error.message}", hint=error.hint, run=bucket.url
+            f"no reader would accept this run: {error.message}", hint=error.hint, run=bucket.url
         ) from error
 
 
 def check_size(bucket: Bucket, value: Manifest | CompactedDelta, data: bytes) -> None:
-    """Raise `InputError` if ``value``, sealed in ``data``, is larger than readers take."""
+    """Raises `InputError` if ``value``, sealed in ``data``, is larger than readers accept."""
     if fault := too_large(value, data):
         raise InputError(
-            f"no reader could read this version: {fault}",
-            hint="begin a run with larger chunks, or publish from fewer ranks",
+            f"no reader would accept this version: {fault}",
+            hint="start a run with larger chunks, or publish from fewer ranks",
             run=bucket.url,
             version=value.version,
         )
 
 
 def read_manifest(bucket: Bucket, run: Run, version: int) -> Manifest | None:
-    """The manifest of ``version``, None if it is not committed; raises `CorruptError`."""
+    """Reads the manifest of ``version``, None if it is not committed; raises `CorruptError`."""
     key = keys.manifest(version)
     data = bucket.get(key, limit=MAX_MANIFEST_BYTES)
     if data is None:
@@ -159,7 +159,8 @@ def read_manifest(bucket: Bucket, run: Run, version: int) -> Manifest | None:
 def read_compacted_delta(
     bucket: Bucket, run: Run, base: int | None, version: int
 ) -> CompactedDelta | None:
-    """The fold from ``base`` to ``version``, None if there is none; raises `CorruptError`."""
+    """Reads the compacted delta from ``base`` (None: the anchor made later) to ``version``, None if
+    there is none; raises `CorruptError`."""
     key = keys.compacted(base, version)
     data = bucket.get(key, limit=MAX_MANIFEST_BYTES)
     if data is None:
@@ -169,21 +170,28 @@ def read_compacted_delta(
 
 
 def newest_version(bucket: Bucket, *, newer_than: int | None = None) -> int | None:
-    """The newest committed version by listing, None if there is none.
-
-    With ``newer_than``, only versions newer than that are looked for.
-    """
-    return max(committed_versions(bucket, newer_than=newer_than), default=None)
+    """Returns the newest version that a listing shows, or the newest one above ``newer_than``;
+    None if there is none. Its manifest may be damaged: see `VersionPoller`."""
+    return max(committed_objects(bucket, newer_than=newer_than), default=None)
 
 
 def committed_versions(bucket: Bucket, *, newer_than: int | None = None) -> list[int]:
-    """All committed versions by listing, or those newer than ``newer_than``."""
+    """Lists all committed versions, or those above ``newer_than``, in order."""
+    return list(committed_objects(bucket, newer_than=newer_than))
+
+
+def committed_objects(bucket: Bucket, *, newer_than: int | None = None) -> dict[int, ObjectMeta]:
+    """Lists the manifests of all committed versions, or of those above ``newer_than``, in order.
+
+    A key that `read_manifest` would not read, such as a copy with another name, is ignored.
+    """
     after = None if newer_than is None else keys.manifest(newer_than)
-    numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.MANIFESTS, after=after)]
-    # Only what `read_manifest` would find again counts: not a stray copy beside the manifests.
-    return [
-        number for number, key in numbers if number is not None and key == keys.manifest(number)
-    ]
+    found = {}
+    for entry in bucket.list_objects(keys.MANIFESTS, after=after):
+        number = keys.trailing_number(entry.key)
+        if number is not None and entry.key == keys.manifest(number):
+            found[number] = entry
+    return found
 
 
 def newest_retention_floor(bucket: Bucket) -> int:
@@ -196,14 +204,13 @@ def newest_retention_floor(bucket: Bucket) -> int:
 
 
 def put_blob(bucket: Bucket, data: bytes) -> BlobRef:
-    """Store an immutable blob under the BLAKE3 of its content.
+    """Stores an immutable blob under the BLAKE3 of its content.
 
-    What already lies under that name is overwritten with the same bytes: were it damaged, it now
-    is not, and retention counts its age from now.
+    An object of that name is overwritten with the same bytes: this repairs one that was damaged,
+    and retention counts its age from now.
     """
     digest = blake3.blake3(data).hexdigest()
-    key = keys.blob(digest)
-    with_retries(lambda: bucket.put(key, data))
+    RetryingBucket.over(bucket).put(keys.blob(digest), data)
     return BlobRef(hash=digest, bytes=len(data))
 
 
@@ -214,8 +221,8 @@ RANGES = 4
 
 
 def get_blob(bucket: Bucket, ref: BlobRef, *, version: int | None = None) -> bytes | bytearray:
-    """Fetch a blob and verify it against its name; raises `CorruptError` if it is not there,
-    or not what its name says."""
+    """Fetches a blob and checks it against its name; raises `CorruptError` if it is missing or
+    damaged."""
     key = keys.blob(ref.hash)
     if ref.bytes <= RANGE_BYTES:
         data: bytes | bytearray | None = bucket.get(key, limit=ref.bytes)
@@ -239,7 +246,7 @@ def _get_in_ranges(bucket: Bucket, key: str, size: int) -> bytearray | None:
         parts = bucket.read_ranges(key, ranges)
         if parts is None:
             return None
-        # Taken only now: a manifest that overstates a blob must not choose how much memory.
+        # Allocated only now: a manifest that overstates a blob must not choose how much memory.
         found = found or bytearray(size)
         for (start, length), part in zip(ranges, parts, strict=True):
             found[start : start + length] = part

@@ -1,133 +1,168 @@
-"""What ways a bucket offers: reads as few manifests as the planner needs, and more if it must.
+"""Finds routes through a bucket, reading no more manifests than the planner needs.
 
-Three looks, each only if the one before found no way. The first reads the newest manifest, the
-folds that a listing shows, and the manifests of those versions alone that no fold spans. A fold is
-only ever published if it is smaller than what it spans, so that nothing cheaper is overlooked. The
-second reads every manifest from the version held to the target, the third older ones too, back to
-one anchor after the other.
+Three searches, each run only if the one before found no route. The coarse search reads the newest
+manifest, the compacted deltas that a listing shows, and the manifests that no compacted delta
+spans. A compacted delta is published only if it is smaller than what it spans, so nothing cheaper
+is overlooked. The fine search reads every manifest from the version held to the target. The search
+back reads older ones too, one anchor after another.
+
+Only versions that a listing shows are visited, never a range of numbers: a key may state any number
+that fits into ten digits, whether or not there is a version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
-from deltawire.sync.chain.objects import read_compacted_delta, read_manifest
-from deltawire.sync.chain.routes import Edge, Reach, Route
-from deltawire.sync.follow.fetch import wanted_pieces
-from deltawire.sync.follow.mirror import Mirror
+from deltawire.sync.chain.objects import committed_versions, read_compacted_delta, read_manifest
+from deltawire.sync.chain.routes import CheapestRoutes, Edge, Route, lowest_start
 from deltawire.wire import keys
 from deltawire.wire.manifest import CompactedDelta, Manifest, Payload
 from deltawire.wire.run import Run
 
 WINDOW = 32
-"""How many manifests are read at a time on the way back to an anchor."""
+"""Manifests read at a time on the way back to an anchor."""
 
 READERS = 8
+"""Manifests read at once from a store that is not on this machine."""
 
 
 class RouteFinder:
-    """The edges from ``mirror``'s version (None: from nothing) to ``goal``.
+    """Finds the cheapest routes from ``held`` (None: from nothing) to ``goal``.
 
-    Everything is read once; what could not be read, or was `ban`ned after it turned out damaged,
-    is left out of every route. ``failure`` is the first thing that went wrong, for the error that
-    is raised if no way is left. Raises `RetryError` if the store does not answer.
+    ``cost`` says how many bytes of a payload the reader fetches, by default all. Every object is
+    read once; an object that could not be read, or was passed to `ban` after it turned out
+    damaged, is left out of every route. ``failure`` is the first thing that went wrong, for the
+    error that is raised if no route is left. Raises `RetryError` if the store does not answer.
+
+    Example::
+
+        finder = RouteFinder(bucket, run, held=mirror.version, goal=40)
+        route = finder.find()
+        steps = [finder.step(edge) for edge in route.edges]
     """
 
     def __init__(
-        self, bucket: Bucket, run: Run, mirror: Mirror | None, held: int | None, goal: int
+        self,
+        bucket: Bucket,
+        run: Run,
+        *,
+        held: int | None,
+        goal: int,
+        cost: Callable[[Payload], int] | None = None,
     ) -> None:
         self.bucket = bucket
         self.run = run
         self.goal = goal
         self.held = held
         self.failure: CorruptError | None = None
-        self._mirror = mirror
+        self._cost = cost or (lambda payload: payload.bytes)
         self._manifests: dict[int, Manifest | None] = {}
-        self._folds: dict[tuple[int | None, int], CompactedDelta | None] | None = None
-        self._read_folds: set[tuple[int | None, int]] = set()
+        self._versions: list[int] = []
+        self._listed: tuple[int, int] | None = None
+        self._compacted: dict[tuple[int | None, int], CompactedDelta | None] | None = None
+        self._read_compacted: set[tuple[int | None, int]] = set()
         self._banned: set[Edge] = set()
         self._anchors = True
         self._back = False
 
     def know(self, manifest: Manifest) -> None:
-        """Take in a manifest that was read before."""
+        """Takes a manifest that was read before, so that it is not read again."""
         self._manifests[manifest.version] = manifest
 
     def ban(self, edge: Edge, error: CorruptError) -> None:
-        """Leave an edge out from now on: what it promised is not there."""
+        """Leaves an edge out from now on: its payload is missing or damaged."""
         self._banned.add(edge)
         self.failure = self.failure or error
 
     def find(self, *, anchors: bool = True) -> Route | None:
-        """The cheapest route to the goal, None if there is none; without ``anchors``, only over
-        deltas and folds."""
+        """Returns the cheapest route to the goal, None if there is none; without ``anchors``, only
+        over deltas and compacted deltas."""
         self._anchors = anchors
         self._back = False
-        for look in (self._look_coarsely, self._look_finely, self._look_back):
-            if (route := self._reach(look()).route(self.goal)) is not None:
+        for search in (self._search_coarsely, self._search_finely, self._search_back):
+            if (route := self._routes(search()).route(self.goal)) is not None:
                 return route
         return None
 
-    def find_any(self, *, newer_than: int) -> Route | None:
-        """The cheapest route to the newest version that can be reached at all, if it is newer."""
-        reach = self._reach(self._known_edges())
-        newest = reach.newest
-        return None if newest is None or newest <= newer_than else reach.route(newest)
+    def find_newest(self, *, newer_than: int) -> Route | None:
+        """Returns the cheapest route to the newest version below the goal that can be reached, if
+        it is newer than ``newer_than``."""
+        self._anchors = self._back = True
+        for window in self._windows_back(newer_than):
+            self._read_manifests(window)
+            routes = self._routes(self._known_edges())
+            if routes.newest is not None and routes.newest > newer_than:
+                return routes.route(routes.newest)
+        return None
 
     def step(self, edge: Edge) -> tuple[Manifest | CompactedDelta, Payload]:
-        """The object that states an edge, and its payload; raises `CorruptError` if a fold does
-        not lead to what its target's manifest says."""
+        """Returns the object that states an edge, and its payload; raises `CorruptError` if a
+        compacted delta does not lead to the digest that its target's manifest states."""
         manifest = self.manifest(edge.target)
         if edge.key == keys.manifest(edge.target):
             assert manifest is not None
             payload = manifest.delta if edge.kind == "delta" else manifest.anchor
             assert payload is not None
             return manifest, payload
-        fold = (self._folds or {}).get((edge.base, edge.target))
-        assert fold is not None
-        if manifest is None or manifest.digest != fold.digest:
+        compacted = (self._compacted or {}).get((edge.base, edge.target))
+        assert compacted is not None
+        if manifest is None or manifest.digest != compacted.digest:
             raise self._note(
                 CorruptError(
-                    "a fold leads to a version that is not there"
+                    "a compacted delta leads to a version that is missing"
                     if manifest is None
-                    else "a fold does not lead to the digest of its version",
+                    else "a compacted delta does not lead to the digest of its version",
                     run=self.bucket.url,
                     version=edge.target,
                     key=edge.key,
                 )
             )
-        return fold, fold.payload
+        return compacted, compacted.payload
 
     def error(self) -> CorruptError:
-        """Why there is no way, naming what is missing."""
+        """Returns the reason why there is no route, naming what is missing."""
+        if self.failure is None:
+            version = self.goal
+            while (found := self.manifest(version)) is not None and found.base is not None:
+                version = found.base  # Lower than the version, or the manifest was refused.
         return self.failure or CorruptError(
             "no anchor leads to this version", run=self.bucket.url, version=self.goal
         )
 
-    def _reach(self, edges: Iterable[Edge]) -> Reach:
-        return Reach(
-            self.held,
-            [
-                edge
-                for edge in edges
-                if edge.target <= self.goal
-                and edge not in self._banned
-                and (edge.kind != "anchor" or self._open_to(edge.target))
-            ],
-        )
+    def manifest(self, version: int) -> Manifest | None:
+        """Returns a version's manifest, None if it is missing or damaged."""
+        if version not in self._manifests:
+            self._manifests[version] = self._read_or_note(
+                partial(read_manifest, self.bucket, self.run, version), version
+            )
+        return self._manifests[version]
+
+    def _routes(self, edges: Iterable[Edge]) -> CheapestRoutes:
+        return CheapestRoutes(self.held, self._usable(edges))
+
+    def _usable(self, edges: Iterable[Edge]) -> list[Edge]:
+        return [
+            edge
+            for edge in edges
+            if edge.target <= self.goal
+            and edge not in self._banned
+            and (edge.kind != "anchor" or self._open_to(edge.target))
+        ]
 
     def _open_to(self, anchor: int) -> bool:
-        """Whether an anchor may be used: one behind the version held only if all else fails."""
+        """Whether an anchor may be used: one older than the version held only if all else fails."""
         return self._anchors and (self.held is None or anchor > self.held or self._back)
 
-    def _look_coarsely(self) -> Iterator[Edge]:
+    def _search_coarsely(self) -> Iterator[Edge]:
         head = self.manifest(self.goal)
         starts: list[int] = [] if self.held is None else [self.held]
-        starts += [target for base, target in self._listed_folds() if base is None][-1:]
+        starts += [target for base, target in self._listed_compacted() if base is None][-1:]
         if head is not None and head.last_anchor is not None:
             starts.append(head.last_anchor)
         for start in starts:
@@ -136,43 +171,59 @@ class RouteFinder:
         return self._known_edges()
 
     def _walk(self, start: int) -> None:
-        """Read on from ``start`` to the goal, over the longest folds."""
-        longest: dict[int, int] = {}
-        for base, target in self._listed_folds():
-            if base is not None and target <= self.goal and (base, target) not in self._read_folds:
-                longest[base] = max(target, longest.get(base, 0))
-        at = start
-        if self.manifest(at) is None and at != self.held:
+        """Reads what leads from ``start`` to the goal, over the longest compacted deltas."""
+        if self.manifest(start) is None and start != self.held:
             return
-        following = None if start in longest else self.manifest(start + 1)
-        if start not in longest and start < self.goal and (not following or following.pruned):
-            return  # Nothing leads on from here: not worth reading what comes behind.
-        steps = []
+        longest: dict[int, int] = {}
+        for base, target in self._listed_compacted():
+            if base is not None and (base, target) not in self._read_compacted:
+                longest[base] = max(target, longest.get(base, 0))
+        versions = self._committed(start)
+        if start not in longest and versions:
+            first = self.manifest(versions[0])
+            if first is None or first.pruned:
+                return  # Nothing leads on from here: later manifests are not worth reading.
+        at, place, steps = start, 0, []
         while at < self.goal:
             if at in longest:
-                self._fold(at, longest[at])
+                self._read_one_compacted(at, longest[at])
                 at = longest[at]
-            else:
-                at += 1
+                place = bisect_right(versions, at)
+            elif place < len(versions):
+                at = versions[place]
+                place += 1
                 steps.append(at)
+            else:
+                break
         self._read_manifests(steps)
 
-    def _look_finely(self) -> Iterator[Edge]:
-        for base, target in self._listed_folds():
-            if target <= self.goal:
-                self._fold(base, target)
+    def _search_finely(self) -> Iterator[Edge]:
+        for base, target in self._listed_compacted():
+            self._read_one_compacted(base, target)
         if self.held is not None:
-            self._read_manifests(range(self.held + 1, self.goal + 1))
+            self._read_manifests(self._committed(self.held))
         return self._known_edges()
 
-    def _look_back(self) -> Iterator[Edge]:
+    def _search_back(self) -> Iterator[Edge]:
         self._back = True
-        self._list_all_folds()
-        for end in range(self.goal + 1, 0, -WINDOW):
-            self._read_manifests(range(max(end - WINDOW, 0), end))
-            if self._reach(self._known_edges()).route(self.goal) is not None:
+        if self.held is not None:
+            self._list_compacted(None)
+        for base, target in self._listed_compacted():
+            self._read_one_compacted(base, target)
+        for window in self._windows_back(-1):
+            edges = self._usable(self._known_edges())
+            if CheapestRoutes(self.held, edges).route(self.goal) is not None:
                 break
+            if lowest_start(self.goal, edges) > window[-1] and self.goal not in window:
+                break  # No older object can complete a route.
+            self._read_manifests(window)
         return self._known_edges()
+
+    def _windows_back(self, newer_than: int) -> Iterator[list[int]]:
+        """Yields the committed versions up to the goal, newest first, a few at a time."""
+        versions = [v for v in self._committed(-1) if v > newer_than]
+        for end in range(len(versions), 0, -WINDOW):
+            yield versions[max(end - WINDOW, 0) : end]
 
     def _known_edges(self) -> Iterator[Edge]:
         for manifest in self._manifests.values():
@@ -185,26 +236,23 @@ class RouteFinder:
             if manifest.anchor is not None:
                 cost = self._cost(manifest.anchor)
                 yield Edge(None, manifest.version, cost, "anchor", key)
-        for (base, target), fold in (self._folds or {}).items():
-            if fold is not None:
-                kind, cost = "anchor" if base is None else "fold", self._cost(fold.payload)
-                yield Edge(base, target, cost, kind, keys.compacted(base, target))  # type: ignore[arg-type]
+        for (base, target), compacted in (self._compacted or {}).items():
+            if compacted is not None:
+                cost = self._cost(compacted.payload)
+                key = keys.compacted(base, target)
+                yield Edge(base, target, cost, "anchor" if base is None else "compacted", key)
 
-    def _cost(self, payload: Payload) -> int:
-        if self._mirror is None:
-            return payload.bytes
-        pieces = wanted_pieces(self.run, payload, self._mirror)
-        if len(pieces) == len(payload.pieces):
-            return payload.bytes
-        return sum(piece.length for piece in pieces)
-
-    def manifest(self, version: int) -> Manifest | None:
-        """A version's manifest, None if it is missing or damaged."""
-        if version not in self._manifests:
-            self._manifests[version] = self._read_or_note(
-                partial(read_manifest, self.bucket, self.run, version), version
-            )
-        return self._manifests[version]
+    def _committed(self, after: int) -> list[int]:
+        """Returns the versions with ``after`` < version ≤ goal whose manifests a listing shows."""
+        if self.held is not None and (after, self.goal) == (self.held, self.held + 1):
+            return [self.goal]  # The common case: known without a listing.
+        if self._listed is None or after < self._listed[0] or self.goal > self._listed[1]:
+            start = after if self._listed is None else min(after, self._listed[0])
+            newer_than = start if start >= 0 else None
+            self._versions = sorted(committed_versions(self.bucket, newer_than=newer_than))
+            self._listed = (start, self.goal)
+        first = bisect_right(self._versions, after)
+        return self._versions[first : bisect_right(self._versions, self.goal)]
 
     def _read_manifests(self, versions: Iterable[int]) -> None:
         unread = [version for version in versions if version not in self._manifests]
@@ -212,7 +260,7 @@ class RouteFinder:
             for version in unread:
                 self.manifest(version)
             return
-        with ThreadPoolExecutor(READERS, thread_name_prefix="surveyor") as pool:
+        with ThreadPoolExecutor(READERS, thread_name_prefix="manifest-reader") as pool:
             list(pool.map(self.manifest, unread))
 
     def _read_or_note(self, read: partial[Manifest | None], version: int) -> Manifest | None:
@@ -228,7 +276,7 @@ class RouteFinder:
             if found.pruned:
                 self._note(
                     CorruptError(
-                        "retention has taken this version",
+                        "retention has pruned this version",
                         hint="ask for a newer one",
                         run=self.bucket.url,
                         version=version,
@@ -239,32 +287,31 @@ class RouteFinder:
             return None
         return found
 
-    def _listed_folds(self) -> list[tuple[int | None, int]]:
-        if self._folds is None:
-            self._folds = {}
-            self._list_folds(None if self.held is None else keys.compacted_after(self.held))
-        return sorted(self._folds, key=lambda fold: (fold[1], fold[0] or 0))
+    def _listed_compacted(self) -> list[tuple[int | None, int]]:
+        """Returns base and target of the compacted deltas that may lie on a route to the goal."""
+        if self._compacted is None:
+            self._compacted = {}
+            self._list_compacted(None if self.held is None else keys.compacted_after(self.held))
+        return sorted(
+            (name for name in self._compacted if name[1] <= self.goal),
+            key=lambda name: (name[1], name[0] or 0),
+        )
 
-    def _list_all_folds(self) -> None:
-        if self.held is not None:
-            self._list_folds(None)
-        for base, target in self._listed_folds():
-            if target <= self.goal:
-                self._fold(base, target)
-
-    def _list_folds(self, after: str | None) -> None:
-        assert self._folds is not None
+    def _list_compacted(self, after: str | None) -> None:
+        assert self._compacted is not None
         for key in self.bucket.list(keys.COMPACTED, after=after):
-            if (found := keys.compacted_of(key)) is not None:
-                self._folds.setdefault(found, None)
+            name = keys.compacted_of(key)
+            if name is not None and (name[0] is None or name[0] < name[1]):
+                self._compacted.setdefault(name, None)
 
-    def _fold(self, base: int | None, target: int) -> None:
-        assert self._folds is not None
-        if (base, target) in self._read_folds:
+    def _read_one_compacted(self, base: int | None, target: int) -> None:
+        assert self._compacted is not None
+        if (base, target) in self._read_compacted:
             return
-        self._read_folds.add((base, target))
+        self._read_compacted.add((base, target))
         try:
-            self._folds[base, target] = read_compacted_delta(self.bucket, self.run, base, target)
+            found = read_compacted_delta(self.bucket, self.run, base, target)
+            self._compacted[base, target] = found
         except CorruptError as error:
             self._note(error)
 

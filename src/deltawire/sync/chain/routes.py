@@ -1,8 +1,8 @@
-"""The planner: the cheapest way from the version held to the one wanted. Pure, no I/O.
+"""The planner: computes the cheapest route from the version held to the version wanted. No I/O.
 
-Versions are the nodes. A delta and a fold are edges from their base to their target, an anchor is
-an edge to its version from nowhere, open to everybody. All edges lead forward, so that one pass
-in the order of targets finds the cheapest way to every version at once.
+Versions are nodes. A delta or a compacted delta is an edge from its base to its target; an anchor
+is an edge to its version that starts from nothing and is open to every reader. All edges lead
+forward, so one pass in the order of targets finds the cheapest route to every version.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["delta", "fold", "anchor"]
+Kind = Literal["delta", "compacted", "anchor"]
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A way from ``base`` (None: from nothing) to ``target`` at the cost of ``bytes``, stated by
-    the object at ``key``."""
+    """A step from ``base`` (None: from nothing) to ``target`` that costs ``bytes``, stated by the
+    object at ``key``."""
 
     base: int | None
     target: int
@@ -28,22 +28,27 @@ class Edge:
 
 @dataclass(frozen=True)
 class Route:
-    """Edges one behind the other; ``bytes`` is what they cost together."""
+    """Consecutive edges, and the ``bytes`` that they cost together."""
 
     edges: tuple[Edge, ...]
     bytes: int
 
     @property
     def objects(self) -> int:
-        """How many deltas, folds and anchors are fetched."""
+        """The number of deltas, compacted deltas and anchors to fetch."""
         return len(self.edges)
 
 
-class Reach:
+class CheapestRoutes:
     """The cheapest routes from ``held`` (None: from nothing) over ``edges`` to all versions.
 
-    Fewest bytes first, then fewest objects. Edges that do not lead forward are left out. Takes
-    time in proportion to the edges, but for sorting them.
+    Fewest bytes first, then fewest objects. Edges that do not lead forward are ignored. Takes
+    time in proportion to the number of edges, plus sorting them.
+
+    Example::
+
+        routes = CheapestRoutes(3, [Edge(3, 4, 10, "delta", "a"), Edge(4, 5, 10, "delta", "b")])
+        routes.route(5).bytes  # 20
     """
 
     def __init__(self, held: int | None, edges: Iterable[Edge]) -> None:
@@ -53,8 +58,8 @@ class Reach:
         for edge in sorted(edges, key=lambda edge: edge.target):
             if edge.base is not None and (edge.base >= edge.target or edge.base not in self._cost):
                 continue
-            behind = (0, 0) if edge.base is None else self._cost[edge.base]
-            cost = (behind[0] + edge.bytes, behind[1] + 1)
+            start = (0, 0) if edge.base is None else self._cost[edge.base]
+            cost = (start[0] + edge.bytes, start[1] + 1)
             if edge.target not in self._cost or cost < self._cost[edge.target]:
                 self._cost[edge.target] = cost
                 self._last[edge.target] = edge
@@ -65,7 +70,7 @@ class Reach:
         return max(self._cost, default=None)
 
     def route(self, target: int) -> Route | None:
-        """The cheapest route to ``target``, None if there is none."""
+        """Returns the cheapest route to ``target``, None if there is none."""
         if target not in self._cost:
             return None
         found: list[Edge] = []
@@ -76,6 +81,13 @@ class Reach:
         return Route(tuple(reversed(found)), self._cost[target][0])
 
 
-def plan(held: int | None, target: int, edges: Iterable[Edge]) -> Route | None:
-    """The cheapest route from ``held`` to ``target``, None if there is none."""
-    return Reach(held, edges).route(target)
+def lowest_start(target: int, edges: Iterable[Edge]) -> int:
+    """Returns the lowest version from which ``edges`` lead to ``target``, itself if none does.
+
+    Objects of older versions cannot complete a route unless this version is one of them.
+    """
+    starts = {target}
+    for edge in sorted(edges, key=lambda edge: edge.target, reverse=True):
+        if edge.target in starts and edge.base is not None and edge.base < edge.target:
+            starts.add(edge.base)
+    return min(starts)

@@ -1,12 +1,12 @@
-"""From payloads to bits: blobs are fetched ahead, pieces are decoded on all cores, all is checked.
+"""Turns payloads into bits: fetches blobs ahead, decodes pieces on all cores, checks everything.
 
 Who waits for whom::
 
-    fetching thread          the caller's                    decoding threads
+    fetching thread          caller's thread                 decoding threads
       blob K+1 ───────────▶   pieces of blob K ─────────────▶  decode, digest
-      (one ahead)             in order, as they are done ◀───  patch of a piece
+      (one ahead)             in order, as they finish ◀─────  patch of a piece
 
-So that at most two blobs are in memory at a time, beside what has been decoded.
+So at most two blobs are in memory at a time, besides what has been decoded.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 WHOLE = 0.5
-"""A reader that needs a larger share of a blob than this fetches all of it."""
+"""A reader that needs a larger share of a blob than this fetches the whole blob."""
 
 
 def threads_of(threads: int | None) -> int:
-    """How many threads to code with: as many as told, else one a core, at most 16."""
+    """Returns the number of threads to code with: ``threads``, by default one a core up to 16."""
     return max(threads or min(os.cpu_count() or 1, 16), 1)
 
 
 def in_order(
     pool: ThreadPoolExecutor, work: Callable[[S], T], items: Iterable[S], *, ahead: int
 ) -> Iterator[T]:
-    """``work`` of each item in order, on the pool, at most ``ahead`` of them begun too soon."""
+    """Yields ``work`` of each item in order, computed on the pool, at most ``ahead`` in advance."""
     waiting: list[Future[T]] = []
     try:
         for item in items:
@@ -59,7 +59,7 @@ def in_order(
 
 
 def wanted_pieces(run: Run, payload: Payload, mirror: Mirror) -> list[Piece]:
-    """The pieces whose elements the mirror holds, in the order in which they lie in the blobs."""
+    """Returns the pieces whose elements the mirror holds, in their order in the blobs."""
     found = [
         piece
         for piece in payload.pieces
@@ -68,10 +68,23 @@ def wanted_pieces(run: Run, payload: Payload, mirror: Mirror) -> list[Piece]:
     return sorted(found, key=lambda piece: (piece.blob, piece.offset))
 
 
+def cost_for(run: Run, mirror: Mirror) -> Callable[[Payload], int]:
+    """Returns a function that says how many bytes of a payload the mirror's reader fetches."""
+
+    def cost(payload: Payload) -> int:
+        pieces = wanted_pieces(run, payload, mirror)
+        if len(pieces) == len(payload.pieces):
+            return payload.bytes
+        return sum(piece.length for piece in pieces)
+
+    return cost
+
+
 def fetch_pieces(
     bucket: Bucket, payload: Payload, pieces: Sequence[Piece], *, version: int
 ) -> Iterator[list[tuple[Piece, memoryview]]]:
-    """The coded bytes of ``pieces``, blob by blob, checked; the next blob is fetched meanwhile.
+    """Yields the coded bytes of ``pieces``, blob by blob, checked, and fetches the next blob
+    meanwhile.
 
     Raises `CorruptError` if a blob is missing or is not what its name says.
     """
@@ -93,8 +106,8 @@ def fetch_pieces(
             if number is not None:
                 ahead = pool.submit(fetch, number)
             yield batch
-            # The future and the caller still hold the list: what it held must go before the next
-            # blob is begun, for two to be the most.
+            # The future and the caller still hold the list: its content must go before the next
+            # blob is begun, or three would be in memory.
             batch.clear()
 
 
@@ -120,7 +133,7 @@ def _fetch_blob(
 
 
 def piece_hash(coded: bytes | bytearray | memoryview) -> str:
-    """The first half of the BLAKE3 of a piece's bytes."""
+    """Returns the first half of the BLAKE3 of a piece's bytes, in hexadecimal."""
     return blake3.blake3(coded).hexdigest(16)
 
 
@@ -133,7 +146,8 @@ def decode_delta(
     *,
     threads: int | None = None,
 ) -> tuple[list[PiecePatch], Digest]:
-    """The patches from the mirror's version to the step's, and the digest of what is then held.
+    """Returns the patches from the mirror's version to the step's, and the digest of what is then
+    held.
 
     Nothing is changed. Raises `CorruptError` if a blob is missing or damaged, or if the result
     would not be what the manifest says.
@@ -158,7 +172,7 @@ def decode_delta(
 def decode_piece(
     bucket: Bucket, run: Run, version: int, mirror: Mirror, piece: Piece, coded: memoryview
 ) -> tuple[PiecePatch, Digest]:
-    """One piece of a delta, held against its sum; raises `CorruptError`."""
+    """Decodes one piece of a delta and checks its sum; raises `CorruptError`."""
     name = run.tensors[piece.tensor].name
     base = mirror.find(name, piece.start, piece.count)
     assert base is not None
@@ -173,20 +187,22 @@ def decode_anchor(
     step: Manifest | CompactedDelta,
     payload: Payload,
     mirror: Mirror,
-    take: Callable[[str, int, codec.Bits], None] | None,
+    consume: Callable[[str, int, codec.Bits], None] | None,
     *,
     threads: int | None = None,
 ) -> Digest:
-    """Hand every piece that the mirror holds to ``take(name, start, bits)``, decoded and checked;
-    the digest of all of them. Without ``take`` they are decoded into the mirror's own memory, and
-    checked there. Raises `CorruptError`; the mirror may then hold some of each."""
+    """Decodes and checks every piece that the mirror holds; returns the digest of all of them.
+
+    Each is passed to ``consume(name, start, bits)``, or, without it, decoded into the mirror's own
+    memory and checked there. Raises `CorruptError`; the mirror may then hold a mixture.
+    """
     count = threads_of(threads)
     held = codec.ZERO
 
     def decode(item: tuple[Piece, memoryview]) -> tuple[Piece, codec.Bits, Digest]:
         piece, coded = item
         spec = run.tensors[piece.tensor]
-        into = mirror.find(spec.name, piece.start, piece.count) if take is None else None
+        into = mirror.find(spec.name, piece.start, piece.count) if consume is None else None
         itemsize = codec.ITEMSIZE[spec.dtype]
         bits = codec.decode_full(coded, piece.count, itemsize, threads=1, into=into)
         found = codec.digest_bits(spec.name, bits, piece.start)
@@ -197,8 +213,8 @@ def decode_anchor(
         pieces = wanted_pieces(run, payload, mirror)
         for batch in fetch_pieces(bucket, payload, pieces, version=step.version):
             for piece, bits, found in in_order(pool, decode, batch, ahead=count):
-                if take is not None:
-                    take(run.tensors[piece.tensor].name, piece.start, bits)
+                if consume is not None:
+                    consume(run.tensors[piece.tensor].name, piece.start, bits)
                 held += found
     return held
 
@@ -207,14 +223,13 @@ def check_base(bucket: Bucket, step: Manifest | CompactedDelta, mirror: Mirror) 
     """Raise `CorruptError` unless the step builds on exactly what the mirror holds."""
     if step.base != mirror.version:
         raise CorruptError(
-            f"the step builds on version {step.base}, not on {mirror.version}, which is held",
+            f"the step builds on version {step.base}, but version {mirror.version} is held",
             run=bucket.url,
             version=step.version,
         )
     if step.base_digest != mirror.digest.hex():
         raise CorruptError(
-            f"the digest of what is held is {mirror.digest.hex()}, "
-            f"the step builds on {step.base_digest}",
+            f"the step builds on the digest {step.base_digest}, but {mirror.digest.hex()} is held",
             run=bucket.url,
             version=step.version,
         )
@@ -223,8 +238,7 @@ def check_base(bucket: Bucket, step: Manifest | CompactedDelta, mirror: Mirror) 
 def _check_sum(bucket: Bucket, version: int, name: str, piece: Piece, found: Digest) -> None:
     if found.hex() != piece.sum:
         raise CorruptError(
-            f"the digest of tensor {name} from element {piece.start} on is not what the manifest "
-            "says",
+            f"the digest of tensor {name} from element {piece.start} on differs from the manifest",
             run=bucket.url,
             version=version,
         )

@@ -1,26 +1,26 @@
-"""Filling a mirror: from nothing, or from an older version, to the one that is asked for."""
+"""Fills a mirror with a version, from nothing or from the version that it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 import numpy as np
 
 from deltawire import codec
 from deltawire.errors import CorruptError, ResyncError
-from deltawire.store import Bucket
-from deltawire.sync.chain.objects import newest_version, with_retries
+from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync.chain.objects import read_manifest
 from deltawire.sync.chain.route_finder import RouteFinder
-from deltawire.sync.chain.routes import Edge
-from deltawire.sync.follow.fetch import decode_anchor, decode_delta
+from deltawire.sync.chain.routes import Edge, Route
+from deltawire.sync.chain.version_poller import newest_readable
+from deltawire.sync.follow.fetch import cost_for, decode_anchor, decode_delta
 from deltawire.sync.follow.mirror import Bits, Mirror, PiecePatch, empty_mirror, select
 from deltawire.wire.manifest import CompactedDelta, Manifest, Payload
 from deltawire.wire.run import Run
 
 MAX_REPLANS = 64
-"""So many damaged or missing objects are got around before giving up."""
+"""The number of damaged or missing objects that a reader plans around before it gives up."""
 
 
 def load_mirror(
@@ -33,49 +33,90 @@ def load_mirror(
     resume: bool = False,
     threads: int | None = None,
 ) -> Mirror | None:
-    """The mirror at version ``at`` (the newest if None), by the fewest bytes.
+    """Loads version ``at``, or the newest one that can be read if ``at`` is None, by the fewest
+    bytes. Returns None if nothing is committed yet.
 
-    ``wanted`` names tensors, or rows of them, for a reader that wants no more (see `select`).
-    ``into`` is a mirror to be filled or moved forward instead of a new one; with ``resume``, what
-    it holds of an anchor already, by its digest, is not fetched. None if nothing is committed yet.
-    What is damaged is got around if anything leads around it; raises `CorruptError` naming the
-    first such object when no way is left, and `RetryError` if the store does not answer, though it
-    was asked again (`with_retries`).
+    ``wanted`` names tensors, or rows of them, for a reader that wants only those (see `select`).
+    ``into`` is a mirror to fill or move forward instead of a new one; what it holds is compared
+    with its version's manifest first, and loaded again if the two differ. With ``resume``, pieces
+    of an anchor that it already holds, by their digests, are not fetched.
+
+    Plans around damaged and missing objects. Without ``at``, falls back to an older version where
+    no route leads to the newest. Raises `CorruptError` naming the first such object when no route
+    is left, `ResyncError` if ``at`` is None and the mirror is newer than everything that can be
+    read, and `RetryError` if the store does not answer.
+
+    Example::
+
+        bucket = open_bucket("s3://bucket/run")
+        mirror = load_mirror(bucket, require_run(bucket))
+        mirror.version, mirror.tensors["norm"]
     """
-    target = with_retries(lambda: newest_version(bucket)) if at is None else at
-    if target is None:
+    bucket = RetryingBucket.over(bucket)
+    newest = newest_readable(bucket, run) if at is None else None
+    if at is None and newest is None:
         return None
+    target = at if newest is None else newest.version
+    assert target is not None
     mirror = empty_mirror(run, select(run, wanted)) if into is None else into
-    held = mirror.version if 0 <= mirror.version <= target else None
-    survey = RouteFinder(bucket, run, mirror, held, target)
+    if at is None and mirror.version > target:
+        raise ResyncError(
+            f"the mirror holds version {mirror.version}, newer than any that can be read",
+            hint=f"was the run set back? load version {target} by its number to go back to it",
+            run=bucket.url,
+            version=target,
+        )
+    finder = RouteFinder(bucket, run, held=None, goal=target, cost=cost_for(run, mirror))
+    if newest is not None:
+        finder.know(newest)
+    if 0 <= mirror.version <= target and holds_its_version(finder, mirror):
+        finder.held = mirror.version
     for _ in range(MAX_REPLANS):
-        survey.held = held
-        route = with_retries(survey.find)
+        route = finder.find()
+        if route is None and at is None:
+            route = finder.find_newest(newer_than=-1 if finder.held is None else finder.held)
         if route is None:
             break
-        for edge in route.edges:
-            try:
-                with_retries(partial(_take, bucket, run, survey, edge, mirror, threads, resume))
-            except CorruptError as error:
-                survey.ban(edge, error)
-                held = mirror.version if mirror.version >= 0 else None
-                break
-            held = mirror.version
-        else:
+        if _follow(finder, route, mirror, threads, resume=resume):
             return mirror
-    raise survey.error()
+    if at is None and finder.held is not None:
+        return mirror
+    raise finder.error()
 
 
-def _take(
-    bucket: Bucket,
-    run: Run,
-    survey: RouteFinder,
-    edge: Edge,
-    mirror: Mirror,
-    threads: int | None,
-    resume: bool,
+def holds_its_version(finder: RouteFinder, mirror: Mirror) -> bool:
+    """Whether the mirror's digest is the one that its version's manifest states.
+
+    A pruned version still states its digest. Where the manifest is missing or damaged, the
+    next delta decides: it states the digest of its base.
+    """
+    try:
+        manifest = read_manifest(finder.bucket, finder.run, mirror.version)
+    except CorruptError:
+        return True
+    return manifest is None or manifest.digest == mirror.digest.hex()
+
+
+def _follow(
+    finder: RouteFinder, route: Route, mirror: Mirror, threads: int | None, *, resume: bool
+) -> bool:
+    """Moves the mirror along a route. False if an edge is damaged: it is then banned."""
+    for edge in route.edges:
+        try:
+            _move(finder, edge, mirror, threads, resume=resume)
+        except CorruptError as error:
+            finder.ban(edge, error)
+            finder.held = mirror.version if mirror.version >= 0 else None
+            return False
+        finder.held = mirror.version
+    return True
+
+
+def _move(
+    finder: RouteFinder, edge: Edge, mirror: Mirror, threads: int | None, *, resume: bool
 ) -> None:
-    step, payload = survey.step(edge)
+    bucket, run = finder.bucket, finder.run
+    step, payload = finder.step(edge)
     if edge.kind == "anchor":
         fetch_anchor(bucket, run, step, payload, mirror, threads=threads, resume=resume)
         return
@@ -93,12 +134,17 @@ def fetch_anchor(
     threads: int | None = None,
     resume: bool = False,
 ) -> None:
-    """Fill ``mirror`` from an anchor, verified. Raises `CorruptError`; it then holds nothing.
+    """Fills ``mirror`` from an anchor, verified. Raises `CorruptError`; it then holds no version.
 
     With ``resume``, pieces whose elements have the digest that the anchor states are not fetched.
     """
     if payload is None:
-        raise ResyncError("not an anchor", run=bucket.url, version=step.version)
+        raise ResyncError(
+            "the version is not an anchor",
+            hint="load it with load_mirror",
+            run=bucket.url,
+            version=step.version,
+        )
     mirror.begin()
     kept = codec.ZERO
     if resume:
@@ -108,7 +154,7 @@ def fetch_anchor(
 
 
 def _missing(run: Run, payload: Payload, mirror: Mirror) -> tuple[Payload, codec.Digest]:
-    """An anchor without the pieces that ``mirror`` holds, and the digest of those."""
+    """Returns an anchor without the pieces that ``mirror`` holds, and the digest of those."""
     missing, kept = [], codec.ZERO
     for piece in payload.pieces:
         name = run.tensors[piece.tensor].name
@@ -132,20 +178,30 @@ def jump(
     *,
     threads: int | None = None,
 ) -> tuple[list[PiecePatch], codec.Digest]:
-    """What an anchor changes in what ``mirror`` holds, and the digest of the result. Changes
-    nothing; raises `CorruptError`."""
+    """Returns what an anchor changes in ``mirror``, and the digest of the result. Changes nothing;
+    raises `CorruptError`."""
     pieces: list[PiecePatch] = []
 
-    def take(name: str, start: int, bits: Bits) -> None:
+    def compare(name: str, start: int, bits: Bits) -> None:
         pieces.append(difference(name, start, mirror, bits))
 
-    held = decode_anchor(bucket, run, step, payload, mirror, take, threads=threads)
+    held = decode_anchor(bucket, run, step, payload, mirror, compare, threads=threads)
     return [piece for piece in pieces if len(piece.positions)], held
 
 
 def difference(name: str, start: int, mirror: Mirror, bits: Bits) -> PiecePatch:
-    """What turns the mirror's elements from ``start`` on into ``bits``."""
+    """Returns the patch that turns the mirror's elements from ``start`` on into ``bits``."""
     old = mirror.find(name, start, bits.size)
     assert old is not None
     positions = np.flatnonzero(old != bits)
     return PiecePatch(name, start, positions.astype(np.uint32), bits[positions])
+
+
+def differences(mirror: Mirror, other: Mirror, chunk: int) -> Iterator[PiecePatch]:
+    """Yields the patches that turn ``mirror`` into ``other``, at most ``chunk`` elements each."""
+    for name, bits in other.tensors.items():
+        first = other.starts.get(name, 0)
+        for at in range(0, bits.size, chunk):
+            found = difference(name, first + at, mirror, bits[at : at + chunk])
+            if len(found.positions):
+                yield found

@@ -1,4 +1,4 @@
-"""The mirror: a host copy of the weights at one version, whole or in part."""
+"""A mirror: a host copy of the weights at one version, whole or in part."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from deltawire.wire.run import Run, TensorSpec
 Bits = NDArray[np.unsignedinteger[Any]]
 
 
-class Span(NamedTuple):
-    """Elements ``start`` to ``stop`` of a tensor."""
+class Elements(NamedTuple):
+    """The range of elements ``start`` to ``stop`` (exclusive) of a tensor."""
 
     start: int
     stop: int
 
 
 class PiecePatch(NamedTuple):
-    """What changes in one piece: ``positions``, uint32[N], ascending and counted from ``start`` in
-    the tensor ``name``; ``bits``, uint[N]. Half the memory of a `Patch` of the whole tensor."""
+    """The changes in one piece: ``positions``, uint32[N], ascending, counted from ``start`` in the
+    tensor ``name``; ``bits``, uint[N]. Takes half the memory of a `Patch` of the whole tensor."""
 
     name: str
     start: int
@@ -36,7 +36,7 @@ class PiecePatch(NamedTuple):
 
 
 class Patches(Mapping[str, Patch]):
-    """Patches by tensor name, each made of its pieces when it is asked for and not before."""
+    """Patches by tensor name, each assembled from its pieces when it is looked up."""
 
     def __init__(self, pieces: Iterable[PiecePatch]) -> None:
         self._pieces: dict[str, list[PiecePatch]] = {}
@@ -45,7 +45,7 @@ class Patches(Mapping[str, Patch]):
                 self._pieces.setdefault(piece.name, []).append(piece)
 
     def __getitem__(self, name: str) -> Patch:
-        """The patch of one tensor: positions counted from its first element."""
+        """Returns the patch of one tensor; positions count from its first element."""
         pieces = sorted(self._pieces[name], key=lambda piece: piece.start)
         return Patch(
             np.concatenate([piece.positions.astype(np.int64) + piece.start for piece in pieces]),
@@ -63,8 +63,13 @@ class Patches(Mapping[str, Patch]):
 class Mirror:
     """Tensors' bits as flat unsigned arrays, at ``version``, with the whole model's digest.
 
-    ``starts`` says for a tensor that is held in part which of its elements comes first; the
-    others are held whole. ``held`` is the digest of what is held: that of the model, if all is.
+    ``starts`` gives the first element held of tensors that are held in part; the others are held
+    whole. ``held`` is the digest of what is held, None where that is the whole model.
+
+    Example::
+
+        mirror = load_mirror(bucket, run)
+        rows_of(mirror, run.tensors[0])  # an array in the tensor's shape
     """
 
     tensors: dict[str, Bits]
@@ -75,17 +80,17 @@ class Mirror:
 
     @property
     def held_digest(self) -> Digest:
-        """The digest of what is held."""
+        """The digest of the elements that are held."""
         return self.digest if self.held is None else self.held
 
     def copy(self) -> Mirror:
-        """A mirror of its own memory."""
+        """Returns a mirror with a copy of the memory."""
         tensors = {name: bits.copy() for name, bits in self.tensors.items()}
         return Mirror(tensors, self.version, self.digest, dict(self.starts), self.held)
 
     def find(self, name: str, start: int, count: int) -> Bits | None:
-        """The memory of elements ``start … start+count`` of a tensor, None if it holds none of
-        them."""
+        """Returns the memory of elements ``start … start+count`` of a tensor, None unless all of
+        them are held."""
         bits = self.tensors.get(name)
         at = start - self.starts.get(name, 0)
         if bits is None or at < 0 or at + count > bits.size:
@@ -95,8 +100,8 @@ class Mirror:
     def move(
         self, pieces: Sequence[PiecePatch], version: int, digest: Digest, held: Digest | None
     ) -> None:
-        """Move forward by pieces that were checked before. Nothing in here can fail for a reason
-        that checking could have found."""
+        """Moves to ``version`` by pieces that were checked before. Cannot fail for a reason that
+        checking could have found."""
         self.begin()
         for piece in pieces:
             target = self.find(piece.name, piece.start, 1 + int(piece.positions[-1]))
@@ -105,15 +110,15 @@ class Mirror:
         self.finish(version, digest, held)
 
     def begin(self) -> None:
-        """Something is about to be written that makes this no version at all, until `finish`."""
+        """Marks the content as no version, until `finish`: it is about to change."""
         self.version, self.held = -1, None
 
     def finish(self, version: int, digest: Digest, held: Digest | None) -> None:
-        """What is held is a version again."""
+        """Marks the content as ``version``."""
         self.version, self.digest, self.held = version, digest, held
 
     def compute_held(self) -> Digest:
-        """The digest of what is held, by one pass over it."""
+        """Computes the digest of what is held, in one pass over it."""
         total = codec.ZERO
         for name, bits in self.tensors.items():
             total += codec.digest_bits(name, bits, self.starts.get(name, 0))
@@ -122,41 +127,46 @@ class Mirror:
 
 def select(
     run: Run, wanted: Mapping[str, tuple[int, int] | None] | Iterable[str] | None
-) -> dict[str, Span]:
-    """The spans that a mirror must hold for the tensors that are ``wanted``: their names, or rows
-    ``(first, end)`` of each (None: all of it). ``None`` is the whole model.
+) -> dict[str, Elements]:
+    """Returns the elements that a mirror must hold of the tensors that are ``wanted``: names, or
+    rows ``(first, end)`` of each (None: all rows). ``wanted=None`` is the whole model.
 
-    Spans are widened to whole chunks, because a piece is decoded whole. Raises `InputError` for a
+    Ranges are widened to whole chunks, because a piece is decoded whole. Raises `InputError` for a
     name that is not in the run, or rows that the tensor does not have.
     """
     specs = {spec.name: spec for spec in run.tensors}
     if wanted is None:
-        return {name: Span(0, spec.count) for name, spec in specs.items()}
+        return {name: Elements(0, spec.count) for name, spec in specs.items()}
     rows = dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
-    spans: dict[str, Span] = {}
+    spans: dict[str, Elements] = {}
     for alias, part in rows.items():
         name = run.aliases.get(alias, alias)
         if name not in specs:
-            raise InputError(f"the run has no tensor {name[:80]!r}")
+            raise InputError(
+                f"the run has no tensor {name[:80]!r}", hint="use the names of its run.json"
+            )
         found = _widened(specs[name], part, run.chunk)
         held = spans.get(name, found)
-        spans[name] = Span(min(held.start, found.start), max(held.stop, found.stop))
+        spans[name] = Elements(min(held.start, found.start), max(held.stop, found.stop))
     return spans
 
 
-def _widened(spec: TensorSpec, rows: tuple[int, int] | None, chunk: int) -> Span:
+def _widened(spec: TensorSpec, rows: tuple[int, int] | None, chunk: int) -> Elements:
     if rows is None:
-        return Span(0, spec.count)
+        return Elements(0, spec.count)
     first, end = rows
     if not spec.shape or not 0 <= first <= end <= spec.shape[0]:
-        raise InputError(f"tensor {spec.name} of shape {spec.shape} has no rows {first} to {end}")
+        raise InputError(
+            f"tensor {spec.name} of shape {spec.shape} has no rows {first} to {end}",
+            hint="give the first row and the row after the last",
+        )
     width = spec.count // spec.shape[0] if spec.shape[0] else 0
     start = first * width // chunk * chunk
-    return Span(start, min(-(-end * width // chunk) * chunk, spec.count))
+    return Elements(start, min(-(-end * width // chunk) * chunk, spec.count))
 
 
 def rows_of(mirror: Mirror, spec: TensorSpec, rows: tuple[int, int] | None = None) -> Bits:
-    """Rows ``(first, end)`` of a tensor in its shape, a view of the mirror's own memory.
+    """Returns rows ``(first, end)`` of a tensor in its shape, as a view of the mirror's memory.
 
     Raises `InputError` if the mirror does not hold them.
     """
@@ -164,22 +174,25 @@ def rows_of(mirror: Mirror, spec: TensorSpec, rows: tuple[int, int] | None = Non
     width = spec.count // spec.shape[0] if spec.shape and spec.shape[0] else spec.count
     bits = mirror.find(spec.name, first * width, (end - first) * width)
     if bits is None:
-        raise InputError(f"the mirror does not hold rows {first} to {end} of {spec.name}")
+        raise InputError(
+            f"the mirror does not hold rows {first} to {end} of {spec.name}",
+            hint="load it with these rows among the wanted",
+        )
     return bits.reshape((end - first, *spec.shape[1:]) if spec.shape else ())
 
 
-def empty_mirror(run: Run, spans: Mapping[str, Span] | None = None) -> Mirror:
-    """A mirror in private memory that holds no version yet.
+def empty_mirror(run: Run, spans: Mapping[str, Elements] | None = None) -> Mirror:
+    """Allocates a mirror in private memory that holds no version yet.
 
-    Raises `InputError` if the model that run.json states does not fit into this machine.
+    Raises `InputError` if the model that run.json states does not fit into this machine's memory.
     """
     spans = select(run, None) if spans is None else spans
     dtypes = {spec.name: codec.unsigned_of(spec.dtype) for spec in run.tensors}
     total = sum((span.stop - span.start) * dtypes[n].itemsize for n, span in spans.items())
     if total > (room := memory_bytes()):
         raise InputError(
-            f"the model has {total} bytes, this machine's memory {room}",
-            hint="take a larger machine, or a part of the tensors",
+            f"the model needs {total} bytes; this machine has {room} bytes of memory",
+            hint="use a larger machine, or load a part of the tensors",
         )
     tensors: dict[str, Bits] = {
         name: np.empty(span.stop - span.start, dtypes[name]) for name, span in spans.items()
@@ -187,13 +200,13 @@ def empty_mirror(run: Run, spans: Mapping[str, Span] | None = None) -> Mirror:
     return Mirror(tensors, -1, codec.ZERO, starts_of(spans))
 
 
-def starts_of(spans: Mapping[str, Span]) -> dict[str, int]:
-    """Where partly held tensors start, as `Mirror` wants it."""
+def starts_of(spans: Mapping[str, Elements]) -> dict[str, int]:
+    """Returns the first element of each partly held tensor, as `Mirror` takes it."""
     return {name: span.start for name, span in spans.items() if span.start}
 
 
 def memory_bytes() -> int:
-    """How much memory this machine has."""
+    """Returns the size of this machine's memory in bytes."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

@@ -1,23 +1,21 @@
-"""A mirror in a file: taken up again after a restart, or shared by the processes of a node.
+"""A mirror in a file, for a process that goes on from it after a restart.
 
-| bytes | what |
+| bytes | content |
 |---|---|
 | 8 | magic ``DWMIRR01`` |
 | 16 | the run's id |
-| 32 | BLAKE3 of which tensors are held, of which dtype, from where to where |
+| 32 | BLAKE3 of the names, dtypes and ranges of the tensors that are held |
 | 8 | sequence: odd while the data is being changed |
 | 8 | version, signed; −1 for none |
-| 16, 16 | digest of the model, digest of what is held |
+| 16, 16 | digest of the model, digest of the elements that are held |
 | 16 | first half of the BLAKE3 of the three before |
 | … | zeros up to byte 4096, then the tensors in the order of the table, each at a multiple of 64 |
 
 Integers are little-endian. The writer raises the sequence to an odd number before it changes
-anything, and to the next even one when everything is there; so a process that dies in between
-leaves an odd number, and readers of the same file see that what they read was changing. A restarted
-process trusts none of this: it takes the file up only if the digest of the data, by one pass over
-it, is the one that is stated. A lost page of a machine that lost power is found by the same pass.
-
-In ``/dev/shm`` the file is the shared memory of a node: one process moves it, the others attach.
+anything, and to the next even one when everything is written, so a process that dies in between
+leaves an odd number. A restarted process trusts none of this: it uses the content only if the
+digest of the data, computed in one pass over it, is the stated one. Pages lost in a power failure
+are found by the same pass.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -37,8 +34,8 @@ from blake3 import blake3
 
 from deltawire import codec
 from deltawire.codec import Digest
-from deltawire.errors import InputError, RetryError
-from deltawire.sync.follow.mirror import Bits, Mirror, Span, select, starts_of
+from deltawire.errors import InputError
+from deltawire.sync.follow.mirror import Bits, Elements, Mirror, select, starts_of
 from deltawire.wire.run import Run
 
 MAGIC = b"DWMIRR01"
@@ -54,13 +51,19 @@ Wanted = Mapping[str, tuple[int, int] | None] | Iterable[str] | None
 
 
 class FileMirror(Mirror):
-    """A mirror whose memory is a file that this process alone writes to."""
+    """A mirror whose memory is a file that only this process writes to.
 
-    def __init__(self, path: Path, run: Run, spans: Mapping[str, Span]) -> None:
-        """Open or make the file. It holds a version if it held one of the same run and tensors
-        before, and every bit of it is still there; else none, at ``version`` -1.
+    Example::
 
-        Raises `InputError` if another process writes to it, or there is no room for it.
+        with closing(open_mirror("weights.mirror", run)) as mirror:
+            load_mirror(bucket, run, into=mirror, resume=True)
+    """
+
+    def __init__(self, path: Path, run: Run, spans: Mapping[str, Elements]) -> None:
+        """Opens or creates the file. The mirror holds a version if the file holds one of the same
+        run and tensors, undamaged to the last bit; otherwise none, at ``version`` -1.
+
+        Raises `InputError` if another process writes to the file, or the disk has no room for it.
         """
         self.path = path
         offsets, size = _layout(run, spans)
@@ -76,7 +79,7 @@ class FileMirror(Mirror):
                 file.close()
             raise InputError(
                 f"cannot keep a mirror in {path}: {error.strerror or error}",
-                hint="choose a folder with room for the model, or end the other process",
+                hint="choose a folder with room for the model, or stop the other process",
             ) from error
         super().__init__(_views(self._map, run, spans, offsets), -1, codec.ZERO, starts_of(spans))
         if fresh:
@@ -90,26 +93,26 @@ class FileMirror(Mirror):
             self._write_state(sequence | 1, -1, codec.ZERO, codec.ZERO)
 
     def begin(self) -> None:
-        """As `Mirror.begin`, for everybody who looks at the file."""
+        """As `Mirror.begin`, in the file too."""
         super().begin()
         self._write_state(_read_state(self._map)[0] | 1, -1, codec.ZERO, codec.ZERO)
 
     def finish(self, version: int, digest: Digest, held: Digest | None) -> None:
-        """As `Mirror.finish`, for everybody who looks at the file."""
+        """As `Mirror.finish`, in the file too."""
         super().finish(version, digest, held)
         sequence = _read_state(self._map)[0] | 1
         self._write_state(sequence, version, digest, held or digest)
-        # The even number last: whoever sees it must see the rest.
+        # The even number last: where it is on the disk, the rest must be too.
         _SEQUENCE.pack_into(self._map, _IDENTITY.size, sequence + 1)
 
     def flush(self) -> None:
-        """Write everything to the disk, so that it outlives the machine's power as well."""
+        """Writes everything to the disk, so that it survives a power failure."""
         self._map.flush()
 
     def close(self) -> None:
-        """Let go of the file, which stays; the tensors must not be used any more."""
+        """Closes the file, which stays; the tensors must not be used afterwards."""
         self.tensors = {}
-        with suppress(BufferError):  # Somebody still holds a view: it ends with that.
+        with suppress(BufferError):  # A view of it is still in use: it closes with that.
             self._map.close()
         self._file.close()
 
@@ -119,77 +122,21 @@ class FileMirror(Mirror):
         _STATE.pack_into(self._map, _STATE_AT, version, *lanes, _check(version, *lanes))
 
 
-class AttachedMirror:
-    """Another process's mirror, to be read. ``tensors`` are views of its memory, not writable.
-
-    What they hold changes when that process moves on. To take a consistent copy::
-
-        while True:
-            sequence, version, digest = attached.state()
-            … copy out of attached.tensors …
-            if attached.unchanged(sequence):
-                break
-    """
-
-    def __init__(self, path: Path, run: Run, wanted: Wanted = None) -> None:
-        """Raises `InputError` if the file is not a mirror of the same tensors of the same run."""
-        spans = select(run, wanted)
-        offsets, size = _layout(run, spans)
-        try:
-            with path.open("rb") as file:
-                fits = file.read(_IDENTITY.size) == _identity(run, spans)
-                fits = fits and os.fstat(file.fileno()).st_size == size
-                self._map = (
-                    mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if fits else None
-                )
-        except OSError as error:
-            raise InputError(f"cannot read the mirror {path}: {error.strerror}") from error
-        if self._map is None:
-            raise InputError(
-                f"{path} is no mirror of these tensors of this run",
-                hint="attach with the same wanted tensors that the writer has",
-            )
-        self.tensors = _views(self._map, run, spans, offsets)
-        self.starts = starts_of(spans)
-
-    def state(self) -> tuple[int, int, Digest]:
-        """Sequence, version and digest; raises `RetryError` while the writer changes them."""
-        sequence, version, digest, _ = _read_state(self._map)
-        settled = sequence % 2 == 0 and version >= 0 and _whole(self._map)
-        if not settled or not self.unchanged(sequence):
-            raise RetryError("the mirror is being changed", hint="look again")
-        return sequence, version, digest
-
-    def unchanged(self, sequence: int) -> bool:
-        """Whether nothing has changed since `state` gave ``sequence``."""
-        return _read_state(self._map)[0] == sequence
-
-
 def open_mirror(path: Path | str, run: Run, wanted: Wanted = None) -> FileMirror:
-    """The mirror in a file (see `FileMirror`); ``wanted`` as for `select`.
+    """Opens the mirror in a file (see `FileMirror`); ``wanted`` as for `select`.
 
-    Fill it or move it on with ``load_mirror(…, into=mirror)`` or a `Subscriber`.
+    Fill it or move it forward with ``load_mirror(…, into=mirror)`` or a `Subscriber`.
     """
     return FileMirror(Path(path), run, select(run, wanted))
 
 
-def shared_path(name: str) -> Path:
-    """Where a mirror that the processes of this node share lies: in memory, where there is
-    ``/dev/shm``, else in the folder for temporary files."""
-    memory = Path("/dev/shm")  # noqa: S108 - a file of a name the caller chose, opened with a lock
-    folder = memory if memory.is_dir() else Path(tempfile.gettempdir())
-    if not name or Path(name).name != name or name == "..":
-        raise InputError(f"{name[:80]!r} is not a file's name")
-    return folder / name
-
-
 def open_locked(path: Path) -> IO[bytes]:
-    """Open a file, or make it, that no other process may open so; raises `OSError`."""
+    """Opens or creates a file under a lock that one process can hold; raises `OSError`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
     file = os.fdopen(descriptor, "r+b", buffering=0)
     try:
         import fcntl
-    except ImportError:  # No such locks here: two writers are then the user's own affair.
+    except ImportError:  # No such locks on this system: the user must not start two writers.
         return file
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,13 +147,13 @@ def open_locked(path: Path) -> IO[bytes]:
 
 
 def _reserve(file: IO[bytes], size: int) -> None:
-    """Take the room now: a full disk found later would end the process in mid-write."""
+    """Reserves the room now: a full disk found later would kill the process in a write."""
     file.truncate(size)
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)
 
 
-def _layout(run: Run, spans: Mapping[str, Span]) -> tuple[dict[str, int], int]:
+def _layout(run: Run, spans: Mapping[str, Elements]) -> tuple[dict[str, int], int]:
     offsets, at = {}, DATA_AT
     for spec in run.tensors:
         if spec.name in spans:
@@ -217,14 +164,14 @@ def _layout(run: Run, spans: Mapping[str, Span]) -> tuple[dict[str, int], int]:
     return offsets, at
 
 
-def _identity(run: Run, spans: Mapping[str, Span]) -> bytes:
+def _identity(run: Run, spans: Mapping[str, Elements]) -> bytes:
     table = [(s.name, s.dtype, *spans[s.name]) for s in run.tensors if s.name in spans]
     layout = blake3(msgspec.json.encode(table)).digest()
     return _IDENTITY.pack(MAGIC, bytes.fromhex(run.id), layout)
 
 
 def _views(
-    memory: Any, run: Run, spans: Mapping[str, Span], offsets: Mapping[str, int]
+    memory: Any, run: Run, spans: Mapping[str, Elements], offsets: Mapping[str, int]
 ) -> dict[str, Bits]:
     return {
         spec.name: np.ndarray(

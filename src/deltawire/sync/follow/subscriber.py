@@ -1,15 +1,4 @@
-"""The reading side: prepare the next step beside the serving weights, then take it up.
-
-Who waits for whom::
-
-    follower's thread                                  serving thread
-        poll manifest N+1, plan, fetch, verify, decode
-        ──── update (one at a time) ─────────────────▶ between two steps: swap, then
-        ◀──────────────────────────── committed ────── follower.commit(update)
-        mirror moves on, poll the next
-
-Nothing that can fail is left for the serving thread but the attestation of what it holds.
-"""
+"""Moves a mirror along a run's chain of versions, one verified step at a time."""
 
 from __future__ import annotations
 
@@ -18,32 +7,32 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from deltawire import codec
 from deltawire.codec import Digest, Patch
-from deltawire.errors import BugError, CorruptError, DeltawireError, ResyncError, RetryError
-from deltawire.store import Bucket
-from deltawire.sync.chain.objects import newest_version, read_manifest, with_retries
+from deltawire.errors import BugError, CorruptError, ResyncError, RetryError
+from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync.chain.objects import newest_version
 from deltawire.sync.chain.route_finder import RouteFinder
-from deltawire.sync.chain.routes import Edge, Route
-from deltawire.sync.follow.fetch import decode_delta
-from deltawire.sync.follow.load import MAX_REPLANS, difference, jump, load_mirror
-from deltawire.sync.follow.mirror import Mirror, Patches, PiecePatch, Span, empty_mirror
-from deltawire.wire import keys
+from deltawire.sync.chain.routes import Edge
+from deltawire.sync.chain.version_poller import VersionPoller
+from deltawire.sync.follow.fetch import cost_for, decode_delta
+from deltawire.sync.follow.load import (
+    MAX_REPLANS,
+    differences,
+    holds_its_version,
+    jump,
+    load_mirror,
+)
+from deltawire.sync.follow.mirror import Elements, Mirror, Patches, PiecePatch, empty_mirror
 from deltawire.wire.run import Run
-
-LOOK_EVERY_POLLS = 20
-"""While version N+1 is not there, every so many looks for it a listing shows whether a newer one
-is: a manifest that got lost must not be waited for."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """A verified step of the mirror from ``base`` to ``version``.
+    """A verified step of a mirror from ``base`` to ``version``.
 
-    ``pieces`` are what changes, ``held`` is the digest of what the mirror will hold, and
-    ``digest`` that of the whole model. ``bytes`` is what was fetched for it.
+    ``pieces`` are the changes, ``held`` is the digest of what the mirror will hold, and ``digest``
+    that of the whole model. ``bytes`` were fetched for it.
     """
 
     base: int
@@ -54,22 +43,30 @@ class Update:
     bytes: int
     prepare_ms: float
     patches: Mapping[str, Patch] = field(init=False)
-    """The same by tensor name, for whoever holds tensors whole."""
+    """The changes by tensor name, for a caller that holds whole tensors."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patches", Patches(self.pieces))
 
 
 class Subscriber:
-    """Moves one mirror along a run's chain. Threads that use it at once wait for each other: one of
-    `advance_async` goes on although whoever awaited it was cancelled.
+    """Moves one mirror along a run's chain.
 
-    A mirror that holds no version is filled first by whatever moves it; `prepare` refuses it.
-    With ``stepwise`` every version is visited while that is possible; else the mirror takes the
-    cheapest way to the newest version, which may lead over folds and anchors. ``threads`` decode.
+    Threads that use it at once wait for each other: a thread of `advance_async` goes on although
+    the task that awaited it was cancelled. A mirror that holds no version is filled first by
+    whatever moves it; `prepare` refuses it. With ``stepwise`` every version is visited while that
+    is possible; otherwise the mirror takes the cheapest route to the newest version, which may
+    lead over compacted deltas and anchors. ``threads`` decode.
 
-    Beside the mirror a step takes two of its blobs, and 4 bytes and its width for each element that
-    changes: of bf16 5 % of the mirror at 1.6 % changed, three mirrors if everything does.
+    Besides the mirror, a step takes two of its blobs, and 4 bytes plus the element's width for each
+    element that changes: for bf16 5 % of the mirror at 1.6 % changed, three mirrors if everything
+    changes.
+
+    Example::
+
+        subscriber = Subscriber(bucket, run, load_mirror(bucket, run))
+        for version in subscriber.follow():
+            use(subscriber.mirror.tensors, version)
     """
 
     def __init__(
@@ -81,23 +78,36 @@ class Subscriber:
         stepwise: bool = False,
         threads: int | None = None,
     ) -> None:
-        self.bucket = bucket
+        self.bucket: Bucket = RetryingBucket.over(bucket)
         self.run = run
         self.mirror = mirror
         self.stepwise = stepwise
         self._threads = threads
         self._callbacks: list[Callable[[int], None]] = []
         self._turn = threading.RLock()
-        self._polls = 0
-        self._survey: RouteFinder | None = None
-        self._ahead: tuple[Edge, ...] = ()
+        self._poller = VersionPoller(self.bucket, run)
+        self._verified = -1
+        self._finder: RouteFinder | None = None
+        self._edges: tuple[Edge, ...] = ()
+        self._failing: Edge | None = None
+
+    @property
+    def pause_s(self) -> float:
+        """How long to sleep before asking again after `prepare` found nothing."""
+        return self._poller.pause_s
+
+    @property
+    def alarm(self) -> CorruptError | None:
+        """Why a newer manifest could not be read, None if all could."""
+        return self._poller.alarm
 
     def prepare(self) -> Update | None:
-        """The next verified step towards the newest version, None if there is no newer one.
+        """Prepares the next verified step towards the newest version, None if there is no newer
+        one that can be read.
 
-        Changes nothing. What is missing or damaged is got around over folds and anchors, if there
-        are any; else raises the `CorruptError` that names it. Raises `RetryError` if the store
-        does not answer, `ResyncError` if the mirror holds no version.
+        Changes nothing. Plans around missing and damaged objects; where no route is left, raises
+        the `CorruptError` that names the first of them. Raises `RetryError` if the store does not
+        answer, `ResyncError` if the mirror holds no version, or not the run's.
         """
         with self._turn:
             self._require_version()
@@ -105,29 +115,29 @@ class Subscriber:
 
     def _prepare(self) -> Update | None:
         started = time.perf_counter()
-        survey = self._survey
-        if survey is None or not self._ahead or self._ahead[0].base != self.mirror.version:
-            survey = self._look()
-            if survey is None:
+        finder = self._finder
+        if finder is None or not self._edges or self._edges[0].base != self.mirror.version:
+            finder = self._find_goal()
+            if finder is None:
                 return None
         for _ in range(MAX_REPLANS):
-            edges = self._ahead or self._find(survey)
+            edges = self._edges or self._find_edges(finder)
             try:
-                count, update = self._take(survey, edges, started)
+                count, update = self._cross(finder, edges, started)
             except CorruptError as error:
-                survey.ban(self._blamed, error)
-                self._ahead = ()
+                self._ban(finder, error)
+                self._edges = ()
                 continue
-            self._survey, self._ahead = survey, edges[count:]
+            self._finder, self._edges = finder, edges[count:]
             return update
-        raise survey.error()
+        raise finder.error()
 
     def prepare_to(self, version: int) -> Update | None:
-        """The next verified step towards ``version`` and never past it, None if it is held.
+        """Prepares the next verified step towards ``version`` and never past it, None if it is
+        held.
 
-        Newer versions are reached over the cheapest way, in one step or several. An older one is
-        reached in one, from a second mirror, which is the price of going back. Changes nothing;
-        raises as `prepare` does.
+        Newer versions are reached by the cheapest route, in one step or several. An older one is
+        reached in one step, with a second mirror's memory. Changes nothing; raises as `prepare`.
         """
         with self._turn:
             self._require_version()
@@ -135,24 +145,24 @@ class Subscriber:
 
     def _prepare_to(self, version: int) -> Update | None:
         started = time.perf_counter()
-        held, self._ahead = self.mirror.version, ()
+        held, self._edges = self.mirror.version, ()
         if version == held:
             return None
         if version < held:
-            return self._beside(version, None, started)
-        survey = RouteFinder(self.bucket, self.run, self.mirror, held, version)
+            return self._from_second_mirror(version, None, started)
+        finder = self._new_finder(version)
         for _ in range(MAX_REPLANS):
-            route = survey.find()
+            route = finder.find()
             if route is None:
                 break
             try:
-                return self._take(survey, route.edges, started)[1]
+                return self._cross(finder, route.edges, started)[1]
             except CorruptError as error:
-                survey.ban(self._blamed, error)
-        raise survey.error()
+                self._ban(finder, error)
+        raise finder.error()
 
     def commit(self, update: Update) -> None:
-        """Move the mirror forward, once the serving weights hold ``update``."""
+        """Moves the mirror forward, once the serving weights hold ``update``."""
         with self._turn:
             self._commit(update)
 
@@ -164,15 +174,16 @@ class Subscriber:
                 version=update.version,
             )
         self.mirror.move(update.pieces, update.version, update.digest, update.held)
-        self._tell(update.version)
+        self._verified = update.version
+        self._notify(update.version)
 
-    def _tell(self, version: int) -> None:
+    def _notify(self, version: int) -> None:
         for callback in self._callbacks:
             callback(version)
 
     def fill(self) -> bool:
-        """Bring a mirror that holds no version, because it is new or because somebody interrupted a
-        move, to the newest one; whether that was done. Raises as `load_mirror` does."""
+        """Loads the newest version into a mirror that holds none, because it is new or because a
+        move was interrupted. Returns whether it did. Raises as `load_mirror`."""
         with self._turn:
             if self.mirror.version >= 0:
                 return False
@@ -180,7 +191,8 @@ class Subscriber:
                 self.bucket, self.run, into=self.mirror, resume=True, threads=self._threads
             )
             if filled is not None:
-                self._tell(filled.version)
+                self._verified = filled.version
+                self._notify(filled.version)
             return filled is not None
 
     def _require_version(self) -> None:
@@ -192,21 +204,21 @@ class Subscriber:
             )
 
     def on_version(self, callback: Callable[[int], None]) -> None:
-        """Call ``callback`` with each version that the mirror reaches, from whichever thread
+        """Calls ``callback`` with each version that the mirror reaches, from the thread that
         commits it."""
         self._callbacks.append(callback)
 
     def advance(self) -> bool:
-        """Prepare and commit as many steps as there are; whether there was any."""
+        """Prepares and commits as many steps as there are. Returns whether there was any."""
         with self._turn:
             moved = self.fill()
-            while self.mirror.version >= 0 and (update := with_retries(self.prepare)) is not None:
+            while self.mirror.version >= 0 and (update := self.prepare()) is not None:
                 self.commit(update)
                 moved = True
             return moved
 
     def wait_for(self, version: int, *, timeout_s: float | None = None) -> int:
-        """Advance until the mirror is at ``version`` or a newer one, which is returned.
+        """Advances until the mirror is at ``version`` or a newer one, which is returned.
 
         Raises `RetryError` if it is not committed within ``timeout_s``.
         """
@@ -216,147 +228,140 @@ class Subscriber:
             if self.mirror.version >= version:
                 return self.mirror.version
             if deadline is not None and time.monotonic() >= deadline:
+                alarm = f": {self.alarm.message}" if self.alarm is not None else ""
                 raise RetryError(
-                    f"version {version} was not committed within {timeout_s} s",
+                    f"version {version} was not committed within {timeout_s} s{alarm}",
                     run=self.bucket.url,
                     version=version,
                 )
-            time.sleep(self.bucket.poll_s)
+            time.sleep(self.pause_s)
 
     def follow(self, *, stop: threading.Event | None = None) -> Iterator[int]:
-        """Yield every version that the mirror reaches, for ever or until ``stop`` is set."""
+        """Yields every version that the mirror reaches, until ``stop`` is set."""
         stop = stop or threading.Event()
-
-        def pause(seconds: float) -> None:
-            stop.wait(seconds)
-
         while not stop.is_set():
-            reached = self._step(pause)
+            reached = self._step()
             if reached is None:
-                stop.wait(self.bucket.poll_s)
+                stop.wait(self.pause_s)
                 continue
             yield reached
 
-    def _step(self, pause: Callable[[float], None] = time.sleep) -> int | None:
-        """The version that one step led to, None if there is none yet."""
+    def _step(self) -> int | None:
+        """Takes one step. Returns the version it led to, None if there is none yet."""
         with self._turn:
             if self.fill():
                 return self.mirror.version
-            update = None
-            if self.mirror.version >= 0:
-                update = with_retries(self.prepare, pause=pause)
+            update = self.prepare() if self.mirror.version >= 0 else None
             if update is None:
                 return None
             self.commit(update)
             return update.version
 
     async def advance_async(self) -> bool:
-        """As `advance`, beside the event loop."""
+        """Runs `advance` without blocking the event loop."""
         return await asyncio.to_thread(self.advance)
 
     async def wait_for_async(self, version: int, *, timeout_s: float | None = None) -> int:
-        """As `wait_for`, beside the event loop; cancelling it stops between two looks."""
+        """Runs `wait_for` without blocking the event loop; cancelling it stops between two
+        polls."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self.mirror.version < version:
             if await self.advance_async() or self.mirror.version >= version:
                 continue
             if deadline is not None and time.monotonic() >= deadline:
                 return await asyncio.to_thread(self.wait_for, version, timeout_s=0)
-            await asyncio.sleep(self.bucket.poll_s)
+            await asyncio.sleep(self.pause_s)
         return self.mirror.version
 
     async def follow_async(self) -> AsyncIterator[int]:
-        """As `follow`, beside the event loop, until it is closed or cancelled."""
+        """Runs `follow` without blocking the event loop, until it is closed or cancelled."""
         while True:
             reached = await asyncio.to_thread(self._step)
             if reached is None:
-                await asyncio.sleep(self.bucket.poll_s)
+                await asyncio.sleep(self.pause_s)
                 continue
             yield reached
 
-    def _look(self) -> RouteFinder | None:
-        """What lies ahead: None if nothing does."""
-        held, self._ahead = self.mirror.version, ()
-        following, damage = None, None
-        try:
-            following = read_manifest(self.bucket, self.run, held + 1)
-        except CorruptError as error:
-            damage = error
-        usable = following is not None and not following.pruned
-        goal: int | None = held + 1
-        if not usable:
-            self._polls += 1
-            if damage is None and following is None and self._polls % LOOK_EVERY_POLLS != 1:
-                return None
-            goal = newest_version(self.bucket, newer_than=held)
-        elif not self.stepwise and self.bucket.exists(keys.manifest(held + 2)):
-            goal = newest_version(self.bucket, newer_than=held + 1)
-        if goal is None:
-            if damage is not None:
-                raise damage
-            return None
-        self._polls = 0 if usable else self._polls
-        survey = RouteFinder(self.bucket, self.run, self.mirror, held, goal)
-        if following is not None:
-            survey.know(following)
-        elif damage is not None:
-            survey.failure = damage
-        return survey
+    def _new_finder(self, goal: int) -> RouteFinder:
+        held, cost = self.mirror.version, cost_for(self.run, self.mirror)
+        finder = RouteFinder(self.bucket, self.run, held=held, goal=goal, cost=cost)
+        if self._verified != held:
+            if not holds_its_version(finder, self.mirror):
+                raise ResyncError(
+                    "the mirror does not hold the digest that its version has in this run",
+                    hint="load it again",
+                    run=self.bucket.url,
+                    version=held,
+                )
+            self._verified = held
+        return finder
 
-    def _find(self, survey: RouteFinder) -> tuple[Edge, ...]:
-        route: Route | None = survey.find()
-        newest = None if route else newest_version(self.bucket, newer_than=survey.goal)
-        if route is None and newest is not None:
-            # A step that leads nowhere: perhaps a newer version can be reached around it.
-            survey.goal = newest
-            route = survey.find()
-        route = route or survey.find_any(newer_than=self.mirror.version)
+    def _find_goal(self) -> RouteFinder | None:
+        """Returns a finder towards the newest version that can be read, None if it is held."""
+        self._edges = ()
+        newest = self._poller.newer(self.mirror.version, nearest=self.stepwise)
+        if newest is None:
+            if self._verified != self.mirror.version:
+                self._new_finder(self.mirror.version)
+            return None
+        finder = self._new_finder(newest.version)
+        finder.know(newest)
+        return finder
+
+    def _find_edges(self, finder: RouteFinder) -> tuple[Edge, ...]:
+        route = finder.find()
         if route is None:
-            raise survey.error()
+            # The goal cannot be reached: perhaps a newer version can, around what is damaged.
+            newest = newest_version(self.bucket, newer_than=finder.goal)
+            if newest is not None:
+                finder.goal = newest
+                route = finder.find()
+        route = route or finder.find_newest(newer_than=self.mirror.version)
+        if route is None:
+            raise finder.error()
         return route.edges
 
-    def _take(
-        self, survey: RouteFinder, edges: tuple[Edge, ...], started: float
+    def _ban(self, finder: RouteFinder, error: CorruptError) -> None:
+        assert self._failing is not None
+        finder.ban(self._failing, error)
+
+    def _cross(
+        self, finder: RouteFinder, edges: tuple[Edge, ...], started: float
     ) -> tuple[int, Update]:
-        """The update over the first edge, or, where that is an anchor behind the mirror, over as
-        many as lead past it; and how many these are."""
-        edge = self._blamed = edges[0]
+        """Returns how many edges the next update crosses, and the update: one edge, or, where that
+        is an anchor older than the mirror, as many as lead past it."""
+        edge = self._failing = edges[0]
         if edge.target <= self.mirror.version:
             return self._detour(edges, started)
-        step, payload = survey.step(edge)
-        take = jump if edge.kind == "anchor" else decode_delta
-        pieces, held = take(
+        step, payload = finder.step(edge)
+        decode = jump if edge.kind == "anchor" else decode_delta
+        pieces, held = decode(
             self.bucket, self.run, step, payload, self.mirror, threads=self._threads
         )
         return 1, self._update(step.version, step.digest, pieces, held, edge.bytes, started)
 
     def _detour(self, edges: tuple[Edge, ...], started: float) -> tuple[int, Update]:
-        """From an older anchor around what is damaged, in a second mirror; rare, so that its
-        memory is the price."""
+        """Goes from an older anchor around a damaged object, in a second mirror: rare, so its
+        memory is acceptable."""
         target = next(edge.target for edge in edges if edge.target > self.mirror.version)
         count = 1 + next(i for i, edge in enumerate(edges) if edge.target == target)
         spent = sum(edge.bytes for edge in edges[:count])
-        return count, self._beside(target, spent, started)
+        return count, self._from_second_mirror(target, spent, started)
 
-    def _beside(self, target: int, spent: int | None, started: float) -> Update:
-        """The step to ``target`` by way of a second mirror, for which ``spent`` bytes are fetched
-        (as many as it holds if that is not known)."""
+    def _from_second_mirror(self, target: int, spent: int | None, started: float) -> Update:
+        """Returns the step to ``target`` computed from a second mirror, for which ``spent`` bytes
+        are fetched (as many as it holds if that is not known)."""
         spans = {
-            name: Span(self.mirror.starts.get(name, 0), self.mirror.starts.get(name, 0) + bits.size)
+            name: Elements(first, first + bits.size)
             for name, bits in self.mirror.tensors.items()
+            for first in [self.mirror.starts.get(name, 0)]
         }
         other = load_mirror(
             self.bucket, self.run, at=target, into=empty_mirror(self.run, spans),
             threads=self._threads,
         )  # fmt: skip
         assert other is not None
-        pieces = [
-            difference(name, self.mirror.starts.get(name, 0) + at, self.mirror, chunk)
-            for name, bits in other.tensors.items()
-            for at in range(0, bits.size, self.run.chunk)
-            for chunk in [bits[at : at + self.run.chunk]]
-        ]
-        pieces = [piece for piece in pieces if len(piece.positions)]
+        pieces = list(differences(self.mirror, other, self.run.chunk))
         if spent is None:
             spent = sum(bits.nbytes for bits in other.tensors.values())
         return self._update(target, other.digest.hex(), pieces, other.held_digest, spent, started)
@@ -371,102 +376,5 @@ class Subscriber:
         started: float,
     ) -> Update:
         spent_ms = (time.perf_counter() - started) * 1e3
-        whole = codec.Digest.from_hex(digest)
+        whole = Digest.from_hex(digest)
         return Update(self.mirror.version, version, whole, pieces, held, fetched, spent_ms)
-
-
-class Steps(Protocol):
-    """Where a `Follower`'s updates come from: a `Subscriber`, or `ManifestFollower`."""
-
-    bucket: Bucket
-
-    def prepare(self) -> Update | None:
-        """The next step, None if there is none yet."""
-        ...
-
-    def commit(self, update: Update) -> None:
-        """It was taken up."""
-        ...
-
-
-class Follower:
-    """A thread that always has the next update ready.
-
-    `take` hands out each update once; the next is prepared after `commit`. An error that retrying
-    does not mend is raised by `take`. A store that does not answer is asked again for as long as
-    ``patience_s``. ``stage`` is called in the thread with each update before that is handed out,
-    for what serving need not wait for; what it raises, `take` does.
-    """
-
-    def __init__(
-        self,
-        subscriber: Steps,
-        *,
-        patience_s: float = 300.0,
-        stage: Callable[[Update], None] = lambda _: None,
-    ) -> None:
-        self._subscriber = subscriber
-        self._stage = stage
-        self._patience_s = patience_s
-        self._stop = threading.Event()
-        self._wanted = threading.Event()
-        self._wanted.set()
-        self._update: Update | None = None
-        self._error: DeltawireError | None = None
-        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
-
-    def start(self) -> None:
-        """Begin to follow."""
-        self._thread.start()
-
-    def take(self) -> Update | None:
-        """The prepared update, None if there is none yet; raises what following failed with."""
-        if self._error is not None:
-            raise self._error
-        update, self._update = self._update, None
-        return update
-
-    def commit(self, update: Update) -> None:
-        """The serving weights hold ``update``: move the mirror, and prepare the next."""
-        self._subscriber.commit(update)
-        self._wanted.set()
-
-    def close(self) -> None:
-        """Stop following."""
-        self._stop.set()
-        self._wanted.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=10)
-
-    def _run(self) -> None:
-        poll_s = self._subscriber.bucket.poll_s
-        answered = time.monotonic()
-        while not self._stop.is_set():
-            if not self._wanted.is_set():
-                self._wanted.wait()
-                answered = time.monotonic()  # The serving thread's time is not the store's.
-            try:
-                update = with_retries(self._subscriber.prepare, pause=self._pause)
-                answered = time.monotonic()
-                if update is not None:
-                    self._stage(update)
-            except RetryError as error:
-                if time.monotonic() - answered > self._patience_s:
-                    self._error = error
-                    return
-                continue
-            except DeltawireError as error:
-                self._error = error
-                return
-            except Exception as error:  # A thread that ends in silence would stall its owner.
-                self._error = BugError(f"cannot follow: {type(error).__name__}: {error}")
-                self._error.__cause__ = error
-                return
-            if update is None:
-                self._stop.wait(poll_s)
-                continue
-            self._wanted.clear()
-            self._update = update
-
-    def _pause(self, seconds: float) -> None:
-        self._stop.wait(seconds)

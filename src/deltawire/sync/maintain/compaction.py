@@ -175,7 +175,7 @@ class Compactor:
         blobs = _Blobs(self.bucket)
         to_base = self._way(self._mirror.version, base, blobs)
         onward = self._way(base, target, blobs)
-        ends = RouteFinder(self.bucket, self.run, None, None, target)
+        ends = RouteFinder(self.bucket, self.run, held=None, goal=target)
         first, last = ends.manifest(base), ends.manifest(target)
         if first is None or last is None:
             raise ends.error()
@@ -222,8 +222,10 @@ class Compactor:
 
     def _way(self, base: int, target: int, blobs: _Blobs) -> _Way:
         if base == target:
-            return _Way(self.run, RouteFinder(self.bucket, self.run, None, base, target), (), blobs)
-        survey = RouteFinder(self.bucket, self.run, None, base, target)
+            return _Way(
+                self.run, RouteFinder(self.bucket, self.run, held=base, goal=target), (), blobs
+            )
+        survey = RouteFinder(self.bucket, self.run, held=base, goal=target)
         route = survey.find(anchors=False)
         if route is None:
             raise survey.error()

@@ -135,7 +135,10 @@ def _anchor(bucket: Bucket, run: Run, cutoff: int) -> int | None:
             return None
         if payload is None or not _is_there(bucket, payload):
             continue
-        if version == newest or RouteFinder(bucket, run, None, version, newest).find() is not None:
+        if (
+            version == newest
+            or RouteFinder(bucket, run, held=version, goal=newest).find() is not None
+        ):
             return version
     return None
 

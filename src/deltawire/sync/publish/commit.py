@@ -154,11 +154,13 @@ class VersionWriter:
         self.chunks = chunks_of(run, mirror)
         self._sums: dict[Chunk, Digest] = {}
         self._last_anchor: int | None = None
+        self._skipped = 0
         self.head_checked = False
         """Whether the run's newest manifest is known to be the baseline's."""
         if mirror.version >= 0:
             self._sums = digest_chunks(self.chunks, mirror, threads=threads)
             self._check_sums()
+            self.skip_unreadable()
 
     @property
     def first(self) -> bool:
@@ -167,8 +169,21 @@ class VersionWriter:
 
     @property
     def next_version(self) -> int:
-        """The version after the baseline."""
-        return self.baseline.version + 1
+        """The version after the baseline, or the next one whose number is free."""
+        return self.baseline.version + 1 + self._skipped
+
+    def skip_unreadable(self) -> None:
+        """Pass over numbers above the baseline that damaged or foreign manifests occupy.
+
+        Nobody can read them, so the run goes on from the baseline under the next free number.
+        """
+        while not self.first:
+            try:
+                self.find(self.next_version)
+            except CorruptError:
+                self._skipped += 1
+            else:
+                break
 
     def check_metadata(self, metadata: dict[str, Any] | None) -> dict[str, Any]:
         """Return ``metadata``, or raise `InputError` if readers would refuse so much of it."""
@@ -252,6 +267,7 @@ class VersionWriter:
             self.bucket,
             self.run,
             parts,
+            base=None if self.first else self.baseline.version,
             base_digest=self._base_digest,
             nonce=nonce,
             last_anchor=self._last_anchor,
@@ -263,8 +279,11 @@ class VersionWriter:
         return manifest, data
 
     def find(self, version: int) -> Manifest | None:
-        """Read the manifest at a version, None if there is none."""
-        return read_manifest(self.bucket, self.run, version)
+        """Read the manifest at a version, None if there is none; a damaged answer twice."""
+        try:
+            return read_manifest(self.bucket, self.run, version)
+        except CorruptError:
+            return read_manifest(self.bucket, self.run, version)
 
     def confirm(self, manifest: Manifest, encoded: Encoded) -> None:
         """Check after the commit that retention has neither closed the version nor taken its blobs.
@@ -288,12 +307,14 @@ class VersionWriter:
             manifest.version if manifest.anchor is not None else manifest.last_anchor
         )
         self._schedule.count(manifest)
+        self._skipped = 0
         self.head_checked = True
 
     def restart_from(self, mirror: Mirror) -> None:
         """Make another mirror the baseline."""
         self.baseline = mirror
         self._sums = digest_chunks(self.chunks, mirror, threads=self._threads)
+        self._skipped = 0
         self.head_checked = False
 
     def fence(self, version: int, what: str) -> FencedError:
@@ -334,6 +355,7 @@ def merge_parts(
     run: Run,
     parts: Sequence[Part],
     *,
+    base: int | None,
     base_digest: str,
     nonce: str,
     last_anchor: int | None = None,
@@ -356,8 +378,8 @@ def merge_parts(
     if payload is None:
         raise InputError("the first version has no anchor", run=bucket.url, version=version)
     digest = add_sums([base_digest, *(piece.sum for piece in payload.pieces)])
-    for merged, base in ((delta, base_digest), (anchor, None)):
-        fault = "" if merged is None else payload_fault(merged, run, base_digest=base, to=digest)
+    for merged, start in ((delta, base_digest), (anchor, None)):
+        fault = "" if merged is None else payload_fault(merged, run, base_digest=start, to=digest)
         if fault:
             raise InputError(f"the parts of the ranks: {fault}", run=bucket.url, version=version)
     if first and digest != run.digest:
@@ -368,7 +390,7 @@ def merge_parts(
         )
     if add_sums([part.digest for part in parts]) != digest:
         raise InputError(
-            f"the mirrors of the {len(parts)} ranks do not add up to version {version - 1}",
+            f"the mirrors of the {len(parts)} ranks do not add up to version {base}",
             hint="at least one differs from the run: load all of them again",
             run=bucket.url,
             version=version,
@@ -376,7 +398,7 @@ def merge_parts(
     return Manifest(
         run=run.id,
         version=version,
-        base=None if first else version - 1,
+        base=base,
         base_digest=base_digest,
         delta=delta,
         anchor=anchor,
@@ -411,17 +433,27 @@ def create_manifest(writer: VersionWriter, manifest: Manifest, data: bytes) -> M
     """Create the manifest; return the one that lies there afterwards, this writer's or another's.
 
     A create that failed may still have happened, so the answer is read back. Raises `RetryError`
-    if the store does not answer.
+    if the store does not answer, `InputError` if an object that cannot be read has the name.
     """
     key = keys.manifest(manifest.version)
-    for _ in range(2):
-        try:
-            if writer.bucket.create(key, data):
-                return manifest
-        except RetryError:
+    try:
+        for _ in range(2):
+            try:
+                if writer.bucket.create(key, data):
+                    return manifest
+            except RetryError:
+                if (found := writer.find(manifest.version)) is not None:
+                    return found
+                raise
             if (found := writer.find(manifest.version)) is not None:
                 return found
-            raise
-        if (found := writer.find(manifest.version)) is not None:
-            return found
+    except CorruptError as error:
+        writer.skip_unreadable()
+        raise InputError(
+            f"another object has this version's name: {error.message}",
+            hint="publish again: the weights become the next version whose number is free",
+            run=writer.bucket.url,
+            version=manifest.version,
+            key=key,
+        ) from error
     raise RetryError("the manifest is gone again", run=writer.bucket.url, key=key)

@@ -62,7 +62,7 @@ def assert_kept(bucket, first):
     for version in range(first, newest + 1):
         assert same_bits(load_mirror(inner, run, at=version).tensors, weights(version))
     for version in range(first):
-        with pytest.raises(CorruptError, match="retention has taken"):
+        with pytest.raises(CorruptError, match="retention has pruned"):
             load_mirror(inner, run, at=version)
 
 

@@ -84,7 +84,7 @@ def test_more_than_readers_take_is_not_committed(bucket, monkeypatch, limit, val
     monkeypatch.setattr(f"deltawire.wire.manifest.{limit}", value)
     publishers = [rank_publisher(bucket, rank, timeout_s=0.2) for rank in range(RANKS)]
     errors = publish_all(publishers, 0)
-    assert "no reader could read this version" in str(errors[0])
+    assert "no reader would accept this version" in str(errors[0])
     assert isinstance(errors[0], InputError)
     assert newest_version(bucket) is None
     close(publishers)

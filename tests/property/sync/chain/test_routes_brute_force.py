@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltawire.sync.chain.routes import Edge, Reach, plan
+from deltawire.sync.chain.routes import CheapestRoutes, Edge
 
 VERSIONS = 7
 
@@ -49,7 +49,10 @@ def by_trying_everything(held, target, edges):
 @settings(deadline=None, max_examples=200)
 @given(bundles(), st.one_of(st.none(), st.integers(0, VERSIONS)), st.integers(0, VERSIONS))
 def test_the_cheapest_way(edges, held, target):
-    found, wanted = plan(held, target, edges), by_trying_everything(held, target, edges)
+    found, wanted = (
+        CheapestRoutes(held, edges).route(target),
+        by_trying_everything(held, target, edges),
+    )
     if wanted is None:
         assert found is None
         return
@@ -66,10 +69,12 @@ def test_a_chain_of_many_thousands():
     """Damage anywhere on a long chain costs no more than a look at each of its edges."""
     count = 50_000
     edges = [Edge(v, v + 1, 1, "delta", str(v)) for v in range(count)]
-    assert plan(0, count, edges).objects == count
+    assert CheapestRoutes(0, edges).route(count).objects == count
     edges[count // 2] = Edge(count // 2, count // 2 + 1, 1, "delta", "other")
     del edges[count // 2]
-    reach = Reach(0, edges)
-    assert reach.newest == count // 2
-    assert reach.route(count) is None
-    assert Reach(None, [*edges, Edge(None, count, 9, "anchor", "a")]).route(count).bytes == 9
+    routes = CheapestRoutes(0, edges)
+    assert routes.newest == count // 2
+    assert routes.route(count) is None
+    assert (
+        CheapestRoutes(None, [*edges, Edge(None, count, 9, "anchor", "a")]).route(count).bytes == 9
+    )

@@ -63,23 +63,23 @@ def test_take_and_commit(world):
     bucket, publisher, follow = world
     follower = follow()
     asked(bucket, 2)
-    assert follower.take() is None
+    assert follower.poll() is None
     for version in (1, 2, 3):
         publisher.publish(weights(version))
     publisher.flush()
     for version in (1, 2, 3):
-        update = until(follower.take)
+        update = until(follower.poll)
         assert (update.base, update.version) == (version - 1, version)
         # One at a time: nothing more is handed out, or asked for, before the commit.
         before = len(bucket.operations)
         time.sleep(0.05)
-        assert follower.take() is None
+        assert follower.poll() is None
         assert len(bucket.operations) == before
-        assert follower._subscriber.mirror.version == version - 1
+        assert follower._steps.mirror.version == version - 1
         follower.commit(update)
-        assert same_bits(follower._subscriber.mirror.tensors, weights(version))
+        assert same_bits(follower._steps.mirror.tensors, weights(version))
     asked(bucket, 2)
-    assert follower.take() is None
+    assert follower.poll() is None
 
 
 def test_an_error_surfaces_and_stays(world):
@@ -91,7 +91,7 @@ def test_an_error_surfaces_and_stays(world):
     until(lambda: not follower._thread.is_alive())
     for _ in range(2):
         with pytest.raises(CorruptError, match="blob"):
-            follower.take()
+            follower.poll()
 
 
 def test_an_outage_passes(world):
@@ -100,16 +100,16 @@ def test_an_outage_passes(world):
     follower = follow()
     publisher.publish(weights(1))
     asked(bucket, 3 * (retrying.RETRIES + 1))
-    assert follower.take() is None
+    assert follower.poll() is None
     bucket.heal()
-    update = until(follower.take)
+    update = until(follower.poll)
     bucket.fail(times=None)
     follower.commit(update)
     publisher.publish(weights(2))
     asked(bucket, 3 * (retrying.RETRIES + 1))
     bucket.heal()
-    follower.commit(until(follower.take))
-    assert same_bits(follower._subscriber.mirror.tensors, weights(2))
+    follower.commit(until(follower.poll))
+    assert same_bits(follower._steps.mirror.tensors, weights(2))
 
 
 def test_patience_ends(world):
@@ -118,7 +118,7 @@ def test_patience_ends(world):
     follower = follow(patience_s=0.1)
     until(lambda: not follower._thread.is_alive())
     with pytest.raises(RetryError):
-        follower.take()
+        follower.poll()
 
 
 def test_the_serving_threads_own_time_is_not_an_outage(world):
@@ -127,12 +127,12 @@ def test_the_serving_threads_own_time_is_not_an_outage(world):
     publisher.publish(weights(2))
     publisher.flush()
     follower = follow(patience_s=0.5)
-    update = until(follower.take)
+    update = until(follower.poll)
     time.sleep(0.6)
     # A hiccup longer than one round of retries, far shorter than the patience.
     bucket.fail(times=retrying.RETRIES + 2)
     follower.commit(update)
-    assert until(follower.take).version == 2
+    assert until(follower.poll).version == 2
 
 
 def test_any_other_error_surfaces_too(world):
@@ -147,7 +147,7 @@ def test_any_other_error_surfaces_too(world):
     follower = follow()
     until(lambda: not follower._thread.is_alive())
     with pytest.raises(BugError, match="MemoryError: no room") as caught:
-        follower.take()
+        follower.poll()
     assert isinstance(caught.value.__cause__, MemoryError)
 
 
@@ -158,7 +158,7 @@ def test_close_ends_it_at_once(world, waiting_for, monkeypatch):
         publisher.publish(weights(1))
         publisher.flush()
     if waiting_for == "the store":
-        monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 60.0)
+        monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.05)
         bucket.fail(times=None)
     follower = follow()
     if waiting_for == "a commit":
@@ -179,7 +179,7 @@ def test_each_update_is_staged_once_before_it_is_handed_out(world):
     for version in (1, 2):
         publisher.publish(weights(version))
         publisher.flush()
-        update = until(follower.take)
+        update = until(follower.poll)
         assert len(staged) == version
         assert staged[-1] == (update, follower._thread)
         follower.commit(update)
@@ -199,10 +199,10 @@ def test_what_staging_fails_with_is_raised_and_nothing_handed_out(world, error, 
     publisher.flush()
     until(lambda: not follower._thread.is_alive())
     with pytest.raises(raised):
-        follower.take()
+        follower.poll()
 
 
 def test_close_before_start():
     follower = Follower(Subscriber(open_bucket("memory://"), None, None))
     follower.close()
-    assert follower.take() is None
+    assert follower.poll() is None

@@ -6,7 +6,7 @@ import pytest
 
 from deltawire import codec
 from deltawire.errors import CorruptError, ResyncError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, read_manifest
 from deltawire.sync.chain.objects import put_blob
 from deltawire.sync.follow.fetch import piece_hash
@@ -20,6 +20,11 @@ from deltawire.wire.run import Run, TensorSpec
 
 NEWEST = 7
 ANCHORS = (0, 3, 6)
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 
 
 @pytest.fixture
@@ -220,14 +225,19 @@ def test_a_wrong_digest_is_refused(bucket, run, version):
         assert_holds(subscriber.mirror, NEWEST)
 
 
-def test_a_wrong_digest_without_a_way_around(bucket, run):
+def test_a_newest_version_with_a_wrong_digest_is_not_there_yet_and_raises_an_alarm(bucket, run):
+    whole = bucket.inner.get(keys.manifest(NEWEST), limit=1 << 20)
     rewrite(bucket, run, NEWEST, digest="0" * 32)
     subscriber = subscriber_at(bucket, run, NEWEST - 1)
+    assert subscriber.prepare() is None
+    assert "digest" in subscriber.alarm.message
+    assert_holds(load_mirror(bucket, run), NEWEST - 1)
     with pytest.raises(CorruptError, match="digest"):
-        subscriber.prepare()
-    with pytest.raises(CorruptError, match="digest"):
-        load_mirror(bucket, run)
-    assert_holds(subscriber.mirror, NEWEST - 1)
+        load_mirror(bucket, run, at=NEWEST)
+    bucket.inner.put(keys.manifest(NEWEST), whole)
+    assert subscriber.wait_for(NEWEST, timeout_s=20) == NEWEST
+    assert subscriber.alarm is None
+    assert_holds(subscriber.mirror, NEWEST)
 
 
 def test_an_anchors_digest_is_checked_without_a_delta(bucket, run):
@@ -266,7 +276,7 @@ def test_a_store_that_does_not_answer_changes_nothing(bucket, run):
     subscriber = subscriber_at(bucket, run, 2)
     before = state(subscriber.mirror)
     for at in (1, 2):
-        bucket.fail(at=at)
+        bucket.fail(at=at, times=retrying.RETRIES + 1)
         with pytest.raises(RetryError):
             subscriber.prepare()
         bucket.heal()

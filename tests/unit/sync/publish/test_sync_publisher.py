@@ -407,7 +407,7 @@ def test_what_no_reader_could_read_is_not_committed(bucket, monkeypatch, limit, 
     with monkeypatch.context() as patch:
         patch.setattr(f"deltawire.wire.manifest.{limit}", value)
         publisher.publish(weights(1))
-        with pytest.raises(InputError, match="no reader could read this version"):
+        with pytest.raises(InputError, match="no reader would accept this version"):
             publisher.flush()
     assert publisher.publish(weights(1)) == 1
     publisher.close()

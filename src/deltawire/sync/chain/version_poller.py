@@ -1,0 +1,196 @@
+"""Polls a bucket for versions newer than the one held.
+
+One poll asks for the next manifest by name. Every `LIST_EVERY_POLLS` polls, and whenever the next
+manifest is there but cannot be read, a listing shows whether a newer version can be reached around
+it. A manifest that is damaged, or that somebody without the key has written, does not exist for a
+reader: it is kept as the poller's ``alarm`` and read again with increasing pauses, since a damaged
+answer may be the store's and not the object's.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deltawire.errors import CorruptError, ResyncError
+from deltawire.store import Bucket, ObjectMeta
+from deltawire.sync.chain.objects import committed_objects, read_manifest, require_run
+from deltawire.wire import keys
+from deltawire.wire.manifest import Manifest
+from deltawire.wire.run import Run
+
+LIST_EVERY_POLLS = 20
+"""Polls between two listings while the next manifest is missing: a lost one is not waited for."""
+
+PATIENCE_SHARE = 0.05
+"""Pauses grow with the time since the last version: they add at most this share to its age."""
+
+LONGEST_PAUSE = 10.0
+"""The longest pause, in multiples of the bucket's own polling interval."""
+
+JITTER = 0.25
+"""Pauses vary by up to this share, so that many readers do not ask in step."""
+
+LONGEST_RECHECK_S = 60.0
+"""The longest time for which a manifest that could not be read is not read again."""
+
+
+@dataclass
+class _Rejected:
+    """A manifest that could not be read: why, how often, and when it is due to be read again."""
+
+    error: CorruptError
+    meta: ObjectMeta | None
+    attempts: int
+    due: float
+
+
+class VersionPoller:
+    """Answers whether a run has a version newer than the one held.
+
+    Example::
+
+        poller = VersionPoller(bucket, run)
+        while (manifest := poller.newer(held)) is None:
+            time.sleep(poller.pause_s)
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: Run,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Callable[[], float] = random.random,
+    ) -> None:
+        self.bucket = bucket
+        self.run = run
+        self._clock = clock
+        self._rng = rng
+        self._polls = 0
+        self._progress_at = clock()
+        self._rejected: dict[int, _Rejected] = {}
+        self._run_meta: ObjectMeta | None = None
+
+    @property
+    def alarm(self) -> CorruptError | None:
+        """Why the newest version that was listed could not be read, None if all could."""
+        newest = max(self._rejected, default=None)
+        return None if newest is None else self._rejected[newest].error
+
+    @property
+    def pause_s(self) -> float:
+        """How long to sleep before the next poll.
+
+        At least the bucket's own interval, growing to `LONGEST_PAUSE` times as much while nothing
+        new comes: a version that took T seconds to come is seen at most T/20 later.
+        """
+        shortest = self.bucket.poll_s
+        idle_s = self._clock() - self._progress_at
+        pause_s = min(max(PATIENCE_SHARE * idle_s, shortest), LONGEST_PAUSE * shortest)
+        return pause_s * (1 - JITTER + 2 * JITTER * self._rng())
+
+    def newer(self, held: int, *, nearest: bool = False) -> Manifest | None:
+        """Returns the manifest of the newest version above ``held`` (-1: of any) that can be read;
+        with ``nearest``, that of the next version where it can be read. None if there is none.
+
+        Raises `ResyncError` if the bucket holds another run now, `CorruptError` if the run was
+        deleted or set back below ``held``, `RetryError` if the store does not answer.
+        """
+        found = self._next(held, nearest=nearest)
+        if found is not None:
+            self._progress_at = self._clock()
+            self._polls = 0
+        return found
+
+    def _next(self, held: int, *, nearest: bool) -> Manifest | None:
+        following = self._read(held + 1, None) if held < keys.MAX_NUMBER else None
+        if following is not None and not following.pruned:
+            if nearest or held + 2 > keys.MAX_NUMBER:
+                return following
+            if not self.bucket.exists(keys.manifest(held + 2)):
+                return following
+            return self._newest_listed(held)
+        self._polls += 1
+        nothing = following is None and held + 1 not in self._rejected
+        if nothing and self._polls % LIST_EVERY_POLLS != 1:
+            return None
+        return self._newest_listed(held)
+
+    def _newest_listed(self, held: int) -> Manifest | None:
+        listed = committed_objects(self.bucket, newer_than=held if held >= 0 else None)
+        self._rejected = {v: entry for v, entry in self._rejected.items() if v in listed}
+        for version in sorted(listed, reverse=True):
+            manifest = self._read(version, listed[version])
+            if manifest is not None and not manifest.pruned:
+                return manifest
+        if not listed and held >= 0:
+            self._check_run(held)
+        return None
+
+    def _read(self, version: int, meta: ObjectMeta | None) -> Manifest | None:
+        """Returns a version's manifest, None if it is missing or cannot be read."""
+        rejected = self._rejected.get(version)
+        if rejected is not None and self._clock() < rejected.due:
+            changed = meta is not None and rejected.meta is not None and meta != rejected.meta
+            if not changed:
+                rejected.meta = meta or rejected.meta
+                return None
+        try:
+            manifest = read_manifest(self.bucket, self.run, version)
+        except CorruptError as error:
+            attempts = 1 if rejected is None else rejected.attempts + 1
+            pause_s = 0.0 if attempts == 1 else min(2.0 ** (attempts - 2), LONGEST_RECHECK_S)
+            self._rejected[version] = _Rejected(error, meta, attempts, self._clock() + pause_s)
+            return None
+        self._rejected.pop(version, None)
+        return manifest
+
+    def _check_run(self, held: int) -> None:
+        """Notices a run that was deleted, replaced by another, or set back to older versions."""
+        meta = self.bucket.head(keys.RUN)
+        if meta != self._run_meta:
+            there = require_run(self.bucket, public_key=self.run.public_key)
+            if there.id != self.run.id:
+                raise ResyncError(
+                    "the bucket holds another run now",
+                    hint="start again to follow that one",
+                    run=self.bucket.url,
+                    key=keys.RUN,
+                )
+            self._run_meta = meta
+        if not self.bucket.exists(keys.manifest(held)):
+            newest = max(committed_objects(self.bucket), default=None)
+            if newest is None or newest < held:
+                there_is = "no version" if newest is None else f"version {newest} as its newest"
+                raise CorruptError(
+                    f"the run was set back: it has {there_is}",
+                    hint="was it deleted or restored? start again to take what it holds",
+                    run=self.bucket.url,
+                    version=held,
+                    key=keys.manifest(held),
+                )
+
+
+def newest_readable(bucket: Bucket, run: Run) -> Manifest | None:
+    """Returns the manifest of the newest version that can be read, None if nothing is committed.
+
+    A damaged manifest is read twice before an older version is taken: the answer may have been at
+    fault. Raises `CorruptError` for the newest one if versions are there and none can be read.
+    """
+    damage: CorruptError | None = None
+    for version in sorted(committed_objects(bucket), reverse=True):
+        for _ in range(2):
+            try:
+                manifest = read_manifest(bucket, run, version)
+            except CorruptError as error:
+                damage = damage or error
+                continue
+            if manifest is not None and not manifest.pruned:
+                return manifest
+            break
+    if damage is not None:
+        raise damage
+    return None
