@@ -38,6 +38,7 @@ FLAGS = {
         "--anchor-share",
         "--retain",
         "--grace",
+        "--backwards",
         "--dry-run",
         "--compaction-strides",
         "--key",

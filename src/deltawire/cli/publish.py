@@ -56,6 +56,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--retain", type=at_least(0), default=0, metavar="N", help="keep N versions; 0 keeps all"
     )
+    parser.add_argument(
+        "--backwards",
+        action="store_true",
+        help="let weights older than what is published become the newest version",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be published")
     add_retention(parser)
     add_key(parser)
@@ -67,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Publish what is not a version yet."""
     from deltawire.launch.progress import parse_strides, read_signer
     from deltawire.launch.publishing import PublishOptions, publish_directories
-    from deltawire.sync.huggingface.publish_dirs import CheckpointWatcher
+    from deltawire.sync.huggingface.checkpoint_watcher import CheckpointWatcher
 
     watcher = None
     if arguments.watch:
@@ -82,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         strides=parse_strides(arguments.compaction_strides),
         threads=arguments.threads,
         dry_run=arguments.dry_run,
+        backwards=arguments.backwards,
     )
     publish_directories(
         arguments.to,

@@ -13,12 +13,15 @@ from deltawire.dashboard.wording import byte_size
 from deltawire.errors import InputError
 from deltawire.launch.progress import Bars, bars
 from deltawire.store import Bucket, MeteredBucket, open_bucket
-from deltawire.sync.huggingface.checkpoint_dir import Checkpoint, read_checkpoint
+from deltawire.sync.huggingface.checkpoint_dir import (
+    Checkpoint,
+    CheckpointDirError,
+    read_checkpoint,
+)
+from deltawire.sync.huggingface.checkpoint_watcher import CheckpointWatcher, checkpoint_order
 from deltawire.sync.huggingface.publish_dirs import (
     CheckpointPublisher,
-    CheckpointWatcher,
-    Outcome,
-    order,
+    DirectoryResult,
 )
 from deltawire.wire.seal import Signer
 
@@ -52,6 +55,7 @@ class PublishOptions:
     strides: tuple[int, ...] = ()
     threads: int | None = None
     dry_run: bool = False
+    backwards: bool = False
 
 
 def publish_directories(
@@ -72,9 +76,8 @@ def publish_directories(
     for path in paths:  # Refused now, not after an hour of publishing.
         read_checkpoint(path)
     with bars(hidden=as_json) as bar, _open(location, options, bar) as publisher:
-        session = _Session(publisher, bar, as_json=as_json, dry_run=options.dry_run)
-        for path in paths:
-            session.publish(path)
+        session = _Session(publisher, bar, as_json=as_json)
+        session.publish_all(paths, backwards=options.backwards)
         if watcher is not None:
             session.watch(watcher, idle_s=idle_s)
 
@@ -96,6 +99,7 @@ def _open(location: str, options: PublishOptions, bar: Bars) -> CheckpointPublis
         retain=options.retain,
         grace_s=options.grace_s,
         dry_run=options.dry_run,
+        backwards=options.backwards,
         threads=options.threads,
         progress=bar.advance,
         on_digest=lambda path: bar.begin(f"uploading {path.name}"),
@@ -107,19 +111,34 @@ def _open(location: str, options: PublishOptions, bar: Bars) -> CheckpointPublis
 
 
 class _Session:
-    def __init__(
-        self, publisher: CheckpointPublisher, bar: Bars, *, as_json: bool, dry_run: bool
-    ) -> None:
+    def __init__(self, publisher: CheckpointPublisher, bar: Bars, *, as_json: bool) -> None:
         self._publisher = publisher
         self._bar = bar
         self._json = as_json
-        self._dry_run = dry_run
 
-    def publish(self, path: Path) -> None:
+    def publish_all(self, paths: Sequence[Path], *, backwards: bool) -> None:
+        """Publish directories in order, except those before one that is a version already."""
+        known = [-1]
+        if not backwards:
+            for number, path in enumerate(paths):
+                self._bar.begin(f"reading {path.name}")
+                if self._publisher.find(path) is not None:
+                    known.append(number)
+        for number, path in enumerate(paths):
+            if number < max(known) and number not in known:
+                self._bar.log(
+                    f"{path.name} comes before {paths[max(known)].name}, which is a version "
+                    "already: skipped; --backwards publishes it as the newest"
+                )
+            else:
+                self.publish(path)
+
+    def publish(self, path: Path, *, in_name_order: bool = False) -> None:
+        """Publish one directory and report what became of it."""
         started = time.perf_counter()
         checkpoint = read_checkpoint(path)
         self._bar.begin(f"reading {path.name}", checkpoint.bytes)
-        outcome = self._publisher.publish(path)
+        outcome = self._publisher.publish(path, in_name_order=in_name_order)
         self._bar.hide()
         self._report(outcome, checkpoint, time.perf_counter() - started)
 
@@ -130,14 +149,12 @@ class _Session:
         while True:
             for path in watcher.ready():
                 try:
-                    self.publish(path)
-                except InputError as error:
-                    if not path.is_dir():  # Trainers remove old checkpoints.
-                        self._bar.log(f"{path.name} is gone: {error}")
-                        continue
-                    raise
+                    self.publish(path, in_name_order=True)
+                except CheckpointDirError as error:  # Trainers also remove old checkpoints.
+                    self._bar.log(f"{path.name} is skipped: {error}")
+                    continue
                 last = time.monotonic()
-            for path in sorted(watcher.passed_over, key=order)[logged:]:
+            for path in sorted(watcher.passed_over, key=checkpoint_order)[logged:]:
                 self._bar.log(
                     f"{path.name} was complete only after a later one had been published; skipped"
                 )
@@ -146,27 +163,24 @@ class _Session:
                 return
             time.sleep(POLL_S)
 
-    def _report(self, outcome: Outcome, checkpoint: Checkpoint, seconds: float) -> None:
-        state = "published" if outcome.published else "there"
-        if self._dry_run and outcome.planned:
-            state = "planned"
-        receipt = outcome.receipt
+    def _report(self, outcome: DirectoryResult, checkpoint: Checkpoint, seconds: float) -> None:
+        stats = outcome.stats
         row = Published(
             path=str(outcome.path),
             version=outcome.version,
-            state=state,
+            state=outcome.state,
             digest=outcome.digest,
             model_bytes=outcome.bytes,
-            delta_bytes=None if receipt is None else receipt.bytes_delta,
-            anchor_bytes=None if receipt is None else receipt.bytes_anchor,
-            changed=None if receipt is None else receipt.changed / max(receipt.elements, 1),
+            delta_bytes=None if stats is None else stats.bytes_delta,
+            anchor_bytes=None if stats is None else stats.bytes_anchor,
+            changed=None if stats is None else stats.changed / max(stats.elements, 1),
             seconds=seconds,
         )
         if self._json:
             print(msgspec.json.encode(row).decode(), flush=True)  # noqa: T201
             return
         line = f"{outcome.path.name}: version {outcome.version}"
-        if receipt is not None:
+        if stats is not None:
             kinds = [
                 f"{name} {byte_size(count)}"
                 for name, count in (("delta", row.delta_bytes), ("anchor", row.anchor_bytes))
@@ -174,8 +188,10 @@ class _Session:
             ]
             line += f", {', '.join(kinds) or 'nothing changed'}, {row.changed:.2%} changed"
             line += f", {byte_size(outcome.bytes / seconds)}/s"
-        elif state == "there":
+        elif outcome.state == "there":
             line += " already"
+        elif outcome.state == "older":
+            line = f"{outcome.path.name} comes before what is published: skipped"
         else:
             line += f" to publish, {len(checkpoint.specs)} tensors of {byte_size(outcome.bytes)}"
         if checkpoint.left_out:

@@ -20,7 +20,8 @@ from deltawire.sync.follow.mirror_file import FileMirror, open_mirror
 from deltawire.sync.follow.subscriber import Subscriber, Update
 from deltawire.sync.huggingface.checkout import Checkout
 from deltawire.sync.huggingface.checkpoint_dir import Checkpoint, read_checkpoint
-from deltawire.sync.huggingface.publish_dirs import CheckpointPublisher, CheckpointWatcher
+from deltawire.sync.huggingface.checkpoint_watcher import CheckpointWatcher
+from deltawire.sync.huggingface.publish_dirs import CheckpointPublisher
 from deltawire.sync.maintain.compaction import COMPACTION_STRIDES, Compactor
 from deltawire.sync.maintain.relay import Relay, Relayed
 from deltawire.sync.maintain.retention import Pruned, prune

@@ -7,6 +7,7 @@ by names that are one word. Pickles, code, the trainer's own state and subfolder
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,6 +46,12 @@ LEFT_OUT = ("trainer_state.json", LAYOUT)
 
 CHUNK = 1 << 24
 """Elements that are digested at a time."""
+
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors\Z")
+
+
+class CheckpointDirError(InputError):
+    """A directory cannot be published; the run and other directories are not affected."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +106,24 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Look a directory through. Raises `InputError` if it is no Hugging Face directory, or one
-    that could not be written again byte for byte."""
+    """Read a directory's headers and other files.
+
+    Raises `CheckpointDirError` if it is no complete Hugging Face directory, or one that could not
+    be written again byte for byte.
+    """
+    try:
+        return _read_checkpoint(path)
+    except CheckpointDirError:
+        raise
+    except InputError as error:
+        raise CheckpointDirError(error.message, hint=error.hint) from error
+    except OSError as error:
+        raise CheckpointDirError(
+            f"cannot read {path}: {error.strerror or error}", hint="is it still being written?"
+        ) from error
+
+
+def _read_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise InputError(f"there is no directory {path}", hint="is the path right?")
     names = weight_files(path)
@@ -126,9 +149,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def weight_files(path: Path) -> list[str]:
-    """The names of a directory's safetensors files, in order: those of its index if it has one.
+    """List a directory's safetensors files in order: those of its index if it has one.
 
-    Raises `InputError` if there are none, one is missing, or a name is none.
+    Raises `InputError` if there are none, one is missing, a name is invalid, or numbered shards
+    (``-00001-of-00004``) come without an index that names all of them.
     """
     index = path / INDEX
     if index.is_file():
@@ -145,11 +169,32 @@ def weight_files(path: Path) -> list[str]:
             raise InputError(f"{path}: {str(name)[:80]!r} cannot name a safetensors file")
         if not (path / name).is_file():
             raise InputError(f"{path} has no {name}, which its index names")
+    if len({name.casefold() for name in names}) != len(names):
+        raise InputError(f"{path}: two names differ in case only; not every system keeps both")
+    _check_shards(path, names, indexed=index.is_file())
     return names
 
 
+def _check_shards(path: Path, names: list[str], *, indexed: bool) -> None:
+    """Raise `InputError` unless numbered shards are all there and an index names them."""
+    numbers = [(int(found[1]), int(found[2])) for n in names if (found := _SHARD.search(n))]
+    if not numbers:
+        return
+    counts = {count for _, count in numbers}
+    if not indexed:
+        raise InputError(
+            f"{path} has {len(numbers)} of {max(counts)} shards and no {INDEX}",
+            hint="is it still being written?",
+        )
+    if len(counts) == 1 and {number for number, _ in numbers} != set(range(1, max(counts) + 1)):
+        raise InputError(
+            f"{path}: {INDEX} names {len(numbers)} of {max(counts)} shards",
+            hint="is it still being written?",
+        )
+
+
 def check_alike(checkpoint: Checkpoint, run: Run, *, url: str = "") -> None:
-    """Raise `InputError` that says which tensor differs first, unless the tensors are the run's."""
+    """Raise `CheckpointDirError`, naming the first tensor that is not the run's, if one is not."""
     there = {spec.name: spec for spec in checkpoint.specs}
     wanted = {spec.name: spec for spec in run.tensors}
     for name in sorted(there.keys() | wanted.keys()):
@@ -164,7 +209,7 @@ def check_alike(checkpoint: Checkpoint, run: Run, *, url: str = "") -> None:
             fault = f"has shape {list(new.shape)}, the run's has {list(old.shape)}"
         else:
             fault = f"has dtype {new.dtype}, the run's has {old.dtype}"
-        raise InputError(
+        raise CheckpointDirError(
             f"{checkpoint.path} holds another model: tensor {name[:80]!r} {fault}",
             hint="a run is one model; start another run for this one",
             run=url,

@@ -1,41 +1,38 @@
-"""Publishing checkpoints that somebody else's trainer writes: a series of directories, or a folder
-that grows.
+"""Publishes checkpoint directories that another program's trainer writes.
 
-What is published already is known by content, not by name: the run's versions have digests and
-lists of files, and the directories are held against them in order. A directory that equals a later
-version than the one before it did is that version; the first one that equals none is published, and
-so is everything behind it. So the same command may be stopped and started at any time.
+Versions are recognized by content, not by name: a directory whose weights are a version already is
+that version, whichever it is, so the same command may be stopped and started at any time. Weights
+that are no version yet become the next one, unless the directory comes before one that was
+published: old weights never become the newest version unless the caller says so.
 """
 
 from __future__ import annotations
 
-import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, FencedError, InputError
-from deltawire.store import Bucket
-from deltawire.sync.chain.objects import (
-    newest_version,
-    read_manifest,
-    read_run,
-    with_retries,
-)
+from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync.chain.objects import newest_version, read_manifest, read_run
 from deltawire.sync.chain.route_finder import READERS
 from deltawire.sync.follow.fetch import in_order
 from deltawire.sync.huggingface.checkpoint_dir import (
     Checkpoint,
+    CheckpointDirError,
     check_alike,
     files_of,
     put_files,
     read_checkpoint,
     same_files,
-    weight_files,
+)
+from deltawire.sync.huggingface.checkpoint_watcher import (
+    Fingerprint,
+    checkpoint_order,
+    fingerprint_of,
 )
 from deltawire.sync.maintain.gc_intents import blobs_stay
 from deltawire.sync.maintain.retention import GRACE_S, prune
@@ -46,31 +43,59 @@ from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
 
 CHECKPOINT_RECORD = "checkpoint"
-"""Under this member of a version's metadata stands the name of the directory it was made of."""
+"""The member of a version's commit metadata that names the directory it was made of."""
+
+State = Literal["published", "there", "planned", "older"]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a directory: ``version``, whether it was ``published`` now, and at what cost
-    (None if it was there already, or is only ``planned``)."""
+class DirectoryResult:
+    """What became of a directory.
+
+    It was ``published`` now, at the cost that ``stats`` says, was ``there`` already, is only
+    ``planned`` by a dry run, or is ``older`` than what is published and was skipped; ``version`` is
+    then the newest one.
+    """
 
     path: Path
     version: int
-    published: bool
+    state: State
     digest: str
     bytes: int
-    planned: bool = False
-    receipt: CommitStats | None = None
+    stats: CommitStats | None = None
+
+    @property
+    def published(self) -> bool:
+        """Whether this call made the version."""
+        return self.state == "published"
+
+
+class _Version(NamedTuple):
+    """What tells a version: its digest, and its files unless retention has taken their list."""
+
+    digest: str
+    files: list[ModelFile] | None
+    name: str
+
+    def has(self, digest: str, files: list[ModelFile]) -> bool:
+        return self.digest == digest and (self.files is None or same_files(self.files, files))
 
 
 class CheckpointPublisher:
     """Publishes directories to one run, each as the next version. Use it as a context.
 
-    ``retain`` keeps so many of the newest versions readable and retires older ones after each
-    anchor; 0 keeps all. ``options`` go to `Publisher`. ``progress`` is told of bytes that were
-    looked at, ``on_digest`` of a directory that is to be uploaded, ``on_version``, while what is
-    published already is read, of the versions done and in all. Not for use by several threads at
-    once.
+    ``retain`` keeps so many of the newest versions readable and prunes older ones after each
+    anchor; 0 keeps all. ``backwards`` lets weights of an earlier version, or of a directory that
+    comes before a published one, become the newest version. ``options`` go to `Publisher`.
+    ``progress`` gets the bytes that were read, ``on_digest`` a directory that is to be uploaded,
+    ``on_version`` the versions read at the start and their number. Not for use by several threads
+    at once.
+
+    Example::
+
+        with CheckpointPublisher(open_bucket("s3://bucket/run")) as publisher:
+            for path in sorted(Path("outputs").glob("checkpoint-*")):
+                print(publisher.publish(path))
     """
 
     def __init__(
@@ -82,6 +107,7 @@ class CheckpointPublisher:
         signer: Signer | None = None,
         retain: int = 0,
         grace_s: float = GRACE_S,
+        backwards: bool = False,
         dry_run: bool = False,
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
@@ -90,27 +116,29 @@ class CheckpointPublisher:
         **options: Any,
     ) -> None:
         """Raises `InputError` if the run is signed by another key, or asks for one."""
-        self.bucket = bucket
+        self.bucket = RetryingBucket.over(bucket)
         self._name = name
         self._signer = signer
         self._retain = retain
         self._grace_s = grace_s
+        self._backwards = backwards
         self._dry_run = dry_run
         self._threads = threads
         self._progress = progress
         self._on_digest = on_digest
         self._options = options
         self._publisher: Publisher | None = None
-        self._receipts: list[CommitStats] = []
+        self._stats: list[CommitStats] = []
+        self._digests: dict[Path, tuple[Fingerprint, Digest]] = {}
         key = signer.public_key if signer else public_key
-        self.run: Run | None = with_retries(lambda: read_run(bucket, public_key=key))
+        self.run: Run | None = read_run(self.bucket, public_key=key)
         if self.run is not None and self.run.public_key and signer is None and not dry_run:
             raise InputError("the run is signed", hint="pass its private key", run=bucket.url)
-        self._there: list[tuple[str, list[ModelFile]]] = []
+        self._versions: list[_Version] = []
         self._at = -1
-        """The version that the directory before was, or has become."""
+        """With ``backwards``: the version that the directory before was, or has become."""
         if self.run is not None:
-            self._there = _identities(bucket, self.run, on_version or (lambda *_: None))
+            self._versions = _read_versions(self.bucket, self.run, on_version or (lambda *_: None))
 
     def __enter__(self) -> CheckpointPublisher:
         return self
@@ -124,57 +152,105 @@ class CheckpointPublisher:
         if publisher is not None:
             publisher.close()
 
-    def publish(self, path: Path) -> Outcome:
+    def find(self, path: Path) -> int | None:
+        """Return the newest version that a directory's weights are, None if they are none."""
+        if not self._versions:
+            return None
+        digest = self._digest(read_checkpoint(path)).hex()
+        found = [v for v, known in enumerate(self._versions) if known.digest == digest]
+        return max(found, default=None)
+
+    def publish(self, path: Path, *, in_name_order: bool = False) -> DirectoryResult:
         """Publish a directory, unless it is a version already; returns when it is committed.
 
-        Raises `InputError` if it is no whole Hugging Face directory, holds another model than the
-        run's, or changes meanwhile, `FencedError` if another publisher has taken the run.
+        With ``in_name_order`` it is skipped as ``older`` if a directory was published whose name
+        comes later (see `checkpoint_order`).
+
+        Raises `CheckpointDirError` if it is no complete Hugging Face directory, holds another model
+        than the run's, or changes meanwhile, `FencedError` if another publisher has taken the run.
         """
         checkpoint = read_checkpoint(path)
         if self.run is not None:
             check_alike(checkpoint, self.run, url=self.bucket.url)
-        digest = checkpoint.digest(threads=self._threads, progress=self._progress)
+        digest = self._digest(checkpoint)
         files = checkpoint.model_files()
-        for version in range(self._at + 1, len(self._there)):
-            if self._there[version][0] == digest.hex() and same_files(
-                self._there[version][1], files
-            ):
-                self._at = version
-                return Outcome(path, version, False, digest.hex(), checkpoint.bytes)
+        self._settle()
+        there = self._match(digest.hex(), files)
+        if there is not None:
+            self._at = there
+            return DirectoryResult(path, there, "there", digest.hex(), checkpoint.bytes)
+        if in_name_order and not self._backwards and self._comes_before_published(path):
+            newest = len(self._versions) - 1
+            return DirectoryResult(path, newest, "older", digest.hex(), checkpoint.bytes)
         if self._on_digest is not None:
             self._on_digest(path)
-        receipt = None if self._dry_run else self._commit(checkpoint, digest, files)
-        self._at = len(self._there)
-        self._there.append((digest.hex(), files))
-        if receipt is not None and receipt.bytes_anchor and self._retain:
-            self._retire(receipt.version)
-        return Outcome(
+        stats = None if self._dry_run else self._commit(checkpoint, digest, files)
+        self._at = len(self._versions)
+        self._versions.append(_Version(digest.hex(), files, path.resolve().name))
+        if stats is not None and stats.bytes_anchor and self._retain:
+            self._prune(stats.version)
+        return DirectoryResult(
             path,
             self._at,
-            receipt is not None,
+            "planned" if stats is None else "published",
             digest.hex(),
             checkpoint.bytes,
-            planned=receipt is None,
-            receipt=receipt,
+            stats,
         )
+
+    def _digest(self, checkpoint: Checkpoint) -> Digest:
+        """Read a directory's weights for their digest, unless nothing changed since it was read."""
+        fingerprint = fingerprint_of(checkpoint.path)
+        known = self._digests.get(checkpoint.path)
+        if known is None or not fingerprint or known[0] != fingerprint:
+            digest = checkpoint.digest(threads=self._threads, progress=self._progress)
+            known = self._digests[checkpoint.path] = (fingerprint, digest)
+        return known[1]
+
+    def _match(self, digest: str, files: list[ModelFile]) -> int | None:
+        """Return the version that a directory is, None if it must be published.
+
+        The newest version's weights with other files make a new version; older weights with other
+        files do not, because they would become the newest.
+        """
+        if self._backwards:
+            later = range(self._at + 1, len(self._versions))
+            return next((v for v in later if self._versions[v].has(digest, files)), None)
+        same = [v for v, known in enumerate(self._versions) if known.digest == digest]
+        exact = [v for v in same if self._versions[v].has(digest, files)]
+        if exact or not same:
+            return next((v for v in exact if v > self._at), max(exact, default=None))
+        return None if same[-1] == len(self._versions) - 1 else same[-1]
+
+    def _comes_before_published(self, path: Path) -> bool:
+        names = [Path(known.name) for known in self._versions if known.name]
+        return any(checkpoint_order(path) < checkpoint_order(name) for name in names)
+
+    def _settle(self) -> None:
+        """Count versions of our own that were committed although an earlier call failed."""
+        publisher = self._publisher
+        if publisher is None or self.run is None:
+            return
+        publisher.settle()
+        self._stats.clear()
+        for version in range(len(self._versions), publisher.version + 1):
+            manifest = read_manifest(self.bucket, self.run, version)
+            if manifest is None or manifest.epoch != publisher.epoch:
+                raise self._fenced(version)
+            self._versions.append(_version_of(self.run, manifest))
 
     def _commit(
         self, checkpoint: Checkpoint, digest: Digest, files: list[ModelFile]
     ) -> CommitStats:
-        metadata = {CHECKPOINT_RECORD: checkpoint.path.name}
+        metadata = {CHECKPOINT_RECORD: checkpoint.path.resolve().name}
         put_files(self.bucket, checkpoint.files)
         publisher = self._publisher
         if publisher is None:
             publisher = self._publisher = self._open(checkpoint, files, metadata)
-        if not self._receipts:
-            assert self.run is not None
-            if publisher.version + 1 != len(self._there):
-                raise FencedError(
-                    "somebody else publishes to this run",
-                    hint="only one publisher may write to a run; this one stops",
-                    run=self.bucket.url,
-                    version=publisher.version,
-                )
+        assert self.run is not None
+        if not self._stats:
+            if publisher.version + 1 != len(self._versions):
+                raise self._fenced(publisher.version)
             publisher.publish(
                 checkpoint.tensors,
                 metadata=metadata,
@@ -182,19 +258,18 @@ class CheckpointPublisher:
                 expected=digest,
             )
             publisher.flush()
-        receipt = self._receipts.pop()
-        assert self.run is not None
+        stats = self._stats.pop()
         if not blobs_stay(self.bucket, self.run, [BlobRef(f.blob, f.bytes) for f in files]):
-            # Retention took them while we were stalled, as nobody's yet.
+            # Retention took them while this process was stalled: no version referred to them.
             put_files(self.bucket, checkpoint.files)
-        if receipt.digest != digest.hex():
-            raise InputError(
+        if stats.digest != digest.hex():
+            raise CheckpointDirError(
                 f"{checkpoint.path} changed while it was published",
-                hint="publish it again once it is whole",
+                hint="publish it again once it is complete",
                 run=self.bucket.url,
-                version=receipt.version,
+                version=stats.version,
             )
-        return receipt
+        return stats
 
     def _open(
         self, checkpoint: Checkpoint, files: list[ModelFile], metadata: dict[str, Any]
@@ -208,13 +283,21 @@ class CheckpointPublisher:
             metadata=metadata,
             signer=self._signer,
             threads=self._threads,
-            on_commit=self._receipts.append,
+            on_commit=self._stats.append,
             **self._options,
         )
         self.run = publisher.run
         return publisher
 
-    def _retire(self, version: int) -> None:
+    def _fenced(self, version: int) -> FencedError:
+        return FencedError(
+            "another process publishes to this run",
+            hint="only one publisher may write to a run; this one stops",
+            run=self.bucket.url,
+            version=version,
+        )
+
+    def _prune(self, version: int) -> None:
         assert self.run is not None
         prune(
             self.bucket,
@@ -225,115 +308,29 @@ class CheckpointPublisher:
         )
 
 
-def _identities(
-    bucket: Bucket, run: Run, tell: Callable[[int, int], None]
-) -> list[tuple[str, list[ModelFile]]]:
-    """Digest and files of every version there is."""
-    newest = with_retries(lambda: newest_version(bucket))
+def _version_of(run: Run, manifest: Manifest) -> _Version:
+    name = manifest.metadata.get(CHECKPOINT_RECORD, "")
+    files = None if manifest.pruned else files_of(run, manifest)
+    return _Version(manifest.digest, files, name if isinstance(name, str) else "")
+
+
+def _read_versions(bucket: Bucket, run: Run, report: Callable[[int, int], None]) -> list[_Version]:
+    """Read what tells every version that there is; ``report`` gets the number done and in all."""
+    newest = newest_version(bucket)
     count = 0 if newest is None else newest + 1
 
-    def read(version: int) -> tuple[str, list[ModelFile]]:
+    def read(version: int) -> _Version:
         manifest: Manifest | None = None
         try:
-            manifest = with_retries(lambda: read_manifest(bucket, run, version))
+            manifest = read_manifest(bucket, run, version)
         except CorruptError:
             if version == newest:
-                raise  # What comes next would build on it.
-        return ("", []) if manifest is None else (manifest.digest, files_of(run, manifest))
+                raise  # The next version would build on it.
+        return _Version("", [], "") if manifest is None else _version_of(run, manifest)
 
-    found: list[tuple[str, list[ModelFile]]] = []
+    found: list[_Version] = []
     with ThreadPoolExecutor(1 if bucket.local else READERS, thread_name_prefix="reader") as pool:
-        for identity in in_order(pool, read, range(count), ahead=2 * READERS):
-            found.append(identity)
-            tell(len(found), count)
+        for version in in_order(pool, read, range(count), ahead=2 * READERS):
+            found.append(version)
+            report(len(found), count)
     return found
-
-
-@dataclass
-class _Seen:
-    stamp: tuple[tuple[str, int, int], ...] = ()
-    since: float = 0.0
-
-
-class CheckpointWatcher:
-    """A folder whose subfolders are checkpoints, each of which becomes whole at some time.
-
-    A subfolder is whole when it has a config.json, all safetensors files that its index names (or
-    some, without an index), each as long as its header says, and none of its files has changed for
-    ``settle_s``. They are taken in the order of the last number in their names (``checkpoint-900``
-    before ``checkpoint-1000``), then of the names. One that becomes whole after a later one was
-    taken is passed over: versions go forward only.
-    """
-
-    def __init__(
-        self, folder: Path, *, settle_s: float = 5.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        if not folder.is_dir():
-            raise InputError(f"there is no folder {folder} to watch", hint="is the path right?")
-        self.folder = folder
-        self.passed_over: list[Path] = []
-        self._settle_s = settle_s
-        self._clock = clock
-        self._seen: dict[Path, _Seen] = {}
-        self._taken: set[Path] = set()
-        self._last: tuple[int, str] | None = None
-
-    def ready(self) -> Iterator[Path]:
-        """The subfolders that are whole by now and were not given before, in order."""
-        now = self._clock()
-        for path in sorted((p for p in _folders(self.folder) if p not in self._taken), key=order):
-            seen = self._seen.setdefault(path, _Seen(since=now))
-            stamp = stamp_of(path)
-            if stamp != seen.stamp:
-                seen.stamp, seen.since = stamp, now
-            if now - seen.since < self._settle_s or not is_whole(path):
-                continue
-            self._taken.add(path)
-            del self._seen[path]
-            if self._last is not None and order(path) < self._last:
-                self.passed_over.append(path)
-                continue
-            self._last = order(path)
-            yield path
-
-
-def order(path: Path) -> tuple[int, str]:
-    """Where a checkpoint stands among others: by the last number in its name, then by the name."""
-    numbers = re.findall(r"[0-9]+", path.name)
-    return (int(numbers[-1]) if numbers else -1, path.name)
-
-
-def is_whole(path: Path) -> bool:
-    """Whether everything that a Hugging Face directory needs is there, at its full size."""
-    try:
-        if not (path / "config.json").is_file():
-            return False
-        weight_files(path)
-        read_checkpoint(path)
-    except (InputError, OSError):
-        return False
-    return True
-
-
-def stamp_of(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of change of every file of a directory."""
-    found = []
-    try:
-        for file in sorted(path.iterdir()):
-            status = file.stat()
-            found.append((file.name, status.st_size, status.st_mtime_ns))
-    except OSError:  # Something is renamed or removed just now.
-        return ()
-    return tuple(found)
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Subfolders; hidden ones, and those that carry a mark of unfinished work, are none."""
-    try:
-        return [
-            path
-            for path in folder.iterdir()
-            if path.is_dir() and not path.name.startswith(".") and not path.name.endswith(".tmp")
-        ]
-    except OSError as error:
-        raise InputError(f"cannot look into {folder}: {error.strerror or error}") from error

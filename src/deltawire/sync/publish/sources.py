@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from deltawire import codec
+from deltawire.codec import Digest
 from deltawire.errors import InputError
-from deltawire.store import Bucket
-from deltawire.sync.chain.objects import create_run, read_manifest, read_run
+from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync.chain.objects import create_run, newest_version, read_manifest, read_run
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, empty_mirror
 from deltawire.sync.publish.publisher import Publisher
@@ -64,18 +65,18 @@ def open_publisher(
     the other files of the model's directory, and ``metadata`` is version 0's. ``options`` go to
     `Publisher`. Raises `InputError` if another model's run is there.
     """
+    bucket = RetryingBucket.over(bucket)
     found, aliases = table_of(tensors)
     specs, aliases = (found, aliases) if specs is None else (specs, {})
     existing = read_run(bucket, public_key=signer.public_key if signer else "")
     if existing is None:
-        bits = {spec.name: codec.bits_of(tensors[spec.name], spec.dtype) for spec in specs}
         existing = create_run(
             bucket,
             Run(
                 name=name,
                 created_at=time.time(),
                 tensors=specs,
-                digest=codec.digest_model(bits).hex(),
+                digest=_digest_of(tensors, specs).hex(),
                 chunk=chunk or chunk_for(specs),
                 aliases=aliases,
                 public_key=signer.public_key if signer else "",
@@ -84,12 +85,7 @@ def open_publisher(
             ),
             signer=signer,
         )
-    if existing.tensors != specs or existing.aliases != aliases:
-        raise InputError(
-            "a run with another model is already here",
-            hint="choose another bucket, or the model this run was started from",
-            run=bucket.url,
-        )
+    _check_same_model(bucket, existing, tensors, specs, aliases)
     mirror = load_mirror(bucket, existing)
     head = None if mirror is None else read_manifest(bucket, existing, mirror.version)
     publisher = Publisher(
@@ -108,6 +104,32 @@ def open_publisher(
             publisher.close()
             raise
     return publisher
+
+
+def _check_same_model(
+    bucket: Bucket,
+    run: Run,
+    tensors: Mapping[str, Any],
+    specs: list[TensorSpec],
+    aliases: dict[str, str],
+) -> None:
+    """Raise `InputError` unless a publisher of ``tensors`` can continue or start ``run``."""
+    if newest_version(bucket) is not None:
+        fault = "a run with another model is already here"
+        hint = "choose another bucket, or the model this run was started from"
+        same = True
+    else:
+        fault = "run.json is there, of other weights, and version 0 was never committed"
+        hint = "if no other process is starting this run, delete run.json and start again"
+        same = run.tensors == specs and run.digest == _digest_of(tensors, specs).hex()
+    if not same or run.tensors != specs or run.aliases != aliases:
+        raise InputError(fault, hint=hint, run=bucket.url)
+
+
+def _digest_of(tensors: Mapping[str, Any], specs: Sequence[TensorSpec]) -> Digest:
+    return codec.digest_model(
+        {spec.name: codec.bits_of(tensors[spec.name], spec.dtype) for spec in specs}
+    )
 
 
 def read_safetensors(directory: Path) -> dict[str, Bits]:

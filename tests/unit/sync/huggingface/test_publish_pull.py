@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 import pytest
 
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import Bucket, MeteredBucket, open_bucket
 from deltawire.sync import (
     Checkout,
@@ -23,7 +23,7 @@ from deltawire.sync import (
     read_manifest,
     read_run,
 )
-from deltawire.sync.huggingface.checkpoint_dir import INDEX, read_checkpoint
+from deltawire.sync.huggingface.checkpoint_dir import INDEX, CheckpointDirError, read_checkpoint
 from deltawire.sync.huggingface.safetensors_layout import (
     Layout,
     WeightFile,
@@ -31,7 +31,7 @@ from deltawire.sync.huggingface.safetensors_layout import (
     plan_files,
 )
 from deltawire.sync.maintain.fsck import check_run
-from deltawire.testing.faulty import FaultyBucket
+from deltawire.testing.faulty import FaultyBucket, disk_full
 from deltawire.wire import keys
 from deltawire.wire.run import Run
 
@@ -141,8 +141,15 @@ def test_what_is_published_is_known_by_its_content(tmp_path: Path) -> None:
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
     again = write_directory(tmp_path / "c-3", 0)  # the trainer went back
     assert publish(bucket, *paths[:2]) == [(0, True), (1, True)]
-    assert publish(bucket, *paths, again) == [(0, False), (1, False), (2, True), (3, True)]
-    assert publish(bucket, *paths, again) == [(0, False), (1, False), (2, False), (3, False)]
+    assert publish(bucket, *paths, again) == [(0, False), (1, False), (2, True), (0, False)]
+    back: dict[str, Any] = {"backwards": True}
+    assert publish(bucket, *paths, again, **back) == [
+        (0, False),
+        (1, False),
+        (2, False),
+        (3, True),
+    ]
+    assert publish(bucket, *paths, again, **back) == [(n, False) for n in range(4)]
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
@@ -516,3 +523,121 @@ def test_the_whole_model_is_readable_by_those_who_want_no_directory(tmp_path: Pa
     assert mirror is not None
     assert {n: b.tobytes() for n, b in mirror.tensors.items()} == contents(1)
     assert encode_layout(Layout(files=[])).endswith(b"\n")
+
+
+def test_a_readme_added_to_an_old_checkpoint_publishes_nothing(tmp_path: Path) -> None:
+    bucket = open_bucket("memory://")
+    paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
+    publish(bucket, *paths)
+    (paths[0] / "README.md").write_text("old")
+    assert publish(bucket, *paths) == [(0, False), (1, False), (2, False)]
+    (paths[2] / "README.md").write_text("new")  # The newest weights may get new files.
+    assert publish(bucket, *paths) == [(0, False), (1, False), (3, True)]
+
+
+def test_pruned_versions_with_metadata_of_each_step_are_known(tmp_path: Path) -> None:
+    bucket = open_bucket("memory://")
+    paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(6)]
+    options: dict[str, Any] = {"anchor_every": 2, "retain": 2, "grace_s": 0.0}
+    publish(bucket, *paths, **options)
+    run = read_run(bucket)
+    assert run is not None
+    first = read_manifest(bucket, run, 0)
+    assert first is not None
+    assert first.pruned
+    assert publish(bucket, *paths, **options) == [(n, False) for n in range(6)]
+
+
+def watch_once(bucket: Bucket, folder: Path) -> list[tuple[str, str]]:
+    watcher = CheckpointWatcher(folder, settle_s=0)
+    with CheckpointPublisher(bucket) as publisher:
+        found = [publisher.publish(path, in_name_order=True) for path in watcher.ready()]
+    return [(result.path.name, result.state) for result in found]
+
+
+def test_a_link_to_the_latest_checkpoint_is_that_checkpoint(tmp_path: Path) -> None:
+    bucket = open_bucket("memory://")
+    for number in (1, 2, 3):
+        write_directory(tmp_path / f"checkpoint-{number}", number)
+    (tmp_path / "latest").symlink_to(tmp_path / "checkpoint-3")
+    names = [f"checkpoint-{n}" for n in (1, 2, 3)]
+    assert watch_once(bucket, tmp_path) == [(name, "published") for name in names]
+    assert watch_once(bucket, tmp_path) == [(name, "there") for name in names]
+    pull(bucket, tmp_path / "out", 2)
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "latest")
+
+
+def test_a_restarted_watcher_never_publishes_old_weights_as_newest(tmp_path: Path) -> None:
+    """An older checkpoint that became complete late was left out before, and still is."""
+    bucket = open_bucket("memory://")
+    for number in (1, 3):
+        write_directory(tmp_path / f"checkpoint-{number}", number)
+    watch_once(bucket, tmp_path)
+    write_directory(tmp_path / "checkpoint-2", 2)
+    assert watch_once(bucket, tmp_path) == [
+        ("checkpoint-1", "there"),
+        ("checkpoint-2", "older"),
+        ("checkpoint-3", "there"),
+    ]
+    assert len(bucket.list(keys.MANIFESTS)) == 2
+    write_directory(tmp_path / "checkpoint-4", 4)
+    assert watch_once(bucket, tmp_path)[-1] == ("checkpoint-4", "published")
+
+
+def test_shards_without_an_index_that_names_them_all_are_not_complete(tmp_path: Path) -> None:
+    path = write_directory(tmp_path / "c", 0, sharded=True)
+    index = (path / INDEX).read_bytes()
+    (path / INDEX).unlink()
+    with pytest.raises(CheckpointDirError, match="shards and no"):
+        read_checkpoint(path)
+    second = path / "model-00002-of-00002.safetensors"
+    kept = second.read_bytes()
+    second.unlink()
+    with pytest.raises(CheckpointDirError, match="1 of 2 shards"):
+        read_checkpoint(path)
+    first_only = {n: f for n, f in json.loads(index)["weight_map"].items() if "00001" in f}
+    (path / INDEX).write_text(json.dumps({"weight_map": first_only}))
+    with pytest.raises(CheckpointDirError, match="names 1 of 2 shards"):
+        read_checkpoint(path)
+    second.write_bytes(kept)
+    (path / INDEX).write_bytes(index)
+    assert read_checkpoint(path).bytes == sum(map(len, contents(0).values()))
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("other", [False, True])
+def test_a_publish_after_a_lost_answer_reports_what_there_is(
+    tmp_path: Path, committed: bool, other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltawire.store.retrying.FIRST_PAUSE_S", 0.0)
+    bucket = FaultyBucket(open_bucket("memory://"))
+    paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(4)]
+    with CheckpointPublisher(bucket) as publisher:
+        publisher.publish(paths[0])
+        bucket.fail("create", "*/manifests/*", times=1 if committed else None, done=committed)
+        bucket.fail("get", "*/manifests/*", times=None)
+        with pytest.raises(RetryError):
+            publisher.publish(paths[1])
+        bucket.heal()
+        again = publisher.publish(paths[2] if other else paths[1])
+        expected = 2 if committed and other else 1
+        assert (again.version, again.published) == (expected, other or not committed)
+        last = publisher.publish(paths[3])
+        assert (last.version, last.published) == (expected + 1, True)
+    run = read_run(bucket)
+    assert run is not None
+    mirror = load_mirror(bucket, run, at=again.version)
+    assert mirror is not None
+    assert mirror.digest.hex() == again.digest
+
+
+def test_a_start_that_was_never_committed_says_what_to_do(tmp_path: Path) -> None:
+    bucket = FaultyBucket(open_bucket("memory://"))
+    first, other = (write_directory(tmp_path / f"c-{n}", n) for n in range(2))
+    bucket.fail("create", "*/manifests/*", times=None, error=disk_full)
+    with pytest.raises(InputError, match="lack of space"):
+        publish(bucket, first)
+    bucket.heal()
+    with pytest.raises(InputError, match=r"never committed.*delete run.json"):
+        publish(bucket, other)
+    assert publish(bucket, first) == [(0, True)]
