@@ -1,7 +1,12 @@
-"""A run's configuration: a TOML file, checked whole before anything starts.
+"""Reads and checks a run's configuration, a TOML file, before anything starts.
 
-Every key has a default that suits a small run on one machine. Unknown and wrong keys are refused
-by name, with the nearest valid one.
+Every key has a default that suits a small run on one machine. Unknown keys are refused by name,
+with the nearest valid one.
+
+Example::
+
+    config = load_config(Path("examples/demo.toml"))
+    config.train.max_staleness
 """
 
 from __future__ import annotations
@@ -41,65 +46,65 @@ class _Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 
 
 class BuildConfig(_Section, frozen=True, kw_only=True):
-    """A model built from its architecture alone, with random weights and a byte tokenizer."""
+    """An architecture to build with random weights and a byte tokenizer."""
 
     family: Literal["qwen3", "qwen3_moe"] = "qwen3"
     hidden_size: Count = 160
     layers: Count = 4
     head_size: Count = 32
     feed_forward_size: Count = 480
-    """Of each expert, where there are experts."""
+    """Of each expert in a mixture of experts."""
     experts: Count = 16
-    """Experts a layer; ``qwen3_moe`` only, as is the next."""
+    """Experts of a layer; this and the next key are for ``qwen3_moe`` only."""
     experts_per_token: Count = 2
     vocabulary: Annotated[int, Meta(ge=264, le=1_000_000)] = 264
-    """Rows of the embedding; those behind the 256 bytes and the two marks stay unused."""
+    """Rows of the embedding; those after the 256 bytes and the two marks stay unused."""
     context: Count = 512
 
 
 class ModelConfig(_Section, frozen=True, kw_only=True):
-    """Where version 0 comes from: a Hugging Face directory, or an architecture to build."""
+    """The source of version 0: a Hugging Face directory, or an architecture to build."""
 
     path: str = ""
     build: BuildConfig | None = None
 
 
 class TaskConfig(_Section, frozen=True, kw_only=True):
-    """Where tasks come from: an environment by name, and its own ``options``."""
+    """The source of tasks: an environment by its name, and its ``options``."""
 
     environment: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}\Z")] = "reasoning_gym"
-    """A name that `deltawire.envs` knows, or ``module:attribute`` of a module that this machine
+    """A registered name (`deltawire.envs`), or ``module:attribute`` of a module that this machine
     trusts; see docs/ENVIRONMENTS.md."""
     dataset: str = "spell_backward"
-    """Which of the environment's datasets, where it has several."""
+    """One of the environment's datasets, if it has several."""
     options: dict[str, Any] = {}
     prompt: str = "{question}\n"
     attempts: Count = 1
-    """Answers that a question of reasoning-gym may get; each wrong one but the last is answered
+    """Answers allowed for a question of reasoning-gym; each wrong one except the last is answered
     with ``retry``."""
     retry: str = "That is not right. Try again.\n"
     heldout: Count = 200
-    """Problems that are evaluated on and never trained on."""
+    """Number of problems that are evaluated on and never trained on."""
 
 
 class WarmStartConfig(_Section, frozen=True, kw_only=True):
-    """Supervised steps on the task's own pairs, before version 0."""
+    """Supervised steps on the task's question and answer pairs, before version 0."""
 
     max_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     stop_at_accuracy: Fraction = 1.0
-    """Stop once greedy accuracy on validation problems of its own reaches this."""
+    """Stop once greedy accuracy on separate validation problems reaches this."""
     check_every: Count = 25
     learning_rate: Positive = 2e-3
     batch: Count = 48
 
 
 class RolloutConfig(_Section, frozen=True, kw_only=True):
-    """Rollout workers: how many are supervised, and how each samples."""
+    """Rollout workers: how many ``deltawire run`` starts, and how each samples."""
 
     workers: Annotated[int, Meta(ge=0, le=1024)] = 2
     engine: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}\Z")] = "transformers"
-    """What a worker samples from, by its name in `deltawire.engines.registry`: the embedded engine,
-    or a vLLM server that the worker starts."""
+    """The engine that a worker samples from, a name of `deltawire.engines.registry`: the embedded
+    engine, or a vLLM server that the worker starts."""
     group_size: Annotated[int, Meta(ge=2, le=4096)] = 8
     max_tokens: Count = 16
     max_turns: Count = 1
@@ -109,11 +114,11 @@ class RolloutConfig(_Section, frozen=True, kw_only=True):
     context: Count = 256
     """Tokens of one sequence, prompt included."""
     concurrent: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Episodes that one worker plays at a time; 0 for as many as it has slots. More keep the slots
+    """Episodes that one worker runs at a time; 0 is one for each slot. More of them keep the slots
     busy while environments work."""
     on_full: OnFull = "end"
-    """When an episode's context is full: end it, drop its oldest turns, or let the model write a
-    summary that stands for them."""
+    """Once an episode's context is full: end the episode, drop its oldest turns, or replace them
+    with a summary that the model writes."""
     summary_tokens: Count = 256
     summary_prompt: Annotated[str, Meta(min_length=1, max_length=10_000)] = (
         "Summarize what was done and found so far; only this will be kept."
@@ -122,18 +127,18 @@ class RolloutConfig(_Section, frozen=True, kw_only=True):
     """Seconds that one call of an environment may take."""
     episode_limit_s: Positive = 7200.0
     max_characters: Count = 20_000
-    """Of a message of an environment's, that the model gets to read."""
+    """Longest message of an environment that the model reads; the rest is cut."""
     on_failure: Literal["drop", "stop"] = "drop"
-    """When an episode fails for another reason than the model: leave it out and count it, or stop
+    """Once an episode fails for a reason other than the model: leave it out and count it, or stop
     the run."""
     max_failed: Fraction = 0.5
-    """Share of the last 64 episodes and more that may fail before the run stops all the same."""
+    """Stop the run in any case once more than this share of the last 64 or more episodes failed."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """What the engine computes in. The trainer computes in float32."""
+    """Precision of the engine. The trainer computes in float32."""
 
 
 class CorrectionConfig(_Section, frozen=True, kw_only=True):
-    """One off-policy correction by w = old / sampler
+    """One off-policy correction by the ratio w = old / sampler
     (`deltawire.train.loss.correction_weights`)."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
@@ -141,14 +146,14 @@ class CorrectionConfig(_Section, frozen=True, kw_only=True):
     low: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     high: Positive = 2.0
     weigh: bool = True
-    """Multiply by the weight; false only rejects what lies outside the bounds (``mask``)."""
+    """Multiply by the weight; false only rejects weights outside the bounds (``mask``)."""
 
 
 class SurrogateTraits(NamedTuple):
-    """A registered surrogate: where its function is and what the configuration must know of it.
+    """A registered surrogate: the place of its function, and facts that the configuration checks.
 
-    ``clip`` holds the default bounds, None where it takes none; ``ratio`` says that it divides by
-    the anchor; ``positive_low`` that 1 − clip_low must not be negative.
+    ``clip`` holds the default bounds, None if it takes none; ``ratio`` says that it uses a ratio of
+    probabilities; ``positive_low`` that 1 − clip_low must not be negative.
     """
 
     function: str
@@ -174,15 +179,15 @@ SURROGATES = {
 
 
 class LossConfig(_Section, frozen=True, kw_only=True):
-    """The loss by its names (`deltawire.train.loss`)."""
+    """The parts of the loss, each by name (`deltawire.train.loss`)."""
 
     advantage: Literal["group_mean", "group_std", "leave_one_out"] = "group_std"
-    anchor: Literal["old", "rollout"] = "rollout"
-    """What the ratio is against: the policy before the step, or the sampler's log-probabilities."""
+    ratio_base: Literal["old", "rollout"] = "rollout"
+    """The denominator of the ratio: the policy before the step, or the sampler."""
     surrogate: str = "ppo"
     """One of `SURROGATES`."""
     clip_low: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    """Bounds of the surrogate; None for its own defaults in `SURROGATES`."""
+    """Bounds of the surrogate; None for its defaults in `SURROGATES`."""
     clip_high: Positive | None = None
     dual_clip: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """The dual clip's c, above 1; 0 is off. ``ppo`` only."""
@@ -191,12 +196,12 @@ class LossConfig(_Section, frozen=True, kw_only=True):
     horizon: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
     """The constant length of ``dr_grpo``; 0 is rollout.max_tokens times rollout.max_turns."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """A penalty for leaving version 0, which the trainer then holds a second time."""
+    """A penalty for the distance to version 0, which the trainer then keeps in memory too."""
     kl_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1e-3
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """The surrogate's lower and upper bound, its own defaults where none is set."""
+        """Return the surrogate's lower and upper bound, its defaults where none is set."""
         low, high = SURROGATES[self.surrogate].clip or (0.0, 0.0)
         return (
             low if self.clip_low is None else self.clip_low,
@@ -204,8 +209,10 @@ class LossConfig(_Section, frozen=True, kw_only=True):
         )
 
     def contradiction(self, largest_age: int) -> tuple[str, str] | None:
-        """Why these settings make no sense together, or for groups of that age, and what to do;
-        None if they do."""
+        """Find settings that contradict each other, or that groups of that age rule out.
+
+        Returns the reason and what to do, None if there is no contradiction.
+        """
         if self.surrogate not in SURROGATES:
             near = difflib.get_close_matches(self.surrogate, SURROGATES, n=1, cutoff=0.4)
             known = f"did you mean {near[0]}?" if near else f"one of {', '.join(SURROGATES)}"
@@ -213,15 +220,15 @@ class LossConfig(_Section, frozen=True, kw_only=True):
         traits = SURROGATES[self.surrogate]
         weighing = [c for c in self.corrections if c.weigh]
         ratio = traits.ratio
-        if self.anchor == "rollout" and weighing and ratio:
+        if self.ratio_base == "rollout" and weighing and ratio:
             reason = (
-                "anchor = rollout already divides by the sampler's probability, and a correction "
-                "that weighs would divide by it again"
+                "ratio_base = rollout already divides by the sampler's probability, and a "
+                "correction that weighs would divide by it again"
             )
-            return reason, 'set anchor = "old", or weigh = false to reject without weighing'
+            return reason, 'set ratio_base = "old", or weigh = false to reject without weighing'
         if len(weighing) > 1:
             return (
-                "two corrections weigh, which counts the way from sampler to trainer twice",
+                "two corrections weigh, which corrects from sampler to trainer twice",
                 "set weigh = false on all but one",
             )
         for number, correction in enumerate(self.corrections):
@@ -234,14 +241,14 @@ class LossConfig(_Section, frozen=True, kw_only=True):
                 return f"{where}: without a weight there is nothing to {correction.action}", (
                     'set action = "mask"'
                 )
-        corrected = bool(self.corrections) or (self.anchor == "rollout" and ratio)
+        corrected = bool(self.corrections) or (self.ratio_base == "rollout" and ratio)
         if largest_age > UNCORRECTED_STALENESS and not corrected:
-            reason = (
-                f"groups up to {largest_age} versions old would be trained on as if the policy "
-                "had just drawn them"
+            reason = f"groups up to {largest_age} versions old would be trained on uncorrected"
+            lower = f"lower max_staleness to {UNCORRECTED_STALENESS}"
+            return (
+                reason,
+                f'set ratio_base = "rollout", add a [[train.loss.corrections]], or {lower}',
             )
-            lower = f"let none be older than {UNCORRECTED_STALENESS}"
-            return reason, f'set anchor = "rollout", add a [[train.loss.corrections]], or {lower}'
         if self.dual_clip and (self.dual_clip <= 1 or not traits.dual_clip):
             return "dual_clip is a bound above 1 on the surrogate ppo", "set dual_clip = 0"
         if traits.clip is None and (self.clip_low, self.clip_high) != (None, None):
@@ -253,24 +260,24 @@ class LossConfig(_Section, frozen=True, kw_only=True):
 
 
 UNCORRECTED_STALENESS = 1
-"""How old a group may be at most where nothing in the loss knows that it is old: with one step of
-lag the ratio stays within PPO's bounds for almost every token; deeper queues need a correction."""
+"""Largest age of a group for a loss without a correction: with one step of lag the ratio stays
+within PPO's bounds for almost every token; older groups need a correction."""
 
 
 class StalenessConfig(_Section, frozen=True, kw_only=True):
-    """What becomes of groups that finish late (`deltawire.rl.control.staleness`)."""
+    """The policy for groups that finish late (`deltawire.rl.control.staleness`)."""
 
     policy: Literal["strict", "windowed_fifo", "requeue"] = "strict"
     window: Fraction = 0.3
-    """Of ``windowed_fifo``: the share of the outstanding groups that may be overtaken."""
+    """``windowed_fifo``: the share of the outstanding groups that may be overtaken."""
     requeue_share: Fraction = 0.25
-    """Of ``requeue``: the share of a step that groups older than max_staleness make at most."""
+    """``requeue``: largest share of a step that groups older than max_staleness may make up."""
     requeue_age: Annotated[int, Meta(ge=0, le=4096)] = 0
-    """Of ``requeue``: how old a group may be; 0 is four times max_staleness."""
+    """``requeue``: largest age of a group; 0 is four times max_staleness."""
 
 
 class TrainConfig(_Section, frozen=True, kw_only=True):
-    """The trainer: how many versions to make, from what, and how far off-policy."""
+    """The trainer: how many versions it makes, with which optimizer, how far off-policy."""
 
     versions: Count = 100
     groups_per_step: Count = 16
@@ -284,24 +291,24 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     max_grad_norm: Positive = 1.0
     micro_batch_groups: Count = 16
     exporter: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}\Z")] = "bf16"
-    """What is published of the model: a name that `deltawire.export.source` knows."""
+    """What is published of the model: a registered name of `deltawire.export.source`."""
     anchor_every: Count = 50
-    folds: bool = False
-    """Whether the trainer also folds its deltas over longer strides, for readers far behind. That
-    takes a core and a model's memory, and pays where few weights change a step."""
+    compaction: bool = False
+    """Also make compacted deltas over longer strides, for readers that lag far. This takes a core
+    and a model's memory, and helps where few weights change in a step."""
     checkpoint_every: Count = 20
     dropout: bool = False
-    """Whether the model's dropout is active in training. Off, the trainer computes the policy that
-    samples; the reference of a KL penalty never drops anything."""
+    """Train with the model's dropout. Without it the trainer computes the policy that samples; the
+    reference of a KL penalty never uses dropout."""
     max_failed_groups: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Stop the run once so many groups in a row had fewer than two episodes that did not fail; 0
-    goes on for ever."""
+    never stops."""
     loss: LossConfig = LossConfig()
     staleness: StalenessConfig = StalenessConfig()
 
     @property
     def largest_age(self) -> int:
-        """The age that no group exceeds when it is trained on, by the policy of its staleness."""
+        """Return the largest age of any group that is trained on, by the staleness policy."""
         match self.staleness.policy:
             case "strict":
                 return self.max_staleness
@@ -313,7 +320,7 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
                 return self.staleness.requeue_age or 4 * self.max_staleness
 
     def contradiction(self) -> tuple[str, str] | None:
-        """Why staleness and loss make no sense together, and what to do; None if they do."""
+        """Find a contradiction between staleness and loss: the reason and what to do, or None."""
         policy = self.staleness.policy
         if policy != "strict" and self.max_staleness == 0:
             reason = f"{policy} lets groups be older than max_staleness = 0"
@@ -321,17 +328,17 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
         if policy == "requeue":
             if self.largest_age <= self.max_staleness:
                 return "requeue_age is not above max_staleness", "set it to 0 for a default"
-            if self.loss.anchor == "rollout" or not self.loss.corrections:
-                reason = "requeue trains on groups too old to be anchored on their own sampler"
-                return reason, 'set loss.anchor = "old" and add a [[train.loss.corrections]]'
+            if self.loss.ratio_base == "rollout" or not self.loss.corrections:
+                reason = "requeue trains on groups too old for a ratio to their own sampler"
+                return reason, 'set loss.ratio_base = "old" and add a [[train.loss.corrections]]'
         return self.loss.contradiction(self.largest_age)
 
 
 class EvaluateConfig(_Section, frozen=True, kw_only=True):
     """Held-out accuracy at version 0, every so many versions, and at the last.
 
-    It is the share of correct answers among ``samples`` a problem, drawn at the rollout's own
-    temperature (pass@1 of the policy that is trained); greedy accuracy is measured beside it.
+    It is the share of correct answers among ``samples`` for each problem, drawn at the rollout's
+    temperature (pass@1 of the policy that is trained); greedy accuracy is measured as well.
     """
 
     every: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 20
@@ -346,12 +353,12 @@ Limit = Annotated[float, Meta(ge=0, le=NO_LIMIT)]
 
 
 class ParityLimits(_Section, frozen=True, kw_only=True):
-    """Named thresholds between sampler and trainer; one left at its default judges nothing.
+    """Thresholds of the divergence between sampler and trainer; a default never triggers.
 
-    The first six judge tokens that the trained version itself drew, over a prefix of its own: what
-    differs there is arithmetic alone. Those that begin with ``drift`` judge all tokens of the
-    batch, and so the policy's own change since the sampler's version as well. In nats a token, or
-    shares from 0 to 1; `deltawire.parity.divergence` has the formulas.
+    The first six apply to tokens that the trained version itself drew, after a prefix that it drew:
+    any difference there is arithmetic. Those that begin with ``drift`` apply to all tokens of the
+    batch, and include the change of the policy since the sampler's version. Units are nats a token,
+    or shares from 0 to 1; `deltawire.parity.divergence` has the formulas.
     """
 
     k3: Limit = NO_LIMIT
@@ -365,11 +372,11 @@ class ParityLimits(_Section, frozen=True, kw_only=True):
     drift_largest_gap: Limit = NO_LIMIT
     drift_extreme_share: Fraction = 1.0
     drift_effective_share: Fraction = 0.0
-    """The one threshold below which it is too bad: an effective sample size."""
+    """A lower bound, unlike the others: the effective sample size as a share."""
 
 
 class WarnLimits(ParityLimits, frozen=True, kw_only=True):
-    """As `ParityLimits`, with values that suit most runs."""
+    """The same thresholds with defaults that suit most runs."""
 
     k3: Limit = 1e-3
     drift_extreme_share: Fraction = 0.1
@@ -377,10 +384,10 @@ class WarnLimits(ParityLimits, frozen=True, kw_only=True):
 
 
 class ParityConfig(_Section, frozen=True, kw_only=True):
-    """What is done about a divergence between sampler and trainer, and about expert choices.
+    """Actions on a divergence between sampler and trainer, and the handling of expert choices.
 
-    ``warn`` and ``stop`` judge a batch, ``mask`` takes single sequences out of the loss. A batch
-    that is stopped at is not trained on.
+    ``warn`` and ``stop`` apply to a batch, ``mask`` removes single sequences from the loss. A batch
+    that stops the run is not trained on.
     """
 
     warn: WarnLimits = WarnLimits()
@@ -388,45 +395,45 @@ class ParityConfig(_Section, frozen=True, kw_only=True):
     stop: ParityLimits = ParityLimits()
     extreme_ratio: Annotated[float, Meta(ge=1, le=1e9)] = 2.0
     min_tokens: Count = 32
-    """A batch's means are judged from this many tokens on; largest gaps always are."""
+    """A batch's means are compared from this many tokens on; its largest gaps always are."""
     routes: Literal["off", "record", "replay"] = "off"
-    """Of models with experts: whether workers send their expert choices with the tokens, and
-    whether the trainer only compares them with its own or takes them."""
+    """For models with experts: ``record`` sends each token's expert choices to the trainer, which
+    compares them with its own; ``replay`` also trains with them."""
     plausible: Fraction = 0.0
-    """A recorded expert is taken only if the trainer's score of it is at least this share of the
-    weakest among its own choices; 0 takes every one."""
+    """Replay a recorded expert only if the trainer's score of it is at least this share of the
+    weakest score among its own choices; 0 replays all of them."""
 
 
 class FaultsConfig(_Section, frozen=True, kw_only=True):
-    """How long a process may say nothing before its supervisor replaces it
+    """Limits after which a supervisor replaces a process
     (`deltawire.runtime.supervisor` derives the bounds)."""
 
     silence_s: Positive = 30.0
-    """No sign of life at all: stopped, or too busy even for its pulse."""
+    """Without a heartbeat for so long, the process counts as silent."""
     stall_s: Positive = 120.0
-    """A living process whose work does not go on."""
+    """Without progress for so long, a living process counts as stalled."""
     long_s: Positive = 1800.0
-    """The most that anything may take, and the first of what may take long: loading, a step."""
+    """The longest time of any activity, and the limit of the first long one, such as loading."""
 
 
 class ProbesConfig(_Section, frozen=True, kw_only=True):
-    """Probes: checks of an environment that the reward does not see, and what is done when reward
-    and probe come apart (`deltawire.reward_monitor`)."""
+    """Probes: an environment's checks that the reward does not see, and the action when reward and
+    probe diverge (`deltawire.reward_monitor`)."""
 
     action: Literal["warn", "downweight", "stop"] = "warn"
-    """Say so; say so and train on fewer groups of the family; or say so and stop."""
+    """Report it; also train on fewer groups of the family; or also stop."""
     false_alarm: Annotated[float, Meta(gt=0, le=0.5)] = 0.01
-    """The chance, at most, that a whole run without divergence is flagged, however long it is."""
+    """Largest chance that a run without divergence is flagged, at any length of the run."""
     tolerance: Annotated[float, Meta(gt=0, le=0.5)] = 0.05
-    """How much the reward may exceed a probe on average, as a share of its scale."""
+    """Largest mean excess of the reward over a probe, as a share of ``reward_scale``."""
     reward_scale: Positive = 1.0
-    """The reward of a task that is solved."""
+    """The reward of a solved task."""
     keep: Annotated[float, Meta(gt=0, le=1)] = 0.25
-    """Share of a flagged family's groups that ``downweight`` still trains on."""
+    """The share of a flagged family's groups that ``downweight`` still trains on."""
 
 
 class RunConfig(_Section, frozen=True, kw_only=True):
-    """All of it. ``threads`` is what each process gives to its tensor library."""
+    """The whole configuration. ``threads`` is for each process's tensor library."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
     seed: Annotated[int, Meta(ge=0, le=2**31)] = 0
@@ -464,11 +471,11 @@ RESUMABLE = frozenset(
         for name in get_type_hints(ParityLimits)
     }
 )
-"""Keys that may differ when a run is continued; any other would make it another run."""
+"""Keys that may differ when a run is continued; any other change would make it another run."""
 
 
 def load_config(path: Path) -> RunConfig:
-    """Read and check a TOML file, or the same as JSON if its name ends so.
+    """Read and check a TOML file, or a JSON file with the same keys if its name ends in .json.
 
     Raises `InputError` naming the file, the key and the nearest valid key.
     """
@@ -481,7 +488,7 @@ def load_config(path: Path) -> RunConfig:
             hint="give the path of a TOML file, such as examples/demo.toml",
         ) from error
     if len(data) > MAX_CONFIG_BYTES:
-        raise InputError(f"{path} is too large: a configuration has at most a megabyte")
+        raise InputError(f"{path} is too large: a configuration may have 1 MiB")
     try:
         text = data.decode()
         raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -506,7 +513,7 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         config = msgspec.convert(raw, RunConfig)
     except msgspec.ValidationError as error:
         text = str(error).replace("`$.", "`")
-        raise InputError(f"{source}: {text}", hint=_way_on(text)) from error
+        raise InputError(f"{source}: {text}", hint=_hint_for(text)) from error
     if found := config.train.contradiction():
         raise InputError(f"{source}: train: {found[0]}", hint=found[1])
     if config.task.environment == "reasoning_gym" and "{question}" not in config.task.prompt:
@@ -514,31 +521,33 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
     rollout = config.rollout
     if rollout.on_full == "summary" and rollout.summary_tokens >= rollout.context:
         raise InputError(
-            f"{source}: rollout.summary_tokens {rollout.summary_tokens} leave no room in "
+            f"{source}: rollout.summary_tokens {rollout.summary_tokens} do not fit into "
             f"rollout.context {rollout.context}"
         )
     if rollout.engine == "vllm" and config.parity.routes != "off":
         raise InputError(
-            f"{source}: rollout.engine vllm does not tell its expert choices",
+            f"{source}: rollout.engine vllm does not report expert choices",
             hint='set parity.routes = "off", or rollout.engine = "transformers"',
         )
     return config
 
 
 def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
-    """The configuration that the run in the bucket ``url`` carries. Raises `InputError` as
-    `load_config` does, and if the run has none."""
+    """Parse the configuration that a run at ``url`` carries.
+
+    Raises `InputError` as `load_config` does, and for a run without a configuration.
+    """
     if not raw:
         raise InputError(
-            "this run holds weights alone: deltawire's loop did not make it",
-            hint="log, status, pull, relay, serve, export and fsck are for it",
+            "this run holds only weights: it was not made by deltawire run",
+            hint="use log, status, pull, relay, serve, export or fsck",
             run=url,
         )
     return parse_config(raw, source=f"{url}/run.json")
 
 
-def _way_on(text: str) -> str:
-    """What may stand where msgspec says that something may not; empty if it says so itself."""
+def _hint_for(text: str) -> str:
+    """Suggest a valid value for msgspec's error; empty if the error already does."""
     if text.startswith("Object missing required field `name`"):
         return 'give the run a name, such as name = "mine"'
     place = re.search(r"at `([^`]+)`", text)
@@ -576,7 +585,7 @@ def _refuse_unknown(raw: dict[str, Any], kind: type[Any], prefix: str, source: s
 
 
 def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys to plain values, as for a table or a comparison."""
+    """Flatten a configuration to dotted keys and plain values."""
     flat: dict[str, Any] = {}
     for name in config.__struct_fields__:
         value = getattr(config, name)
@@ -588,7 +597,7 @@ def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
-    """The dotted keys, outside `RESUMABLE`, in which two configurations differ."""
+    """List the dotted keys, outside `RESUMABLE`, in which two configurations differ."""
     left, right = flatten(ours), flatten(theirs)
     keys = (left.keys() | right.keys()) - RESUMABLE
     return sorted(key for key in keys if left.get(key) != right.get(key))

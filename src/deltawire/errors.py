@@ -1,12 +1,16 @@
-"""Every error deltawire raises, one kind for each thing a caller can do next."""
+"""The errors that deltawire raises, one class for each thing that a caller can do next."""
 
 from __future__ import annotations
 
 
 class DeltawireError(Exception):
-    """The base of all of them: one sentence that says what and where, and a hint what to do.
+    """The base class: a sentence on what happened and where, and a hint on what to do.
 
     ``run`` is a bucket URL, ``version`` a policy version, ``key`` an object's key in the bucket.
+
+    Example::
+
+        raise InputError("there is no run here", hint="check the path", run=bucket.url)
     """
 
     exit_code = 1
@@ -28,8 +32,7 @@ class DeltawireError(Exception):
         self.key = key
 
     def __str__(self) -> str:
-        """One line, whatever the message was made of: names come out of buckets, and may hold what
-        a terminal would obey."""
+        """Format one line without control characters: names from buckets may hold escapes."""
         place = [
             f"{word} {value}"
             for word, value in (("run", self.run), ("version", self.version), ("key", self.key))
@@ -42,13 +45,13 @@ class DeltawireError(Exception):
 
 
 class RetryError(DeltawireError):
-    """The store did not answer, or not in time: the same call may succeed later."""
+    """The store did not answer in time: the same call may succeed later."""
 
     exit_code = 75
 
 
 class ResyncError(DeltawireError):
-    """What was read does not continue what the reader holds: plan again from the bucket."""
+    """The objects read do not continue what the reader holds: plan a new route from the bucket."""
 
     exit_code = 3
 
@@ -64,8 +67,10 @@ class InputError(DeltawireError):
 
 
 class StoppedError(InputError):
-    """What a run watches crossed a limit that its configuration stops at. Nothing is lost: look
-    why, then mend the cause or move the limit, and the same command goes on from there."""
+    """A run crossed a limit at which its configuration stops it.
+
+    Nothing is lost: fix the cause or change the limit, and the same command continues the run.
+    """
 
     exit_code = 7
 

@@ -1,7 +1,7 @@
-"""The run record: small typed events, appended as JSON lines, from which every view is made.
+"""Records of what a run's processes did: typed events in JSON lines, from which views are made.
 
-Each process appends to its own series of objects, so that no two writers ever meet. Times are
-seconds since the epoch; views that compare processes trust the machines' clocks to that extent.
+Each process appends to its own stream of objects, so no two writers share one. Times are seconds
+since the epoch; views that compare processes rely on the machines' clocks to that extent.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Life(_Event, tag="life", frozen=True, kw_only=True):
 
 
 class Span(_Event, tag="span", frozen=True, kw_only=True):
-    """What a process was doing from ``start`` to ``end``, in seconds since the epoch."""
+    """A process's activity from ``start`` to ``end``, in seconds since the epoch."""
 
     activity: Activity
     start: float
@@ -48,7 +48,7 @@ class Span(_Event, tag="span", frozen=True, kw_only=True):
 
 
 class FamilyCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Of one family of tasks: groups trained on and too old, and the tokens drawn in them."""
+    """Groups of one family of tasks, trained on and dropped as too old, with their tokens."""
 
     trained: int = 0
     trained_tokens: int = 0
@@ -64,8 +64,8 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     passed after the group's newest token was drawn; the rest passed while it was in flight.
     ``k3`` is the mean k3 estimate of the divergence between sampler and trainer, before the step,
     in nats a token. ``clipped`` and ``rejected`` are shares of the tokens, ``kl`` is the mean
-    penalty (`deltawire.train.loss.PolicyLoss`). ``loss``, ``grad_norm`` and ``kl`` are None where
-    they came out as no finite number; without a ``grad_norm`` the step moved no weight.
+    penalty (`deltawire.train.loss.PolicyLoss`). ``loss``, ``grad_norm`` and ``kl`` are None if
+    they were not finite; without a ``grad_norm`` the step changed no weight.
     """
 
     at: float
@@ -87,13 +87,13 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     kl: float | None = 0.0
     families: dict[str, FamilyCounts] = {}
     causes: dict[str, int] = {}
-    """Of the dropped groups."""
+    """Why groups were dropped, with counts."""
     failures: dict[str, int] = {}
-    """Causes of failed episodes in trained groups."""
+    """Why episodes of trained groups failed, with counts."""
 
 
 class Published(_Event, tag="published", frozen=True, kw_only=True):
-    """A version was committed. ``blocked_ms`` is how long the trainer stood still for it."""
+    """A version was committed; the trainer was paused for ``blocked_ms``."""
 
     at: float
     version: int
@@ -118,8 +118,10 @@ class Swapped(_Event, tag="swapped", frozen=True, kw_only=True):
 
 
 class Generated(_Event, tag="generated", frozen=True, kw_only=True):
-    """A worker stored a finished group. ``failed`` of its trajectories are not trained on, and
-    ``cause`` says why the first of them is not."""
+    """A worker stored a finished group; ``failed`` of its trajectories are not trained on.
+
+    ``cause`` is the reason of the first failure.
+    """
 
     at: float
     sequence: int
@@ -144,7 +146,7 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
 
 
 class Diverged(_Event, tag="diverged", frozen=True, kw_only=True):
-    """Reward and a probe have come apart in a family of tasks (``*`` for all together).
+    """Reward and a probe diverged in a family of tasks (``*`` for all together).
 
     ``reward``, ``value`` (the probe's) and ``excess`` are means over the ``groups`` seen so far;
     ``examples`` name rollouts as worker/sequence#episode.
@@ -163,8 +165,10 @@ class Diverged(_Event, tag="diverged", frozen=True, kw_only=True):
 
 
 class WarmStep(_Event, tag="warm_step", frozen=True, kw_only=True):
-    """Progress of the supervised warm start; ``accuracy`` is on its own validation problems, and
-    ``loss`` None where it came out as no finite number."""
+    """Progress of the supervised warm start; ``accuracy`` is on separate validation problems.
+
+    ``loss`` is None if it was not a finite number.
+    """
 
     at: float
     step: int
@@ -189,12 +193,12 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parity(_Event, tag="parity", frozen=True, kw_only=True):
-    """How far sampler and trainer agreed on the batch that made ``version``, or would have.
+    """The divergence of sampler and trainer on the batch that made ``version``, or would have.
 
     ``numeric`` is over tokens that the trained version itself drew, ``drift`` over all.
     ``flipped`` is the share of flipped expert choices in each expert layer. ``warnings`` and
-    ``stopped`` name the thresholds that were crossed, ``masked`` the sequences taken out of the
-    loss: worker, group and place in it.
+    ``stopped`` name the thresholds that were crossed, ``masked`` the sequences removed from the
+    loss: worker, group and index in it.
     """
 
     at: float
@@ -216,18 +220,17 @@ _decoder = msgspec.json.Decoder(Event)
 
 
 def known(value: float) -> float | None:
-    """A number as JSON has it, None for one that it has not: a line with such a one where a number
-    must stand could not be read."""
+    """Return the number, or None if JSON cannot hold it: such a line could not be read."""
     return value if math.isfinite(value) else None
 
 
 def encode_lines(events: Iterable[Event]) -> bytes:
-    """JSON lines, newline-terminated."""
+    """Encode events as newline-terminated JSON lines."""
     return b"".join(_encoder.encode(event) + b"\n" for event in events)
 
 
 def decode_lines(data: bytes) -> list[Event]:
-    """The events in ``data``; a line that is not one (a newer writer's, say) is passed over."""
+    """Decode the events in ``data``; lines that are none, such as a newer writer's, are skipped."""
     events: list[Event] = []
     for line in data.splitlines():
         if len(line) > MAX_LINE:
@@ -240,11 +243,17 @@ def decode_lines(data: bytes) -> list[Event]:
 
 
 class EventLog:
-    """Collects a process's events and hands them on in segments.
+    """Collects a process's events and stores them in segments.
 
-    ``put(number, data)`` stores one segment of JSON lines; it is called from whichever thread
-    records the event that fills a segment, or calls `flush`. If it raises `RetryError` the next
-    flush stores the same segment again, to the byte, before a new one; other errors pass through.
+    ``put(number, data)`` stores one segment of JSON lines, in the thread that records the event
+    that fills it or that calls `flush`. If it raises `RetryError`, the next flush stores the same
+    bytes again before a new segment; other errors pass through.
+
+    Example::
+
+        log = EventLog("trainer", lambda n, data: bucket.put(keys.events("trainer", n), data))
+        log.span("train", started)
+        log.flush()
     """
 
     def __init__(
@@ -266,14 +275,14 @@ class EventLog:
         self._lock = threading.RLock()
 
     def record(self, event: Event) -> None:
-        """Take an event; from time to time, store what has been taken."""
+        """Add an event, and flush if the last flush is ``every_s`` ago."""
         with self._lock:
             self._pending.append(event)
             if self.now() - self._flushed_at >= self._every_s:
                 self.flush()
 
     def span(self, activity: Activity, start: float, end: float | None = None) -> float:
-        """Record that ``activity`` ran from ``start`` until ``end`` (now); returns the end.
+        """Record that ``activity`` ran from ``start`` until ``end`` (now), and return the end.
 
         A span that continues the last pending one of the same activity is merged into it.
         """
@@ -289,9 +298,10 @@ class EventLog:
         return end
 
     def flush(self) -> None:
-        """Store what is pending as one segment.
+        """Store the pending events as one segment.
 
-        One whose put was not answered comes first, as it was: it may be stored, and read already.
+        A segment whose put was not answered is stored again first, unchanged: it may exist already,
+        and may have been read.
         """
         with self._lock:
             self._flushed_at = self.now()

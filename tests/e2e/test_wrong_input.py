@@ -208,14 +208,14 @@ def test_the_loops_commands_on_a_run_of_weights_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
     open_bucket(str(tmp_path)).put("run.json", _run_json({}))
-    assert "this run holds weights alone" in fail(capsys, command, str(tmp_path))
+    assert "this run holds only weights" in fail(capsys, command, str(tmp_path))
 
 
 def test_a_choice_that_is_none_names_those_there_are(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     config.write_text(TINY + '[train.loss]\nsurrogate = "poo"\n')
-    assert "one of ppo, cispo, gspo" in fail(capsys, "run", str(config), "--dry-run")
+    assert "did you mean ppo?" in fail(capsys, "run", str(config), "--dry-run")
     config.write_text(TINY + '[[train.loss.corrections]]\nlevel = "poo"\n')
     assert "one of token, sequence, geometric" in fail(capsys, "run", str(config), "--dry-run")
     config.write_text(TINY.replace("tiny", "a b"))
@@ -225,7 +225,7 @@ def test_a_choice_that_is_none_names_those_there_are(
 
 
 def test_a_configuration_without_an_end(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "at most a megabyte" in fail(capsys, "run", "/dev/zero", "--dry-run")
+    assert "may have 1 MiB" in fail(capsys, "run", "/dev/zero", "--dry-run")
 
 
 def test_a_warm_start_takes_nobodys_directory_away(

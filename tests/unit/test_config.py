@@ -55,7 +55,7 @@ def test_the_tables_were_found():
     assert neither == {
         "task.options",
         "train.dropout",
-        "train.folds",
+        "train.compaction",
         "train.loss.clip_high",
         "train.loss.clip_low",
         "train.loss.corrections",
@@ -165,9 +165,9 @@ OTHER = {
 """What a key is changed to where its default says too little."""
 
 
-# An anchor of its own goes with other keys; `SENSIBLE` has it.
+# Another ratio_base needs other keys; `SENSIBLE` has it.
 @pytest.mark.parametrize(
-    "dotted", sorted(DEFAULTS.keys() - {"model.build.family", "train.loss.anchor"})
+    "dotted", sorted(DEFAULTS.keys() - {"model.build.family", "train.loss.ratio_base"})
 )
 def test_round_trip_with_every_key_changed(dotted):
     default = DEFAULTS[dotted]
@@ -243,7 +243,7 @@ def test_a_file_beyond_the_limit(tmp_path):
     path.write_bytes(start + b" " * (MAX_CONFIG_BYTES - len(start)))
     assert load_config(path).name == "run"
     path.write_bytes(start + b" " * (MAX_CONFIG_BYTES - len(start) + 1))
-    with pytest.raises(InputError, match="at most a megabyte"):
+    with pytest.raises(InputError, match="may have 1 MiB"):
         load_config(path)
 
 
@@ -257,13 +257,13 @@ def test_a_file_without_a_model(tmp_path):
 CONTRADICTIONS = {
     "twice": ({"corrections": [{}]}, 2, "again"),
     "twice, bounded": ({"surrogate": "cispo", "corrections": [{"action": "mask"}]}, 0, "again"),
-    "two weights": ({"anchor": "old", "corrections": [{}, {"level": "sequence"}]}, 2, "twice"),
-    "deep": ({"anchor": "old"}, 2, "2 versions old"),
+    "two weights": ({"ratio_base": "old", "corrections": [{}, {"level": "sequence"}]}, 2, "twice"),
+    "deep": ({"ratio_base": "old"}, 2, "2 versions old"),
     "deep without a ratio": ({"surrogate": "reinforce"}, 5, "5 versions old"),
-    "bounds": ({"anchor": "old", "corrections": [{"low": 3.0}]}, 2, "low is not below high"),
-    "nothing": ({"anchor": "old", "corrections": [{"weigh": False}]}, 2, "nothing to truncate"),
+    "bounds": ({"ratio_base": "old", "corrections": [{"low": 3.0}]}, 2, "low is not below high"),
+    "nothing": ({"ratio_base": "old", "corrections": [{"weigh": False}]}, 2, "nothing to truncate"),
     "no bound": (
-        {"anchor": "old", "corrections": [{"low": 0.5}]},
+        {"ratio_base": "old", "corrections": [{"low": 0.5}]},
         2,
         "truncate has no lower bound",
     ),
@@ -274,17 +274,17 @@ CONTRADICTIONS = {
     "unknown": ({"surrogate": "gpso"}, 0, "there is no surrogate 'gpso'"),
 }
 SENSIBLE = {
-    "TIS": ({"anchor": "old", "corrections": [{}]}, 8),
+    "TIS": ({"ratio_base": "old", "corrections": [{}]}, 8),
     "PPO": ({}, 8),
     "rejection beside the anchor": (
         {"corrections": [{"level": "geometric", "action": "mask", "low": 0.9, "weigh": False}]},
         8,
     ),
     "rejection beside a weight": (
-        {"anchor": "old", "corrections": [{}, {"action": "mask", "weigh": False}]},
+        {"ratio_base": "old", "corrections": [{}, {"action": "mask", "weigh": False}]},
         8,
     ),
-    "one step behind": ({"anchor": "old"}, 1),
+    "one step behind": ({"ratio_base": "old"}, 1),
     "truncated REINFORCE": ({"surrogate": "reinforce", "corrections": [{"high": 1.02}]}, 8),
     "CISPO, free below": ({"surrogate": "cispo", "clip_low": 2.0}, 4),
 }
@@ -317,7 +317,7 @@ def test_bounds_default_to_those_of_the_surrogate(surrogate, bounds):
     assert LossConfig(surrogate=surrogate, clip_low=0.5).clip_bounds == (0.5, bounds[1])
 
 
-TIS = {"anchor": "old", "corrections": [{}]}
+TIS = {"ratio_base": "old", "corrections": [{}]}
 IMPOSSIBLE = {
     "a window at 0": ({"staleness": {"policy": "windowed_fifo"}, "max_staleness": 0}, "= 0"),
     "requeue at 0": (
@@ -326,7 +326,7 @@ IMPOSSIBLE = {
     ),
     "requeue anchored on the sampler": ({"staleness": {"policy": "requeue"}}, "too old"),
     "requeue without a correction": (
-        {"staleness": {"policy": "requeue"}, "loss": {"anchor": "old"}},
+        {"staleness": {"policy": "requeue"}, "loss": {"ratio_base": "old"}},
         "too old",
     ),
     "requeue younger than fresh": (
@@ -337,7 +337,7 @@ IMPOSSIBLE = {
         {
             "staleness": {"policy": "windowed_fifo"},
             "max_staleness": 1,
-            "loss": {"anchor": "old"},
+            "loss": {"ratio_base": "old"},
         },
         "2 versions old",
     ),

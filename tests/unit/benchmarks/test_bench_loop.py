@@ -20,7 +20,7 @@ POLICIES = ["strict", "windowed_fifo", "requeue"]
 
 
 def train(policy, staleness=4, groups=16):
-    loss = LossConfig(anchor="old", corrections=[CorrectionConfig()])
+    loss = LossConfig(ratio_base="old", corrections=[CorrectionConfig()])
     return TrainConfig(
         groups_per_step=groups,
         max_staleness=staleness,

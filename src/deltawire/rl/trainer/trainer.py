@@ -117,7 +117,7 @@ class Trainer:
             head,
             epoch=epoch,
             anchor_every=config.train.anchor_every,
-            compaction_strides=COMPACTION_STRIDES if config.train.folds else (),
+            compaction_strides=COMPACTION_STRIDES if config.train.compaction else (),
             on_commit=self._on_commit,
         )
         self._saved = -1

@@ -45,7 +45,7 @@ def policy_loss(config: LossConfig, inputs: LossInputs, totals: Totals) -> Polic
     The anchor is the one that ``config`` names. Raises `InputError` if a penalty is configured and
     ``inputs`` holds no reference log-probabilities.
     """
-    inputs = replace(inputs, anchor=config.anchor)
+    inputs = replace(inputs, anchor=config.ratio_base)
     bounds = ClipBounds(*config.clip_bounds, config.dual_clip)
     surrogate = surrogate_named(config.surrogate)(inputs, bounds)
     weights = correction_weights(inputs, config.corrections)

@@ -72,7 +72,7 @@ class Simulation:
             groups_per_step=self.groups_per_step,
             max_staleness=self.staleness,
             staleness=StalenessConfig(policy=self.policy),
-            loss=LossConfig(anchor="old", corrections=[CorrectionConfig()]),
+            loss=LossConfig(ratio_base="old", corrections=[CorrectionConfig()]),
         )
         assert train.contradiction() is None
         self.config = RunConfig(name="simulated", train=train)

@@ -397,7 +397,7 @@ def test_what_a_correction_rejects_leaves_the_rest_as_it_was():
         grads = []
         for corrections in ([], [band]):
             config = LossConfig(
-                anchor="old",
+                ratio_base="old",
                 surrogate="reinforce",
                 aggregation=aggregation,
                 corrections=corrections,
@@ -414,7 +414,7 @@ def test_what_a_correction_rejects_leaves_the_rest_as_it_was():
 
 def test_what_is_kept_out_stays_in_the_denominators():
     ours = torch.full((2, 2), -1.0)
-    config = LossConfig(surrogate="reinforce", anchor="old")
+    config = LossConfig(surrogate="reinforce", ratio_base="old")
     inputs = LossInputs(ours, ours, torch.ones(2), torch.ones(2, 2), torch.arange(2))
     totals = Totals(tokens=4.0, sequences=2, horizon=2)
     whole = policy_loss(config, inputs, totals)
