@@ -1,36 +1,17 @@
-"""Reads and checks a run's configuration, a TOML file, before anything starts.
-
-Every key has a default that suits a small run on one machine. Unknown keys are refused by name,
-with the nearest valid one.
-
-Example::
-
-    config = load_config(Path("examples/demo.toml"))
-    config.train.max_staleness
-"""
+"""The sections of a run's configuration: one struct a table, with defaults and limits."""
 
 from __future__ import annotations
 
 import difflib
-import json
-import re
-import tomllib
-from pathlib import Path
 from typing import (
     Annotated,
     Any,
     Literal,
     NamedTuple,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
 )
 
 import msgspec
 from msgspec import Meta
-
-from deltawire.errors import InputError
 
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
@@ -41,11 +22,11 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 OnFull = Literal["end", "drop", "summary"]
 
 
-class _Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """A table of the file."""
 
 
-class BuildConfig(_Section, frozen=True, kw_only=True):
+class BuildConfig(Section, frozen=True, kw_only=True):
     """An architecture to build with random weights and a byte tokenizer."""
 
     family: Literal["qwen3", "qwen3_moe"] = "qwen3"
@@ -62,14 +43,14 @@ class BuildConfig(_Section, frozen=True, kw_only=True):
     context: Count = 512
 
 
-class ModelConfig(_Section, frozen=True, kw_only=True):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """The source of version 0: a Hugging Face directory, or an architecture to build."""
 
     path: str = ""
     build: BuildConfig | None = None
 
 
-class TaskConfig(_Section, frozen=True, kw_only=True):
+class TaskConfig(Section, frozen=True, kw_only=True):
     """The source of tasks: an environment by its name, and its ``options``."""
 
     environment: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}\Z")] = "reasoning_gym"
@@ -87,7 +68,7 @@ class TaskConfig(_Section, frozen=True, kw_only=True):
     """Number of problems that are evaluated on and never trained on."""
 
 
-class WarmStartConfig(_Section, frozen=True, kw_only=True):
+class WarmStartConfig(Section, frozen=True, kw_only=True):
     """Supervised steps on the task's question and answer pairs, before version 0."""
 
     max_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
@@ -98,7 +79,7 @@ class WarmStartConfig(_Section, frozen=True, kw_only=True):
     batch: Count = 48
 
 
-class RolloutConfig(_Section, frozen=True, kw_only=True):
+class RolloutConfig(Section, frozen=True, kw_only=True):
     """Rollout workers: how many ``deltawire run`` starts, and how each samples."""
 
     workers: Annotated[int, Meta(ge=0, le=1024)] = 2
@@ -137,7 +118,7 @@ class RolloutConfig(_Section, frozen=True, kw_only=True):
     """Precision of the engine. The trainer computes in float32."""
 
 
-class CorrectionConfig(_Section, frozen=True, kw_only=True):
+class CorrectionConfig(Section, frozen=True, kw_only=True):
     """One off-policy correction by the ratio w = old / sampler
     (`deltawire.train.loss.correction_weights`)."""
 
@@ -178,7 +159,7 @@ SURROGATES = {
 """The surrogates that ``train.loss.surrogate`` may name: one line each, and one module each."""
 
 
-class LossConfig(_Section, frozen=True, kw_only=True):
+class LossConfig(Section, frozen=True, kw_only=True):
     """The parts of the loss, each by name (`deltawire.train.loss`)."""
 
     advantage: Literal["group_mean", "group_std", "leave_one_out"] = "group_std"
@@ -264,7 +245,7 @@ UNCORRECTED_STALENESS = 1
 within PPO's bounds for almost every token; older groups need a correction."""
 
 
-class StalenessConfig(_Section, frozen=True, kw_only=True):
+class StalenessConfig(Section, frozen=True, kw_only=True):
     """The policy for groups that finish late (`deltawire.rl.control.staleness`)."""
 
     policy: Literal["strict", "windowed_fifo", "requeue"] = "strict"
@@ -276,7 +257,7 @@ class StalenessConfig(_Section, frozen=True, kw_only=True):
     """``requeue``: largest age of a group; 0 is four times max_staleness."""
 
 
-class TrainConfig(_Section, frozen=True, kw_only=True):
+class TrainConfig(Section, frozen=True, kw_only=True):
     """The trainer: how many versions it makes, with which optimizer, how far off-policy."""
 
     versions: Count = 100
@@ -334,7 +315,7 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
         return self.loss.contradiction(self.largest_age)
 
 
-class EvaluateConfig(_Section, frozen=True, kw_only=True):
+class EvaluateConfig(Section, frozen=True, kw_only=True):
     """Held-out accuracy at version 0, every so many versions, and at the last.
 
     It is the share of correct answers among ``samples`` for each problem, drawn at the rollout's
@@ -352,7 +333,7 @@ NO_LIMIT = 1e9
 Limit = Annotated[float, Meta(ge=0, le=NO_LIMIT)]
 
 
-class ParityLimits(_Section, frozen=True, kw_only=True):
+class ParityLimits(Section, frozen=True, kw_only=True):
     """Thresholds of the divergence between sampler and trainer; a default never triggers.
 
     The first six apply to tokens that the trained version itself drew, after a prefix that it drew:
@@ -383,7 +364,7 @@ class WarnLimits(ParityLimits, frozen=True, kw_only=True):
     drift_effective_share: Fraction = 0.3
 
 
-class ParityConfig(_Section, frozen=True, kw_only=True):
+class ParityConfig(Section, frozen=True, kw_only=True):
     """Actions on a divergence between sampler and trainer, and the handling of expert choices.
 
     ``warn`` and ``stop`` apply to a batch, ``mask`` removes single sequences from the loss. A batch
@@ -404,7 +385,7 @@ class ParityConfig(_Section, frozen=True, kw_only=True):
     weakest score among its own choices; 0 replays all of them."""
 
 
-class FaultsConfig(_Section, frozen=True, kw_only=True):
+class FaultsConfig(Section, frozen=True, kw_only=True):
     """Limits after which a supervisor replaces a process
     (`deltawire.runtime.supervisor` derives the bounds)."""
 
@@ -416,7 +397,7 @@ class FaultsConfig(_Section, frozen=True, kw_only=True):
     """The longest time of any activity, and the limit of the first long one, such as loading."""
 
 
-class ProbesConfig(_Section, frozen=True, kw_only=True):
+class ProbesConfig(Section, frozen=True, kw_only=True):
     """Probes: an environment's checks that the reward does not see, and the action when reward and
     probe diverge (`deltawire.reward_monitor`)."""
 
@@ -432,7 +413,7 @@ class ProbesConfig(_Section, frozen=True, kw_only=True):
     """The share of a flagged family's groups that ``downweight`` still trains on."""
 
 
-class RunConfig(_Section, frozen=True, kw_only=True):
+class RunConfig(Section, frozen=True, kw_only=True):
     """The whole configuration. ``threads`` is for each process's tensor library."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
@@ -447,157 +428,3 @@ class RunConfig(_Section, frozen=True, kw_only=True):
     probes: ProbesConfig = ProbesConfig()
     parity: ParityConfig = ParityConfig()
     faults: FaultsConfig = FaultsConfig()
-
-
-T = TypeVar("T", bound=msgspec.Struct)
-
-MAX_CONFIG_BYTES = 1 << 20
-
-RESUMABLE = frozenset(
-    {
-        "train.versions",
-        "rollout.workers",
-        "evaluate.every",
-        "probes.action",
-        "probes.keep",
-        "threads",
-        "faults.silence_s",
-        "faults.stall_s",
-        "faults.long_s",
-    }
-    | {
-        f"parity.{action}.{name}"
-        for action in ("warn", "stop")
-        for name in get_type_hints(ParityLimits)
-    }
-)
-"""Keys that may differ when a run is continued; any other change would make it another run."""
-
-
-def load_config(path: Path) -> RunConfig:
-    """Read and check a TOML file, or a JSON file with the same keys if its name ends in .json.
-
-    Raises `InputError` naming the file, the key and the nearest valid key.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise InputError(
-            f"cannot read the configuration {path}: {error.strerror or error}",
-            hint="give the path of a TOML file, such as examples/demo.toml",
-        ) from error
-    if len(data) > MAX_CONFIG_BYTES:
-        raise InputError(f"{path} is too large: a configuration may have 1 MiB")
-    try:
-        text = data.decode()
-        raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise InputError(f"{path} is not {kind}: {error}") from error
-    if not isinstance(raw, dict):
-        raise InputError(f"{path} is not a table of keys")
-    config = parse_config(raw, source=str(path))
-    if not config.model.path and config.model.build is None:
-        raise InputError(
-            f"{path} names no model",
-            hint="set model.path to a Hugging Face directory, or add a [model.build] section",
-        )
-    return config
-
-
-def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
-    """Turn plain values into a `RunConfig`; raises `InputError` as `load_config` does."""
-    _refuse_unknown(raw, RunConfig, "", source)
-    try:
-        config = msgspec.convert(raw, RunConfig)
-    except msgspec.ValidationError as error:
-        text = str(error).replace("`$.", "`")
-        raise InputError(f"{source}: {text}", hint=_hint_for(text)) from error
-    if found := config.train.contradiction():
-        raise InputError(f"{source}: train: {found[0]}", hint=found[1])
-    if config.task.environment == "reasoning_gym" and "{question}" not in config.task.prompt:
-        raise InputError(f"{source}: task.prompt must contain {{question}}")
-    rollout = config.rollout
-    if rollout.on_full == "summary" and rollout.summary_tokens >= rollout.context:
-        raise InputError(
-            f"{source}: rollout.summary_tokens {rollout.summary_tokens} do not fit into "
-            f"rollout.context {rollout.context}"
-        )
-    if rollout.engine == "vllm" and config.parity.routes != "off":
-        raise InputError(
-            f"{source}: rollout.engine vllm does not report expert choices",
-            hint='set parity.routes = "off", or rollout.engine = "transformers"',
-        )
-    return config
-
-
-def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
-    """Parse the configuration that a run at ``url`` carries.
-
-    Raises `InputError` as `load_config` does, and for a run without a configuration.
-    """
-    if not raw:
-        raise InputError(
-            "this run holds only weights: it was not made by deltawire run",
-            hint="use log, status, pull, relay, serve, export or fsck",
-            run=url,
-        )
-    return parse_config(raw, source=f"{url}/run.json")
-
-
-def _hint_for(text: str) -> str:
-    """Suggest a valid value for msgspec's error; empty if the error already does."""
-    if text.startswith("Object missing required field `name`"):
-        return 'give the run a name, such as name = "mine"'
-    place = re.search(r"at `([^`]+)`", text)
-    if place is None:
-        return ""
-    if "matching regex" in text:
-        return "use at most 64 letters, digits, -, _ and .; a letter or digit comes first"
-    kind: Any = RunConfig
-    for name in re.sub(r"\[[^]]*\]", "", place[1]).split("."):
-        kinds = [option for option in (kind, *get_args(kind)) if isinstance(option, type)]
-        sections = [option for option in kinds if issubclass(option, _Section)]
-        if not sections or name not in (hints := get_type_hints(sections[0])):
-            return ""
-        kind = hints[name]
-    return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
-
-
-def _refuse_unknown(raw: dict[str, Any], kind: type[Any], prefix: str, source: str) -> None:
-    hints = get_type_hints(kind)
-    for key, value in raw.items():
-        if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
-            hint = (
-                f"did you mean {prefix}{near[0]}?"
-                if near
-                else (f"valid keys here: {', '.join(sorted(hints))}")
-            )
-            raise InputError(f"{source}: unknown key {prefix}{key}", hint=hint)
-        for option in (hints[key], *getattr(hints[key], "__args__", ())):
-            if not (isinstance(option, type) and issubclass(option, _Section)):
-                continue
-            for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, dict):
-                    _refuse_unknown(item, option, f"{prefix}{key}.", source)
-
-
-def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
-    """Flatten a configuration to dotted keys and plain values."""
-    flat: dict[str, Any] = {}
-    for name in config.__struct_fields__:
-        value = getattr(config, name)
-        if isinstance(value, msgspec.Struct):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = msgspec.to_builtins(value)
-    return flat
-
-
-def differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
-    """List the dotted keys, outside `RESUMABLE`, in which two configurations differ."""
-    left, right = flatten(ours), flatten(theirs)
-    keys = (left.keys() | right.keys()) - RESUMABLE
-    return sorted(key for key in keys if left.get(key) != right.get(key))

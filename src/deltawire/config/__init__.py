@@ -1,0 +1,72 @@
+"""A run's configuration: its sections with their defaults, and the file they are read from.
+
+Every key has a default that suits a small run on one machine. Unknown keys are refused by name,
+with the nearest valid one.
+
+Example::
+
+    config = load_config(Path("examples/demo.toml"))
+    config.train.max_staleness
+"""
+
+from deltawire.config.parsing import (
+    MAX_CONFIG_BYTES,
+    RESUMABLE,
+    differences,
+    flatten,
+    load_config,
+    parse_config,
+    run_config,
+)
+from deltawire.config.sections import (
+    SURROGATES,
+    UNCORRECTED_STALENESS,
+    BuildConfig,
+    CorrectionConfig,
+    EvaluateConfig,
+    FaultsConfig,
+    LossConfig,
+    ModelConfig,
+    OnFull,
+    ParityConfig,
+    ParityLimits,
+    ProbesConfig,
+    RolloutConfig,
+    RunConfig,
+    StalenessConfig,
+    SurrogateTraits,
+    TaskConfig,
+    TrainConfig,
+    WarmStartConfig,
+    WarnLimits,
+)
+
+__all__ = [
+    "MAX_CONFIG_BYTES",
+    "RESUMABLE",
+    "SURROGATES",
+    "UNCORRECTED_STALENESS",
+    "BuildConfig",
+    "CorrectionConfig",
+    "EvaluateConfig",
+    "FaultsConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OnFull",
+    "ParityConfig",
+    "ParityLimits",
+    "ProbesConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "StalenessConfig",
+    "SurrogateTraits",
+    "TaskConfig",
+    "TrainConfig",
+    "WarmStartConfig",
+    "WarnLimits",
+    "differences",
+    "flatten",
+    "load_config",
+    "parse_config",
+    "run_config",
+]

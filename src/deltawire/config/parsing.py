@@ -1,0 +1,166 @@
+"""Reads and checks a run's configuration, a TOML file, before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from deltawire.config.sections import ParityLimits, RunConfig, Section
+from deltawire.errors import InputError
+
+MAX_CONFIG_BYTES = 1 << 20
+
+RESUMABLE = frozenset(
+    {
+        "train.versions",
+        "rollout.workers",
+        "evaluate.every",
+        "probes.action",
+        "probes.keep",
+        "threads",
+        "faults.silence_s",
+        "faults.stall_s",
+        "faults.long_s",
+    }
+    | {
+        f"parity.{action}.{name}"
+        for action in ("warn", "stop")
+        for name in get_type_hints(ParityLimits)
+    }
+)
+"""Keys that may differ when a run is continued; any other change would make it another run."""
+
+
+def load_config(path: Path) -> RunConfig:
+    """Read and check a TOML file, or a JSON file with the same keys if its name ends in .json.
+
+    Raises `InputError` naming the file, the key and the nearest valid key.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise InputError(
+            f"cannot read the configuration {path}: {error.strerror or error}",
+            hint="give the path of a TOML file, such as examples/demo.toml",
+        ) from error
+    if len(data) > MAX_CONFIG_BYTES:
+        raise InputError(f"{path} is too large: a configuration may have 1 MiB")
+    try:
+        text = data.decode()
+        raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise InputError(f"{path} is not {kind}: {error}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} is not a table of keys")
+    config = parse_config(raw, source=str(path))
+    if not config.model.path and config.model.build is None:
+        raise InputError(
+            f"{path} names no model",
+            hint="set model.path to a Hugging Face directory, or add a [model.build] section",
+        )
+    return config
+
+
+def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
+    """Turn plain values into a `RunConfig`; raises `InputError` as `load_config` does."""
+    _refuse_unknown(raw, RunConfig, "", source)
+    try:
+        config = msgspec.convert(raw, RunConfig)
+    except msgspec.ValidationError as error:
+        text = str(error).replace("`$.", "`")
+        raise InputError(f"{source}: {text}", hint=_hint_for(text)) from error
+    if found := config.train.contradiction():
+        raise InputError(f"{source}: train: {found[0]}", hint=found[1])
+    if config.task.environment == "reasoning_gym" and "{question}" not in config.task.prompt:
+        raise InputError(f"{source}: task.prompt must contain {{question}}")
+    rollout = config.rollout
+    if rollout.on_full == "summary" and rollout.summary_tokens >= rollout.context:
+        raise InputError(
+            f"{source}: rollout.summary_tokens {rollout.summary_tokens} do not fit into "
+            f"rollout.context {rollout.context}"
+        )
+    if rollout.engine == "vllm" and config.parity.routes != "off":
+        raise InputError(
+            f"{source}: rollout.engine vllm does not report expert choices",
+            hint='set parity.routes = "off", or rollout.engine = "transformers"',
+        )
+    return config
+
+
+def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
+    """Parse the configuration that a run at ``url`` carries.
+
+    Raises `InputError` as `load_config` does, and for a run without a configuration.
+    """
+    if not raw:
+        raise InputError(
+            "this run holds only weights: it was not made by deltawire run",
+            hint="use log, status, pull, relay, serve, export or fsck",
+            run=url,
+        )
+    return parse_config(raw, source=f"{url}/run.json")
+
+
+def _hint_for(text: str) -> str:
+    """Suggest a valid value for msgspec's error; empty if the error already does."""
+    if text.startswith("Object missing required field `name`"):
+        return 'give the run a name, such as name = "mine"'
+    place = re.search(r"at `([^`]+)`", text)
+    if place is None:
+        return ""
+    if "matching regex" in text:
+        return "use at most 64 letters, digits, -, _ and .; a letter or digit comes first"
+    kind: Any = RunConfig
+    for name in re.sub(r"\[[^]]*\]", "", place[1]).split("."):
+        kinds = [option for option in (kind, *get_args(kind)) if isinstance(option, type)]
+        sections = [option for option in kinds if issubclass(option, Section)]
+        if not sections or name not in (hints := get_type_hints(sections[0])):
+            return ""
+        kind = hints[name]
+    return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+
+
+def _refuse_unknown(raw: dict[str, Any], kind: type[Any], prefix: str, source: str) -> None:
+    hints = get_type_hints(kind)
+    for key, value in raw.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
+            hint = (
+                f"did you mean {prefix}{near[0]}?"
+                if near
+                else (f"valid keys here: {', '.join(sorted(hints))}")
+            )
+            raise InputError(f"{source}: unknown key {prefix}{key}", hint=hint)
+        for option in (hints[key], *getattr(hints[key], "__args__", ())):
+            if not (isinstance(option, type) and issubclass(option, Section)):
+                continue
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, dict):
+                    _refuse_unknown(item, option, f"{prefix}{key}.", source)
+
+
+def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
+    """Flatten a configuration to dotted keys and plain values."""
+    flat: dict[str, Any] = {}
+    for name in config.__struct_fields__:
+        value = getattr(config, name)
+        if isinstance(value, msgspec.Struct):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = msgspec.to_builtins(value)
+    return flat
+
+
+def differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
+    """List the dotted keys, outside `RESUMABLE`, in which two configurations differ."""
+    left, right = flatten(ours), flatten(theirs)
+    keys = (left.keys() | right.keys()) - RESUMABLE
+    return sorted(key for key in keys if left.get(key) != right.get(key))
