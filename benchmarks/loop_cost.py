@@ -30,7 +30,7 @@ from deltawire.train.batch import collate
 from deltawire.train.build import byte_tokenizer
 from deltawire.train.step import batch_loss, totals_of
 from deltawire.wire import keys
-from deltawire.wire.ledger import CommitMetadata, Ledger
+from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
 from deltawire.wire.rollouts import encode_group
 
 WORKER = "w0"
@@ -132,7 +132,7 @@ class _NullTrainer:
     def step(self, version: int) -> None:
         """From the look into the bucket to the credits that follow."""
         self._pool.poll([WORKER])
-        batch = self._pool.take(self._desk.staleness, version=version, alive={WORKER})
+        batch = self._pool.next_batch(self._desk.staleness, version=version, alive={WORKER})
         self._desk.observe(self._pool, {WORKER})
         self._desk.write()
         if batch is None:
@@ -141,9 +141,13 @@ class _NullTrainer:
         consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
         hashes = [pooled.hash for pooled in batch.taken]
         metadata = CommitMetadata(
-            step=version + 1, consumed=consumed, dropped=batch.dropped, hashes=hashes, threads=1
+            step=version + 1,
+            consumed=consumed,
+            dropped=ranges_of(batch.dropped),
+            hashes=hashes,
+            threads=1,
         )
-        metadata.plain()
+        metadata.to_dict()
         self._desk.expect(version + 1, metadata)
         settle(self._ledger, metadata)
         self._desk.committed(version + 1, "")

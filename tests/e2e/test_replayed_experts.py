@@ -22,7 +22,7 @@ from deltawire.export.models import empty_model, fetch_model_files, save_model
 from deltawire.parity import divergence
 from deltawire.parity.router_replay import replay_of
 from deltawire.placement.live import LiveWeights
-from deltawire.rl.control.rollout_buffer import RolloutBuffer
+from deltawire.rl.control.rollout_buffer import read_consumed
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import load_mirror, read_manifest, read_run
 from deltawire.train.batch import collate
@@ -30,7 +30,7 @@ from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.policy import token_logprobs
 from deltawire.train.warm_start import warm_start
 from deltawire.wire import keys
-from deltawire.wire.ledger import CommitMetadata, Ledger
+from deltawire.wire.ledger import CommitMetadata
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -81,9 +81,7 @@ def measure(bucket: Bucket, version: int, mode: str) -> tuple[float, int, int]:
         model = empty_model(Path(folder)).eval()
     LiveWeights(model, run.tensors).load(mirror)
     metadata = msgspec.convert(manifest.metadata, CommitMetadata)
-    batch = collate(
-        [pooled.group for pooled in RolloutBuffer(bucket, Ledger(), limit=1).fetch(metadata)]
-    )
+    batch = collate([pooled.group for pooled in read_consumed(bucket, metadata)])
     replay = replay_of(model, msgspec.convert({"routes": mode}, ParityConfig))
     assert replay is not None
     with torch.no_grad():

@@ -70,7 +70,7 @@ class Watcher:
         self.console = console
         self._tail = EventTail(bucket)
         self._probes = ProbeTail(bucket)
-        self._feed = EventFeed(self._tail, every_s=TICK_S, beside=self._probes.read)
+        self._feed = EventFeed(self._tail, every_s=TICK_S, each_round=self._probes.read)
         self._sessions: list[tuple[float, float]] = []
         self._printed_at = 0.0
         self._line = ""
@@ -84,7 +84,7 @@ class Watcher:
 
     def tick(self) -> None:
         """Show new events, then sleep for `TICK_S`."""
-        self._add(self._feed.take())
+        self._add(self._feed.poll())
         if self.live is not None:
             self.live.update(self.view.render(self.state), refresh=True)
         elif time.monotonic() - self._printed_at >= LINE_EVERY_S:
@@ -103,7 +103,7 @@ class Watcher:
     def close(self) -> None:
         """Stop the background thread and add the events it still had."""
         self._feed.close()
-        self._add(self._feed.take())
+        self._add(self._feed.poll())
 
     def read(self) -> None:
         """Read all events and the probes now, in the caller's thread."""

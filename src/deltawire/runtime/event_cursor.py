@@ -1,15 +1,14 @@
-"""Where each series of a run's events goes on, so that who follows one asks for what is new alone.
+"""Cursors into event streams, so that readers fetch only new segments.
 
-A reader relies on what docs/FORMAT.md says of events: a series has one writer, which numbers its
-segments from 0 without a gap, begins none before the one ahead of it is stored, and never changes
-one. The key of the next segment is therefore known, and that it is not there says that there is
-nothing new yet; the newest one is found by doubling and halving, in 2 log n questions.
+A reader relies on the rules of docs/FORMAT.md: a stream has one writer, which numbers its segments
+from 0 without gaps, starts none before the previous one is stored, and never changes one. The key
+of the next segment is therefore known, and a missing object means that there is nothing new. The
+newest segment is found with doubling and halving steps, in 2 log n requests.
 
-What is not relied on: that a segment stays. Somebody's rule may delete old ones, under a reader or
-before there is one. Then there is no next segment for ever, which looks like a writer that says
-nothing, so a series that was quiet for `QUIET_S` is listed behind the last segment read. A writer
-that was quiet for q is asked after every q/8, at most `LONGEST_S`: of processes that ended long
-ago there may be thousands.
+A reader does not rely on old segments staying: retention may delete them, before or while they are
+read. The next segment then never appears, as if the writer were quiet, so a stream that was quiet
+for `QUIET_S` is listed after the last segment read. Streams of processes that are gone are moved to
+archives (`deltawire.runtime.event_archive`), so a look costs what the living processes cost.
 """
 
 from __future__ import annotations
@@ -26,33 +25,29 @@ from deltawire.wire import keys
 Found = TypeVar("Found")
 
 QUIET_S = 60.0
-QUIET_SHARE = 8.0
-LONGEST_S = 3600.0
-PATIENCE = 20.0
-"""A listing is asked for again after so many times as long as it took: a twentieth of the time."""
+LISTING_PAUSE = 20.0
+"""A listing is repeated after this many times its own duration: a twentieth of the time."""
 
 
 @dataclass
-class Place:
-    """Where a reader stands in one series: the number of the segment that it reads next."""
+class Cursor:
+    """The position of a reader in one stream: the number of the segment that it reads next."""
 
-    series: str
+    stream: str
     next: int = 0
-    heard_at: float = 0.0
-    due_at: float = float("-inf")
-    met: bool = False
-    """Whether any segment was found."""
+    gap_due_at: float = float("-inf")
+    """When to check for a gap again."""
 
     @property
     def key(self) -> str:
         """The next segment's key."""
-        return keys.events(self.series, self.next)
+        return keys.events(self.stream, self.next)
 
 
-class Places:
-    """A reader's places in all series of a run.
+class Cursors:
+    """The positions of a reader in all streams of a run.
 
-    New series are looked for among their names alone, at most every ``names_every_s``.
+    Names of streams are listed at most every ``names_every_s``.
     """
 
     def __init__(
@@ -65,96 +60,102 @@ class Places:
         self._bucket = bucket
         self._every_s = names_every_s
         self._clock = clock
-        self._known: dict[str, Place] = {}
+        self._active: dict[str, Cursor] = {}
+        self._read: dict[str, int] = {}
         self._names_due_at = float("-inf")
 
-    def new_names(self, *, everything: bool = False) -> list[str]:
-        """Series that `add` was not told of yet."""
+    def refresh(self, *, everything: bool = False) -> list[str]:
+        """List the streams, if it is time to; return those that `add` was not called for yet.
+
+        Cursors of streams that are gone become inactive.
+        """
         now = self._clock()
         if now < self._names_due_at and not everything:
             return []
-        found = self._bucket.list_prefixes(keys.EVENTS)
+        found = {name for name in self._bucket.list_prefixes(keys.EVENTS) if keys.valid_name(name)}
         took = self._clock() - now
-        self._names_due_at = now + max(self._every_s, PATIENCE * took)
-        return [name for name in found if name not in self._known and keys.valid_name(name)]
+        self._names_due_at = now + max(self._every_s, LISTING_PAUSE * took)
+        self._active = {name: one for name, one in self._active.items() if name in found}
+        return sorted(found - self._active.keys())
 
-    def add(self, series: str, *, number: int = 0, quiet_s: float = 0.0) -> None:
-        """Follow a series from this number on; it was quiet for ``quiet_s`` already."""
-        now = self._clock()
-        place = Place(series, number, heard_at=now - quiet_s, met=number > 0)
-        place.due_at = now + _rest_s(quiet_s)
-        self._known[series] = place
+    def add(self, stream: str, *, number: int = 0) -> None:
+        """Follow a stream from this number on, or from where it was read to before."""
+        number = max(number, self._read.get(stream, 0))
+        # A stream of which nothing was read yet may begin with a gap.
+        gap_due_at = self._clock() + QUIET_S if number else float("-inf")
+        self._active[stream] = Cursor(stream, number, gap_due_at)
 
-    def due(self, *, everything: bool = False) -> list[Place]:
-        """Those to be asked for their next segment now."""
-        now = self._clock()
-        return [place for place in self._known.values() if everything or place.due_at <= now]
+    @property
+    def active(self) -> list[Cursor]:
+        """The cursors of all streams that exist."""
+        return list(self._active.values())
 
-    def advance(self, place: Place) -> None:
-        """A place's next segment was read, or cannot be."""
-        place.next += 1
-        place.met = True
-        place.heard_at = self._clock()
+    def position(self, stream: str) -> int:
+        """The number of the segment that is read next in a stream, active or not."""
+        return self._read.get(stream, 0)
 
-    def skip_gap(self, place: Place, *, everything: bool = False) -> bool:
-        """The next segment is not there: whether there is one behind it, and ``place`` is at it.
+    def advance(self, stream: str, number: int) -> None:
+        """Record that segment ``number`` of a stream was read, or cannot be read."""
+        self._read[stream] = max(number + 1, self._read.get(stream, 0))
+        cursor = self._active.get(stream)
+        if cursor is not None:
+            cursor.next = max(cursor.next, number + 1)
+            cursor.gap_due_at = self._clock() + QUIET_S
 
-        Asked of a series of which nothing was ever found, and of one that was quiet for long.
+    def skip_gap(self, cursor: Cursor, *, everything: bool = False) -> bool:
+        """Move to the first segment after a gap, if there is one; True if the cursor moved.
+
+        Checked only for streams that were quiet for `QUIET_S`, and for new ones.
         """
-        began = self._clock()
-        quiet = began - place.heard_at
-        if place.met and quiet < QUIET_S and not everything:
+        if self._clock() < cursor.gap_due_at and not everything:
             return False
-        behind = segments(self._bucket, place.series, place.next - 1)
-        now = self._clock()
-        if behind:
-            place.next = number_of(behind[0])
+        later = segments(self._bucket, cursor.stream, cursor.next - 1)
+        if later:
+            cursor.next = number_of(later[0])
             return True
-        place.due_at = now + min(max(_rest_s(quiet), PATIENCE * (now - began)), LONGEST_S)
+        cursor.gap_due_at = self._clock() + QUIET_S
         return False
 
 
-def _rest_s(quiet_s: float) -> float:
-    """How long to leave a writer alone that was quiet for so long."""
-    return min(quiet_s / QUIET_SHARE, LONGEST_S) if quiet_s >= QUIET_S else 0.0
-
-
 def number_of(segment: ObjectMeta) -> int:
-    """A segment's number in its series."""
+    """A segment's number in its stream."""
     return keys.trailing_number(segment.key) or 0
 
 
-def segments(bucket: Bucket, series: str, behind: int = -1) -> list[ObjectMeta]:
-    """A series' segments with numbers above ``behind``, in order, by listing."""
-    after = keys.events(series, behind) if behind >= 0 else None
-    found = bucket.list_objects(f"{keys.EVENTS}{series}/", after=after)
+def segments(bucket: Bucket, stream: str, after: int = -1) -> list[ObjectMeta]:
+    """List a stream's segments with numbers above ``after``, in order."""
+    start = keys.events(stream, after) if after >= 0 else None
+    found = bucket.list_objects(f"{keys.EVENTS}{stream}/", after=start)
     return sorted(
-        (entry for entry in found if entry.key == keys.events(series, number_of(entry))),
+        (entry for entry in found if entry.key == keys.events(stream, number_of(entry))),
         key=number_of,
     )
 
 
-def newest_segment(bucket: Bucket, series: str) -> ObjectMeta | None:
-    """The newest segment of a series, None if it has none."""
-    newest = bucket.head(keys.events(series, 0))
+def newest_segment(bucket: Bucket, stream: str) -> ObjectMeta | None:
+    """Find the newest segment of a stream, None if it has none."""
+    newest = bucket.head(keys.events(stream, 0))
     if newest is None:
-        listed = segments(bucket, series)
+        listed = segments(bucket, stream)
         return listed[-1] if listed else None
     stride = 1
-    while (found := _look(bucket, series, number_of(newest) + stride)) is not None:
+    while (found := _head(bucket, stream, number_of(newest) + stride)) is not None:
         newest, stride = found, 2 * stride
     while stride > 1:
         stride //= 2
-        newest = _look(bucket, series, number_of(newest) + stride) or newest
+        newest = _head(bucket, stream, number_of(newest) + stride) or newest
     return newest
 
 
-def first_since(bucket: Bucket, series: str, newest: int, since_s: float) -> int:
-    """The number from which on a series' segments are not older than ``since_s`` by the store's
-    clock, as far as that runs forward; ``newest`` is a number that is not older."""
+def first_since(bucket: Bucket, stream: str, newest: int, since_s: float) -> int:
+    """Find the first number from which on segments are not older than ``since_s``.
+
+    Ages are by the store's clock, which is assumed to run forward; ``newest`` is a number that is
+    not older.
+    """
 
     def recent(number: int) -> bool:
-        entry = _look(bucket, series, number)
+        entry = _head(bucket, stream, number)
         return entry is not None and entry.modified.timestamp() >= since_s
 
     first, stride = newest, 1
@@ -167,22 +168,26 @@ def first_since(bucket: Bucket, series: str, newest: int, since_s: float) -> int
     return first
 
 
-def _look(bucket: Bucket, series: str, number: int) -> ObjectMeta | None:
-    return bucket.head(keys.events(series, number)) if number <= keys.MAX_NUMBER else None
+def _head(bucket: Bucket, stream: str, number: int) -> ObjectMeta | None:
+    return bucket.head(keys.events(stream, number)) if number <= keys.MAX_NUMBER else None
 
 
 def follow(
-    places: Places, place: Place, ask: Callable[[str], Found | None], *, everything: bool = False
+    cursors: Cursors,
+    cursor: Cursor,
+    fetch: Callable[[str], Found | None],
+    *,
+    everything: bool = False,
 ) -> Iterator[Found]:
-    """What ``ask`` finds at the key of each segment that has come since, until it finds None.
+    """Yield ``fetch`` of each new segment's key until it returns None.
 
-    Whoever takes one has done with it once he asks for the next; if he does not, because the store
-    did not answer, it comes again.
+    A segment counts as read once the next one is asked for; if the caller stops before that,
+    because the store did not answer, it is yielded again.
     """
     while True:
-        found = ask(place.key) if place.next <= keys.MAX_NUMBER else None
+        found = fetch(cursor.key) if cursor.next <= keys.MAX_NUMBER else None
         if found is not None:
             yield found
-            places.advance(place)
-        elif not places.skip_gap(place, everything=everything):
+            cursors.advance(cursor.stream, cursor.next)
+        elif not cursors.skip_gap(cursor, everything=everything):
             return

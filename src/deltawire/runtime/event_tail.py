@@ -1,4 +1,4 @@
-"""Reading a run's events as they come, each once."""
+"""Event tail: reads each event of a run once, as it arrives."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from collections.abc import Callable
 
 from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.events import Event, decode_lines
-from deltawire.runtime.event_cursor import Places, follow
+from deltawire.runtime.event_archive import read_archive
+from deltawire.runtime.event_cursor import Cursors, follow
 from deltawire.store import Bucket
+from deltawire.wire import keys
 
 MAX_SEGMENT_BYTES = 64 << 20
 LIST_EVERY_S = 3.0
 
 
 def read_segment(bucket: Bucket, key: str) -> list[Event] | None:
-    """The events of a segment, None if it is not there; none of one that is no segment."""
+    """The events of a segment, None if it does not exist; none for an object of another kind."""
     try:
         data = bucket.get(key, limit=MAX_SEGMENT_BYTES)
     except CorruptError:
@@ -27,61 +29,84 @@ def read_segment(bucket: Bucket, key: str) -> list[Event] | None:
 
 
 class EventTail:
-    """Reads each segment of the run's events once, those of one series in order.
+    """Reads each segment of a run's events once, and those of one stream in order.
 
-    It asks for what is new alone (`deltawire.runtime.event_cursor`). While the store does not
-    answer, nothing new comes.
+    Archives come first, then what is new in each stream (`deltawire.runtime.event_cursor`). While
+    the store does not answer, nothing new arrives.
+
+    Example::
+
+        tail = EventTail(bucket)
+        for event in tail.read():
+            print(event.process, event)
     """
 
     def __init__(self, bucket: Bucket, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._bucket = bucket
-        self._places = Places(bucket, names_every_s=LIST_EVERY_S, clock=clock)
+        self._cursors = Cursors(bucket, names_every_s=LIST_EVERY_S, clock=clock)
+        self._next_archive = 0
 
     def read(self, *, everything: bool = False) -> list[Event]:
-        """Events that have come since the last call. Those of a process that was quiet for long may
-        come later (`LONGEST_S` at most), unless ``everything`` asks for them too."""
+        """Events that arrived since the last call.
+
+        Streams that appeared within the last `LIST_EVERY_S`, and segments after a gap, may come
+        with a later call, unless ``everything`` asks for them now.
+        """
         fresh: list[Event] = []
         with contextlib.suppress(RetryError):
-            for series in self._places.new_names(everything=everything):
-                self._places.add(series)
-            for place in self._places.due(everything=everything):
-                for events in follow(self._places, place, self._segment, everything=everything):
+            self._read_archives(fresh)
+            for stream in self._cursors.refresh(everything=everything):
+                self._cursors.add(stream)
+            for cursor in self._cursors.active:
+                for events in follow(self._cursors, cursor, self._segment, everything=everything):
                     fresh += events
+            if everything:
+                self._read_archives(fresh)
         return fresh
+
+    def _read_archives(self, fresh: list[Event]) -> None:
+        while (archive := read_archive(self._bucket, self._next_archive)) is not None:
+            for segment in archive:
+                if keys.valid_name(segment.stream) and segment.number >= self._cursors.position(
+                    segment.stream
+                ):
+                    fresh += decode_lines(segment.data)
+                    self._cursors.advance(segment.stream, segment.number)
+            self._next_archive += 1
 
     def _segment(self, key: str) -> list[Event] | None:
         return read_segment(self._bucket, key)
 
 
 class EventFeed(threading.Thread):
-    """An `EventTail` with a thread of its own: who looks at a run need not wait for the store.
+    """An `EventTail` in a thread, so that a view need not wait for the store.
 
-    ``beside`` is called there too, after each look for events.
+    ``each_round`` is called in the thread after each read.
     """
 
     def __init__(
-        self, tail: EventTail, *, every_s: float, beside: Callable[[], None] = lambda: None
+        self, tail: EventTail, *, every_s: float, each_round: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(name="event-feed", daemon=True)
         self._tail = tail
         self._every_s = every_s
-        self._beside = beside
+        self._each_round = each_round
         self._fresh: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         self._closed = threading.Event()
         self.error: DeltawireError | None = None
 
     def run(self) -> None:
-        """The thread itself."""
+        """Read until `close`."""
         while not self._closed.wait(self._every_s):
             try:
                 self._fresh.put(self._tail.read())
-                self._beside()
+                self._each_round()
             except DeltawireError as error:
                 self.error = error
                 return
 
-    def take(self) -> list[Event]:
-        """What has come since the last call; raises what reading failed with."""
+    def poll(self) -> list[Event]:
+        """Events that arrived since the last call; raises the error that reading failed with."""
         if self.error is not None:
             raise self.error
         fresh: list[Event] = []
@@ -90,7 +115,7 @@ class EventFeed(threading.Thread):
         return fresh
 
     def close(self) -> None:
-        """End the thread, once its last request is answered."""
+        """End the thread once its last request is answered."""
         self._closed.set()
         if self.is_alive():
             self.join()

@@ -1,4 +1,4 @@
-"""The newest of a run's events, for who looks at it again and again and wants no history."""
+"""Event window: the newest events of a run, for views that need no history."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from deltawire.events import Event
 from deltawire.runtime.event_cursor import (
-    Place,
-    Places,
+    Cursor,
+    Cursors,
     first_since,
     follow,
     newest_segment,
@@ -24,9 +24,9 @@ from deltawire.store.bucket import ObjectMeta
 from deltawire.wire import keys
 
 MAX_EVENT_BYTES = 256 << 20
-"""Of events, the newest first; what is beyond is not read."""
+"""The newest segments up to this size are read; older ones are not."""
 TAIL = 3
-"""Segments of each series that are read however old they are: its last words."""
+"""Segments at the end of each stream that are read however old they are."""
 READERS = 16
 
 _T = TypeVar("_T")
@@ -40,11 +40,15 @@ class _Segment:
 
 
 class RecentEvents:
-    """The events of the last ``window_s`` seconds, by the store's clock, before the newest segment;
-    and the last words of each series, and all of a supervisor's, of which there are few.
+    """The events of the last ``window_s`` seconds before the newest segment, by the store's clock.
 
-    A first look asks where each series ends, and reads what is wanted. Later ones read what has
-    come since.
+    The last segments of each stream are included, and all of a supervisor's, which are few. The
+    first read finds the end of each stream; later ones read what is new.
+
+    Example::
+
+        window = RecentEvents(bucket, window_s=300.0)
+        events = window.read()
     """
 
     def __init__(
@@ -52,60 +56,66 @@ class RecentEvents:
     ) -> None:
         self._bucket = bucket
         self._window_s = window_s
-        self._places = Places(bucket, clock=clock)
+        self._cursors = Cursors(bucket, clock=clock)
         self._kept: dict[str, _Segment] = {}
         self.unreadable = 0
-        """Of the segments read by the last look, those that held no event."""
+        """How many segments of the last read held no event."""
 
     def read(self, *, everything: bool = False) -> list[Event]:
-        """The events; raises `RetryError`. What a process tells that was quiet for long may come
-        later (`deltawire.runtime.event_cursor`), unless ``everything`` asks for that too."""
+        """The events; raises `RetryError`.
+
+        Segments after a gap may come with a later call, unless ``everything`` asks for them now.
+        """
         before = set(self._kept)
-        due = self._places.due(everything=everything)
-        _each(lambda place: self._follow(place, everything=everything), due)
-        self._enter(self._places.new_names(everything=everything))
+        fresh = self._cursors.refresh(everything=everything)
+        _each(lambda cursor: self._follow(cursor, everything=everything), self._cursors.active)
+        self._enter(fresh)
         self.unreadable = sum(
             not found.events for key, found in self._kept.items() if key not in before
         )
-        wanted = {entry.key for entry in self._wanted(s.entry for s in self._kept.values())}
+        # Segments of streams that were archived meanwhile are older than any window.
+        existing = {cursor.stream for cursor in self._cursors.active}
+        entries = [one.entry for one in self._kept.values()]
+        wanted = {
+            entry.key for entry in self._wanted(entries) if keys.stream_of(entry.key) in existing
+        }
         self._kept = {key: found for key, found in self._kept.items() if key in wanted}
         return [event for found in self._kept.values() for event in found.events]
 
-    def _follow(self, place: Place, *, everything: bool) -> None:
-        for entry in follow(self._places, place, self._bucket.head, everything=everything):
-            self._take(entry)
+    def _follow(self, cursor: Cursor, *, everything: bool) -> None:
+        for entry in follow(self._cursors, cursor, self._bucket.head, everything=everything):
+            self._keep(entry)
 
-    def _enter(self, names: Sequence[str]) -> None:
-        """Begin to follow series, each near its end. If the store does not answer meanwhile they
-        stay new, and what of them was read is not read again."""
-        ends = _each(lambda name: newest_segment(self._bucket, name), names)
-        newest = dict(zip(names, ends, strict=True))
+    def _enter(self, streams: Sequence[str]) -> None:
+        """Start to follow streams, each near its end.
+
+        If the store does not answer meanwhile, they stay new, and segments that were read are not
+        read again.
+        """
+        ends = _each(lambda name: newest_segment(self._bucket, name), streams)
+        newest = dict(zip(streams, ends, strict=True))
         times = [entry.modified.timestamp() for entry in ends if entry is not None]
         latest = max((*times, self._latest()), default=0.0)
-        lists = _each(lambda name: self._near_the_end(name, newest[name], latest), names)
+        lists = _each(lambda name: self._near_the_end(name, newest[name], latest), streams)
         wanted = self._wanted(entry for listed in lists for entry in listed)
-        _each(self._take, [entry for entry in wanted if entry.key not in self._kept])
-        for name, listed in zip(names, lists, strict=True):
-            if listed:
-                quiet_s = latest - listed[-1].modified.timestamp()
-                self._places.add(name, number=number_of(listed[-1]) + 1, quiet_s=quiet_s)
-            else:
-                self._places.add(name)
+        _each(self._keep, [entry for entry in wanted if entry.key not in self._kept])
+        for name, listed in zip(streams, lists, strict=True):
+            self._cursors.add(name, number=number_of(listed[-1]) + 1 if listed else 0)
 
     def _near_the_end(
-        self, series: str, newest: ObjectMeta | None, latest: float
+        self, stream: str, newest: ObjectMeta | None, latest: float
     ) -> list[ObjectMeta]:
         if newest is None:
             return []
-        if series.startswith("supervisor-"):
-            return segments(self._bucket, series)
+        if stream.startswith("supervisor-"):
+            return segments(self._bucket, stream)
         last, since_s = number_of(newest), latest - self._window_s
         first = last + 1 - TAIL
         if newest.modified.timestamp() >= since_s:
-            first = min(first, first_since(self._bucket, series, last, since_s))
-        return segments(self._bucket, series, first - 1)
+            first = min(first, first_since(self._bucket, stream, last, since_s))
+        return segments(self._bucket, stream, first - 1)
 
-    def _take(self, entry: ObjectMeta) -> None:
+    def _keep(self, entry: ObjectMeta) -> None:
         self._kept[entry.key] = _Segment(entry, read_segment(self._bucket, entry.key) or [])
 
     def _latest(self) -> float:
@@ -116,16 +126,16 @@ class RecentEvents:
 
 
 def recent(entries: Iterable[ObjectMeta], window_s: float) -> list[ObjectMeta]:
-    """Of some segments those that a look wants, the newest first."""
-    series: dict[str, list[ObjectMeta]] = {}
+    """Choose the segments that a read returns, the newest first."""
+    streams: dict[str, list[ObjectMeta]] = {}
     for entry in entries:
-        if (name := keys.series_of(entry.key)) is not None:
-            series.setdefault(name, []).append(entry)
-    if not series:
+        if (name := keys.stream_of(entry.key)) is not None:
+            streams.setdefault(name, []).append(entry)
+    if not streams:
         return []
-    latest = max(entry.modified.timestamp() for found in series.values() for entry in found)
+    latest = max(entry.modified.timestamp() for found in streams.values() for entry in found)
     wanted = []
-    for name, found in series.items():
+    for name, found in streams.items():
         found.sort(key=number_of)
         keep = len(found) if name.startswith("supervisor-") else TAIL
         tail = {entry.key for entry in found[-keep:]}
@@ -145,9 +155,9 @@ def recent(entries: Iterable[ObjectMeta], window_s: float) -> list[ObjectMeta]:
 
 
 def _each(action: Callable[[_T], _V], items: Sequence[_T]) -> list[_V]:
-    """``action`` of each, several at a time; raises the first error once all are done."""
+    """Call ``action`` for each item, several at a time; raises the first error at the end."""
     if len(items) < 2:
         return [action(item) for item in items]
-    with ThreadPoolExecutor(READERS) as pool:
-        answers = [pool.submit(action, item) for item in items]
+    with ThreadPoolExecutor(READERS) as threads:
+        answers = [threads.submit(action, item) for item in items]
     return [answer.result() for answer in answers]

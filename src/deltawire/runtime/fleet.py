@@ -87,6 +87,16 @@ class Fleet:
         except CorruptError as error:
             return error
 
+    def forget(self, name: str) -> None:
+        """Drop a process whose heartbeat was removed."""
+        for table in (self.heartbeats, self.states, self._judges):
+            table.pop(name, None)
+
+    @property
+    def streams(self) -> set[str]:
+        """Names of the event streams of all processes that have a heartbeat."""
+        return {f"{one.process}-{one.nonce}" for one in self.heartbeats.values()}
+
     @property
     def workers(self) -> set[str]:
         """Names of the workers that are alive; a stalled one finishes nothing and is left out."""

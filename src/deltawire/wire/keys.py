@@ -22,6 +22,7 @@ TOMBSTONES = "ended/"
 LEASES = "leases/"
 CHECKPOINTS = "checkpoints/"
 EVENTS = "events/"
+ARCHIVE = "archive/"
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
 _HASH = re.compile(r"^[0-9a-f]{64}\Z")
@@ -152,15 +153,20 @@ def checkpoint(version: int, part: str) -> str:
     return f"{CHECKPOINTS}{_number(version)}/{suffix}"
 
 
-def events(series: str, segment: int) -> str:
-    """The key of one segment of a process's events."""
-    return f"{EVENTS}{_checked(series)}/{_number(segment)}.jsonl"
+def events(stream: str, segment: int) -> str:
+    """The key of one segment of a stream of events."""
+    return f"{EVENTS}{_checked(stream)}/{_number(segment)}.jsonl"
 
 
-def series_of(key: str) -> str | None:
-    """The series that a segment of events belongs to, None if it is no such key."""
-    series, _, _ = key.removeprefix(EVENTS).partition("/")
-    return series if key.startswith(f"{EVENTS}{series}/") and valid_name(series) else None
+def stream_of(key: str) -> str | None:
+    """The stream that a segment of events belongs to, None for any other key."""
+    stream, _, _ = key.removeprefix(EVENTS).partition("/")
+    return stream if key.startswith(f"{EVENTS}{stream}/") and valid_name(stream) else None
+
+
+def archive(number: int) -> str:
+    """The key of one archive of events."""
+    return f"{ARCHIVE}{_number(number)}"
 
 
 def trailing_number(key: str) -> int | None:

@@ -1,8 +1,9 @@
-"""Which groups are settled, and the metadata by which a manifest settles them."""
+"""Ledger: which groups are settled, and the commit metadata by which a manifest settles them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -15,16 +16,18 @@ from deltawire.wire.manifest import Index
 GROUP_HASH_DIGITS = 32
 
 Sequence = Annotated[int, Meta(ge=0, le=10**10 - 1)]
+DroppedRange = tuple[str, Sequence, Annotated[int, Meta(ge=1, le=1 << 20)]]
+"""Consecutive groups of one worker: its name, the first sequence number, and how many."""
 
 
 class Ledger(msgspec.Struct):
-    """Which groups are settled: every one below ``below[worker]``, and those in ``above``."""
+    """Which groups are settled: every group below ``below[worker]``, and those in ``above``."""
 
     below: dict[str, Sequence] = {}
     above: dict[str, list[Sequence]] = {}
 
     def settle(self, worker: str, sequence: int) -> None:
-        """Count a group as consumed or dropped; a second time changes nothing."""
+        """Count a group as consumed or dropped; a repeated call changes nothing."""
         if self.settled(worker, sequence):
             return
         above = {*self.above.get(worker, []), sequence}
@@ -44,45 +47,70 @@ class Ledger(msgspec.Struct):
         return self.below.get(worker, 0) + len(self.above.get(worker, []))
 
     def copy(self) -> Ledger:
-        """A ledger of its own."""
+        """An independent copy."""
         return Ledger(
             dict(self.below), {worker: list(above) for worker, above in self.above.items()}
         )
 
 
 class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a version's manifest says of the loop: the groups it consumed and dropped, each as
-    (worker, sequence), in the order of training. Committed by the manifest itself, so that a
-    group is consumed exactly if the version exists.
+    """The groups that a version consumed and dropped.
 
-    ``hashes`` are the first `GROUP_HASH_DIGITS` hexadecimal digits of the BLAKE3 of each consumed
-    group's bytes, so that whoever does the step over knows that it is the same step; ``threads``
-    is how many the tensor library had, because sums depend on it. Empty and 0 in older manifests.
+    The version's manifest carries it, so a group is consumed exactly if the version exists.
+    ``consumed`` names groups as (worker, sequence), in the order of training. ``hashes`` are the
+    first `GROUP_HASH_DIGITS` hexadecimal digits of the BLAKE3 of each consumed group's bytes, so
+    that a repeated step is known to be the same step. ``threads`` is the number of threads of the
+    tensor library, because sums depend on it. Both are empty and 0 in older manifests.
     """
 
     step: Index = 0
     consumed: list[tuple[str, Sequence]] = []
-    dropped: list[tuple[str, Sequence]] = []
+    dropped: list[DroppedRange] = []
     hashes: list[Annotated[str, Meta(max_length=64)]] = []
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
 
+    def dropped_groups(self) -> Iterator[tuple[str, int]]:
+        """The dropped groups, each as (worker, sequence)."""
+        for worker, first, count in self.dropped:
+            for sequence in range(first, first + count):
+                yield worker, sequence
+
+    def settled_groups(self) -> Iterator[tuple[str, int]]:
+        """The consumed groups, then the dropped ones."""
+        yield from self.consumed
+        yield from self.dropped_groups()
+
     @classmethod
     def of(cls, plain: Mapping[str, Any], *, run: str, version: int) -> CommitMetadata:
-        """A manifest's metadata, checked; raises `CorruptError`."""
+        """Check a manifest's metadata; raises `CorruptError`."""
         key = keys.manifest(version)
         try:
             metadata = msgspec.convert(plain, cls)
         except msgspec.ValidationError as error:
             raise CorruptError(f"metadata: {error}", run=run, version=version, key=key) from error
-        odd = [
-            name for name, _ in (*metadata.consumed, *metadata.dropped) if not keys.valid_name(name)
-        ]
+        names = [name for name, _ in metadata.consumed]
+        names += [name for name, _, _ in metadata.dropped]
+        odd = [name for name in names if not keys.valid_name(name)]
         if odd or (metadata.hashes and len(metadata.hashes) != len(metadata.consumed)):
-            fault = f"{odd[0][:40]!r} names no worker" if odd else "not one hash a group"
+            fault = (
+                f"{odd[0][:40]!r} is not the name of a worker"
+                if odd
+                else "the number of hashes is not that of the groups"
+            )
             raise CorruptError(f"metadata: {fault}", run=run, version=version, key=key)
         return metadata
 
-    def plain(self) -> dict[str, Any]:
-        """As the manifest carries it."""
+    def to_dict(self) -> dict[str, Any]:
+        """The form in which the manifest carries it."""
         value: dict[str, Any] = msgspec.to_builtins(self)
         return value
+
+
+def ranges_of(groups: Iterable[tuple[str, int]]) -> list[DroppedRange]:
+    """Join groups, each named as (worker, sequence), to ranges of consecutive numbers."""
+    ordered = sorted(groups)
+    runs = itertools.groupby(
+        enumerate(ordered), key=lambda item: (item[1][0], item[1][1] - item[0])
+    )
+    found = [[name for _, name in run] for _, run in runs]
+    return [(run[0][0], run[0][1], len(run)) for run in found]

@@ -102,7 +102,7 @@ def trainer_of(bucket: Bucket, *, to: int = VERSIONS, **probes: object) -> Train
 def train(bucket: Bucket, *, die: bool = False, **settings: object) -> None:
     trainer = trainer_of(bucket, **settings)
     # Groups come as they would, a few at a time, not all before the first step.
-    trainer.pool._limit = 2
+    trainer.buffer._limit = 2
     if die:
         trainer._finish = trainer.publisher.close  # type: ignore[method-assign]
     trainer.loop()
@@ -156,7 +156,12 @@ def test_a_run_that_is_to_stop_stops_and_says_how_to_go_on(bucket):
 def test_a_family_that_is_flagged_is_trained_on_less_and_replay_agrees(bucket):
     train(bucket, action="downweight", keep=0.01)
     consumed = [number for metadata in all_metadata(bucket) for _, number in metadata["consumed"]]
-    dropped = [number for metadata in all_metadata(bucket) for _, number in metadata["dropped"]]
+    dropped = [
+        first + place
+        for metadata in all_metadata(bucket)
+        for _, first, count in metadata["dropped"]
+        for place in range(count)
+    ]
     assert dropped
     assert all(number % 2 == 0 for number in dropped)
     flagged = read_probes(bucket).flagged[0].flagged_at

@@ -349,7 +349,7 @@ def test_fates_tell_what_was_forgotten_and_what_was_settled_twice(bucket, monkey
     bucket.delete(keys.rollout("w0", 11))
     all_metadata = [
         CommitMetadata(consumed=[("w0", 0), ("w0", 11)]),
-        CommitMetadata(dropped=[("w0", 2), ("w0", 0)]),
+        CommitMetadata(dropped=[("w0", 2, 1), ("w0", 0, 1)]),
     ]
     monkeypatch.setattr(auditing, "all_metadata", lambda _: enumerate(all_metadata, start=1))
     found = audit_fates(bucket, max_staleness=1)
@@ -363,7 +363,7 @@ def test_fates_tell_what_was_forgotten_and_what_was_settled_twice(bucket, monkey
 def test_a_predecessors_late_commit_is_no_rival(bucket) -> None:
     """The new trainer starts again behind it; a rival with a higher epoch stops it for good."""
     old, new = trainer_of(bucket, versions=1), trainer_of(bucket, versions=1)
-    new.epoch = new.publisher.epoch = old.epoch + 1
+    new.epoch = new.publisher._writer.epoch = old.epoch + 1
     old.loop()
     with pytest.raises(FencedError) as fenced:
         new.loop()

@@ -1,7 +1,7 @@
-"""Readers of a run's events against ones that list everything at each look.
+"""Readers of a run's events, compared with readers that list everything each time.
 
-Writers come, go and come again, the store fails before and behind a put, whoever owns the bucket
-deletes old segments, and readers look at random moments.
+Writers come, go and return, the store fails before and after a put, old segments are deleted, the
+streams of processes that are gone are archived, and readers read at random moments.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from deltawire.errors import RetryError
 from deltawire.events import EventLog, WarmStep, decode_lines
+from deltawire.runtime.event_archive import EventArchiver, read_archive
 from deltawire.runtime.event_cursor import QUIET_S, first_since, newest_segment, number_of, segments
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.event_window import TAIL, RecentEvents, recent
@@ -70,6 +72,7 @@ class ReadersAndWriters(RuleBasedStateMachine):
         self.recent = RecentEvents(self.bucket, WINDOW_S, clock=lambda: self.now)
         self.gotten: Counter[str] = Counter()
         self.strikes = 0
+        self.archived: set[str] = set()
         self.start("trainer")
         self.start("w0")
 
@@ -128,6 +131,23 @@ class ReadersAndWriters(RuleBasedStateMachine):
         for entry in segments(self.bucket.inner, series)[:-TAIL][:count]:
             self.bucket.inner.delete(entry.key)
 
+    @rule(which=st.integers(0, 5), rounds=st.integers(0, 3), fails=st.integers(0, 8))
+    def archive(self, which, rounds, fails):
+        """Archive a worker's stream, perhaps while it is read or with a failure half-way."""
+        for _ in range(rounds):
+            self._write(which)
+        ended = self.writers[which % len(self.writers)].process
+        if not ended.startswith("w0"):
+            return
+        archiver = EventArchiver(self.bucket, after_s=0.0, clock=lambda: self.now)
+        archiver._fleet = SimpleNamespace(poll=lambda: None, streams=self.written.keys() - {ended})
+        if fails:
+            self.bucket.fail(at=fails)
+        with contextlib.suppress(RetryError):
+            archiver.archive()
+        self._heal()
+        self.archived.add(ended)
+
     @rule(everything=st.booleans())
     def follow(self, everything):
         self._read_tail(everything=everything)
@@ -135,6 +155,12 @@ class ReadersAndWriters(RuleBasedStateMachine):
             for series in self.written:
                 there = self._there(series)
                 assert there == [n for n in self.told.get(series, []) if n in set(there)]
+            number = 0
+            while (archive := read_archive(self.bucket.inner, number)) is not None:
+                for segment in archive:
+                    events = {event.step for event in decode_lines(segment.data)}
+                    assert events <= set(self.told.get(segment.stream, []))
+                number += 1
 
     @rule(everything=st.booleans())
     def look(self, everything):

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltawire.wire.ledger import CommitMetadata, Ledger
+from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
 
 WORKERS = ("a", "b")
 SETTLED = st.lists(st.tuples(st.sampled_from(WORKERS), st.integers(0, 12)), max_size=40)
@@ -80,6 +80,7 @@ def test_survives_json(pairs):
 @settings(deadline=None, max_examples=60)
 @given(SETTLED, SETTLED, st.integers(0, 100))
 def test_metadata_survives_the_manifest(consumed, dropped, step):
-    metadata = CommitMetadata(step=step, consumed=consumed, dropped=dropped)
-    plain = msgspec.json.decode(msgspec.json.encode(metadata.plain()))
+    metadata = CommitMetadata(step=step, consumed=consumed, dropped=ranges_of(set(dropped)))
+    assert sorted(metadata.dropped_groups()) == sorted(set(dropped))
+    plain = msgspec.json.decode(msgspec.json.encode(metadata.to_dict()))
     assert msgspec.convert(plain, CommitMetadata) == metadata

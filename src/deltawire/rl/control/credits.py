@@ -1,4 +1,4 @@
-"""The trainer's desk: who is alive, what is settled, and the credits that follow from it."""
+"""Credit issuer: grants groups to workers by what is settled, and writes ``trainer.json``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.objects import encode_json
 from deltawire.wire.status import Phase, TrainerStatus
 
-FORGET_S = 3600.0
 REWRITE_S = 5.0
 
 
 class CreditIssuer:
-    """What trainer and publisher threads both write: the ledger, the credits, ``trainer.json``."""
+    """The ledger, the credits and ``trainer.json``, shared by trainer and publisher threads.
+
+    ``confirm`` raises an error if this trainer was replaced by another one.
+
+    Example::
+
+        issuer.observe(buffer, fleet.workers)
+        issuer.write("training")
+    """
 
     def __init__(
         self,
@@ -47,56 +54,66 @@ class CreditIssuer:
         self._metadata: dict[int, CommitMetadata] = {}
         self._stored: dict[str, int] = {}
         self._dropping: dict[str, int] = {}
-        self._gone_at: dict[str, float] = {}
         self._phase: Phase = "starting"
         self._written: TrainerStatus | None = None
         self._written_at = float("-inf")
         self._lock = threading.Lock()
 
     def expect(self, version: int, metadata: CommitMetadata) -> None:
-        """What the coming version will have settled."""
+        """Remember what ``version`` settles once it is committed."""
         with self._lock:
             self._metadata[version] = metadata
 
     def committed(self, version: int, digest: str) -> None:
-        """A version is committed: settle its groups and say so at once."""
+        """Settle the groups of a committed version, and write the status at once."""
         with self._lock:
             metadata = self._metadata.pop(version, CommitMetadata())
             settle(self.ledger, metadata)
             self.version, self.digest = version, digest
         self.write()
 
-    def observe(self, pool: RolloutBuffer, alive: set[str]) -> None:
-        """Take over what the main thread saw of workers and groups."""
+    def observe(self, buffer: RolloutBuffer, alive: set[str]) -> None:
+        """Update the state of workers and groups from the main thread."""
         with self._lock:
             self.alive = alive
             names = self._credits.keys() | alive
-            self._stored = {name: pool.stored(name) for name in names}
-            self._dropping = {name: pool.dropping(name) for name in names}
-            self._forget()
+            self._stored = {name: buffer.stored(name) for name in names}
+            self._dropping = {name: buffer.dropping(name) for name in names}
 
-    def _forget(self) -> None:
-        """Name no longer, in ``trainer.json`` and elsewhere, workers that have been gone for
-        `FORGET_S` and left nothing unsettled: of those there are ever more.
+    def granted(self) -> dict[str, int]:
+        """Every worker's credits; its groups with lower sequence numbers may be read.
 
-        They hold no claim on what they never stored, so nothing is given away. One that does come
-        back is alive, and is granted credits on top of what it has stored, like a new one.
+        Credits of a lost ``trainer.json`` are made up for by what is settled.
         """
-        now = time.monotonic()
-        absent = self._credits.keys() - self.alive
-        self._gone_at = {name: self._gone_at.get(name, now) for name in absent}
-        for name, since in list(self._gone_at.items()):
-            settled = self.ledger.count(name) + self._dropping[name]
-            if now - since >= FORGET_S and self._stored[name] <= settled:
-                for table in (self._credits, self._stored, self._dropping, self._gone_at):
-                    table.pop(name, None)
-                self.staleness.forget(name)
+        with self._lock:
+            names = self._credits.keys() | self.ledger.below.keys()
+            return {
+                name: max(self._credits.get(name, 0), self.ledger.below.get(name, 0))
+                for name in names
+            }
+
+    def is_settled(self, worker: str) -> bool:
+        """Whether every group that the worker stored is settled."""
+        with self._lock:
+            settled = self.ledger.count(worker) + self._dropping.get(worker, 0)
+            return self._stored.get(worker, 0) <= settled
+
+    def forget(self, worker: str) -> None:
+        """Stop naming a worker that is gone and whose groups are settled.
+
+        It has no claim on groups that it never stored. If it returns, it is granted credits on top
+        of what it has stored, like a new worker.
+        """
+        with self._lock:
+            for table in (self._credits, self._stored, self._dropping):
+                table.pop(worker, None)
+            self.staleness.forget(worker)
 
     def write(self, phase: Phase | None = None) -> None:
-        """Grant what may be granted, and replace ``trainer.json`` if anything changed.
+        """Grant new credits, and write ``trainer.json`` if anything changed.
 
-        It is written anew every `REWRITE_S` all the same: a put of the trainer before, late on
-        its way, may lie over it, and who reads it wants to see that the trainer lives.
+        It is written every `REWRITE_S` in any case: a late request of the previous trainer may
+        have overwritten it.
         """
         with self._lock:
             self._phase = phase or self._phase
@@ -130,6 +147,6 @@ class CreditIssuer:
 
 
 def settle(ledger: Ledger, metadata: CommitMetadata) -> None:
-    """Count commit metadata's groups as settled."""
-    for worker, sequence in (*metadata.consumed, *metadata.dropped):
+    """Count a version's groups as settled."""
+    for worker, sequence in metadata.settled_groups():
         ledger.settle(worker, sequence)

@@ -1,9 +1,9 @@
-"""The trainer's side of ``rollouts/``: finished groups, oldest first, each settled exactly once."""
+"""Rollout buffer: finished groups that wait for a training step, each settled exactly once."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,13 +18,17 @@ from deltawire.wire.rollouts import Group
 DropCause = Literal["stale", "failed", "damaged", "unknown version", "withheld"]
 
 MIN_EPISODES = 2
-"""Where failures left fewer episodes, there is nothing to compare with and no advantage."""
+"""With fewer episodes left after failures, there is nothing to compare and no advantage."""
+READERS = 16
 
 
 @dataclass
 class BufferedGroup:
-    """A group that waits to be trained on; ``hash`` is of its bytes. ``place`` is its place in the
-    order of granting, for policies that ask; ``oldest`` and ``newest`` are versions in it."""
+    """A group that waits to be trained on.
+
+    ``hash`` is the hash of its bytes, and ``place`` its position in the order of granting, for
+    policies that need it. ``oldest`` and ``newest`` are versions that sampled it.
+    """
 
     sequence: int
     group: Group
@@ -39,10 +43,12 @@ class BufferedGroup:
 
 @dataclass(frozen=True)
 class Drop:
-    """A group that is not trained on, and why: too old (``stale``), too few episodes that did not
-    fail (``failed``, with the first one's cause as ``detail``), not readable (``damaged``), drawn
-    by a version that does not exist, or of a family that is down-weighted (``withheld``).
-    ``tokens`` are those that the model drew."""
+    """A group that is not trained on, and the cause.
+
+    It is too old (``stale``), too few of its episodes completed (``failed``, with the first cause
+    as ``detail``), it cannot be read (``damaged``), a version that does not exist sampled it, or
+    its family is down-weighted (``withheld``). ``tokens`` counts the tokens that were sampled.
+    """
 
     worker: str
     sequence: int
@@ -52,15 +58,15 @@ class Drop:
     tokens: int = 0
 
     @classmethod
-    def of(cls, pooled: BufferedGroup, cause: DropCause, detail: str = "") -> Drop:
+    def of(cls, buffered: BufferedGroup, cause: DropCause, detail: str = "") -> Drop:
         """The record of a group that was read."""
-        group = pooled.group
-        return cls(group.worker, pooled.sequence, cause, detail, group.family[:64], group.tokens)
+        group = buffered.group
+        return cls(group.worker, buffered.sequence, cause, detail, group.family[:64], group.tokens)
 
 
 @dataclass
 class Batch:
-    """What one step trains on, and what was dropped on the way."""
+    """The groups of one step, and the groups that were dropped since the previous step."""
 
     taken: list[BufferedGroup]
     staleness: list[int]
@@ -68,28 +74,25 @@ class Batch:
 
     @property
     def dropped(self) -> list[tuple[str, int]]:
-        """The dropped groups as commit metadata names them."""
+        """The dropped groups, each as (worker, sequence)."""
         return [(drop.worker, drop.sequence) for drop in self.drops]
 
 
-@dataclass
-class _Silence:
-    """Since when a worker was neither heard of nor alive, and when it is asked again."""
-
-    since: float
-    due_at: float
-
-
 class RolloutBuffer:
-    """Fetches groups by polling each worker's next sequence, and hands out batches.
+    """Fetches each worker's next groups, and hands out batches.
 
-    A group that is damaged, or beyond its ``bounds``, is dropped and its key kept in `damaged`.
-    One of which failures left fewer than `MIN_EPISODES` episodes is dropped too; `failed` counts
-    those in a row, and `failure` is the last one's first cause. Whatever is dropped counts as
-    settled, so that its credit comes back. ``arrive`` is told of each stored group once, and
-    answers its place
-    (`deltawire.rl.control.staleness.StalenessPolicy.arrive`). What ``withhold`` names is dropped
-    when it comes (`deltawire.reward_monitor.watch`).
+    A group that is damaged, or exceeds its ``bounds``, is dropped and its key kept in ``damaged``.
+    A group with fewer than `MIN_EPISODES` completed episodes is dropped too; ``failed`` counts
+    those in a row, and ``failure`` is the last one's first cause. A dropped group counts as
+    settled, so its credit is granted again. ``arrive`` is called once for each stored group and
+    returns its place (`deltawire.rl.control.staleness.StalenessPolicy.arrive`). Groups for which
+    ``withhold`` is true are dropped on arrival (`deltawire.reward_monitor.watch`).
+
+    Example::
+
+        buffer = RolloutBuffer(bucket, ledger, limit=policy.limit)
+        buffer.poll(["w0", "w1"])
+        batch = buffer.next_batch(policy, version=7)
     """
 
     def __init__(
@@ -101,16 +104,17 @@ class RolloutBuffer:
         bounds: Bounds | None = None,
         arrive: Callable[[str, int | None], int] = lambda _worker, _oldest: 0,
         withhold: Callable[[Group, int], bool] = lambda _group, _sequence: False,
-        clock: Callable[[], float] = time.monotonic,
+        readers: int | None = None,
     ) -> None:
         self._withhold = withhold
         self._bucket = bucket
         self._bounds = bounds
         self._ledger = ledger
         self._limit = limit
+        # Reading a folder waits for no network: there, threads only cost.
+        count = (1 if bucket.local else READERS) if readers is None else readers
+        self._readers = ThreadPoolExecutor(count, "rollouts") if count > 1 else None
         self._next: dict[str, int] = {}
-        self._silences: dict[str, _Silence] = {}
-        self._clock = clock
         self._waiting: list[BufferedGroup] = []
         self._requeued: list[BufferedGroup] = []
         self._dropped: list[Drop] = []
@@ -121,111 +125,120 @@ class RolloutBuffer:
 
     @property
     def waiting(self) -> int:
-        """How many groups wait."""
+        """The number of groups that wait."""
         return len(self._waiting) + len(self._requeued)
 
     def stored(self, worker: str) -> int:
-        """How many groups the worker has stored, as far as was seen."""
+        """How many groups the worker has stored, as far as they were fetched."""
         return self._next.get(worker, 0)
 
     def dropping(self, worker: str) -> int:
-        """How many of a worker's groups hold no credit although nothing has settled them yet: they
-        were dropped and not yet reported with a batch, or were requeued."""
-        dropped = sum(drop.worker == worker for drop in self._dropped)
-        return dropped + sum(pooled.group.worker == worker for pooled in self._requeued)
+        """How many of a worker's unsettled groups hold no credit.
 
-    def poll(self, workers: Collection[str], alive: Collection[str] | None = None) -> int:
-        """Fetch what these workers, and all that were ever named, have stored since the last look;
-        returns how many groups.
-
-        A worker's last groups may be seen after it is gone, a put being on its way for long. So
-        who is not ``alive`` (None is all) is asked again each time that his silence has doubled:
-        of those that are gone there are ever more.
+        They were dropped and not yet reported with a batch, or requeued.
         """
-        now = self._clock()
+        dropped = sum(drop.worker == worker for drop in self._dropped)
+        return dropped + sum(one.group.worker == worker for one in self._requeued)
+
+    def forget(self, worker: str) -> None:
+        """Drop what is known of a worker that is gone; all its groups must be settled."""
+        self._next.pop(worker, None)
+
+    def poll(self, workers: Collection[str], granted: Mapping[str, int] | None = None) -> int:
+        """Fetch the groups that these workers have stored; returns how many.
+
+        In each round every worker contributes one group, so that no worker comes first. Sequence
+        numbers that were not granted are not read; ``granted`` None reads any.
+        """
         for worker in workers:
-            self._silences.setdefault(worker, _Silence(now, now))
-        found = 0
-        due = (
-            worker
-            for worker, silence in self._silences.items()
-            if alive is None or worker in alive or silence.due_at <= now
-        )
-        for worker in sorted(due):
             self._next.setdefault(worker, self._ledger.below.get(worker, 0))
-            before = found
-            while len(self._waiting) < 2 * self._limit:
-                sequence = self._next[worker]
-                if not self._ledger.settled(worker, sequence) and not self._fetch(worker, sequence):
-                    break
-                self._next[worker] = sequence + 1
-                found += 1
-            silence = self._silences[worker]
-            if found > before or alive is None or worker in alive:
-                silence.since, silence.due_at = now, now
-            elif len(self._waiting) < 2 * self._limit:
-                silence.due_at = 2 * now - silence.since
+        found = 0
+        active = sorted(workers)
+        while active and (room := 2 * self._limit - len(self._waiting)) > 0:
+            wanted = []
+            for worker in active:
+                while self._ledger.settled(worker, self._next[worker]):
+                    self._next[worker] += 1
+                if granted is None or self._next[worker] < granted.get(worker, 0):
+                    wanted.append(worker)
+            turn, waiting = wanted[:room], wanted[room:]
+            results = self._read_all([(worker, self._next[worker]) for worker in turn])
+            active = []
+            for worker, result in zip(turn, results, strict=True):
+                if result is not None:
+                    self._add(worker, self._next[worker], result)
+                    self._next[worker] += 1
+                    found += 1
+                    active.append(worker)
+            active = [*waiting, *active]
         return found
 
-    def _fetch(self, worker: str, sequence: int) -> bool:
-        key = keys.rollout(worker, sequence)
+    def _read_all(
+        self, names: Sequence[tuple[str, int]]
+    ) -> list[tuple[Group, str] | CorruptError | None]:
+        if self._readers is None or len(names) < 2:
+            return [self._read(name) for name in names]
+        return list(self._readers.map(self._read, names))
+
+    def _read(self, name: tuple[str, int]) -> tuple[Group, str] | CorruptError | None:
         try:
-            found = read_group(self._bucket, worker, sequence, bounds=self._bounds)
-            if found is None:
-                return False
-        except CorruptError:
-            self.damaged.append(key)
+            return read_group(self._bucket, *name, bounds=self._bounds)
+        except CorruptError as error:
+            return error
+
+    def _add(self, worker: str, sequence: int, result: tuple[Group, str] | CorruptError) -> None:
+        if isinstance(result, CorruptError):
+            self.damaged.append(keys.rollout(worker, sequence))
             self._dropped.append(Drop(worker, sequence, "damaged"))
             self._arrive(worker, None)
-            return True
-        group, digest = found
-        pooled = BufferedGroup(sequence, group, digest)
-        pooled.place = self._arrive(worker, pooled.oldest if pooled.oldest >= 0 else None)
+            return
+        group, digest = result
+        buffered = BufferedGroup(sequence, group, digest)
+        buffered.place = self._arrive(worker, buffered.oldest if buffered.oldest >= 0 else None)
         causes = [t.cause for t in group.trajectories if t.cause]
         if causes and len({episode for _, episode, _ in group.trained()}) < MIN_EPISODES:
             self.failed, self.failure = self.failed + 1, causes[0]
-            self._dropped.append(Drop.of(pooled, "failed", causes[0]))
+            self._dropped.append(Drop.of(buffered, "failed", causes[0]))
         elif self._withhold(group, sequence):
-            self._dropped.append(Drop.of(pooled, "withheld"))
+            self._dropped.append(Drop.of(buffered, "withheld"))
         else:
             self.failed = 0
-            self._waiting.append(pooled)
-        return True
+            self._waiting.append(buffered)
 
-    def take(
+    def next_batch(
         self, policy: StalenessPolicy, *, version: int, alive: Collection[str] = ()
     ) -> Batch | None:
-        """What ``policy`` gives a step from ``version``, None if it waits for more.
+        """The batch that ``policy`` chooses for a step from ``version``, None if it needs more.
 
-        What it evicts is dropped, and so is any group that claims a version which does not exist
-        yet; they are reported with the next batch that is returned.
+        Groups that the policy evicts, or that name a version which does not exist yet, are dropped
+        and reported with the next batch.
         """
         known = []
-        for pooled in self._waiting:
-            if pooled.newest > version:
-                self._dropped.append(Drop.of(pooled, "unknown version"))
+        for buffered in self._waiting:
+            if buffered.newest > version:
+                self._dropped.append(Drop.of(buffered, "unknown version"))
             else:
-                known.append(pooled)
+                known.append(buffered)
         choice = policy.choose(known, self._requeued, version=version, alive=alive)
-        self._dropped += [Drop.of(pooled, "stale") for pooled in choice.evicted]
-        gone = {id(pooled) for pooled in (*choice.taken, *choice.evicted, *choice.requeued)}
-        self._waiting = [pooled for pooled in known if id(pooled) not in gone]
+        self._dropped += [Drop.of(buffered, "stale") for buffered in choice.evicted]
+        gone = {id(one) for one in (*choice.taken, *choice.evicted, *choice.requeued)}
+        self._waiting = [buffered for buffered in known if id(buffered) not in gone]
         self._requeued = choice.requeued
         if not choice.taken:
             return None
-        staleness = [version - pooled.oldest for pooled in choice.taken]
+        staleness = [version - buffered.oldest for buffered in choice.taken]
         drops, self._dropped = self._dropped, []
         return Batch(choice.taken, staleness, drops)
 
-    def fetch(self, metadata: CommitMetadata) -> list[BufferedGroup]:
-        """Commit metadata's consumed groups again, in order, for a step that is done over; raises
-        `CorruptError`."""
-        again = []
-        for place, (worker, sequence) in enumerate(metadata.consumed):
-            expected = metadata.hashes[place] if metadata.hashes else ""
-            found = read_group(self._bucket, worker, sequence, expected=expected)
-            if found is None:
-                key = keys.rollout(worker, sequence)
-                raise CorruptError("a consumed group is missing", run=self._bucket.url, key=key)
-            again.append(BufferedGroup(sequence, *found))
-        return again
+
+def read_consumed(bucket: Bucket, metadata: CommitMetadata) -> list[BufferedGroup]:
+    """Read the groups that a version consumed, in order; raises `CorruptError`."""
+    groups = []
+    for place, (worker, sequence) in enumerate(metadata.consumed):
+        expected = metadata.hashes[place] if metadata.hashes else ""
+        found = read_group(bucket, worker, sequence, expected=expected)
+        if found is None:
+            key = keys.rollout(worker, sequence)
+            raise CorruptError("a consumed group is missing", run=bucket.url, key=key)
+        groups.append(BufferedGroup(sequence, *found))
+    return groups

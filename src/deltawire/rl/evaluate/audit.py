@@ -90,8 +90,8 @@ def audit_fates(bucket: Bucket, *, max_staleness: int) -> Fates:
     for version, metadata in all_metadata(bucket):
         newest = version
         found.consumed += len(metadata.consumed)
-        found.dropped += len(metadata.dropped)
-        for named in (*metadata.consumed, *metadata.dropped):
+        found.dropped += len(list(metadata.dropped_groups()))
+        for named in metadata.settled_groups():
             if named in settled:
                 found.twice.append(named)
             settled.add(named)

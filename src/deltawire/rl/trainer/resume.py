@@ -21,7 +21,7 @@ from deltawire.config import ParityLimits, RunConfig
 from deltawire.errors import CorruptError
 from deltawire.export.source import digest_of, open_source
 from deltawire.rl.control.credits import settle
-from deltawire.rl.control.rollout_buffer import BufferedGroup, RolloutBuffer
+from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror, read_manifest
 from deltawire.train.checkpoint import load_checkpoint
@@ -140,8 +140,7 @@ def redo(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> Redone:
     """
     version = state.version + 1
     metadata, published = metadata_at(bucket, run, version)
-    pool = RolloutBuffer(bucket, state.ledger, limit=1)
-    groups = pool.fetch(metadata)
+    groups = read_consumed(bucket, metadata)
     # What is published is not judged again, by limits that may be others by now.
     judged = msgspec.structs.replace(config.parity, stop=ParityLimits())
     config = msgspec.structs.replace(config, parity=judged)
@@ -165,4 +164,4 @@ def redo(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> Redone:
 def groups_of(bucket: Bucket, run: Run, version: int) -> list[BufferedGroup]:
     """The groups that a step consumed; raises `CorruptError` if they are gone."""
     metadata, _ = metadata_at(bucket, run, version)
-    return RolloutBuffer(bucket, Ledger(), limit=1).fetch(metadata)
+    return read_consumed(bucket, metadata)

@@ -1,18 +1,20 @@
-"""The trainer process: takes groups from the bucket, makes versions, grants credits.
+"""Trainer process: takes groups from the bucket, makes versions, grants credits.
 
 Who waits for whom::
 
     main thread                                    publisher's thread
       poll groups ─▶ batch of the oldest               encode, upload, commit manifest
-      forward, backward, optimizer                     └─▶ desk.committed(receipt):
+      forward, backward, optimizer                     └─▶ credits.committed(receipt):
       publish (copy only) ───────────────────────────▶     settle groups, grant credits,
-      │ waits only if the version before                   write trainer.json
+      │ waits only if the previous version                 write trainer.json
       ▼ is not committed yet
       next batch
 
-One create commits a step: the manifest of the new version names, in its metadata, the groups that
-made it. A trainer that dies loses at most the steps since its last checkpoint, and those it does
-over from the manifests' metadata, on the same groups in the same order, to the same bits.
+    archiver's thread    event streams of workers that are gone ─▶ archive/
+
+One create commits a step: the metadata in the new version's manifest names the groups that made
+it. A trainer that dies loses at most the steps since its last checkpoint. Its successor recomputes
+them from the manifests' metadata, on the same groups in the same order, to the same bits.
 """
 
 from __future__ import annotations
@@ -42,10 +44,13 @@ from deltawire.rl.control.credits import CreditIssuer, settle
 from deltawire.rl.control.drop_bias import causes_of, failures_of, families_of
 from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.control.rollout_reader import Bounds
+from deltawire.rl.control.staleness import policy_of
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.resume import groups_of, redo, resume, seed_step
+from deltawire.runtime.event_archive import EventArchiver
 from deltawire.runtime.fleet import POLL_S, Fleet, read_trainer
 from deltawire.runtime.process import Process, open_run
+from deltawire.runtime.reaper import Reaper
 from deltawire.sync import (
     COMPACTION_STRIDES,
     CommitStats,
@@ -57,14 +62,14 @@ from deltawire.sync import (
 from deltawire.train.checkpoint import save_checkpoint
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import StepResult, train_step
-from deltawire.wire.ledger import CommitMetadata, Ledger
+from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
 from deltawire.wire.run import Run
 
 STORE_PATIENCE_S = 300.0
 
 
 class Trainer:
-    """The trainer's state between two steps."""
+    """Trains version after version; holds the state between two steps."""
 
     def __init__(self, process: Process, run: Run, config: RunConfig, model: Any) -> None:
         self.process = process
@@ -85,15 +90,16 @@ class Trainer:
         self.version = head.version
         self.ledger = Ledger()
         self.masters = self._restore(model, head)
-        self.desk = CreditIssuer(
+        self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
+        self.credits = CreditIssuer(
             self.bucket,
             config,
             self.ledger.copy(),
             epoch=epoch,
-            granted=dict(before.credits) if before else {},
+            granted=dict(before.credits) if before else self._claimed(),
             confirm=process.lease.confirm,
         )
-        self.desk.version, self.desk.digest = head.version, head.digest.hex()
+        self.credits.version, self.credits.digest = head.version, head.digest.hex()
         vocabulary = model.get_input_embeddings().num_embeddings
         self.probes = ProbeWatch(
             self.bucket,
@@ -102,15 +108,16 @@ class Trainer:
             again=lambda version: groups_of(self.bucket, run, version),
             record=process.events.record,
         )
-        self.pool = RolloutBuffer(
+        self.buffer = RolloutBuffer(
             self.bucket,
             self.ledger,
-            limit=self.desk.staleness.limit,
+            limit=self.credits.staleness.limit,
             bounds=Bounds(vocabulary, config.rollout.temperature, config.rollout.context),
-            arrive=self.desk.staleness.arrive,
+            arrive=self.credits.staleness.arrive,
             withhold=self.probes.withholds,
         )
-        self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
+        self.reaper = Reaper(self.bucket)
+        self.archiver = EventArchiver(self.bucket)
         self.publisher = Publisher(
             self.bucket,
             run,
@@ -124,24 +131,24 @@ class Trainer:
         self._answered_at = time.monotonic()
 
     def _restore(self, model: Any, head: Mirror) -> MasterWeights:
-        """Masters at the head's version: from the newest checkpoint, then step by step again."""
+        """Restore the newest checkpoint, and recompute the steps from there to the head."""
         state = resume(self.bucket, self.run, self.config, model, newest=head.version)
         start, same = state.version, True
         while state.version < head.version:
-            with self.process.heartbeat.long_task("redo"):
+            with self.process.heartbeat.long_task("recompute"):
                 same = redo(self.bucket, self.run, self.config, state).equal
         if start < head.version:
             self.process.record_life(
                 "started",
-                f"did steps {start + 1} to {head.version} over, "
+                f"recomputed steps {start + 1} to {head.version}, "
                 + ("to the same bits" if same else "to other bits; the next delta carries them"),
             )
         self.ledger, self.reference = state.ledger, state.reference
-        self._strayed = not same
+        self._diverged = not same
         return state.masters
 
     def _on_commit(self, receipt: CommitStats) -> None:
-        self.desk.committed(receipt.version, receipt.digest)
+        self.credits.committed(receipt.version, receipt.digest)
         self.process.events.record(
             Published(
                 process=self.process.name,
@@ -159,21 +166,24 @@ class Trainer:
         )
 
     def loop(self) -> None:
-        """Train until the last version or until told to stop."""
+        """Train until the last version, or until asked to stop."""
         events, train = self.process.events, self.config.train
-        self.desk.observe(self.pool, self._look() or set())
-        self.desk.write("training")
+        self.archiver.start()
+        self.credits.observe(self.buffer, self._poll() or set())
+        self.credits.write("training")
         self._answered_at = time.monotonic()
         mark = events.now()
         while self.version < train.versions and not self.process.stopping:
             self.process.heartbeat.progress("wait")
-            if (alive := self._look()) is None:
+            if (alive := self._poll()) is None:
                 mark = events.span("wait", mark)
                 continue
             self._stop_if_all_fail()
-            batch = self.pool.take(self.desk.staleness, version=self.version, alive=alive)
-            self.desk.observe(self.pool, alive)
-            self.desk.write()
+            batch = self.buffer.next_batch(
+                self.credits.staleness, version=self.version, alive=alive
+            )
+            self.credits.observe(self.buffer, alive)
+            self.credits.write()
             if batch is None:
                 self.process.wait(self.bucket.poll_s / 4)
                 mark = events.span("wait", mark)
@@ -181,54 +191,77 @@ class Trainer:
             mark = self._step(batch, events.now())
         self._finish()
 
-    def _look(self) -> set[str] | None:
-        """Who lives, and what they have stored; None while the store does not answer, which is
-        waited for as long as `STORE_PATIENCE_S`."""
+    def _claimed(self) -> dict[str, int]:
+        """Credits to start with if ``trainer.json`` is lost: what the workers say they stored."""
+        self.fleet.poll()
+        limit = policy_of(self.config.train).limit
+        return {
+            name: min(one.worker.stored, self.ledger.count(name) + limit)
+            for name, one in self.fleet.heartbeats.items()
+            if one.worker is not None
+        }
+
+    def _poll(self) -> set[str] | None:
+        """Poll the fleet and fetch new groups; returns the workers that are alive.
+
+        None while the store does not answer, which is tolerated for `STORE_PATIENCE_S`.
+        """
         try:
             self.fleet.poll(every_s=POLL_S)
-            alive = self.fleet.workers
-            self.pool.poll(self.fleet.known_workers | self.ledger.below.keys(), alive)
+            for worker in self.reaper.run(self.fleet, self._is_settled):
+                self.credits.forget(worker)
+                self.buffer.forget(worker)
+            self.buffer.poll(self.fleet.known_workers, self.credits.granted())
         except RetryError:
             if time.monotonic() - self._answered_at > STORE_PATIENCE_S:
                 raise
             self.process.wait(1.0)
             return None
         self._answered_at = time.monotonic()
-        return alive
+        return self.fleet.workers
+
+    def _is_settled(self, worker: str) -> bool:
+        """Whether no step needs a group of this worker any more."""
+        heartbeat = self.fleet.heartbeats[worker]
+        stored = heartbeat.worker.stored if heartbeat.worker else 0
+        return self.credits.is_settled(worker) and self.ledger.count(worker) >= min(
+            stored, self.credits.granted().get(worker, 0)
+        )
 
     def _stop_if_all_fail(self) -> None:
-        """Raises `InputError` once as many groups in a row failed as the configuration allows."""
+        """Raise `InputError` once more groups in a row failed than the configuration allows."""
         limit = self.config.train.max_failed_groups
-        if limit and self.pool.failed >= limit:
+        if limit and self.buffer.failed >= limit:
             raise InputError(
-                f"{self.pool.failed} groups in a row failed, the last one by: {self.pool.failure}",
-                hint="mend the environment, or set train.max_failed_groups = 0 to go on",
+                f"{self.buffer.failed} groups in a row failed, "
+                f"the last one by: {self.buffer.failure}",
+                hint="repair the environment, or set train.max_failed_groups = 0 to continue",
                 run=self.bucket.url,
                 version=self.version,
             )
 
     def _step(self, batch: Batch, started: float) -> float:
         events = self.process.events
-        groups = [pooled.group for pooled in batch.taken]
+        groups = [one.group for one in batch.taken]
         with self.process.heartbeat.long_task("train"):
             seed_step(self.config, self.version + 1)
             result = train_step(self.masters, groups, self.config, reference=self.reference)
         trained = events.span("train", started)
-        self._tell_parity(batch, result)
-        consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
+        self._record_parity(batch, result)
+        consumed = [(one.group.worker, one.sequence) for one in batch.taken]
         metadata = CommitMetadata(
             step=self.version + 1,
             consumed=consumed,
-            dropped=batch.dropped,
-            hashes=[pooled.hash for pooled in batch.taken],
+            dropped=ranges_of(batch.dropped),
+            hashes=[one.hash for one in batch.taken],
             threads=torch.get_num_threads(),
         )
-        self.desk.expect(self.version + 1, metadata)
+        self.credits.expect(self.version + 1, metadata)
         with self.process.heartbeat.long_task("publish"):
             self.version = self.publisher.publish(
-                self.masters.source.tensors(), metadata=metadata.plain()
+                self.masters.source.tensors(), metadata=metadata.to_dict()
             )
-        self._strayed = False
+        self._diverged = False
         self.process.heartbeat.count_finished()
         settle(self.ledger, metadata)
         done = events.span("publish", trained)
@@ -267,8 +300,8 @@ class Trainer:
             done = events.span("checkpoint", done)
         return done
 
-    def _tell_parity(self, batch: Batch, result: StepResult) -> None:
-        """Record it; raises `StoppedError` if it stops the run."""
+    def _record_parity(self, batch: Batch, result: StepResult) -> None:
+        """Record sampler-trainer divergence; raises `StoppedError` if it stops the run."""
         parity = result.parity
         names = [
             f"{batch.taken[group].group.worker}/{batch.taken[group].sequence}#{place}"
@@ -283,24 +316,25 @@ class Trainer:
         if parity.stopped:
             self.process.events.flush()
             self.publisher.flush()
-            self.desk.write("stopped")
+            self.credits.write("stopped")
             parity.raise_if_stopped(run=self.bucket.url, version=version)
 
     def _watch_probes(self, batch: Batch) -> None:
-        """Hold rewards against probes; raises `StoppedError` if that stops the run."""
+        """Compare rewards with probes; raises `StoppedError` if that stops the run."""
         try:
             self.probes.observe(batch.taken, version=self.version)
         except StoppedError:
             self.process.events.flush()
             self.publisher.flush()
             self.probes.close()
-            self.desk.write("stopped")
+            self.credits.write("stopped")
             raise
 
     def _checkpoint(self) -> None:
         self.publisher.flush()
-        # A state of other weights than its version's would be passed over, and push out others.
-        if self._saved != self.version and not self._strayed:
+        # A state with other weights than its version's cannot be resumed, and would replace one
+        # that can.
+        if self._saved != self.version and not self._diverged:
             self.process.lease.confirm()
             save_checkpoint(
                 self.bucket,
@@ -313,35 +347,39 @@ class Trainer:
 
     def _finish(self) -> None:
         with self.process.heartbeat.long_task("finish"):
+            self.archiver.close()
             self.publisher.close()
             self._checkpoint()
             self.probes.close()
-        if digest_of(self.masters.source) != self.publisher.digest and not self._strayed:
+        if digest_of(self.masters.source) != self.publisher.digest and not self._diverged:
             raise BugError("the trainer's weights are not what it published", run=self.bucket.url)
         last = self.version >= self.config.train.versions
-        self.desk.write("finished" if last else "stopped")
+        self.credits.write("finished" if last else "stopped")
 
     def unfenced(self, error: FencedError) -> DeltawireError:
-        """What being fenced means: `ResyncError`, to start again from the newest version, if it
-        was a trainer before this one whose last commit came late; else the error itself."""
+        """Translate a fencing error.
+
+        `ResyncError`, to restart from the newest version, if the previous trainer's last commit
+        arrived late; else the error itself.
+        """
         if error.version is None:
             return error
         manifest = read_manifest(self.bucket, self.run, error.version)
         if manifest is None or manifest.epoch >= self.epoch:
             return error
         return ResyncError(
-            "the trainer before this one has committed a version late",
-            hint="start again, from that version",
+            "the previous trainer committed a version late",
+            hint="restart from that version",
             run=self.bucket.url,
             version=error.version,
         )
 
 
 def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None:
-    """The trainer process, from its start to the last version or a signal.
+    """Run a trainer process from its start to the last version or a signal.
 
-    ``source`` is the configuration and the model directory that the run starts from; None
-    continues the run that is there. Raises `InputError` if the bucket holds another run.
+    ``source`` is the configuration and the model directory that a new run starts from; None
+    continues an existing run. Raises `InputError` if the bucket holds another run.
     """
     started = time.time()
     process.record_life("started")
@@ -361,13 +399,13 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
         except FencedError as error:
             raise trainer.unfenced(error) from error
     except DeltawireError as error:
-        _last_word(process, error)
+        _record_error(process, error)
         raise
     process.record_life("stopped", f"version {trainer.version}")
 
 
-def _last_word(process: Process, error: DeltawireError) -> None:
-    """Tell of an error if the bucket still takes it."""
+def _record_error(process: Process, error: DeltawireError) -> None:
+    """Record an error, if the bucket still accepts events."""
     try:
         process.record_life("stopped", str(error))
     except (RetryError, InputError):

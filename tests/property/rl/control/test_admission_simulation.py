@@ -22,11 +22,11 @@ from deltawire.config import (
 )
 from deltawire.rl.control.admission import Admission, WorkerLoad
 from deltawire.rl.control.credits import CreditIssuer, settle
-from deltawire.rl.control.rollout_buffer import RolloutBuffer
+from deltawire.rl.control.rollout_buffer import RolloutBuffer, read_consumed
 from deltawire.runtime.fleet import read_trainer
 from deltawire.store import open_bucket
 from deltawire.wire import keys
-from deltawire.wire.ledger import CommitMetadata, Ledger
+from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
 from deltawire.wire.rollouts import encode_group
 
 
@@ -88,15 +88,15 @@ class Simulation:
         self.last_finish = 0
         self.started_while_training = 0
         self.immortal = self.workers[0].name
-        self.desk.observe(self.pool, self._alive())
-        self.desk.write("training")
+        self.issuer.observe(self.buffer, self._alive())
+        self.issuer.write("training")
 
     def _start_trainer(self, granted):
         ledger = self.ledger.copy()
-        self.desk = CreditIssuer(self.bucket, self.config, ledger, epoch=1, granted=granted)
-        policy = self.desk.staleness
+        self.issuer = CreditIssuer(self.bucket, self.config, ledger, epoch=1, granted=granted)
+        policy = self.issuer.staleness
         assert policy.largest_age == self.bound
-        self.pool = RolloutBuffer(
+        self.buffer = RolloutBuffer(
             self.bucket, self.ledger, limit=policy.limit, arrive=policy.arrive
         )
 
@@ -104,13 +104,13 @@ class Simulation:
         """A batch that was not published is lost; a commit under way has happened."""
         status = read_trainer(self.bucket)
         self._start_trainer(dict(status.credits))
-        self.desk.version = self.version
+        self.issuer.version = self.version
         self.batch = self.committing = None
         self.resumes += 1
         alive = self._alive()
-        self.pool.poll(sorted(alive | self.ledger.below.keys()))
-        self.desk.observe(self.pool, alive)
-        self.desk.write("training")
+        self.buffer.poll([worker.name for worker in self.workers])
+        self.issuer.observe(self.buffer, alive)
+        self.issuer.write("training")
 
     def _alive(self):
         return {worker.name for worker in self.workers if worker.alive}
@@ -159,7 +159,7 @@ class Simulation:
 
     def _train(self):
         if self.committing is not None and self.committing <= self.now:
-            self.desk.committed(self.desk.version + 1, "00")
+            self.issuer.committed(self.issuer.version + 1, "00")
             self.committing = None
         if self.batch is not None:
             if self.trained_at <= self.now and self.committing is None:
@@ -167,24 +167,28 @@ class Simulation:
                 self.batch = None
             return
         alive = self._alive()
-        self.pool.poll(sorted(alive | self.ledger.below.keys()))
-        self.batch = self.pool.take(self.desk.staleness, version=self.version, alive=alive)
-        self.desk.observe(self.pool, alive)
-        self.desk.write()
+        self.buffer.poll([worker.name for worker in self.workers])
+        self.batch = self.buffer.next_batch(
+            self.issuer.staleness, version=self.version, alive=alive
+        )
+        self.issuer.observe(self.buffer, alive)
+        self.issuer.write()
         if self.batch is not None:
             self.trained_at = self.now + self.random.randint(*self.train_ticks)
 
     def _publish(self, batch):
-        consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
-        metadata = CommitMetadata(step=self.version + 1, consumed=consumed, dropped=batch.dropped)
-        self.desk.expect(self.version + 1, metadata)
+        consumed = [(buffered.group.worker, buffered.sequence) for buffered in batch.taken]
+        metadata = CommitMetadata(
+            step=self.version + 1, consumed=consumed, dropped=ranges_of(batch.dropped)
+        )
+        self.issuer.expect(self.version + 1, metadata)
         self.version += 1
         settle(self.ledger, metadata)
         self.committing = self.now + self.random.randint(*self.commit_ticks)
         self.taken += consumed
         self.dropped += batch.dropped
-        for pooled, age in zip(batch.taken, batch.staleness, strict=True):
-            assert age == self.version - 1 - pooled.group.oldest_version
+        for buffered, age in zip(batch.taken, batch.staleness, strict=True):
+            assert age == self.version - 1 - buffered.group.oldest_version
         self.staleness_seen += batch.staleness
 
     def run(self, versions, *, patience):
@@ -264,7 +268,7 @@ def test_what_finishes_in_order_is_never_dropped(make_group, seed, staleness, gr
         lag_ticks=0,
     ).run(12, patience=500)
     assert simulation.dropped == []
-    assert simulation.pool.dropping("w0") == 0
+    assert simulation.buffer.dropping("w0") == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -371,7 +375,7 @@ def test_slow_tasks_are_trained_on_as_often_as_they_finish(simulate):
 
 def test_a_requeued_group_that_was_kept_is_never_dropped_later(simulate, monkeypatch):
     waited, dropped = set(), set()
-    take = RolloutBuffer.take
+    take = RolloutBuffer.next_batch
 
     def watched(pool, policy, **settings_):
         batch = take(pool, policy, **settings_)
@@ -379,7 +383,7 @@ def test_a_requeued_group_that_was_kept_is_never_dropped_later(simulate, monkeyp
         dropped.update(batch.dropped if batch else ())
         return batch
 
-    monkeypatch.setattr(RolloutBuffer, "take", watched)
+    monkeypatch.setattr(RolloutBuffer, "next_batch", watched)
     done = simulate(**MIXED, seed=2, staleness=1, workers=mixed(60), policy="requeue")
     assert len(waited) > 10
     assert not waited & dropped
@@ -389,7 +393,7 @@ def test_a_requeued_group_that_was_kept_is_never_dropped_later(simulate, monkeyp
 
 def test_requeued_groups_are_a_bounded_share_of_a_step(simulate, monkeypatch):
     old = []
-    take = RolloutBuffer.take
+    take = RolloutBuffer.next_batch
 
     def watched(pool, policy, **settings_):
         batch = take(pool, policy, **settings_)
@@ -397,7 +401,7 @@ def test_requeued_groups_are_a_bounded_share_of_a_step(simulate, monkeypatch):
             old.append(sum(age > policy.max_staleness for age in batch.staleness))
         return batch
 
-    monkeypatch.setattr(RolloutBuffer, "take", watched)
+    monkeypatch.setattr(RolloutBuffer, "next_batch", watched)
     simulate(
         versions=60,
         patience=900,
@@ -419,15 +423,15 @@ def test_after_a_resume_the_first_step_knows_how_old_its_groups_are(make_group):
         simulation.tick()
     simulation._resume_trainer()
     first = len(simulation.staleness_seen)
-    outstanding = simulation.desk.staleness._admission.outstanding(simulation.desk._loads())
-    assert outstanding <= simulation.desk.staleness.limit
+    outstanding = simulation.issuer.staleness._admission.outstanding(simulation.issuer._loads())
+    assert outstanding <= simulation.issuer.staleness.limit
     while simulation.version < 5:
         simulation.tick()
     ages = simulation.staleness_seen[first:]
     stored = [
-        pooled.oldest
-        for pooled in simulation.pool.fetch(
-            CommitMetadata(consumed=simulation.taken[first : first + 4])
+        buffered.oldest
+        for buffered in read_consumed(
+            simulation.bucket, CommitMetadata(consumed=simulation.taken[first : first + 4])
         )
     ]
     assert ages == [4 - oldest for oldest in stored]

@@ -1,4 +1,4 @@
-"""The trainer's pool: oldest first, too old never, damaged never, everything once."""
+"""The trainer's buffer: oldest first, too old never, damaged never, everything once."""
 
 import random
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from deltawire.errors import CorruptError
 from deltawire.rl.control import rollout_reader as groups_module
-from deltawire.rl.control.rollout_buffer import RolloutBuffer
+from deltawire.rl.control.rollout_buffer import RolloutBuffer, read_consumed
 from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.rl.control.staleness import Strict
 from deltawire.store import open_bucket
@@ -31,7 +31,7 @@ def store(bucket, make_group):
 
 
 def names(batch):
-    return [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
+    return [(buffered.group.worker, buffered.sequence) for buffered in batch.taken]
 
 
 def test_the_oldest_come_first_whoever_made_them(bucket, store):
@@ -39,43 +39,43 @@ def test_the_oldest_come_first_whoever_made_them(bucket, store):
         store("a", sequence, version)
     for sequence, version in enumerate([4, 3]):
         store("b", sequence, version)
-    pool = RolloutBuffer(bucket, Ledger(), limit=10)
-    assert pool.poll(["a", "b"]) == 5
-    first = pool.take(Strict(2, 2), version=5)
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10)
+    assert buffer.poll(["a", "b"]) == 5
+    first = buffer.next_batch(Strict(2, 2), version=5)
     assert names(first) == [("a", 0), ("b", 1)]
     assert first.staleness == [2, 2]
-    second = pool.take(Strict(3, 2), version=5)
-    assert names(second) == [("a", 2), ("b", 0), ("a", 1)]
+    second = buffer.next_batch(Strict(3, 2), version=5)
+    assert names(second) == [("b", 0), ("a", 2), ("a", 1)]
     assert second.staleness == [1, 1, 0]
-    assert pool.waiting == 0
+    assert buffer.waiting == 0
 
 
 def test_the_oldest_token_of_any_trajectory_is_the_groups_age(bucket, store):
     store("a", 0, 6, 2, 6)
     store("a", 1, 3, 3)
-    pool = RolloutBuffer(bucket, Ledger(), limit=10)
-    pool.poll(["a"])
-    assert pool.take(Strict(2, 4), version=6).staleness == [4, 3]
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10)
+    buffer.poll(["a"])
+    assert buffer.next_batch(Strict(2, 4), version=6).staleness == [4, 3]
 
 
 def test_too_few_are_left_to_wait(bucket, store):
     store("a", 0, 0)
-    pool = RolloutBuffer(bucket, Ledger(), limit=4)
-    pool.poll(["a"])
-    assert pool.take(Strict(2, 0), version=0) is None
-    assert pool.waiting == 1
+    buffer = RolloutBuffer(bucket, Ledger(), limit=4)
+    buffer.poll(["a"])
+    assert buffer.next_batch(Strict(2, 0), version=0) is None
+    assert buffer.waiting == 1
     store("a", 1, 0)
-    assert pool.poll(["a"]) == 1
-    assert names(pool.take(Strict(2, 0), version=0)) == [("a", 0), ("a", 1)]
+    assert buffer.poll(["a"]) == 1
+    assert names(buffer.next_batch(Strict(2, 0), version=0)) == [("a", 0), ("a", 1)]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_exactly_what_exceeds_the_bound_is_dropped(bucket, store, staleness):
     for sequence, version in enumerate(range(7)):
         store("a", sequence, version)
-    pool = RolloutBuffer(bucket, Ledger(), limit=10)
-    pool.poll(["a"])
-    batch = pool.take(Strict(1, staleness), version=6)
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10)
+    buffer.poll(["a"])
+    batch = buffer.next_batch(Strict(1, staleness), version=6)
     assert batch.staleness == [staleness]
     assert batch.dropped == [("a", sequence) for sequence in range(6 - staleness)]
 
@@ -83,18 +83,18 @@ def test_exactly_what_exceeds_the_bound_is_dropped(bucket, store, staleness):
 def test_drops_are_told_once_with_the_next_batch(bucket, store):
     store("a", 0, 0)
     store("a", 1, 0)
-    pool = RolloutBuffer(bucket, Ledger(), limit=10)
-    pool.poll(["a", "b"])
-    assert pool.take(Strict(1, 2), version=5) is None
-    assert (pool.waiting, pool.dropping("a"), pool.dropping("b")) == (0, 2, 0)
-    assert pool.take(Strict(1, 2), version=5) is None
-    assert pool.dropping("a") == 2
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10)
+    buffer.poll(["a", "b"])
+    assert buffer.next_batch(Strict(1, 2), version=5) is None
+    assert (buffer.waiting, buffer.dropping("a"), buffer.dropping("b")) == (0, 2, 0)
+    assert buffer.next_batch(Strict(1, 2), version=5) is None
+    assert buffer.dropping("a") == 2
     store("b", 0, 5)
     store("b", 1, 5)
-    pool.poll(["a", "b"])
-    assert pool.take(Strict(1, 2), version=5).dropped == [("a", 0), ("a", 1)]
-    assert pool.dropping("a") == 0
-    assert pool.take(Strict(1, 2), version=5).dropped == []
+    buffer.poll(["a", "b"])
+    assert buffer.next_batch(Strict(1, 2), version=5).dropped == [("a", 0), ("a", 1)]
+    assert buffer.dropping("a") == 0
+    assert buffer.next_batch(Strict(1, 2), version=5).dropped == []
 
 
 DAMAGE = {
@@ -110,63 +110,63 @@ def test_damaged_groups_are_dropped_and_named(bucket, store, make_group, damage)
     store("a", 0, 0)
     bucket.put(keys.rollout("a", 1), DAMAGE[damage](encode_group(make_group("a", [0]))))
     store("a", 2, 0)
-    pool = RolloutBuffer(bucket, Ledger(), limit=10)
-    pool.poll(["a"])
-    assert pool.damaged == [keys.rollout("a", 1)]
-    assert pool.dropping("a") == 1
-    batch = pool.take(Strict(2, 0), version=0)
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10)
+    buffer.poll(["a"])
+    assert buffer.damaged == [keys.rollout("a", 1)]
+    assert buffer.dropping("a") == 1
+    batch = buffer.next_batch(Strict(2, 0), version=0)
     assert names(batch) == [("a", 0), ("a", 2)]
     assert batch.dropped == [("a", 1)]
 
 
 def test_a_group_under_another_workers_name_is_damaged(bucket, store):
     store("a", 0, 0, by="b")
-    pool = RolloutBuffer(bucket, Ledger(), limit=10)
-    pool.poll(["a", "b"])
-    assert pool.damaged == [keys.rollout("a", 0)]
-    assert pool.waiting == 0
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10)
+    buffer.poll(["a", "b"])
+    assert buffer.damaged == [keys.rollout("a", 0)]
+    assert buffer.waiting == 0
 
 
 def test_a_huge_object_is_never_read(bucket, store, monkeypatch):
     store("a", 0, 0)
     monkeypatch.setattr(groups_module, "MAX_GROUP_BYTES", 10)
-    pool = RolloutBuffer(bucket, Ledger(), limit=10)
-    pool.poll(["a"])
-    assert pool.damaged == [keys.rollout("a", 0)]
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10)
+    buffer.poll(["a"])
+    assert buffer.damaged == [keys.rollout("a", 0)]
 
 
 def test_no_more_are_held_than_can_be_of_use(bucket, store):
     for sequence in range(30):
         store("a", sequence, 0)
-    pool = RolloutBuffer(bucket, Ledger(), limit=4)
-    assert pool.poll(["a"]) == 8
-    assert pool.stored("a") == 8
-    assert pool.poll(["a"]) == 0
-    assert len(pool.take(Strict(4, 0), version=0).taken) == 4
-    assert pool.poll(["a"]) == 4
+    buffer = RolloutBuffer(bucket, Ledger(), limit=4)
+    assert buffer.poll(["a"]) == 8
+    assert buffer.stored("a") == 8
+    assert buffer.poll(["a"]) == 0
+    assert len(buffer.next_batch(Strict(4, 0), version=0).taken) == 4
+    assert buffer.poll(["a"]) == 4
 
 
 def test_the_last_groups_of_a_worker_that_left_are_found(bucket, store):
-    pool = RolloutBuffer(bucket, Ledger(), limit=4)
-    assert pool.poll(["a", "b"]) == 0
+    buffer = RolloutBuffer(bucket, Ledger(), limit=4)
+    assert buffer.poll(["a", "b"]) == 0
     store("b", 0, 0)
-    assert pool.poll(["a"]) == 1
-    assert names(pool.take(Strict(1, 0), version=0)) == [("b", 0)]
+    assert buffer.poll(["a", "b"]) == 1
+    assert names(buffer.next_batch(Strict(1, 0), version=0)) == [("b", 0)]
 
 
 def test_a_hole_is_waited_for(bucket, store):
     """A later sequence is not looked at before the earlier one is there: puts come in order."""
     store("a", 0, 0)
     store("a", 2, 0)
-    pool = RolloutBuffer(bucket, Ledger(), limit=10)
-    assert pool.poll(["a"]) == 1
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10)
+    assert buffer.poll(["a"]) == 1
     store("a", 1, 0)
-    assert pool.poll(["a"]) == 2
-    assert pool.stored("a") == 3
+    assert buffer.poll(["a"]) == 2
+    assert buffer.stored("a") == 3
 
 
 def test_every_group_is_handed_out_once_across_restarts(bucket, store):
-    """A trainer that dies keeps only its ledger; the next pool takes up exactly the rest."""
+    """A trainer that dies keeps only its ledger; the next buffer takes up exactly the rest."""
     rng = random.Random(0)
     counts = {"a": 17, "b": 9, "c": 1}
     for worker, count in counts.items():
@@ -174,9 +174,9 @@ def test_every_group_is_handed_out_once_across_restarts(bucket, store):
             store(worker, sequence, rng.randint(0, 3))
     ledger, seen = Ledger(), []
     for _ in range(20):
-        pool = RolloutBuffer(bucket, ledger.copy(), limit=6)
-        pool.poll(sorted(counts))
-        batch = pool.take(Strict(rng.randint(1, 4), 2), version=3)
+        buffer = RolloutBuffer(bucket, ledger.copy(), limit=6)
+        buffer.poll(sorted(counts))
+        batch = buffer.next_batch(Strict(rng.randint(1, 4), 2), version=3)
         if batch is None:
             break
         for worker, sequence in [*names(batch), *batch.dropped]:
@@ -184,8 +184,8 @@ def test_every_group_is_handed_out_once_across_restarts(bucket, store):
             ledger.settle(worker, sequence)
             seen.append((worker, sequence))
     # What nothing was left to be reported with.
-    seen += [(drop.worker, drop.sequence) for drop in pool._dropped]
-    left = {(pooled.group.worker, pooled.sequence) for pooled in pool._waiting}
+    seen += [(drop.worker, drop.sequence) for drop in buffer._dropped]
+    left = {(buffered.group.worker, buffered.sequence) for buffered in buffer._waiting}
     assert len(seen) == len(set(seen))
     assert {*seen, *left} == {(w, s) for w, count in counts.items() for s in range(count)}
 
@@ -194,25 +194,24 @@ def test_a_batch_that_was_not_committed_comes_again(bucket, store):
     for sequence in range(4):
         store("a", sequence, 0)
     ledger = Ledger()
-    pool = RolloutBuffer(bucket, ledger, limit=4)
-    pool.poll(["a"])
-    lost = names(pool.take(Strict(2, 0), version=0))
+    buffer = RolloutBuffer(bucket, ledger, limit=4)
+    buffer.poll(["a"])
+    lost = names(buffer.next_batch(Strict(2, 0), version=0))
     again = RolloutBuffer(bucket, ledger, limit=4)
     again.poll(["a"])
-    assert names(again.take(Strict(2, 0), version=0)) == lost
+    assert names(again.next_batch(Strict(2, 0), version=0)) == lost
 
 
 def test_named_groups_are_fetched_in_their_order(bucket, store):
     store("a", 0, 1)
     store("b", 0, 2)
-    pool = RolloutBuffer(bucket, Ledger(), limit=4)
-    found = pool.fetch(CommitMetadata(consumed=[("b", 0), ("a", 0)]))
+    found = read_consumed(bucket, CommitMetadata(consumed=[("b", 0), ("a", 0)]))
     assert [(p.group.worker, p.sequence, p.group.oldest_version) for p in found] == [
         ("b", 0, 2),
         ("a", 0, 1),
     ]
     with pytest.raises(CorruptError, match="missing") as caught:
-        pool.fetch(CommitMetadata(consumed=[("a", 1)]))
+        read_consumed(bucket, CommitMetadata(consumed=[("a", 1)]))
     assert keys.rollout("a", 1) in str(caught.value)
 
 
@@ -235,9 +234,9 @@ def test_the_ledger_is_a_set(bucket):
 def test_a_version_that_does_not_exist_yet_is_dropped(bucket, store):
     store("a", 0, 3)
     store("a", 1, 2, 4)
-    pool = RolloutBuffer(bucket, Ledger(), limit=10)
-    pool.poll(["a"])
-    batch = pool.take(Strict(1, 2), version=3)
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10)
+    buffer.poll(["a"])
+    batch = buffer.next_batch(Strict(1, 2), version=3)
     assert names(batch) == [("a", 0)]
     assert batch.dropped == [("a", 1)]
 
@@ -258,10 +257,10 @@ KEPT = Bounds(vocabulary=9, temperature=1.0, context=3)
 def test_what_no_worker_of_the_run_draws_is_damage(bucket, make_group, bounds, kept):
     """A group alone at another temperature would be scored at that of the others beside it."""
     assert bucket.create(keys.rollout("a", 0), encode_group(make_group("a", [1])))
-    pool = RolloutBuffer(bucket, Ledger(), limit=10, bounds=bounds)
-    pool.poll(["a"])
-    assert pool.waiting == int(kept)
-    assert pool.damaged == ([] if kept else [keys.rollout("a", 0)])
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10, bounds=bounds)
+    buffer.poll(["a"])
+    assert buffer.waiting == int(kept)
+    assert buffer.damaged == ([] if kept else [keys.rollout("a", 0)])
 
 
 def failing(make_group, worker, causes):
@@ -284,14 +283,14 @@ def failing(make_group, worker, causes):
 @pytest.mark.parametrize("causes", [["reset"] * 3, ["tool", "", "tool"], ["tool"], ["tool", ""]])
 def test_a_group_that_failures_left_too_small_is_settled_by_its_cause(bucket, make_group, causes):
     bucket.create(keys.rollout("a", 0), encode_group(failing(make_group, "a", causes)))
-    pool = RolloutBuffer(bucket, Ledger(), limit=10)
-    pool.poll(["a"])
-    assert (pool.waiting, pool.stored("a"), pool.dropping("a")) == (0, 1, 1)
-    assert (pool.failed, pool.failure) == (1, causes[0])
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10)
+    buffer.poll(["a"])
+    assert (buffer.waiting, buffer.stored("a"), buffer.dropping("a")) == (0, 1, 1)
+    assert (buffer.failed, buffer.failure) == (1, causes[0])
     bucket.create(keys.rollout("a", 1), encode_group(failing(make_group, "a", ["", "tool", ""])))
-    pool.poll(["a"])
-    assert pool.failed == 0
-    batch = pool.take(Strict(1, 0), version=0)
+    buffer.poll(["a"])
+    assert buffer.failed == 0
+    batch = buffer.next_batch(Strict(1, 0), version=0)
     assert batch.dropped == [("a", 0)]
     assert (batch.drops[0].cause, batch.drops[0].detail) == ("failed", causes[0])
     assert names(batch) == [("a", 1)]
@@ -303,9 +302,9 @@ def test_drops_say_why(bucket, store, make_group):
     bucket.put(keys.rollout("a", 2), b"x")
     bucket.create(keys.rollout("a", 3), encode_group(failing(make_group, "a", ["tool"])))
     store("a", 4, 5)
-    pool = RolloutBuffer(bucket, Ledger(), limit=10)
-    pool.poll(["a"])
-    found = pool.take(Strict(1, 2), version=5)
+    buffer = RolloutBuffer(bucket, Ledger(), limit=10)
+    buffer.poll(["a"])
+    found = buffer.next_batch(Strict(1, 2), version=5)
     assert {drop.sequence: drop.cause for drop in found.drops} == {
         0: "stale",
         1: "unknown version",

@@ -12,7 +12,7 @@ from deltawire.rl.trainer.trainer import Trainer
 def trainer(limit, failed):
     found = Trainer.__new__(Trainer)
     found.config = RunConfig(name="t", train=TrainConfig(max_failed_groups=limit))
-    found.pool = SimpleNamespace(failed=failed, failure="step took longer than 120 s")
+    found.buffer = SimpleNamespace(failed=failed, failure="step took longer than 120 s")
     found.bucket = SimpleNamespace(url="memory://")
     found.version = 7
     return found

@@ -1,0 +1,64 @@
+"""Reaper: replaces the heartbeats of workers that are gone by tombstones.
+
+Workers come and go under ever new names, and every reader of a run reads every heartbeat. The
+trainer, which alone knows when a worker's groups are settled, therefore removes what a worker left.
+A tombstone is the worker's last heartbeat; only a worker that returns under the same name reads it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from deltawire.runtime.fleet import Fleet
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.objects import encode_json
+
+REAP_AFTER_S = 600.0
+
+
+class Reaper:
+    """Removes the heartbeats of workers that ended or were silent for ``after_s``.
+
+    Example::
+
+        for worker in reaper.run(fleet, is_settled):
+            credits.forget(worker)
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        after_s: float = REAP_AFTER_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bucket = bucket
+        self._after_s = after_s
+        self._clock = clock
+        self._gone_at: dict[str, float] = {}
+
+    def run(self, fleet: Fleet, is_settled: Callable[[str], bool]) -> list[str]:
+        """Remove the heartbeats that are due; returns their workers. Raises `RetryError`.
+
+        A worker of which ``is_settled`` is false left groups that are still needed, and stays. A
+        worker that returned since the fleet was polled loses one heartbeat, and writes the next.
+        """
+        now = self._clock()
+        gone = {
+            name
+            for name, state in fleet.states.items()
+            if state in ("ended", "silent") and fleet.heartbeats[name].role == "worker"
+        }
+        self._gone_at = {name: self._gone_at.get(name, now) for name in gone}
+        due = [
+            name
+            for name, since in self._gone_at.items()
+            if now - since >= self._after_s and is_settled(name)
+        ]
+        for name in due:
+            self._bucket.put(keys.tombstone(name), encode_json(fleet.heartbeats[name]))
+            self._bucket.delete(keys.heartbeat(name))
+            fleet.forget(name)
+        return due

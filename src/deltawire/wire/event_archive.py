@@ -1,0 +1,29 @@
+"""``archive/``: the events of processes that are gone, many streams in one object."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.wire.manifest import Index
+from deltawire.wire.objects import FORMAT
+
+MAX_ARCHIVE_BYTES = 128 << 20
+
+
+class ArchivedSegment(msgspec.Struct, frozen=True, array_like=True):
+    """One segment of a stream of events, as it was stored."""
+
+    stream: Annotated[str, Meta(max_length=64)]
+    number: Index
+    data: bytes
+
+
+class EventArchive(msgspec.Struct, frozen=True, kw_only=True):
+    """Whole streams, the segments of each in order. A stream may be archived twice, if the process
+    that archived it died before it deleted the stream."""
+
+    format: int = FORMAT
+    segments: list[ArchivedSegment]
