@@ -160,7 +160,7 @@ def _lines(prepared: Prepared, device: str) -> int:
         int(torch.unique_consecutive(index // (line // live.element_size())).numel())
         for move in prepared.moves
         for live, index in (
-            (stretch.live, move.index[stretch.first : stretch.last]) for stretch in move.stretches
+            (extent.live, move.index[extent.first : extent.last]) for extent in move.ranges
         )
     )
 

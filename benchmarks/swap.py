@@ -284,7 +284,7 @@ class _Subject:
     def throughput_lost(self, changes: int, *, rounds: int = 3, steps: int = 40) -> float:
         """The share of steps a second that is lost while a step is being prepared, in turn with
         as many steps beside which nothing is."""
-        from deltawire.engines.vllm.rank import rank_of
+        from deltawire.engines.vllm.rank_weights import rank_of
 
         rank = rank_of(self._core.model_executor.driver_worker.worker.get_model())
         quiet, busy = [], []

@@ -97,7 +97,7 @@ def test_a_run_is_followed_however_the_model_is_shared_out(vllm_python, family, 
     "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
 )
 def test_kernels_replaced_on_a_cpu_compute_what_vllm_means(vllm_python):
-    run_tests(vllm_python, "test_plain_kernels.py")
+    run_tests(vllm_python, "test_unpacked_kernels.py")
 
 
 @pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Compiles every kernel for GPUs that need not be there; prints what came of each as JSON."""
+"""Compiles every kernel for GPUs that need not be there; prints the outcome of each as JSON."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def variants():
                     kernels._digest,
                     types,
                     {
-                        "step": kernels.signed(kernels.STEP), "dims": dims, "plain": dims == 1,
+                        "step": kernels.signed(kernels.STEP), "dims": dims, "contiguous": dims == 1,
                         "width": 16 if widened else 8 * width, "widened": widened, "slots": 64,
                         "rounds": kernels._DIGEST_ROUNDS, "block": kernels._DIGEST_BLOCK,
                     },

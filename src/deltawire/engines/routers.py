@@ -1,11 +1,11 @@
-"""The routers of a mixture-of-experts model: which experts they chose, and another choice instead.
+"""Records and replaces the expert choices of a mixture-of-experts model.
 
 A router scores every expert for every token, picks the best by one ``topk`` over the scores, and
 returns (logits, weights, indices). Families differ in how they score and in how the scores of the
-chosen become weights: softmax before or after the choice, sigmoid, groups, correction biases,
-scaling. None of that is repeated here. Another choice is made where the router makes its own: its
-``topk`` is answered with other indices and the scores that stand there, and the rest of its
-forward goes on, gradients included.
+chosen experts become weights: softmax before or after the choice, sigmoid, groups, correction
+biases, scaling. None of that is reimplemented here. A choice is replaced where the router makes it:
+its ``topk`` returns other indices and their scores, and the rest of its forward continues, with
+gradients.
 
 Shapes: R rows (tokens of all sequences, flat), E experts a layer, K chosen a token.
 """
@@ -38,14 +38,14 @@ _BOUNDED: frozenset[Any] = frozenset(
 )
 
 Choose = Callable[[Tensor, Tensor], Tensor]
-"""``choose(scores_RE, own_RK)`` returns the indices to take, int64[R, K], in place of the
-router's own."""
+"""``choose(scores_RE, own_RK)`` returns the indices to use, int64[R, K], instead of the router's
+own."""
 
 
 @dataclass(frozen=True)
 class Router:
-    """One layer's router. ``call`` is which of its ``topk`` makes the choice; ``bounded`` says
-    that it chooses by shares (of a softmax or a sigmoid) rather than by logits."""
+    """One layer's router. ``call`` is the number of the ``topk`` that makes the choice; ``bounded``
+    means that it ranks outputs of a softmax or a sigmoid rather than logits."""
 
     module: nn.Module
     call: int
@@ -57,8 +57,15 @@ class Router:
 class Routers:
     """The routers of one causal LM, in the order in which its layers call them.
 
-    Finding them takes a forward pass over two tokens. Raises `InputError` for a model whose
-    experts, if it has any, are chosen otherwise.
+    Finding them takes a forward pass over two tokens. Raises `InputError` for a model without
+    experts, or whose experts are chosen in another way.
+
+    Example::
+
+        routers = Routers(model)
+        with routers.recorded() as choices:
+            model(input_ids=ids)
+        print(choices[0])  # the first expert layer's choices
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,7 +75,7 @@ class Routers:
         with torch.no_grad(), ExitStack() as stack:
             for module in model.modules():
                 if _NAME.search(type(module).__name__):
-                    stack.enter_context(_looked_at(module, found))
+                    stack.enter_context(_observed(module, found))
             model.eval()(
                 input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False
             )
@@ -78,22 +85,24 @@ class Routers:
         kinds = {(router.experts, router.chosen) for router in self.by_layer}
         if len(kinds) != 1:
             what = (
-                "layers with other numbers of experts" if kinds else "no router that returns them"
+                "layers with different numbers of experts"
+                if kinds
+                else "no router that returns them"
             )
             raise InputError(
-                f"the expert choices of {type(model).__name__} cannot be told: it has {what}",
+                f"the expert choices of {type(model).__name__} cannot be recorded: it has {what}",
                 hint='set parity.routes = "off"',
             )
         ((self.experts, self.chosen),) = kinds
 
     @property
     def layers(self) -> int:
-        """How many layers have experts."""
+        """The number of layers with experts."""
         return len(self.by_layer)
 
     @contextmanager
     def recorded(self) -> Iterator[list[Tensor]]:
-        """Within, the choices of the latest forward pass: int[R, K] for each layer."""
+        """Yields the choices of the latest forward pass, int[R, K] for each layer."""
         choices = [torch.empty(0, self.chosen, dtype=torch.long)] * self.layers
 
         def keeping(layer: int) -> Callable[..., None]:
@@ -111,15 +120,15 @@ class Routers:
 
     @contextmanager
     def answered(self, choose: Callable[[int], Choose]) -> Iterator[None]:
-        """Within, layer n takes what ``choose(n)`` returns."""
+        """Replaces the choices of layer n by what ``choose(n)`` returns."""
         with ExitStack() as stack:
             for layer, router in enumerate(self.by_layer):
                 stack.enter_context(_answered(router, choose(layer)))
             yield
 
 
-class _Watching(TorchFunctionMode):
-    """Sees every ``topk`` of a router, and answers the one that makes the choice if told to."""
+class _TopkInterceptor(TorchFunctionMode):
+    """Records every ``topk`` of a router, and replaces the result of call number ``call``."""
 
     def __init__(self, call: int = -1, choose: Choose | None = None) -> None:
         super().__init__()
@@ -143,15 +152,15 @@ class _Watching(TorchFunctionMode):
 
 
 @contextmanager
-def _looked_at(module: nn.Module, found: dict[nn.Module, Router]) -> Iterator[None]:
-    """Note the module as a router if it turns out to be one."""
+def _observed(module: nn.Module, found: dict[nn.Module, Router]) -> Iterator[None]:
+    """Adds the module to ``found`` if a forward pass shows it to be a router."""
     own_forward = module.forward
 
     def forward(*arguments: Any, **named: Any) -> Any:
-        with _Watching() as watching:
+        with _TopkInterceptor() as interceptor:
             output = own_forward(*arguments, **named)
         if isinstance(output, tuple) and len(output) >= 3 and isinstance(output[2], Tensor):
-            for call, (scores, indices, bounded) in enumerate(watching.seen):
+            for call, (scores, indices, bounded) in enumerate(interceptor.seen):
                 same = indices.shape == output[1].shape and torch.equal(indices, output[2])
                 if same and scores.ndim == 2:
                     found[module] = Router(module, call, scores.shape[1], indices.shape[1], bounded)
@@ -166,7 +175,7 @@ def _answered(router: Router, choose: Choose) -> Iterator[None]:
     own_forward = router.module.forward
 
     def forward(*arguments: Any, **named: Any) -> Any:
-        with _Watching(router.call, choose):
+        with _TopkInterceptor(router.call, choose):
             return own_forward(*arguments, **named)
 
     with _replaced(router.module, forward):
@@ -181,6 +190,6 @@ def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         if before is None:
-            del module.forward  # the class's own is found again
+            del module.forward  # Uncovers the method of the class.
         else:
             module.forward = before

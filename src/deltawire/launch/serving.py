@@ -16,8 +16,8 @@ from rich.console import Console
 
 from deltawire.errors import InputError
 from deltawire.launch.tokens import read_token
-from deltawire.serving.contract import FleetState
-from deltawire.serving.fleet import Fleet
+from deltawire.serving.contract import ReplicaSetState
+from deltawire.serving.replica_set import ReplicaSet
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import require_run
 from deltawire.wire.run import Run
@@ -83,7 +83,7 @@ async def _serve(
     key = os.environ.get(REPLICA_KEY_VARIABLE, "")
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         replicas = [VllmReplica(url, session, key=key) for url in options.replicas]
-        fleet = Fleet(
+        fleet = ReplicaSet(
             bucket,
             run,
             replicas,
@@ -109,7 +109,7 @@ async def _serve(
             await runner.cleanup()
 
 
-async def _report_changes(fleet: Fleet, stopping: asyncio.Event, console: Console) -> None:
+async def _report_changes(fleet: ReplicaSet, stopping: asyncio.Event, console: Console) -> None:
     """Print a line for each replica that changed, until ``stopping`` is set."""
     printed: dict[str, str] = {}
     while not stopping.is_set():
@@ -124,7 +124,7 @@ async def _report_changes(fleet: Fleet, stopping: asyncio.Event, console: Consol
     print("stopped", file=sys.stderr)  # noqa: T201
 
 
-def _lines(state: FleetState) -> dict[str, str]:
+def _lines(state: ReplicaSetState) -> dict[str, str]:
     lines = {}
     for replica in state.replicas:
         loading = replica.loading_state

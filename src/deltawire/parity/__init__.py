@@ -1,13 +1,13 @@
 """How far sampler and trainer agree, and what is done where they do not."""
 
 from deltawire.parity.divergence import Divergence, SequenceSums, divergence, sequence_sums
-from deltawire.parity.gate import Crossing, Parity, ParityMeter, numeric_mask
+from deltawire.parity.gate import BatchParity, Crossing, ParityMeter, numeric_mask
 from deltawire.parity.record import finite, parity_event
 
 __all__ = [
+    "BatchParity",
     "Crossing",
     "Divergence",
-    "Parity",
     "ParityMeter",
     "SequenceSums",
     "divergence",

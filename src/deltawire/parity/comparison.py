@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from deltawire.parity.divergence import Divergence, divergence
-from deltawire.parity.scorers import Drawn, Precision, Scorer, Scores
+from deltawire.parity.scorers import DrawnSequence, Precision, Scorer, Scores
 
 TOLERANCE: dict[Precision, float] = {"float32": 1e-5, "bfloat16": 3e-2}
 """The drift of a layer, relative to its output, that rounding to the coarser of two precisions
@@ -60,7 +60,7 @@ class Comparison:
 def compare(
     left: Scorer,
     right: Scorer,
-    sequences: Sequence[Drawn],
+    sequences: Sequence[DrawnSequence],
     *,
     layers: bool = False,
     replay: bool = False,

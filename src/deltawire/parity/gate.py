@@ -39,7 +39,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Parity:
+class BatchParity:
     """One batch. ``flipped_L`` is, for each expert layer, the share of the sampler's choices that
     the trainer's own router did not make; empty where no choices were recorded. ``masked`` names
     sequences taken out of the loss by their row in the batch."""
@@ -149,13 +149,13 @@ class ParityMeter:
         self._rows += len(mask_NC)
         return keep
 
-    def saw_flips(self, flipped_L: Tensor, choices_L: Tensor, *, damaged: int = 0) -> None:
+    def add_flips(self, flipped_L: Tensor, choices_L: Tensor, *, damaged: int = 0) -> None:
         """Add counts: expert choices that flipped, all that were compared, and sequences whose
         choices could not be read, which is a warning whatever the limits."""
         self._flips.append((flipped_L, choices_L))
         self._damaged += damaged
 
-    def result(self) -> Parity:
+    def result(self) -> BatchParity:
         """The whole batch."""
         numeric, drift = joined(self._numeric).total(), joined(self._drift).total()
         flipped: tuple[float, ...] = ()
@@ -166,7 +166,7 @@ class ParityMeter:
         warnings = crossings(self.config.warn, numeric, drift, flipped, min_tokens=least)
         if self._damaged:
             warnings.append(Crossing("damaged_routes", self._damaged, 0))
-        return Parity(
+        return BatchParity(
             numeric,
             drift,
             flipped,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from deltawire import events
 from deltawire.parity.divergence import Divergence
-from deltawire.parity.gate import Parity
+from deltawire.parity.gate import BatchParity
 
 MAX_NAMED = 64
 """So many masked sequences are named in one event, to keep its line short."""
@@ -21,7 +21,7 @@ def finite(value: float) -> float:
 
 
 def parity_event(
-    parity: Parity, *, process: str, at: float, version: int, names: Sequence[str]
+    parity: BatchParity, *, process: str, at: float, version: int, names: Sequence[str]
 ) -> events.Parity:
     """The event of the batch that made ``version``; ``names`` tells its sequences by row."""
     return events.Parity(

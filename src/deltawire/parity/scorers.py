@@ -48,7 +48,7 @@ SPELLING = (
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnSequence:
     """A prompt and what was drawn behind it, token ids each."""
 
     prompt: tuple[int, ...]
@@ -86,7 +86,7 @@ class Scorer(Protocol):
 
     def score(
         self,
-        sequences: Sequence[Drawn],
+        sequences: Sequence[DrawnSequence],
         *,
         layers: bool = False,
         feed: Sequence[Scores] | None = None,
@@ -101,13 +101,15 @@ class Scorer(Protocol):
         """
         ...
 
-    def draw(self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int) -> list[Drawn]:
+    def draw(
+        self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int
+    ) -> list[DrawnSequence]:
         """Draw ``count`` tokens behind each prompt, at temperature 1."""
         ...
 
 
 @dataclass(frozen=True)
-class Spec:
+class ScorerSpec:
     """A parsed name of an engine."""
 
     name: str
@@ -118,7 +120,7 @@ class Spec:
     passes: Passes = "whole"
 
 
-def parse_spec(text: str) -> Spec:
+def parse_spec(text: str) -> ScorerSpec:
     """Read an engine's name; raises `InputError` that says which word is wrong."""
     kind, *words = text.split(":")
     if kind not in ("transformers", "vllm"):
@@ -138,7 +140,7 @@ def parse_spec(text: str) -> Spec:
             what = "comes twice" if field else "means nothing here"
             raise InputError(f"{text!r}: {word!r} {what}", hint=f"use {SPELLING}")
         chosen[field] = word
-    return Spec(
+    return ScorerSpec(
         text,
         "vllm" if kind == "vllm" else "transformers",
         chosen.get("attention", ""),
@@ -147,7 +149,7 @@ def parse_spec(text: str) -> Spec:
     )
 
 
-def open_scorer(spec: Spec, model: Any, folder: Path | None) -> Scorer:
+def open_scorer(spec: ScorerSpec, model: Any, folder: Path | None) -> Scorer:
     """The engine of a name, on weights that it copies: ``model`` is float32, ``folder`` holds the
     same on disk for engines of another process. Raises `InputError`."""
     if spec.kind == "vllm":
@@ -162,7 +164,7 @@ def open_scorer(spec: Spec, model: Any, folder: Path | None) -> Scorer:
 class TransformersScorer:
     """A transformers causal LM in one precision, with one attention, by whole or cached passes."""
 
-    def __init__(self, spec: Spec, model: Any) -> None:
+    def __init__(self, spec: ScorerSpec, model: Any) -> None:
         self.spec = spec
         self.model = serve_as(copy.deepcopy(model), spec.precision).eval()
         try:
@@ -186,7 +188,9 @@ class TransformersScorer:
         """See `Scorer`."""
         return self.spec.precision
 
-    def draw(self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int) -> list[Drawn]:
+    def draw(
+        self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int
+    ) -> list[DrawnSequence]:
         """See `Scorer`."""
         longest = max(map(len, prompts))
         engine = TransformersEngine(
@@ -197,12 +201,12 @@ class TransformersScorer:
         ]
         while engine.active:
             engine.step()
-        return [Drawn(one.prompt, tuple(one.completion.tokens)) for one in requests]
+        return [DrawnSequence(one.prompt, tuple(one.completion.tokens)) for one in requests]
 
     @torch.no_grad()
     def score(
         self,
-        sequences: Sequence[Drawn],
+        sequences: Sequence[DrawnSequence],
         *,
         layers: bool = False,
         feed: Sequence[Scores] | None = None,
@@ -222,7 +226,7 @@ class TransformersScorer:
         ]
 
     def _one(
-        self, sequence: Drawn, *, layers: bool, feed: Scores | None, replay: Scores | None
+        self, sequence: DrawnSequence, *, layers: bool, feed: Scores | None, replay: Scores | None
     ) -> Scores:
         ids = torch.tensor([sequence.read])
         steps = [slice(0, ids.shape[1])]

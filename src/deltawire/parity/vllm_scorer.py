@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from deltawire.errors import InputError
-from deltawire.parity.scorers import Drawn, Precision, Scores
+from deltawire.parity.scorers import DrawnSequence, Precision, Scores
 
 MODEL_SHARE = 0.5
 """Of an accelerator's memory; the other engine may be on it as well."""
@@ -45,18 +45,20 @@ class VllmScorer:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise InputError(f"{name}: vLLM does not serve {folder}: {first[:300]}") from error
 
-    def draw(self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int) -> list[Drawn]:
+    def draw(
+        self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int
+    ) -> list[DrawnSequence]:
         """See `deltawire.parity.scorers.Scorer`."""
         sampling = self._vllm.SamplingParams(
             temperature=1.0, max_tokens=count, seed=seed, ignore_eos=True, detokenize=False
         )
         made = self._generate([list(prompt) for prompt in prompts], sampling)
         pairs = zip(prompts, made, strict=True)
-        return [Drawn(prompt, tuple(one.outputs[0].token_ids)) for prompt, one in pairs]
+        return [DrawnSequence(prompt, tuple(one.outputs[0].token_ids)) for prompt, one in pairs]
 
     def score(
         self,
-        sequences: Sequence[Drawn],
+        sequences: Sequence[DrawnSequence],
         *,
         layers: bool = False,
         feed: Sequence[Scores] | None = None,

@@ -1,12 +1,13 @@
 """Affine maps between two flat memories, and their algebra: cut, intersect, subtract, join.
 
-An affine map says where elements go that are walked by nested loops: element ``(i, j, …)`` lies at
-``source + i·s0 + j·s1 + …`` in one memory and at ``target + i·t0 + j·t1 + …`` in the other. That
-is what copying one strided view into another does.
+An affine map relates the elements of two strided views: element ``(i, j, …)`` lies at
+``source + i·s0 + j·s1 + …`` in one memory and at ``target + i·t0 + j·t1 + …`` in the other, as when
+one view is copied into another.
 
-To compare maps, one of their sides is written in digits: a descending chain of strides, each of
-which divides the one before, cuts a flat position into coordinates, as hours, minutes and seconds
-cut a time. In coordinates a map is a few boxes, and boxes intersect and subtract exactly.
+To compare maps, one of their sides is written in mixed-radix digits: a descending chain of strides,
+each dividing the previous one, splits a flat position into coordinates, as hours, minutes and
+seconds split a time. In coordinates a map is a few boxes, and boxes intersect and subtract
+exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_PARTS = 1 << 16
-"""So many maps may be made of one: what is stranger than that is not affine in any useful sense."""
+"""The most maps that one map is split into; beyond that it is not usefully affine."""
 
 Side = Literal["source", "target"]
 
@@ -31,8 +32,13 @@ class NotAffineError(Exception):
 
 
 class AffineMap(msgspec.Struct, frozen=True, array_like=True):
-    """``shape`` elements, from ``source`` and ``target`` on with a stride a dimension on each
-    side, all in elements."""
+    """``shape`` elements that start at ``source`` and ``target``, with one stride per dimension on
+    each side; all numbers count elements.
+
+    Example::
+
+        AffineMap(0, 6, (2, 3), (3, 1), (1, 2))  # a transposed [2, 3] tensor, from offset 6 on
+    """
 
     source: int
     target: int
@@ -42,7 +48,7 @@ class AffineMap(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def count(self) -> int:
-        """How many elements it maps."""
+        """The number of elements that it maps."""
         return math.prod(self.shape)
 
     @property
@@ -56,19 +62,19 @@ class AffineMap(msgspec.Struct, frozen=True, array_like=True):
         return extent(self.shape, self.target_strides)
 
     def strides(self, side: Side) -> tuple[int, ...]:
-        """The strides of one side."""
+        """Returns the strides of one side."""
         return self.source_strides if side == "source" else self.target_strides
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements lie between the first and the last of a strided view, both included."""
+    """Returns the distance from a strided view's first element to its last, plus one."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -77,10 +83,10 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def simplify(found: AffineMap) -> list[AffineMap]:
-    """The same, with source dimensions nested by descending stride and as few as possible.
+    """Rewrites a map with as few dimensions as possible, nested by descending source stride.
 
-    An element that goes to several places (a broadcast, overlapping windows) gives a map for each.
-    Raises `NotAffineError` if that are too many.
+    An element that goes to several places (a broadcast, overlapping windows) gives one map for
+    each. Raises `NotAffineError` if these are too many.
     """
     if found.count == 0:
         return []
@@ -111,7 +117,7 @@ def _dims(found: AffineMap) -> list[tuple[int, int, int]]:
 def _merge(
     dims: Iterable[tuple[int, int, int]],
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Neighbours that step on where the inner one ends become one."""
+    """Merges neighbouring dimensions where the outer one continues what the inner one ends."""
     merged: list[tuple[int, int, int]] = []
     for size, source, target in dims:
         if merged:
@@ -128,13 +134,13 @@ def _merge(
 
 
 def replaced(found: AffineMap, *, source: int, target: int) -> AffineMap:
-    """The same map from other first positions."""
+    """Returns the map with other first positions."""
     return AffineMap(source, target, found.shape, found.source_strides, found.target_strides)
 
 
 def join(maps: Sequence[AffineMap]) -> list[AffineMap]:
-    """As few maps as neighbours of equal shape and equal distance allow: the experts of a stack
-    become one map with a dimension more."""
+    """Merges equally spaced maps of equal shape: the experts of a stack become one map with one
+    more dimension."""
     joined: list[AffineMap] = []
     run: list[AffineMap] = []
     ordered = sorted(maps, key=lambda m: (m.shape, m.source_strides, m.target_strides, m.source))
@@ -180,8 +186,8 @@ def _stack(run: list[AffineMap]) -> list[AffineMap]:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Coordinates ``starts`` to ``starts + counts`` on axes of strides ``chain``; the first of
-    them lies at ``other`` on the other side, with a stride there for each axis."""
+    """Coordinates ``starts`` to ``starts + counts`` on axes with strides ``chain``. The first one
+    lies at ``other`` on the other side, with a stride there for each axis."""
 
     chain: tuple[int, ...]
     starts: tuple[int, ...]
@@ -191,11 +197,11 @@ class Box:
 
     @property
     def count(self) -> int:
-        """How many elements it holds."""
+        """The number of elements in it."""
         return math.prod(self.counts)
 
     def to_map(self, side: Side) -> AffineMap:
-        """The map whose ``side`` this box is."""
+        """Returns the map whose ``side`` this box describes."""
         own = sum(s * stride for s, stride in zip(self.starts, self.chain, strict=True))
         dims = [
             (count, stride, other)
@@ -209,7 +215,7 @@ class Box:
         return AffineMap(self.other, own, shape, theirs, mine)
 
     def cut(self, starts: Sequence[int], counts: Sequence[int]) -> Box:
-        """The part of it with these coordinates."""
+        """Returns the part of it with these coordinates."""
         moved = sum(
             (new - old) * stride
             for new, old, stride in zip(starts, self.starts, self.others, strict=True)
@@ -220,10 +226,10 @@ class Box:
 def chain_of(
     maps: Iterable[AffineMap], side: Side, preferred: Iterable[int] = ()
 ) -> tuple[int, ...]:
-    """The axes for comparing ``maps`` on one side: strides that each divide the one before.
+    """Chooses axes for comparing ``maps`` on one side: strides that each divide the previous one.
 
-    ``preferred`` are taken first, then the maps' own, the frequent ones before the rare ones; what
-    divides none of those is left out, and `boxes_of` takes such dimensions apart.
+    ``preferred`` strides come first, then the maps' own, frequent ones before rare ones. Strides
+    that do not fit are left out, and `boxes_of` splits the dimensions that have them.
     """
     counted: dict[int, int] = {}
     for found in maps:
@@ -242,7 +248,7 @@ def _divides(a: int, b: int) -> bool:
 
 
 def boxes_of(found: AffineMap, chain: tuple[int, ...], side: Side) -> list[Box]:
-    """A map as boxes on the axes of ``chain``. Raises `NotAffineError` if they are too many."""
+    """Splits a map into boxes on the axes of ``chain``; raises `NotAffineError` if too many."""
     own_first, other_first = (
         (found.source, found.target) if side == "source" else (found.target, found.source)
     )
@@ -288,15 +294,15 @@ def _digits(position: int, chain: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _carried(box: Box, axis: int, by: int) -> Box:
-    """The box with ``by`` added to one digit of its start, higher ones taking the overflow."""
+    """Returns the box with ``by`` added to one digit of its start, carrying into higher ones."""
     position = sum(s * stride for s, stride in zip(box.starts, box.chain, strict=True))
     moved = _digits(position + by * box.chain[axis], box.chain)
     return replace(box, starts=moved)
 
 
 def _grow(box: Box, dims: dict[int, tuple[int, int]], axis: int) -> list[Box]:
-    """``box`` extended by the dimensions on ``axis`` and above, from the smallest stride up: one
-    that runs over its axis' end goes on at the next one, as a head, whole turns and a tail."""
+    """Extends ``box`` by the dimensions on ``axis`` and above, from the smallest stride up. One
+    that exceeds its axis continues on the next, as a head, whole turns and a tail."""
     if axis < 0:
         return [box]
     if axis not in dims:
@@ -336,7 +342,7 @@ def _set(box: Box, axis: int, count: int, other: int) -> Box:
 
 
 def intersect(a: Box, b: Box) -> tuple[Box, Box] | None:
-    """The common part of two boxes on the same axes, seen from each; None if there is none."""
+    """Returns the common part of two boxes on the same axes, seen from each; None if disjoint."""
     starts = [max(x, y) for x, y in zip(a.starts, b.starts, strict=True)]
     counts = [
         min(x + n, y + m) - start
@@ -348,7 +354,7 @@ def intersect(a: Box, b: Box) -> tuple[Box, Box] | None:
 
 
 def subtract(a: Box, b: Box) -> list[Box]:
-    """What of ``a`` lies outside of ``b``, as boxes that share nothing."""
+    """Returns the part of ``a`` outside ``b``, as disjoint boxes."""
     common = intersect(a, b)
     if common is None:
         return [a]
@@ -369,7 +375,7 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 
 class Cover:
-    """Boxes on common axes that share nothing: what has been taken already."""
+    """A set of elements, as disjoint boxes on common axes."""
 
     def __init__(self, chain: tuple[int, ...]) -> None:
         self.chain = chain
@@ -379,11 +385,11 @@ class Cover:
 
     @property
     def count(self) -> int:
-        """How many elements have been taken."""
+        """The number of elements in the set."""
         return sum(box.count for box in self.boxes)
 
     def overlapping(self, box: Box) -> list[Box]:
-        """The taken boxes that share something with ``box``."""
+        """Returns the boxes that overlap ``box``."""
         held = len(self.boxes)
         starts = np.array(box.starts, np.int64)
         ends = starts + np.array(box.counts, np.int64)
@@ -391,12 +397,12 @@ class Cover:
         return [self.boxes[i] for i in np.flatnonzero(~apart.any(axis=1))]
 
     def shared(self, box: Box) -> list[Box]:
-        """What of ``box`` has been taken."""
+        """Returns the parts of ``box`` that are in the set."""
         found = (intersect(box, other) for other in self.overlapping(box))
         return [common[0] for common in found if common is not None]
 
     def take(self, box: Box) -> list[Box]:
-        """Take what of ``box`` is still free, and return it."""
+        """Adds ``box`` to the set; returns the parts that were not in it before."""
         free = [box]
         for other in self.overlapping(box):
             free = [part for piece in free for part in subtract(piece, other)]
@@ -417,7 +423,8 @@ class Cover:
 
 
 def through(read: Box, written: Box) -> AffineMap:
-    """The map from where ``written`` came to where ``read`` goes: boxes of equal coordinates."""
+    """Composes two boxes of equal coordinates: from the origin of ``written`` to the target of
+    ``read``."""
     dims = [
         (count, source, target)
         for count, source, target in zip(read.counts, written.others, read.others, strict=True)

@@ -1,4 +1,4 @@
-"""Elements of a map, by position: found, walked in parts, digested, and put into live dtypes."""
+"""Finds, iterates, digests and converts the elements that an affine map covers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from deltawire.placement.affine import AffineMap
 from deltawire.placement.layout import TORCH_DTYPES
 
 CHUNK_ELEMENTS = 1 << 21
-"""Elements that are handled at once where all of them are."""
+"""Elements handled at a time by passes over a whole map."""
 
 CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers that carry bits, by their bytes."""
+"""Integer dtypes that carry bits, by width in bytes."""
 
 _ROW_ELEMENTS = 256
-"""Rows of so many elements are worth a call of the vector kernel each."""
+"""Rows of at least this many elements are digested one by one with the vector kernel."""
 
 _HALF = np.uint32(16)
 _LOWER = np.uint32(0xFFFF)
@@ -31,9 +31,10 @@ _LOWER = np.uint32(0xFFFF)
 def locate(
     found: AffineMap, positions: NDArray[np.int64]
 ) -> tuple[slice | NDArray[np.intp], NDArray[np.int64]]:
-    """Which of ``positions``, int64[N] ascending, a map knows, and their targets, int64[M].
+    """Returns which of ``positions`` a map covers, and their targets, int64[M].
 
-    The map is in its simplest form: source dimensions are nested, so that dividing finds them.
+    ``positions``, int64[N], ascend. The map must be in its simplest form: its source dimensions
+    are nested, so division finds them.
     """
     first, last = np.searchsorted(positions, (found.source, found.source + found.source_extent))
     rest = positions[first:last] - found.source
@@ -55,7 +56,7 @@ def locate(
 
 
 def chunks(found: AffineMap, limit: int = CHUNK_ELEMENTS) -> Iterator[AffineMap]:
-    """A map in parts of at most ``limit`` elements, in the order of its source."""
+    """Splits a map into parts of at most ``limit`` elements, in source order."""
     if found.count <= limit:
         yield found
         return
@@ -83,7 +84,7 @@ def chunks(found: AffineMap, limit: int = CHUNK_ELEMENTS) -> Iterator[AffineMap]
 
 
 def positions_of(part: AffineMap) -> NDArray[np.int64]:
-    """The source positions of a map, int64[N]."""
+    """Returns the source positions of a map, int64[N]."""
     found = np.full((), part.source, np.int64)
     for size, stride in zip(part.shape, part.source_strides, strict=True):
         found = found[..., None] + np.arange(size, dtype=np.int64) * stride
@@ -91,7 +92,7 @@ def positions_of(part: AffineMap) -> NDArray[np.int64]:
 
 
 def digest_part(name: str, part: AffineMap, bits: Bits) -> Digest:
-    """The share of ``bits``, uint[N], that lie at the source positions of ``part``."""
+    """Digests ``bits``, uint[N], at the source positions of ``part``."""
     if not part.shape or part.source_strides == (1,):
         return codec.digest_bits(name, bits, part.source)
     if part.source_strides[-1] != 1 or part.shape[-1] < _ROW_ELEMENTS:
@@ -105,7 +106,7 @@ def digest_part(name: str, part: AffineMap, bits: Bits) -> Digest:
 
 
 def encode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits:
-    """Published bits, uint[N], as the live dtype has them."""
+    """Converts published bits, uint[N], to the live dtype."""
     if len(dtypes) == 1:
         return bits
     if dtypes == ("BF16", "F32"):
@@ -113,28 +114,26 @@ def encode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits:
     values = tensor_of(bits).view(TORCH_DTYPES[dtypes[0]])
     for dtype in dtypes[1:]:
         values = values.to(TORCH_DTYPES[dtype])
-    return array_of(plain_nans(values).view(CARRIER[values.element_size()]))
+    return array_of(canonical_nans(values).view(CARRIER[values.element_size()]))
 
 
 def equal_bits(found: Tensor, expected: Tensor) -> bool:
-    """Whether integers are alike, wherever they are; on the CPU NumPy is several times faster."""
+    """Compares integers on any device; on the CPU, NumPy is several times faster than torch."""
     if found.device.type == "cpu":
         return np.array_equal(found.numpy(), expected.numpy())
     return torch.equal(found, expected.to(found.device))
 
 
-def plain_nans(values: Tensor) -> Tensor:
-    """All NaNs made one: which of them a conversion gives depends on the kernel that did it."""
+def canonical_nans(values: Tensor) -> Tensor:
+    """Replaces all NaNs by one: which NaN a conversion gives depends on the kernel."""
     if not values.is_floating_point():
         return values
     return torch.where(values.isnan(), torch.full_like(values, torch.nan), values)
 
 
 def decode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits | None:
-    """Live bits as the published dtype has them; None if they were never published.
-
-    Of `Region.exact` regions only.
-    """
+    """Converts live bits of a `Region.exact` region to the published dtype; None if no published
+    value gives them."""
     if len(dtypes) == 1:
         return bits
     if (bits & _LOWER).any():
@@ -143,13 +142,13 @@ def decode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits | None:
 
 
 def tensor_of(bits: NDArray[Any]) -> Tensor:
-    """Bits as a tensor of integers, sharing memory where that may be written."""
+    """Returns bits as a tensor of integers, sharing memory that is writable."""
     writable = np.require(bits, requirements=["C", "W"])
     kind = np.uint8 if bits.dtype.itemsize == 1 else f"i{bits.dtype.itemsize}"
     return torch.from_numpy(writable.view(kind))
 
 
 def array_of(tensor: Tensor) -> Bits:
-    """A CPU tensor of integers as bits, sharing its memory."""
+    """Returns a CPU tensor of integers as bits, sharing its memory."""
     array: NDArray[Any] = tensor.numpy()
     return array.view(f"u{array.itemsize}")

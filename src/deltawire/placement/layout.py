@@ -1,14 +1,12 @@
-"""How live tensors lie in memory: which storages there are, and what views of them."""
+"""Describes how live tensors lie in memory: the storages, and the views into them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Annotated
 
 import msgspec
 import torch
-from msgspec import Meta
 from torch import Tensor
 
 from deltawire.errors import InputError
@@ -33,41 +31,38 @@ TORCH_DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
 }
-"""Wire dtypes as torch's."""
+"""Torch dtypes by their names in the format."""
 
 WIRE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-Name = Annotated[str, Meta(max_length=1024)]
-DtypeName = Annotated[str, Meta(max_length=16)]
-Index = Annotated[int, Meta(ge=0, le=1 << 48)]
-Sizes = Annotated[tuple[Index, ...], Meta(max_length=16)]
 
 
 class LiveTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A live tensor: which storage it lies in and how."""
+    """A live tensor: its storage, and its place in it, in elements."""
 
-    name: Name
-    storage: Index
-    offset: Index
-    shape: Sizes
-    strides: Sizes
-    dtype: DtypeName
+    name: str
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
 
 
 class Storage(msgspec.Struct, frozen=True, array_like=True):
-    """The memory of live tensors: ``elements`` of ``dtype``."""
+    """Memory that one or several live tensors share: ``elements`` of ``dtype``."""
 
-    name: Name
-    elements: Index
-    dtype: DtypeName
+    name: str
+    elements: int
+    dtype: str
 
 
-def survey_live(
+def describe_live(
     live: Mapping[str, Tensor],
 ) -> tuple[list[Storage], list[LiveTensor], list[Tensor]]:
-    """The storages of live tensors, how the tensors lie in them, and each storage as one flat
-    tensor. Tensors of no elements, or without memory, are left out.
+    """Returns the storages of live tensors, the tensors' places in them, and each storage as a flat
+    tensor.
 
-    Raises `InputError` if two storages overlap, or a tensor has no place on the wire.
+    Leaves out tensors without elements or memory, and those of dtypes that the format does not
+    have. Raises `InputError` if two storages overlap.
     """
     found: dict[tuple[str, int, int], int] = {}
     storages: list[Storage] = []
@@ -108,7 +103,7 @@ def _require_apart(places: list[tuple[str, int, int]], storages: list[Storage]) 
 
 
 def address_range(flat: Tensor) -> tuple[int, int]:
-    """The addresses from its storage's first byte to behind its last."""
+    """Returns the half-open range of addresses of a tensor's storage."""
     start = flat.untyped_storage().data_ptr()
     return start, start + flat.untyped_storage().nbytes()
 
@@ -116,7 +111,7 @@ def address_range(flat: Tensor) -> tuple[int, int]:
 def require_same(
     live: Mapping[str, Tensor], held: Sequence[LiveTensor], flats: Sequence[Tensor]
 ) -> None:
-    """Raise `InputError` if a live tensor has become another; its memory is put back."""
+    """Raises `InputError` if a live tensor was replaced, after giving it its memory back."""
     for tensor in held:
         now, flat = live[tensor.name], flats[tensor.storage]
         if (

@@ -1,13 +1,11 @@
-"""The weights of an ``nn.Module`` under the names that they are published by: the placement that
-needs no probe.
+"""Serves a run's weights from an ``nn.Module`` whose tensors have the published names.
 
-What is published is what a checkpoint saves: parameters, and saved (persistent) buffers, as the
-router biases of DeepSeek-V3 and GLM-4 that balance the load of experts. Parameters are published
-in one dtype, buffers in their own, since no master stands behind them.
+What is published is what a checkpoint saves: parameters and saved (persistent) buffers, such as the
+router biases of DeepSeek-V3 and GLM-4 that balance the load of experts.
 
-The published dtype may be narrower than the serving one: bf16 bits are served as float32 on
-machines without bf16 arithmetic. Widening is exact, so the published bits can always be read back
-from the parameters, and the digest is taken from there and not from any copy.
+The published dtype may be narrower than the served one: bf16 bits are served as float32 on machines
+without bf16 arithmetic. Widening is exact, so the published bits can always be read back from the
+parameters, and the digest is computed from those and not from a copy.
 """
 
 from __future__ import annotations
@@ -19,23 +17,23 @@ import torch
 from deltawire.codec import Digest, Patch
 from deltawire.errors import CorruptError, InputError
 from deltawire.placement.affine import AffineMap
-from deltawire.placement.layout import WIRE_DTYPES, survey_live
+from deltawire.placement.layout import WIRE_DTYPES, describe_live
 from deltawire.placement.placed import PlacedWeights, Prepared
-from deltawire.placement.placement import Placement, Region, fingerprint_of
+from deltawire.placement.placement import Placement, Region
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
 
 def identity(tensors: Sequence[TensorSpec], weights: Mapping[str, torch.Tensor]) -> Placement:
-    """The placement of weights that lie as the tensors of the same names do, each whole.
+    """Returns the placement of weights that equal the published tensors of the same names.
 
-    Raises `InputError` if table and weights differ, or one cannot be served exactly.
+    Raises `InputError` if names or shapes differ, or a dtype cannot be served exactly.
     """
     specs = {spec.name: spec for spec in tensors}
     if weights.keys() != specs.keys():
         odd = sorted(weights.keys() ^ specs.keys())
         raise InputError(f"model and run name different tensors: {odd[:5]}")
-    storages, live, _ = survey_live(weights)
+    storages, live, _ = describe_live(weights)
     numbers = {spec.name: number for number, spec in enumerate(tensors)}
     places = {one.name: one for one in live}
     regions = []
@@ -47,20 +45,19 @@ def identity(tensors: Sequence[TensorSpec], weights: Mapping[str, torch.Tensor])
             raise InputError(
                 f"tensor {name} is published as {spec.dtype} and cannot be served as {weight.dtype}"
             )
-        if name in places:  # What has no elements lies nowhere.
+        if name in places:  # A tensor without elements has no place.
             place = places[name]
             through = (dtype,) if dtype == spec.dtype else (spec.dtype, dtype)
             whole = AffineMap(0, place.offset, (spec.count,), (1,), (1,))
             regions.append(Region(numbers[name], place.storage, whole, through))
     return Placement(
-        fingerprint_of(tensors, weights, {}),
         list(tensors),
         storages,
         live,
         regions,
         unplaced={},
         uncovered={},
-        owned=True,
+        assigned=True,
     )
 
 
@@ -77,10 +74,15 @@ def module_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class LiveWeights:
-    """The weights of one module, by the names in a run's tensor table: `PlacedWeights` over their
-    `identity`, of one rank. -1 is the version of what was never loaded.
+    """The weights of one module in one process, by the names in a run's tensor table.
 
-    Raises `InputError` if table and module differ.
+    ``version`` is -1 until `load`. Raises `InputError` if table and module differ.
+
+    Example::
+
+        weights = LiveWeights(model, run.tensors)
+        weights.load(mirror)
+        weights.swap(update.patches, update.version, update.digest)
     """
 
     def __init__(self, model: torch.nn.Module, tensors: Sequence[TensorSpec]) -> None:
@@ -96,14 +98,14 @@ class LiveWeights:
 
     @property
     def digest(self) -> Digest:
-        """Its digest."""
+        """The digest of that version."""
         return self._placed.share
 
     def load(self, mirror: Mirror) -> None:
-        """Set every weight from ``mirror``, and attest.
+        """Sets every weight from ``mirror``, and attests.
 
-        The mirror is the one that `swap` compares with: whoever moves it does so behind the
-        weights. Raises `CorruptError` if the model does not hold what was written.
+        `swap` compares with this mirror, so its owner must advance it after each swap. Raises
+        `CorruptError` if the model does not hold what was written.
         """
         self._mirror = mirror
         self._placed.load(mirror)
@@ -111,16 +113,16 @@ class LiveWeights:
             raise CorruptError("the model does not hold what was loaded", version=mirror.version)
 
     def stage(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
-        """Do beside serving, in any one thread, what `swap` can find done: all but the exchange.
-        Raises `ResyncError` if the weights would not have ``digest``."""
+        """Prepares the next `swap` in any one thread while serving continues. Raises `ResyncError`
+        if the weights would not have ``digest``."""
         assert self._mirror is not None, "load first"
         self._staged = self._placed.prepare(patches, self._mirror, version, digest=digest)
 
     def swap(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
-        """Put ``patches`` in, if the weights will then have ``digest``.
+        """Applies ``patches`` if the weights will then have ``digest``.
 
-        Else, or if the live bits are not what they should be, `ResyncError` is raised, and the old
-        ones stay or go back: the weights are never left at anything but one version.
+        Otherwise, or if live bits differ from the mirror's, raises `ResyncError` and keeps or
+        restores the old bits: the weights always hold exactly one version.
         """
         wanted, staged = (self.version, version, digest), self._staged
         if staged is None or (staged.base, staged.version, staged.share) != wanted:
@@ -131,6 +133,6 @@ class LiveWeights:
         self._placed.swap(staged)
 
     def attest(self) -> Digest:
-        """The digest of all live bits, by one pass over them. Raises `CorruptError` if they hold
-        what was never published."""
+        """Computes the digest in one pass over all live bits. Raises `CorruptError` if some were
+        never published."""
         return self._placed.attest()

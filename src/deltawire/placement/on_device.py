@@ -1,4 +1,4 @@
-"""Live bits on a device, digested where they lie; and which kernels there are for a device."""
+"""Digests live bits on a device without copying them, and selects the kernels of a device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LOW = 0xFFFFFFFF
 
 
 class Found(NamedTuple):
-    """What an exchange met: changes ``outside`` of their storage, live bits that were not the old
-    ones (nothing was written then), new bits that were not there afterwards."""
+    """The outcome of an exchange: whether changes lay ``outside`` their storage, live bits had
+    ``drifted`` from the old ones (nothing was written then), or new bits were ``lost``."""
 
     outside: bool
     drifted: bool
@@ -31,30 +31,31 @@ class Found(NamedTuple):
 
 
 class Kernels(Protocol):
-    """What is done on a device in one launch over many storages."""
+    """Operations on a device that cover many storages in one launch."""
 
     LARGEST: int
-    """A digest's part has at most so many elements."""
+    """The most elements of one part of a digest."""
 
     def table(self, spans: Sequence[tuple[Tensor, int, int]]) -> Tensor:
-        """Where changes ``first`` to ``last`` of a move lie, for each storage's flat integers."""
+        """Builds the table of where changes ``first`` to ``last`` of each storage lie."""
 
     def exchange(self, table: Tensor, index: Tensor, old: Tensor, new: Tensor) -> Found:
-        """Check the old bits, write the new ones unless any differed, and read them back."""
+        """Checks the old bits, writes the new ones unless any differed, and reads them back."""
 
     def write(self, table: Tensor, index: Tensor, bits: Tensor) -> None:
-        """Write bits, whatever is there."""
+        """Writes bits unconditionally."""
 
     def digest(
         self, flat: Tensor, part: AffineMap, key: int, *, widened: bool, lanes: Tensor, odd: Tensor
     ) -> bool:
-        """Add the digest of a part to ``lanes``, int64[2, K] whose rows are sums, and set ``odd``,
-        int32[1], if widened bits have a lower half. False if it has no kernel for such a part."""
+        """Adds the digest of a part to ``lanes``, int64[2, K], whose rows are summed, and sets
+        ``odd``, int32[1], if widened bits have a lower half. Returns False if there is no kernel
+        for such a part."""
 
 
 @cache
 def kernels_of(device: torch.device) -> Kernels | None:
-    """Triton's where it runs."""
+    """Returns Triton's kernels where Triton runs."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     from deltawire.placement import triton_kernels
@@ -63,15 +64,15 @@ def kernels_of(device: torch.device) -> Kernels | None:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether NumPy and the native kernels can reach a tensor."""
+    """Whether NumPy and the native kernels can access a tensor."""
     return tensor.device.type == "cpu"
 
 
 class LiveDigest:
-    """The digest of live bits on one device, which is asked for it once, at the end."""
+    """The digest of live bits on one device, synchronized once, at the end."""
 
     SLOTS = 64
-    """Sums that are kept side by side, lest everybody adds to the same place."""
+    """The number of partial sums, so that atomic additions are spread over several addresses."""
 
     def __init__(self, device: torch.device, regions: int, kernels: Kernels | None) -> None:
         self._kernels = kernels
@@ -80,7 +81,7 @@ class LiveDigest:
         self._odd = torch.zeros(regions, dtype=torch.int32, device=device)
 
     def add(self, name: str, region: Region, flat: Tensor) -> None:
-        """Take in the elements of an exact region of ``flat``, its storage's integers."""
+        """Adds the elements of an exact region of ``flat``, its storage's integers."""
         odd = self._odd[len(self._names) : len(self._names) + 1]
         self._names.append(name)
         if self._kernels is not None:
@@ -116,7 +117,7 @@ class LiveDigest:
         self._lanes[:, 0] += lanes_of(name, positions, bits, width)
 
     def total(self) -> Digest:
-        """The sum. Raises `CorruptError` if bits were found that were never published."""
+        """Returns the digest; raises `CorruptError` if some bits were never published."""
         lanes = self._lanes.sum(1).tolist()
         for name, odd in zip(self._names, self._odd.tolist(), strict=False):
             if odd:
@@ -125,10 +126,10 @@ class LiveDigest:
 
 
 def lanes_of(name: str, positions: Tensor, bits: Tensor, width: int) -> Tensor:
-    """The digest of elements of ``width`` bits at ``positions``, int64[N], by torch alone:
+    """Digests elements of ``width`` bits at ``positions``, int64[N], with torch operations:
     int64[2].
 
-    ``bits`` is int64[N]; what lies above ``width`` is ignored.
+    ``bits`` is int64[N]; bits above ``width`` are ignored.
     """
     if width == 64:
         positions = torch.stack([2 * positions, 2 * positions + 1], 1).view(-1)
@@ -143,10 +144,10 @@ def lanes_of(name: str, positions: Tensor, bits: Tensor, width: int) -> Tensor:
 
 
 def signed(word: int) -> int:
-    """A word of 64 bits as a signed integer."""
+    """Returns a 64-bit word as a signed integer."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """A logical shift to the right of int64."""
+    """Shifts int64 words right logically."""
     return (words >> by) & ((1 << (64 - by)) - 1)

@@ -1,15 +1,15 @@
-"""Live weights behind a placement: loaded, patched in place, and attested from what is read back.
+"""Loads live weights through a placement, patches them in place, and attests what they hold.
 
-    prepare   any thread, while serving: positions in the checkpoint become positions in live
-              storages; old bits come from the mirror, new ones from the patch, both as the live
-              dtype has them; all of it is moved to the device. Memory: proportional to the changes.
+    prepare   any thread, while serving: checkpoint positions become positions in live storages;
+              old bits come from the mirror, new ones from the patch, both converted to the live
+              dtype; all is copied to the device. Memory: proportional to the changes.
     swap      between two steps: live bits must be the mirror's; scatter; read back; they must be
-              the patch's. Else everything goes back.
+              the patch's. Otherwise everything is undone.
 
-Whoever holds the mirror has verified old and new bits against the manifest, so equality with them,
-bit for bit, says of the changed elements what a digest would say, and a little more. What the
-rank's share of the model's digest will be is known when `prepare` returns: the shares of all ranks
-must add up to the manifest's digest before anybody swaps.
+The subscriber has verified the mirror and the patch against the manifest, so bitwise equality with
+them proves at least as much about the changed elements as a digest would. `prepare` also returns
+the rank's share of the model's digest after the swap; the shares of all ranks must add up to the
+manifest's digest before any rank swaps.
 """
 
 from __future__ import annotations
@@ -31,56 +31,68 @@ from deltawire.placement.affine import AffineMap, row_major
 from deltawire.placement.elements import (
     CARRIER,
     array_of,
+    canonical_nans,
     chunks,
     decode_bits,
     digest_part,
     encode_bits,
     equal_bits,
     locate,
-    plain_nans,
     tensor_of,
 )
-from deltawire.placement.layout import TORCH_DTYPES, survey_live
+from deltawire.placement.layout import TORCH_DTYPES, describe_live
 from deltawire.placement.moves import Move, Part
 from deltawire.placement.moves import stage as stage_moves
 from deltawire.placement.on_device import LiveDigest, kernels_of, on_host
-from deltawire.placement.placement import LoadWeights, Placement, Region, Share, ownership
+from deltawire.placement.placement import (
+    LoadWeights,
+    MirroredRange,
+    Placement,
+    Region,
+    assign_ownership,
+)
 from deltawire.sync.follow.mirror import Mirror
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A step from ``base`` to ``version``, staged. ``share`` is what this rank adds to the model's
-    digest after it, ``believed`` the part of that which cannot be read back from live memory.
+    """A staged step from ``base`` to ``version``.
 
-    ``dense`` are tensors that go through the engine's loader: base and target. ``changes`` counts
-    live elements, ``bytes`` what is allocated for all of this.
+    ``share`` is this rank's share of the model's digest after it, ``mirrored`` the part of that
+    which cannot be read back from live memory. ``dense`` holds the base and the target of tensors
+    that go through the engine's loader.
     """
 
     base: int
     version: int
     share: Digest
-    believed: Digest
+    mirrored: Digest
     moves: list[Move]
     dense: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def changes(self) -> int:
-        """How many live elements change, besides those of dense tensors."""
+        """The number of live elements that change, without those of dense tensors."""
         return sum(move.changes for move in self.moves)
 
     @property
     def bytes(self) -> int:
-        """What is allocated for it."""
+        """The bytes allocated for it."""
         staged = sum(move.bytes for move in self.moves)
         return staged + sum(t.nbytes for pair in self.dense.values() for t in pair)
 
 
 class PlacedWeights:
-    """The live tensors of one rank, at ``version``; -1 if they hold no version.
+    """The live tensors of one rank, at ``version``; -1 if they hold none.
 
-    ``share`` is what the rank adds to the model's digest. ``load_weights`` is the engine's loader,
-    for what the placement could not place. Raises `InputError` if ``live`` is not what was probed.
+    ``load_weights`` is the engine's loader, for tensors that the placement could not place. Raises
+    `InputError` if ``live`` is not laid out as when it was probed.
+
+    Example::
+
+        weights = PlacedWeights(probe(loader, run.tensors, live), live)
+        weights.load(mirror)
+        weights.swap(weights.prepare(update.patches, mirror, update.version, digest=update.digest))
     """
 
     def __init__(
@@ -91,36 +103,36 @@ class PlacedWeights:
         load_weights: LoadWeights | None = None,
     ) -> None:
         placement.check(live)
-        if not placement.owned:
-            placement = ownership([placement])[0]
+        if not placement.assigned:
+            placement = assign_ownership([placement])[0]
         if placement.unplaced and load_weights is None:
             name, why = next(iter(placement.unplaced.items()))
             raise InputError(f"tensor {name} needs the model's loader: {why}")
         self.placement = placement
         self.version = -1
         self._live = codec.ZERO
-        self._believed = codec.ZERO
+        self._mirrored = codec.ZERO
         self._load_weights = load_weights
         self._specs = {spec.name: spec for spec in placement.tensors}
-        self._flats = [flat.view(CARRIER[flat.element_size()]) for flat in survey_live(live)[2]]
-        self._believed_shares: dict[str, list[Share]] = {}
-        for share in placement.believed:
+        self._flats = [flat.view(CARRIER[flat.element_size()]) for flat in describe_live(live)[2]]
+        self._mirrored_ranges: dict[str, list[MirroredRange]] = {}
+        for share in placement.mirrored:
             name = placement.tensors[share.tensor].name
-            self._believed_shares.setdefault(name, []).append(share)
+            self._mirrored_ranges.setdefault(name, []).append(share)
 
     @property
     def share(self) -> Digest:
-        """What this rank adds to the model's digest, as of the last load or swap."""
-        return self._live + self._believed
+        """This rank's share of the model's digest, as of the last load or swap."""
+        return self._live + self._mirrored
 
     @property
-    def believed(self) -> Digest:
+    def mirrored(self) -> Digest:
         """The part of `share` that cannot be read back from live memory."""
-        return self._believed
+        return self._mirrored
 
     @torch.no_grad()
     def load(self, mirror: Mirror) -> None:
-        """Set every placed element from ``mirror``, the rest by the engine's loader, and attest.
+        """Sets every placed element from ``mirror``, others with the engine's loader, and attests.
 
         Raises `InputError` if the mirror does not hold what this rank needs, `CorruptError` if the
         live memory does not hold what was written.
@@ -139,23 +151,23 @@ class PlacedWeights:
 
     @torch.no_grad()
     def adopt(self, mirror: Mirror) -> None:
-        """Take the live tensors, loaded by somebody else, for the mirror's version, if they are.
+        """Accepts live tensors that were loaded otherwise as the mirror's version.
 
-        Every placed element is compared, owned or not. Raises `CorruptError` naming the first
-        tensor that differs.
+        Compares every placed element, whichever rank counts it. Raises `CorruptError` naming the
+        first tensor that differs.
         """
         self.version = -1
         self.verify(mirror)
         for region, part in self._parts():
-            if not region.exact:  # Their NaNs may be others than a swap would write.
+            if not region.exact:  # Its NaNs may differ from those that a swap writes.
                 self._set(region, part, mirror)
-        self._believed = self._believe(mirror)
+        self._mirrored = self._digest_mirrored(mirror)
         self._live = self._attest_live()
         self.version = mirror.version
 
     @torch.no_grad()
     def verify(self, mirror: Mirror) -> None:
-        """Compare every placed element with ``mirror``, copies and converted ones too. Raises
+        """Compares every placed element with ``mirror``, copies and converted ones included. Raises
         `CorruptError` naming the first tensor that differs."""
         for region, part in self._parts():
             name = self.placement.tensors[region.tensor].name
@@ -163,19 +175,19 @@ class PlacedWeights:
             found = self._view(region, part).contiguous().view(-1)
             if not region.exact:
                 values = found.view(TORCH_DTYPES[region.dtypes[-1]])
-                found = plain_nans(values).view(found.dtype)
+                found = canonical_nans(values).view(found.dtype)
             if not equal_bits(found, tensor_of(expected)):
                 raise CorruptError(
                     f"the live weights of {name} are not the mirror's", version=mirror.version
                 )
 
     def attest(self) -> Digest:
-        """This rank's share, computed anew by one pass over the live bits that it counts.
+        """Recomputes this rank's share in one pass over the live bits that it counts.
 
-        Raises `CorruptError` if they hold what was never published. What cannot be read back
-        (`Placement.believed`) is added as the mirror stated it.
+        Elements that cannot be read back (`Placement.mirrored`) are added from the mirror's last
+        statement. Raises `CorruptError` if live bits were never published.
         """
-        return self._attest_live() + self._believed
+        return self._attest_live() + self._mirrored
 
     @torch.no_grad()
     def _attest_live(self) -> Digest:
@@ -210,13 +222,13 @@ class PlacedWeights:
         *,
         digest: Digest | None = None,
     ) -> Prepared:
-        """Stage what turns the mirror's version, which is the live one, into ``version``.
+        """Stages the step from the mirror's version, which must be the live one, to ``version``.
 
-        Changes nothing, and may run beside serving. ``patches`` hold positions counted from each
-        tensor's first element; those that this rank does not hold are dropped. ``digest`` is that
-        of the whole model, to be given by an engine of one rank; several must add up their shares.
-        Raises `ResyncError` if the mirror is at another version than the live weights or the
-        outcome would not have ``digest``.
+        Changes nothing, and may run while serving. ``patches`` hold positions counted from each
+        tensor's first element; those that this rank does not hold are ignored. ``digest`` is the
+        whole model's, for an engine of one rank; several ranks must add up their shares. Raises
+        `ResyncError` if the mirror is at another version than the live weights, or the result
+        would not have ``digest``.
         """
         if mirror.version != self.version:
             raise ResyncError(
@@ -224,19 +236,19 @@ class PlacedWeights:
                 version=version,
             )
         stage = _Stage(len(self._flats))
-        believed = codec.ZERO
+        mirrored = codec.ZERO
         dense: dict[str, tuple[Tensor, Tensor]] = {}
         for name, whole in patches.items():
             regions = self.placement.by_tensor.get(name, [])
-            shares = self._believed_shares.get(name, [])
+            shares = self._mirrored_ranges.get(name, [])
             if not regions and not shares and name not in self.placement.unplaced:
                 continue
             patch, old = _held(mirror, name, whole)
             for region in regions:
                 stage.add(name, region, patch, old)
             for own in shares:
-                inside, _ = locate(_share_map(own), patch.positions)
-                believed += _change(name, patch, old, inside)
+                inside, _ = locate(_range_map(own), patch.positions)
+                mirrored += _change(name, patch, old, inside)
             if name in self.placement.unplaced:
                 base = _whole(mirror, name, self._specs)
                 target = base.copy()
@@ -245,21 +257,21 @@ class PlacedWeights:
                 dense[name] = (_dense(spec, base), _dense(spec, target))
         names = [storage.name for storage in self.placement.storages]
         moves = stage_moves(stage.parts, names, self._flats)
-        share = self.share + stage.change + believed
+        share = self.share + stage.change + mirrored
         if digest is not None and share != digest:
             raise ResyncError(
                 f"the live weights' digest would be {share.hex()}, not {digest.hex()}",
                 version=version,
             )
-        return Prepared(self.version, version, share, self._believed + believed, moves, dense)
+        return Prepared(self.version, version, share, self._mirrored + mirrored, moves, dense)
 
     @torch.no_grad()
     def swap(self, prepared: Prepared) -> None:
-        """Take up a prepared step, between two steps of the engine.
+        """Applies a prepared step, between two steps of the engine.
 
-        If live bits are not the mirror's before, or not the patch's afterwards, the old bits stay
-        or go back, and `ResyncError` is raised: the weights are never left at anything but one
-        version, unless even that fails; then ``version`` is -1.
+        If live bits are not the mirror's before, or not the patch's afterwards, keeps or restores
+        the old bits and raises `ResyncError`: the weights always hold exactly one version. If even
+        restoring fails, ``version`` is -1.
         """
         if prepared.base != self.version:
             raise ResyncError(
@@ -276,22 +288,21 @@ class PlacedWeights:
             if prepared.dense:
                 self._load_dense({name: old for name, (old, _) in prepared.dense.items()})
             for move in begun:
-                move.put_back()
+                move.restore_old()
             self.version = prepared.base
             raise
-        self._believed = prepared.believed
-        self._live = prepared.share - prepared.believed
+        self._mirrored = prepared.mirrored
+        self._live = prepared.share - prepared.mirrored
         self.version = prepared.version
 
     def _exchange(self, moves: Sequence[Move], begun: list[Move]) -> None:
-        """Put new bits in the place of old ones, telling in ``begun`` which moves may have been.
-        Raises `ResyncError` if live bits are not the old ones before, or not the new ones
-        afterwards."""
+        """Applies all moves, recording in ``begun`` those that may have changed live bits. Raises
+        `ResyncError` if live bits are not the old ones before, or not the new ones afterwards."""
         for move in moves:
-            self._take_up(move, begun)
+            self._apply(move, begun)
 
-    def _take_up(self, move: Move, begun: list[Move]) -> None:
-        begun.append(move)  # Should a signal come before the answer.
+    def _apply(self, move: Move, begun: list[Move]) -> None:
+        begun.append(move)  # First: a signal may interrupt the exchange.
         try:
             move.exchange()
         except ResyncError:
@@ -300,14 +311,14 @@ class PlacedWeights:
 
     def _load_dense(self, tensors: Mapping[str, Tensor]) -> None:
         if self._load_weights is None:
-            raise BugError("no loader for what was not placed")
+            raise BugError("there is no loader for tensors that were not placed")
         self._load_weights(iter(tensors.items()))
 
-    def _believe(self, mirror: Mirror) -> Digest:
+    def _digest_mirrored(self, mirror: Mirror) -> Digest:
         total = codec.ZERO
-        for name, shares in self._believed_shares.items():
+        for name, shares in self._mirrored_ranges.items():
             for share in shares:
-                for part in chunks(_share_map(share)):
+                for part in chunks(_range_map(share)):
                     total += digest_part(name, part, _gather(mirror, name, part))
         return total
 
@@ -317,20 +328,20 @@ class PlacedWeights:
                 yield region, part
 
     def _view(self, region: Region, part: AffineMap) -> Tensor:
-        """The live elements of a part of a region, in the order of the checkpoint."""
+        """Returns the live elements of a part of a region, in checkpoint order."""
         flat = self._flats[region.storage]
         return flat.as_strided(part.shape, part.target_strides, part.target)
 
 
 class _Stage:
-    """Gathers what changes in each storage."""
+    """Collects the changes of each storage."""
 
     def __init__(self, storages: int) -> None:
         self.change = codec.ZERO
         self.parts: list[list[Part]] = [[] for _ in range(storages)]
 
     def add(self, name: str, region: Region, patch: Patch, old: Bits) -> None:
-        """Take those of a patch that lie in ``region``."""
+        """Adds the changes of a patch that lie in ``region``."""
         inside, index = locate(region.map, patch.positions)
         if not index.size:
             return
@@ -352,21 +363,21 @@ def _change(name: str, patch: Patch, old: Bits, inside: slice | NDArray[np.intp]
     return codec.digest_patch(name, part, np.ascontiguousarray(old[inside]))
 
 
-def _share_map(share: Share) -> AffineMap:
+def _range_map(share: MirroredRange) -> AffineMap:
     return AffineMap(share.start, 0, share.shape, share.strides, row_major(share.shape))
 
 
 def _gather(mirror: Mirror, name: str, part: AffineMap) -> Bits:
-    """The mirror's bits at the source positions of ``part``, uint[N]."""
+    """Returns the mirror's bits at the source positions of ``part``, uint[N]."""
     held = mirror.find(name, part.source, part.source_extent)
     if held is None:
-        raise InputError(f"the mirror does not hold what is served of {name}")
+        raise InputError(f"the mirror does not hold the part of {name} that is served")
     strides = tuple(stride * held.itemsize for stride in part.source_strides)
     return np.ascontiguousarray(as_strided(held, part.shape, strides)).reshape(-1)
 
 
 def _held(mirror: Mirror, name: str, patch: Patch) -> tuple[Patch, Bits]:
-    """The part of a patch that the mirror holds, and its bits there."""
+    """Returns the part of a patch that the mirror holds, and the mirror's bits there."""
     bits = mirror.tensors.get(name)
     if bits is None:
         raise InputError(f"the mirror does not hold {name}")
@@ -386,5 +397,5 @@ def _whole(mirror: Mirror, name: str, specs: Mapping[str, Any]) -> Bits:
 
 
 def _dense(spec: Any, bits: Bits) -> Tensor:
-    """A checkpoint tensor, of its own memory."""
+    """Returns a checkpoint tensor with its own memory."""
     return tensor_of(bits.copy()).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)

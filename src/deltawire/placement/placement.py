@@ -1,29 +1,26 @@
-"""Where the elements of a checkpoint lie in an engine's live tensors.
+"""Finds where the elements of a checkpoint lie in an engine's live tensors.
 
-Nobody tells: the engine's own loader is run once on tensors without memory, and what it copies
-where is written down (`probe`). The result is a table of affine maps that says of every live
-element which checkpoint element it holds, and lists what it cannot say.
+`probe` runs the engine's own loader once on tensors without memory and records what it copies
+where. The result is a table of affine maps that gives, for every live element, the checkpoint
+element that it holds, and lists those for which that is unknown.
 
-Words: a *storage* is the memory of one or several live tensors, by the name of the first of them;
-a *region* is an affine map from a checkpoint tensor into a storage. A region *counts* if the
-digest of its rank takes its elements in: of copies of an element only one may.
+Terms: a *storage* is the memory of one or several live tensors, named after the first of them; a
+*region* is an affine map from a checkpoint tensor into a storage. A region *counts* if its elements
+are part of its rank's digest: of several copies of an element, exactly one may count.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any
 
 import msgspec
 import torch
-from msgspec import Meta
 from torch import Tensor
 
 from deltawire import codec
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import InputError
 from deltawire.placement.affine import (
     AffineMap,
     Box,
@@ -38,39 +35,34 @@ from deltawire.placement.affine import (
 from deltawire.placement.layout import (
     TORCH_DTYPES,
     WIRE_DTYPES,
-    DtypeName,
-    Index,
     LiveTensor,
-    Name,
-    Sizes,
     Storage,
     address_range,
+    describe_live,
     require_same,
-    survey_live,
 )
-from deltawire.placement.tracing import Copied, LiveMemory, Memory, Mixed, Tracer, Write
+from deltawire.placement.tracing import Copied, LiveMemory, Mixed, TracedMemory, Tracer, Write
 from deltawire.wire.run import TensorSpec
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
-"""An engine's loader: takes names and tensors as a checkpoint has them."""
+"""An engine's loader, which takes names and tensors as in a checkpoint."""
 
-MAX_PLACEMENT_BYTES = 256 << 20
 MAX_REGIONS = 1 << 21
 MAX_ATTEMPTS = 64
-"""So often the loader is run again without the tensors that it failed on."""
+"""How often the loader is run again without the tensors that it failed on."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """``map`` leads from checkpoint tensor number ``tensor`` to storage number ``storage``.
+    """An affine map from checkpoint tensor number ``tensor`` to storage number ``storage``.
 
-    ``dtypes`` are those that a value goes through, the published one first and the live one last;
-    one alone means that bits are moved as they are.
+    ``dtypes`` are those that a value is converted through, from the published to the live one; a
+    single one means that bits are copied unchanged.
     """
 
-    tensor: Index
-    storage: Index
+    tensor: int
+    storage: int
     map: AffineMap
-    dtypes: Annotated[tuple[DtypeName, ...], Meta(min_length=1, max_length=8)]
+    dtypes: tuple[str, ...]
     counts: bool = True
 
     @property
@@ -80,51 +72,50 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def widened(self) -> bool:
-        """Whether bf16 bits are the upper half of float32 ones."""
+        """Whether bf16 is served as float32, whose upper halves are the published bits."""
         return self.dtypes == ("BF16", "F32")
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
-    """Elements of a checkpoint tensor, from ``start`` on: no live ones, or none that can be
-    read back, for which a rank answers by its mirror."""
+class MirroredRange(msgspec.Struct, frozen=True, array_like=True):
+    """Elements of a checkpoint tensor, from ``start`` on, that have no live copy which can be read
+    back; a rank counts them from its mirror."""
 
-    tensor: Index
-    start: Index
-    shape: Sizes
-    strides: Sizes
+    tensor: int
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 class Placement(msgspec.Struct, frozen=True, dict=True):
-    """One rank's table.
+    """The table of one rank.
 
-    ``unplaced`` names the tensors whose way into live memory is more than copying, and why: they
-    are loaded whole by the engine's loader, and cannot be read back. ``uncovered`` counts, by live
-    tensor, elements that no checkpoint element was copied to. ``believed`` are elements of the
-    model that no rank can read back and that this rank counts from its mirror.
+    ``unplaced`` names the tensors that the loader does more with than copying, and why: they are
+    loaded whole with the engine's loader, and cannot be read back. ``uncovered`` counts, by live
+    tensor, the elements that no checkpoint element is copied to. ``mirrored`` are elements that no
+    rank can read back and that this rank counts from its mirror.
     """
 
-    fingerprint: Name
     tensors: list[TensorSpec]
     storages: list[Storage]
     live: list[LiveTensor]
-    regions: Annotated[list[Region], Meta(max_length=MAX_REGIONS)]
-    unplaced: dict[Name, str]
-    uncovered: dict[Name, int]
-    believed: list[Share] = []
-    owned: bool = False
-    """Whether `ownership` has said which regions count."""
+    regions: list[Region]
+    unplaced: dict[str, str]
+    uncovered: dict[str, int]
+    mirrored: list[MirroredRange] = []
+    assigned: bool = False
+    """Whether `assign_ownership` has decided which regions count."""
 
     @cached_property
     def by_tensor(self) -> dict[str, list[Region]]:
-        """The regions of each checkpoint tensor."""
+        """The regions of each checkpoint tensor, by its name."""
         found: dict[str, list[Region]] = {}
         for region in self.regions:
             found.setdefault(self.tensors[region.tensor].name, []).append(region)
         return found
 
     def wanted(self) -> dict[str, tuple[int, int] | None]:
-        """The tensors, and of each the rows, that this rank needs: what `sync.load_mirror` takes
-        as ``wanted``."""
+        """Returns the tensors that this rank needs, and the rows of each (None: all), as
+        `sync.load_mirror` takes them."""
         spans: dict[int, tuple[int, int]] = {}
 
         def need(tensor: int, start: int, stop: int) -> None:
@@ -133,7 +124,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):
 
         for region in self.regions:
             need(region.tensor, region.map.source, region.map.source + region.map.source_extent)
-        for share in self.believed:
+        for share in self.mirrored:
             whole = AffineMap(share.start, 0, share.shape, share.strides, share.strides)
             need(share.tensor, share.start, share.start + whole.source_extent)
         for number, spec in enumerate(self.tensors):
@@ -145,10 +136,12 @@ class Placement(msgspec.Struct, frozen=True, dict=True):
         }
 
     def check(self, live: Mapping[str, Tensor]) -> None:
-        """Raises `InputError` if ``live`` is not laid out as when this table was made."""
-        storages, tensors, _ = survey_live(live)
+        """Raises `InputError` if ``live`` is not laid out as when it was probed."""
+        storages, tensors, _ = describe_live(live)
         if storages != self.storages or tensors != self.live:
-            raise InputError("the live tensors are not those of the placement", hint="probe again")
+            raise InputError(
+                "the live tensors are not laid out as the placement says", hint="probe again"
+            )
 
 
 def _rows(spec: TensorSpec, start: int, stop: int) -> tuple[int, int] | None:
@@ -158,101 +151,22 @@ def _rows(spec: TensorSpec, start: int, stop: int) -> tuple[int, int] | None:
     return start // width, -(-stop // width)
 
 
-def fingerprint_of(
-    tensors: Sequence[TensorSpec], live: Mapping[str, Tensor], about: Mapping[str, Any]
-) -> str:
-    """What a cached table must have been made for: the run's tensors, the layout of the live ones,
-    and whatever else the engine knows ``about`` itself (class, configuration, parallel layout)."""
-    storages, held, _ = survey_live(live)
-    outline = (list(tensors), storages, held, sorted((k, repr(v)) for k, v in about.items()))
-    return hashlib.sha256(msgspec.json.encode(outline)).hexdigest()
-
-
-def encode_placement(placement: Placement) -> bytes:
-    """A table as JSON, for a cache."""
-    return msgspec.json.encode(placement)
-
-
-def decode_placement(data: bytes, *, fingerprint: str) -> Placement:
-    """A cached table. Raises `CorruptError` if it is damaged, or another one's."""
-    if len(data) > MAX_PLACEMENT_BYTES:
-        raise CorruptError(f"a placement of {len(data)} bytes")
-    try:
-        found = msgspec.json.decode(data, type=Placement)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise CorruptError(f"a damaged placement: {str(error)[:200]}") from error
-    if found.fingerprint != fingerprint:
-        raise CorruptError("the placement of another model", hint="probe again")
-    if fault := _fault(found):
-        raise CorruptError(f"a damaged placement: {fault}")
-    return found
-
-
-def _fault(found: Placement) -> str:
-    for region in found.regions:
-        if region.tensor >= len(found.tensors) or region.storage >= len(found.storages):
-            return "a region of nothing"
-        spec, storage = found.tensors[region.tensor], found.storages[region.storage]
-        if fault := _map_fault(region.map, spec.count, storage.elements):
-            return f"a region of {spec.name} {fault}"
-        if any(name not in TORCH_DTYPES for name in region.dtypes):
-            return f"a region of {spec.name} of unknown dtype"
-        if region.dtypes[0] != spec.dtype:
-            return f"a region of {spec.name} of another dtype"
-        last = region.dtypes[-1]
-        if codec.ITEMSIZE[last] != codec.ITEMSIZE.get(storage.dtype, 0):
-            return f"a region of {spec.name} of another width than its storage"
-    for share in found.believed:
-        if share.tensor >= len(found.tensors):
-            return "a share of nothing"
-        whole = AffineMap(share.start, 0, share.shape, share.strides, share.strides)
-        if fault := _map_fault(whole, found.tensors[share.tensor].count, 1 << 48):
-            return f"a share that {fault}"
-    return ""
-
-
-def _map_fault(found: AffineMap, sources: int, targets: int) -> str:
-    sizes = {len(found.shape), len(found.source_strides), len(found.target_strides)}
-    numbers = (
-        found.source, found.target, *found.shape, *found.source_strides, *found.target_strides
-    )  # fmt: skip
-    if len(sizes) != 1 or len(found.shape) > 16 or min(numbers) < 0 or max(numbers) > 1 << 48:
-        return "is not a map"
-    if simplify_or_none(found) != [found]:
-        return "is not in its simplest form"
-    if found.source + found.source_extent > sources:
-        return "reaches outside of the tensor"
-    if found.target + found.target_extent > targets:
-        return "reaches outside of the storage"
-    return ""
-
-
-def simplify_or_none(found: AffineMap) -> list[AffineMap] | None:
-    """As `affine.simplify`, None where that raises."""
-    try:
-        return simplify(found)
-    except NotAffineError:
-        return None
-
-
 def probe(
     load_weights: LoadWeights,
     tensors: Sequence[TensorSpec],
     live: Mapping[str, Tensor],
-    *,
-    about: Mapping[str, Any] | None = None,
 ) -> Placement:
-    """Find out where ``load_weights`` puts the elements of a checkpoint of ``tensors``.
+    """Finds where ``load_weights`` puts the elements of a checkpoint of ``tensors``.
 
-    ``live`` are the engine's tensors by name, parameters and buffers. No live bit is changed and
-    nothing is moved. Raises `InputError` if the loader fails for a reason that leaving tensors out
-    does not mend, or replaces live tensors by others.
+    ``live`` are the engine's parameters and buffers by name. No live bit changes and no data is
+    copied. Raises `InputError` if the loader still fails with the offending tensors left out, or
+    replaces live tensors by others.
     """
-    storages, held, flats = survey_live(live)
+    storages, held, flats = describe_live(live)
     failed: dict[int, str] = {}
     for _ in range(MAX_ATTEMPTS):
         memories = [
-            Memory(flat.dtype, number, flat, real=True) for number, flat in enumerate(flats)
+            TracedMemory(flat.dtype, number, flat, real=True) for number, flat in enumerate(flats)
         ]
         ranges = [address_range(flat) for flat in flats]
         tracer = Tracer(memories, LiveMemory(ranges).find)
@@ -260,7 +174,7 @@ def probe(
         try:
             with torch.no_grad(), tracer:
                 load_weights(_stream(tensors, failed, tracer, current))
-        except Exception as error:  # a loader raises whatever it likes
+        except Exception as error:  # a loader may raise anything
             blamed = (set(tracer.touched) or set(current)) - failed.keys()
             if not blamed:
                 raise InputError(f"the model's loader fails: {_first_line(error)}") from error
@@ -269,7 +183,7 @@ def probe(
         finally:
             require_same(live, held, flats)
         table = _Table(tensors, storages, held, memories)
-        return table.finish(tracer, failed, fingerprint_of(tensors, live, about or {}))
+        return table.finish(tracer, failed)
     raise InputError(f"the model's loader fails on more than {MAX_ATTEMPTS} kinds of tensors")
 
 
@@ -289,7 +203,8 @@ def _stream(
 def _blame(
     blamed: set[int], failed: dict[int, str], tensors: Sequence[TensorSpec], why: str
 ) -> None:
-    """Leave out what a loader failed on; if it failed on its like before, all of the kind."""
+    """Leaves out the tensors that the loader failed on; if it failed on a similar one before, all
+    tensors of that kind."""
     kinds = {_kind(tensors[number].name) for number in failed}
     repeated = {_kind(tensors[number].name) for number in blamed} & kinds
     for number, spec in enumerate(tensors):
@@ -298,19 +213,19 @@ def _blame(
 
 
 def _kind(name: str) -> str:
-    """A tensor's name without its numbers."""
+    """Returns a tensor's name without its numbers."""
     return ".".join("#" if part.isdecimal() else part for part in name.split("."))
 
 
 class _Table:
-    """Makes a placement of what was written into live memory."""
+    """Builds a placement from the recorded writes into live memory."""
 
     def __init__(
         self,
         tensors: Sequence[TensorSpec],
         storages: list[Storage],
         held: list[LiveTensor],
-        memories: Sequence[Memory],
+        memories: Sequence[TracedMemory],
     ) -> None:
         self.tensors = list(tensors)
         self.storages = storages
@@ -319,8 +234,8 @@ class _Table:
         self.regions: list[Region] = []
         self.unplaced: dict[int, str] = {}
 
-    def finish(self, tracer: Tracer, failed: Mapping[int, str], fingerprint: str) -> Placement:
-        """The table."""
+    def finish(self, tracer: Tracer, failed: Mapping[int, str]) -> Placement:
+        """Returns the placement."""
         self.unplaced = dict(failed)
         for number, memory in enumerate(self.memories):
             self._read(number, memory)
@@ -333,7 +248,6 @@ class _Table:
         if len(regions) > MAX_REGIONS:
             raise InputError(f"the model's weights lie in {len(regions)} regions")
         return Placement(
-            fingerprint=fingerprint,
             tensors=self.tensors,
             storages=self.storages,
             live=self.held,
@@ -342,8 +256,8 @@ class _Table:
             uncovered=self._count_uncovered(regions),
         )
 
-    def _read(self, number: int, memory: Memory) -> None:
-        """The regions of one storage: of what was written twice, the last."""
+    def _read(self, number: int, memory: TracedMemory) -> None:
+        """Adds the regions of one storage; of several writes to one element, the last counts."""
         inside = [tensor for tensor in self.held if tensor.storage == number]
         preferred = [stride for tensor in inside for stride in tensor.strides]
         chain = chain_of([write.map for write in memory.writes], "target", preferred)
@@ -426,8 +340,8 @@ class _Table:
 
 
 def _dtypes(origin: Copied, published: str, live: str) -> tuple[str, ...] | None:
-    """The dtypes that a value goes through; None if its bits are taken for another dtype's between
-    two conversions."""
+    """Returns the dtypes that a value is converted through; None if its bits are reinterpreted as
+    another dtype between two conversions."""
     first, *steps = origin.dtypes
     if WIRE_DTYPES[first] != published:
         return None
@@ -444,18 +358,18 @@ def _dtypes(origin: Copied, published: str, live: str) -> tuple[str, ...] | None
     return tuple(names) if codec.ITEMSIZE[names[-1]] == codec.ITEMSIZE[live] else None
 
 
-def ownership(placements: Sequence[Placement]) -> list[Placement]:
-    """The tables of all ranks of one engine, so that every element of the model counts once.
+def assign_ownership(placements: Sequence[Placement]) -> list[Placement]:
+    """Assigns every element of the model to exactly one rank's digest; returns the new tables.
 
-    What several ranks hold, or one rank several times, counts where it comes first. What nobody
-    can read back is believed by the first rank that holds it at all, else by the first of all.
-    Raises `InputError` if the tables are not of one run, or divide a tensor in ways that have no
-    common measure.
+    An element that several ranks hold, or one rank several times, counts where it comes first. One
+    that no rank can read back is counted from its mirror by the first rank that holds it, or else
+    by rank 0. Raises `InputError` if the tables belong to different runs, or split a tensor in
+    incompatible ways.
     """
     if any(placement.tensors != placements[0].tensors for placement in placements):
         raise InputError("the ranks' placements are of different runs")
     regions: list[list[Region]] = [[] for _ in placements]
-    believed: list[list[Share]] = [[] for _ in placements]
+    mirrored: list[list[MirroredRange]] = [[] for _ in placements]
     tables = [placement.by_tensor for placement in placements]
     for number, spec in enumerate(placements[0].tensors):
         held = [(rank, r) for rank, table in enumerate(tables) for r in table.get(spec.name, ())]
@@ -463,23 +377,27 @@ def ownership(placements: Sequence[Placement]) -> list[Placement]:
             taken = _count_once(spec, held, regions)
             left = _left_over(spec, taken)
         except NotAffineError as error:
-            raise InputError(f"tensor {spec.name} is divided strangely: {error}") from error
+            raise InputError(
+                f"the ranks split tensor {spec.name} in incompatible ways: {error}"
+            ) from error
         holder = held[0][0] if held else 0
         for rank, placement in enumerate(placements):
             if not held and spec.name in placement.unplaced:
                 holder = rank
                 break
-        believed[holder] += [Share(number, m.source, m.shape, m.source_strides) for m in left]
+        mirrored[holder] += [
+            MirroredRange(number, m.source, m.shape, m.source_strides) for m in left
+        ]
     return [
-        msgspec.structs.replace(placement, regions=own, believed=shares, owned=True)
-        for placement, own, shares in zip(placements, regions, believed, strict=True)
+        msgspec.structs.replace(placement, regions=own, mirrored=shares, assigned=True)
+        for placement, own, shares in zip(placements, regions, mirrored, strict=True)
     ]
 
 
 def _count_once(
     spec: TensorSpec, held: Sequence[tuple[int, Region]], regions: list[list[Region]]
 ) -> Cover:
-    """Divide the regions of one tensor into those that count and those that do not."""
+    """Splits the regions of one tensor into those that count and those that do not."""
     chain = chain_of([region.map for _, region in held], "source", row_major(spec.shape))
     cover = Cover(chain)
     for rank, region in held:
@@ -501,7 +419,7 @@ def _simplified(parts: Iterable[Box]) -> list[AffineMap]:
 
 
 def _left_over(spec: TensorSpec, taken: Cover) -> list[AffineMap]:
-    """The elements of a tensor that nobody counts."""
+    """Returns the elements of a tensor that no region counts."""
     if taken.count == spec.count:
         return []
     whole = AffineMap(0, 0, (spec.count,), (1,), (0,))

@@ -1,7 +1,7 @@
-"""One step to the version asked for, however many lie between.
+"""Composes several steps of a chain into one, to exactly the version that was asked for.
 
-Ranks of one engine need not find the same way to a version: where one takes a fold, another may
-take deltas, because it holds other pieces. What they swap to must be the same.
+Ranks of one engine may take different routes to a version, one over a compacted delta and another
+over single deltas, because they hold different pieces. They must swap to the same version.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from deltawire.sync.follow.mirror import PiecePatch
 
 
 def step_to(subscriber: Subscriber, version: int) -> Update | None:
-    """The verified step from the mirror's version to ``version``, None if it is held.
+    """Returns the verified step from the mirror's version to ``version``, None if it is held.
 
-    The mirror is what it was when this returns, or raises what `Subscriber.prepare_to` does. A way
-    of several edges is walked on the mirror and back, so that it must not be read meanwhile.
+    Raises what `Subscriber.prepare_to` does. The mirror is unchanged afterwards; but a route of
+    several edges is applied to it and undone, so it must not be read meanwhile.
     """
     began = time.perf_counter()
     first = subscriber.prepare_to(version)
@@ -50,7 +50,7 @@ def _move(mirror: Mirror, update: Update) -> None:
 
 
 def _old(mirror: Mirror, update: Update) -> list[PiecePatch]:
-    """What leads back from an update."""
+    """Returns the pieces that undo an update."""
     found = []
     for piece in update.pieces:
         held = mirror.find(piece.name, piece.start, 1 + int(piece.positions[-1]))
@@ -60,7 +60,7 @@ def _old(mirror: Mirror, update: Update) -> list[PiecePatch]:
 
 
 def _composed(updates: list[Update], mirror: Mirror) -> list[PiecePatch]:
-    """All updates as one: of what changed more than once the last, of what came back nothing."""
+    """Combines updates: keeps each element's last change, and drops those that came back."""
     names = dict.fromkeys(name for update in updates for name in update.patches)
     composed = []
     for name in names:
@@ -77,7 +77,7 @@ def _composed(updates: list[Update], mirror: Mirror) -> list[PiecePatch]:
 
 
 def _pieces(name: str, positions: NDArray[np.int64], bits: Bits) -> list[PiecePatch]:
-    """A patch as pieces, whose positions have 32 bits."""
+    """Splits a patch into pieces with 32-bit positions."""
     first, last = int(positions[0]), int(positions[-1])
     starts = range(first, last + 1, 1 << 31)
     cuts = np.searchsorted(positions, starts)

@@ -1,10 +1,10 @@
-"""Watching a checkpoint loader at work without letting it move anything.
+"""Traces a checkpoint loader without letting it copy any data.
 
-The loader is given tensors without memory. Each has a storage of its own, so whatever views it
-takes of them, their offset, shape and strides say which checkpoint elements they mean. Every
-operation passes by here below autograd: copies into live tensors are written down and not done,
-copies into the loader's own buffers are followed through them, and what else is made of a
-checkpoint tensor is marked as mixed. No operation reaches a live tensor's memory.
+The loader gets tensors without memory. Each has its own storage, so the offset, shape and strides
+of any view say which checkpoint elements it contains. Every operation is intercepted below
+autograd: copies into live tensors are recorded instead of done, copies through the loader's own
+buffers are followed, and the result of anything else that is computed from a checkpoint tensor is
+marked as mixed. No operation reaches a live tensor's memory.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ _FACTORIES = {
     _aten.new_full.default,
 }
 _LARGE = 1 << 14
-"""A loader's own buffers of so many elements get no memory."""
+"""Buffers that a loader allocates get no memory from this many elements on."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A checkpoint tensor's elements, by its number; ``dtypes`` are those they went through."""
+    """Elements of checkpoint tensor number ``tensor``, converted through ``dtypes``."""
 
     tensor: int
     dtypes: tuple[torch.dtype, ...]
 
     @property
     def tensors(self) -> frozenset[int]:
-        """As `Mixed` has it."""
+        """The tensor as a set, as in `Mixed`."""
         return frozenset({self.tensor})
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Something that was computed, of these checkpoint tensors: of none, a constant."""
+    """A value computed from these checkpoint tensors; from none, it is a constant."""
 
     tensors: frozenset[int]
     why: str = ""
@@ -78,7 +78,7 @@ class Mixed:
 
 @dataclass
 class Write:
-    """What was written where: ``map`` leads from the checkpoint tensor, or nowhere, to flat
+    """One recorded write: ``map`` leads from the checkpoint tensor, if there is one, to flat
     elements of the memory."""
 
     origin: Copied | Mixed
@@ -86,11 +86,11 @@ class Write:
 
 
 @dataclass
-class Memory:
-    """A storage and what has been written into it, oldest first.
+class TracedMemory:
+    """A storage and the writes into it, oldest first.
 
-    ``live`` is its number among the live ones, -1 for the loader's own. ``keep`` holds the storage,
-    so that no other can take its place.
+    ``live`` is its number among the live storages, -1 for the loader's own. ``keep`` references the
+    storage, so that its address is not reused.
     """
 
     dtype: torch.dtype
@@ -101,7 +101,7 @@ class Memory:
 
 
 class LiveMemory:
-    """Where live tensors lie: byte ranges to the numbers of storages."""
+    """Finds live storages by address: maps byte ranges to storage numbers."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
         order = sorted(range(len(ranges)), key=lambda i: ranges[i])
@@ -110,7 +110,7 @@ class LiveMemory:
         self._numbers = order
 
     def find(self, tensor: Tensor) -> int | None:
-        """The number of the storage that ``tensor`` lies in, None if in none of them."""
+        """Returns the number of the storage that ``tensor`` lies in; None if it is not live."""
         if tensor.device.type == "meta" or tensor.layout != torch.strided:
             return None
         address = tensor.untyped_storage().data_ptr()
@@ -121,38 +121,40 @@ class LiveMemory:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees all operations of the thread while it is entered."""
+    """Intercepts all operations of the thread while it is entered."""
 
-    def __init__(self, live: Sequence[Memory], find_live: Callable[[Tensor], int | None]) -> None:
+    def __init__(
+        self, live: Sequence[TracedMemory], find_live: Callable[[Tensor], int | None]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = live
         self.doubtful: dict[int, str] = {}
-        """Checkpoint tensors with which more was done than copying, and what."""
+        """Checkpoint tensors that were not only copied, and what else was done with them."""
         self.read: set[int] = set()
-        """Those whose values the loader asked for."""
+        """Checkpoint tensors whose values the loader asked for."""
         self.touched: frozenset[int] = frozenset()
-        """Those of the operation that came last."""
+        """Checkpoint tensors of the latest operation."""
         self._find_live = find_live
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, TracedMemory] = {}
         self._values: dict[float | int, AffineMap | None] = {}
         self._value_of: dict[float | int, Copied] = {}
         self._counter = itertools.count(1)
 
     def watch(self, tensor: Tensor, number: int) -> None:
-        """``tensor`` stands for checkpoint tensor ``number`` from now on."""
+        """Lets ``tensor`` stand for checkpoint tensor ``number``."""
         count = tensor.numel()
         whole = AffineMap(0, 0, (count,), (1,), (1,))
         memory = self._remember(tensor)
         memory.writes = [Write(Copied(number, (tensor.dtype,)), whole)]
 
-    def _remember(self, tensor: Tensor, *, real: bool = False) -> Memory:
+    def _remember(self, tensor: Tensor, *, real: bool = False) -> TracedMemory:
         storage = tensor.untyped_storage()
-        memory = Memory(tensor.dtype, -1, storage, real=real)
+        memory = TracedMemory(tensor.dtype, -1, storage, real=real)
         self._memories[storage._cdata] = memory
         return memory
 
-    def _memory(self, tensor: Tensor) -> Memory | None:
-        """What is known of the storage of ``tensor``: a live one, or the loader's."""
+    def _memory(self, tensor: Tensor) -> TracedMemory | None:
+        """Returns what is known of a tensor's storage, live or the loader's; None if nothing."""
         number = self._find_live(tensor)
         if number is not None:
             return self.live[number]
@@ -161,7 +163,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Called by torch for each operation."""
+        """Handles one operation; torch calls it."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         memories = [self._memory(tensor) for tensor in tensors]
@@ -197,7 +199,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written: list[Tensor],
         tracked: bool,
     ) -> Any:
-        """An operation that changes tensors in place."""
+        """Records an operation that changes tensors in place."""
         targets = [self._memory(tensor) for tensor in written]
         if not tracked and all(memory is None for memory in targets):
             return func(*args, **kwargs)
@@ -217,7 +219,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return written[0] if len(written) == 1 else tuple(written)
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        """``target.copy_(source)``, written down."""
+        """Records ``target.copy_(source)``."""
         origin = self._memory(source)
         into = self._memory(target)
         if origin is None or origin.live >= 0:
@@ -233,9 +235,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             copied = _converted(write.origin, source.dtype, target.dtype)
             self._append(into, target, Write(copied, write.map))
 
-    def _view(self, seen: Tensor, memory: Memory) -> list[Write]:
-        """What the elements of ``seen``, walked in its own order, hold: maps whose target is the
-        place in that order."""
+    def _view(self, seen: Tensor, memory: TracedMemory) -> list[Write]:
+        """Returns what the elements of ``seen`` hold, as maps whose target is the position in a
+        walk over ``seen``."""
         read = AffineMap(
             int(seen.storage_offset()),
             0,
@@ -245,8 +247,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return _resolve(read, memory, seen)
 
-    def _append(self, into: Memory, target: Tensor, write: Write) -> None:
-        """Move ``write``, whose target is the place in the walk over ``target``, to its memory."""
+    def _append(self, into: TracedMemory, target: Tensor, write: Write) -> None:
+        """Records ``write``, whose target is the position in a walk over ``target``."""
         origin = write.origin
         if target.dtype.itemsize != into.dtype.itemsize:
             origin = Mixed(origin.tensors, "it is written as another width")
@@ -257,7 +259,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._mark(target, Mixed(origin.tensors, f"it is scattered: {error}"))
 
     def _mark(self, target: Tensor, origin: Mixed) -> None:
-        """All of ``target`` now holds something that is not plainly copied."""
+        """Records that all of ``target`` now holds something other than copies."""
         for number in origin.tensors:
             self.doubtful.setdefault(number, origin.why)
         memory = self._memory(target)
@@ -269,7 +271,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory.writes.append(Write(origin, found))
 
     def _fill(self, target: Tensor, value: float) -> None:
-        """A constant, or a checkpoint element that the loader asked the value of."""
+        """Records a fill with a constant, or with a checkpoint element's value as read before."""
         copied = self._value_of.get(value)
         place = self._values.get(value)
         if copied is None or place is None:
@@ -283,7 +285,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._append(memory, target, Write(converted, spread))
 
     def _read(self, tensor: Tensor) -> float | int:
-        """A value that stands for the one that is not known."""
+        """Returns a unique value in place of an element's unknown one."""
         memory = self._memory(tensor)
         assert memory is not None
         number = next(self._counter)
@@ -299,7 +301,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A buffer of the loader's own, without memory if it would be a large one."""
+        """Makes a buffer for the loader, without memory if it is large."""
         made: Tensor = func(*_without_memory(args), **{**kwargs, "device": "meta"})
         like_meta = (
             any(isinstance(arg, Tensor) and arg.device.type == "meta" for arg in args)
@@ -312,7 +314,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return real
 
     def _duplicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A copy of its own of some elements, perhaps in another dtype or order."""
+        """Makes and records a copy, possibly in another dtype or layout."""
         source = args[0]
         kwargs = {name: value for name, value in kwargs.items() if name not in _PLACE}
         made: Tensor = func(_without_memory(source), *args[1:], **kwargs)
@@ -323,7 +325,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gather(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, stacked: bool
     ) -> Tensor:
-        """``torch.cat`` or ``torch.stack``."""
+        """Records ``torch.cat`` or ``torch.stack``."""
         parts = args[0]
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         made: Tensor = func(_without_memory(parts), dim)
@@ -340,7 +342,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _pad(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """``F.pad`` with a constant."""
+        """Records ``F.pad`` with a constant."""
         source, widths = args[0], args[1]
         made: Tensor = func(_without_memory(source), *args[1:], **kwargs)
         self._remember(made)
@@ -357,7 +359,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _mix(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Anything else that is done with checkpoint tensors: its results hold no copies."""
+        """Records any other operation on checkpoint tensors: its results hold no copies."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         names = _union(self._memory(tensor) for tensor in tensors)
         origin = Mixed(names, f"the loader calls {func} on it")
@@ -375,7 +377,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _PLACE = ("device", "pin_memory", "non_blocking", "layout")
 
 
-def _sources(memory: Memory) -> frozenset[int]:
+def _sources(memory: TracedMemory) -> frozenset[int]:
     return frozenset().union(*(write.origin.tensors for write in memory.writes))
 
 
@@ -389,14 +391,14 @@ def _without_memory(values: Any) -> Any:
 
 
 def _converted(origin: Copied, read_as: torch.dtype, written_as: torch.dtype) -> Copied:
-    """The origin after a copy that read and wrote these dtypes: the same one twice moves bits."""
+    """Returns the origin after a copy between these dtypes; equal dtypes keep the bits."""
     if read_as == written_as:
         return origin
     return Copied(origin.tensor, (*origin.dtypes, read_as, written_as))
 
 
-def _resolve(read: AffineMap, memory: Memory, seen: Tensor) -> list[Write]:
-    """What ``read`` finds in a memory: of each place the last thing that was written there."""
+def _resolve(read: AffineMap, memory: TracedMemory, seen: Tensor) -> list[Write]:
+    """Returns what ``read`` finds in a memory: at each position, the last write."""
     if seen.dtype.itemsize != memory.dtype.itemsize:
         whole = AffineMap(0, 0, read.shape, (0,) * len(read.shape), read.target_strides)
         return [Write(Mixed(_sources(memory), "it is read as another width"), whole)]
@@ -442,7 +444,7 @@ def _boxes_written(found: AffineMap, chain: tuple[int, ...]) -> list[Box]:
 
 
 def _relocate(found: AffineMap, target: Tensor) -> list[AffineMap]:
-    """A map to the places in the walk over ``target`` as one to its memory's elements."""
+    """Converts a map onto positions in a walk over ``target`` to one onto its memory."""
     strides = tuple(target.stride())
     if found.shape == tuple(target.shape) and found.target_strides == row_major(target.shape):
         return [
@@ -473,7 +475,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operation changes in place."""
+    """Returns the tensors that an operation changes in place."""
     found = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

@@ -1,8 +1,8 @@
-"""Triton's kernels for live bits on a GPU: exchanged and digested, many storages at once.
+"""Exchanges and digests live bits on a GPU with Triton, many storages in one launch.
 
-A move is cut into blocks; a table says of each block where its storage lies, how long that is, and
-which changes are its own. A digest is bound by integer arithmetic rather than by memory, about
-twenty operations an element.
+A move is split into blocks; a table gives for each block its storage's address and length, and
+which changes belong to it. A digest is bound by integer arithmetic rather than by memory: about
+twenty operations per element.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deltawire.placement.affine import AffineMap
 from deltawire.placement.on_device import Found, signed
 
 BLOCK = 2048
-"""Changes of one program."""
+"""Changes per program."""
 
 _DIGEST_BLOCK = 1024
 _DIGEST_ROUNDS = 16
@@ -30,7 +30,7 @@ _POINTED: dict[int, Any] = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 _WARPS = 8
 
 jit: Any = triton.jit
-# Lest a kernel is compiled anew for each integer that is 1, or a multiple of 16.
+# Triton would otherwise recompile for integers that are 1 or a multiple of 16.
 _VARYING = [
     "target",
     "source",
@@ -49,7 +49,7 @@ _VARYING = [
 
 @jit
 def _check(table, index, bits, found, slot, kind: tl.constexpr, block: tl.constexpr):
-    """Set ``found[0]`` if a position lies outside, ``found[slot]`` if live bits differ."""
+    """Sets ``found[0]`` if a position lies outside, ``found[slot]`` if live bits differ."""
     row = table + 4 * tl.program_id(0)
     live = tl.load(row).to(tl.pointer_type(kind))
     size, first, count = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
@@ -67,7 +67,7 @@ def _check(table, index, bits, found, slot, kind: tl.constexpr, block: tl.conste
 
 @jit
 def _write(table, index, bits, found, kind: tl.constexpr, block: tl.constexpr):
-    """Write, unless something was found."""
+    """Writes the bits, unless a check found a fault."""
     faults = tl.load(found) | tl.load(found + 1)
     row = table + 4 * tl.program_id(0)
     live = tl.load(row).to(tl.pointer_type(kind))
@@ -99,15 +99,15 @@ def _digest(
     odd,
     step: tl.constexpr,
     dims: tl.constexpr,
-    plain: tl.constexpr,
+    contiguous: tl.constexpr,
     width: tl.constexpr,
     widened: tl.constexpr,
     slots: tl.constexpr,
     rounds: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The lanes of ``count`` elements; the dimensions in use are the last ``dims`` of three.
-    ``plain``: the last one has stride 1 on both sides."""
+    """Adds up the lanes of ``count`` elements; the last ``dims`` of three dimensions are in use.
+    ``contiguous``: the last one has stride 1 on both sides."""
     mask: tl.constexpr = (1 << width) - 1 if width < 32 else 0xFFFFFFFF
     first_lane = tl.zeros((block,), tl.uint64)
     second_lane = tl.zeros((block,), tl.uint64)
@@ -117,7 +117,7 @@ def _digest(
         item = begin + number * block + tl.arange(0, block)
         mine = item < count
         inner, middle, outer = _coordinates(item, size1, size2, dims)
-        if plain:
+        if contiguous:
             position, at = source + inner, target + inner
         else:
             position, at = source + inner * s2, target + inner * t2
@@ -150,7 +150,7 @@ def _digest(
 
 @jit
 def _coordinates(item, size1, size2, dims: tl.constexpr):
-    """Of an item's place in the walk over three dimensions, of which the last ``dims`` count."""
+    """Splits an item's position in a walk over the last ``dims`` of three dimensions."""
     if dims == 1:
         inner, middle, outer = item, tl.zeros_like(item), tl.zeros_like(item)
     else:
@@ -164,7 +164,7 @@ def _coordinates(item, size1, size2, dims: tl.constexpr):
 
 @jit
 def _mixed(words, bits):
-    """Both lanes of one element, as `codec.reference` defines them."""
+    """Computes both lanes of one element, as `codec.reference` defines them."""
     low = (words & 0xFFFFFFFF).to(tl.uint32)
     odd_half = ((words >> 32) | 1).to(tl.uint32)
     product = (low ^ bits.to(tl.uint32)).to(tl.uint64) * odd_half.to(tl.uint64)
@@ -175,12 +175,12 @@ def _mixed(words, bits):
 
 
 class TritonKernels:
-    """`Kernels` by Triton."""
+    """`Kernels` in Triton."""
 
     LARGEST = 1 << 30
 
     def table(self, spans: Sequence[tuple[Tensor, int, int]]) -> Tensor:
-        """int64[blocks, 4]: address, elements of the storage, first change, changes."""
+        """Returns int64[blocks, 4]: address, elements of the storage, first change, changes."""
         rows = []
         for live, first, last in spans:
             starts = np.arange(first, last, BLOCK, dtype=np.int64)
@@ -191,7 +191,7 @@ class TritonKernels:
         return torch.from_numpy(np.concatenate(rows))
 
     def exchange(self, table: Tensor, index: Tensor, old: Tensor, new: Tensor) -> Found:
-        """See `Kernels`. The device is waited for once, at the end."""
+        """See `Kernels`. Synchronizes the device once, at the end."""
         found = torch.zeros(3, dtype=torch.int32, device=index.device)
         grid, kind = (table.shape[0],), _POINTED[old.element_size()]
         with _current(index):
@@ -201,12 +201,12 @@ class TritonKernels:
         return Found(*(bool(flag) for flag in found.tolist()))
 
     def write(self, table: Tensor, index: Tensor, bits: Tensor) -> None:
-        """See `Kernels`. The device is waited for."""
+        """See `Kernels`. Synchronizes the device."""
         found = torch.zeros(3, dtype=torch.int32, device=index.device)
         kind = _POINTED[bits.element_size()]
         with _current(index):
             _write[(table.shape[0],)](table, index, bits, found, kind, BLOCK, num_warps=_WARPS)
-        found.tolist()  # What the kernel reads may go when this returns.
+        found.tolist()  # The caller may free what the kernel reads when this returns.
 
     def digest(
         self, flat: Tensor, part: AffineMap, key: int, *, widened: bool, lanes: Tensor, odd: Tensor
@@ -234,7 +234,7 @@ class TritonKernels:
                 odd,
                 step=signed(STEP),
                 dims=max(1, len(part.shape)),
-                plain=sources[-1] == targets[-1] == 1,
+                contiguous=sources[-1] == targets[-1] == 1,
                 width=16 if widened else 8 * flat.element_size(),
                 widened=widened,
                 slots=lanes.shape[1],
@@ -246,5 +246,5 @@ class TritonKernels:
 
 
 def _current(tensor: Tensor) -> Any:
-    """Kernels are launched on the tensor's device, which need not be the current one."""
+    """Selects the tensor's device for launches; it need not be the current one."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)

@@ -1,1 +1,1 @@
-"""In front of engines that serve: the hosted providers' hot-load contract over a run's versions."""
+"""Serves a run through several engines, with the hosted providers' hot-load contract."""

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from deltawire.errors import DeltawireError, InputError, RetryError
 from deltawire.serving.contract import read_request
-from deltawire.serving.fleet import Fleet, Member
+from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
 
 MAX_BODY_BYTES = 64 << 20
 BUSY = 425
@@ -34,9 +34,9 @@ SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity")
 SNAPSHOT_HEADER = "x-deltawire-snapshot"
 
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9@:._~-]+\Z")
-_PASSED_BACK = ("Content-Type", "Cache-Control", "X-Request-Id")
+_RETURNED_HEADERS = ("Content-Type", "Cache-Control", "X-Request-Id")
 
-_FLEET = web.AppKey("fleet", Fleet)
+_REPLICAS = web.AppKey("fleet", ReplicaSet)
 _SESSION = web.AppKey("session", aiohttp.ClientSession)
 _KEY = web.AppKey("key", str)
 _MODEL = web.AppKey("model", str)
@@ -45,7 +45,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_app(
-    fleet: Fleet,
+    fleet: ReplicaSet,
     session: aiohttp.ClientSession,
     *,
     token: str,
@@ -60,7 +60,7 @@ def build_app(
     if not token:
         raise InputError("a server needs a token")
     app = web.Application(middlewares=[_errors, _bearer(token)], client_max_size=MAX_BODY_BYTES)
-    app[_FLEET], app[_SESSION] = fleet, session
+    app[_REPLICAS], app[_SESSION] = fleet, session
     app[_KEY], app[_MODEL] = upstream_key, upstream_model
     app.router.add_post("/hot_load/v1/models/hot_load", _hot_load)
     app.router.add_get("/hot_load/v1/models/hot_load", _state)
@@ -68,8 +68,8 @@ def build_app(
     app.router.add_get(ledger, _ledger)
     app.router.add_delete(ledger, _forget)
     app.router.add_get("/health", _health)
-    app.router.add_route("*", "/v1/{path:.*}", _pass_on)
-    app.router.add_route("*", "/inference/v1/{path:.*}", _pass_on)
+    app.router.add_route("*", "/v1/{path:.*}", _proxy)
+    app.router.add_route("*", "/inference/v1/{path:.*}", _proxy)
 
     async def life(_: web.Application) -> Any:
         fleet.start()
@@ -108,34 +108,34 @@ def _bearer(token: str) -> Any:
 
 
 async def _hot_load(request: web.Request) -> web.StreamResponse:
-    return _json(await request.app[_FLEET].hot_load(read_request(await request.read())))
+    return _json(await request.app[_REPLICAS].hot_load(read_request(await request.read())))
 
 
 async def _state(request: web.Request) -> web.StreamResponse:
-    return _json(request.app[_FLEET].state())
+    return _json(request.app[_REPLICAS].state())
 
 
 async def _ledger(request: web.Request) -> web.StreamResponse:
-    return _json({"snapshots": list(request.app[_FLEET].ledger.values())})
+    return _json({"snapshots": list(request.app[_REPLICAS].ledger.values())})
 
 
 async def _forget(request: web.Request) -> web.StreamResponse:
-    request.app[_FLEET].forget()
+    request.app[_REPLICAS].forget()
     return _json({})
 
 
 async def _health(request: web.Request) -> web.StreamResponse:
-    ready = request.app[_FLEET].ready
+    ready = request.app[_REPLICAS].ready
     return web.json_response({"ready": ready}, status=200 if ready else 503)
 
 
-async def _pass_on(request: web.Request) -> web.StreamResponse:
+async def _proxy(request: web.Request) -> web.StreamResponse:
     """Hand a request to a replica and its answer back, piece by piece as it comes."""
-    fleet = request.app[_FLEET]
-    _refuse_way_out(request.match_info["path"])
+    fleet = request.app[_REPLICAS]
+    _check_path(request.match_info["path"])
     body = await request.read()
     session = next((request.headers[h] for h in SESSION_HEADERS if h in request.headers), "")
-    body = _named(body, request.app[_MODEL])
+    body = _with_model(body, request.app[_MODEL])
     while (member := fleet.pick(session)) is not None:
         fleet.begin(member)
         try:
@@ -148,8 +148,10 @@ async def _pass_on(request: web.Request) -> web.StreamResponse:
     return _error(code, RetryError("no replica takes requests now", hint="ask again shortly"))
 
 
-async def _exchange(request: web.Request, member: Member, body: bytes) -> web.StreamResponse:
-    app, fleet = request.app, request.app[_FLEET]
+async def _exchange(
+    request: web.Request, member: TrackedReplica, body: bytes
+) -> web.StreamResponse:
+    app, fleet = request.app, request.app[_REPLICAS]
     headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
     if app[_KEY]:
         headers["Authorization"] = f"Bearer {app[_KEY]}"
@@ -164,7 +166,7 @@ async def _exchange(request: web.Request, member: Member, body: bytes) -> web.St
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
             allow_redirects=False,
         ) as upstream:
-            passed = {k: upstream.headers[k] for k in _PASSED_BACK if k in upstream.headers}
+            passed = {k: upstream.headers[k] for k in _RETURNED_HEADERS if k in upstream.headers}
             passed[SNAPSHOT_HEADER] = fleet.identity_at(member)
             answer = web.StreamResponse(status=upstream.status, headers=passed)
             await answer.prepare(request)
@@ -184,14 +186,14 @@ async def _exchange(request: web.Request, member: Member, body: bytes) -> web.St
         raise RetryError(f"replica {member.replica.name} does not answer: {reason}") from error
 
 
-def _refuse_way_out(path: str) -> None:
+def _check_path(path: str) -> None:
     """Raises `InputError` unless a path stays below ``/v1``: a replica has calls beside that, which
     are guarded by nothing but the key that this server adds."""
     if not all(_NAME.match(name) for name in path.split("/")):
         raise InputError(f"/v1/{path[:80]} is no path of a replica's")
 
 
-def _named(body: bytes, model: str) -> bytes:
+def _with_model(body: bytes, model: str) -> bytes:
     """The body with the replica's own name for its model."""
     if not model or not body:
         return body

@@ -1,8 +1,8 @@
-"""The hot-load contract of the hosted services, as typed requests and answers.
+"""Typed requests and answers of the hosted services' hot-load contract.
 
 The shapes are Fireworks' (docs.fireworks.ai, "RL rollout integration" and "RL rollout debugging"),
-which others have taken up. What a client sends is checked whole; what it says beyond these fields
-is refused by name, so that nobody believes in a switch that does nothing.
+which other providers have adopted. Requests are validated completely; unknown members are refused
+by name rather than ignored.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from deltawire.errors import InputError
 MAX_REQUEST_BYTES = 1 << 16
 
 Identity = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,256}\Z")]
-"""One segment of a path."""
+"""A snapshot's name: one segment of a path."""
 
 CacheReset = Literal["all", "new_session", "none"]
 Stage = Literal["ready", "pending", "loading", "error"]
 
 
 class Incremental(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the hosted services need to know of a delta. Here every step is planned from what a
-    replica really holds, so that only ``previous_snapshot_identity`` is held against the run."""
+    """Metadata that the hosted services need about a delta. Here each replica plans its own route
+    from what it holds, so only ``previous_snapshot_identity`` is checked against the run."""
 
     previous_snapshot_identity: Identity
     compression_format: Annotated[str, Meta(max_length=64)] = ""
@@ -33,7 +33,8 @@ class Incremental(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Validation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Members of a snapshot's configuration that may differ; a run has one configuration."""
+    """Configuration members that may differ between snapshots. A run has a single configuration,
+    so this has no effect."""
 
     extra_fields_ignore: Annotated[list[str], Meta(max_length=1024)] = []
 
@@ -51,14 +52,14 @@ class HotLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def cache(self) -> CacheReset:
-        """Which cached prompts are dropped."""
+        """Which cached prompts to drop."""
         if isinstance(self.reset_prompt_cache, bool):
             return "all" if self.reset_prompt_cache else "none"
         return self.reset_prompt_cache
 
 
 class LoadingState(msgspec.Struct, frozen=True):
-    """What a replica is about."""
+    """What a replica is doing."""
 
     stage: Stage
     target_snapshot_identity: str | None = None
@@ -66,8 +67,8 @@ class LoadingState(msgspec.Struct, frozen=True):
 
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica. ``readiness`` says that it holds ``current_snapshot_identity`` by its own
-    attestation, and that this is the one last asked for."""
+    """The state of one replica. ``readiness``: it holds ``current_snapshot_identity`` by its own
+    attestation, and that is the snapshot requested last."""
 
     name: str
     readiness: bool
@@ -77,14 +78,14 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
 
 
-class FleetState(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSetState(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /hot_load/v1/models/hot_load``."""
 
     replicas: list[ReplicaState]
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One snapshot that was asked for. Times are seconds since 1970."""
+    """One requested snapshot. Times are seconds since 1970."""
 
     identity: str
     kind: Literal["full", "delta"]
@@ -95,9 +96,9 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_request(data: bytes) -> HotLoad:
-    """Parse a request's body; raises `InputError` naming the member that is wrong."""
+    """Parses a request's body; raises `InputError` naming the invalid member."""
     if len(data) > MAX_REQUEST_BYTES:
-        raise InputError(f"a request of {len(data)} bytes, the limit is {MAX_REQUEST_BYTES}")
+        raise InputError(f"the request has {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
     try:
         return msgspec.json.decode(data, type=HotLoad)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What the fleet asks of a replica, whatever serves in it."""
+"""The interface of a replica: one engine that serves behind one URL."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from deltawire.serving.contract import CacheReset
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a replica says of itself: the version that it serves, and the digest of the bits that
-    it attested for it, 32 hexadecimal digits."""
+class HeldVersion:
+    """A replica's own statement: the version that it serves, and the digest that it attested, as 32
+    hexadecimal digits."""
 
     version: int
     digest: str
 
 
 class Replica(Protocol):
-    """One engine, of however many ranks, behind one base URL.
+    """One engine, of any number of ranks, behind one base URL.
 
     Both calls raise `RetryError` if the replica does not answer, and another `DeltawireError` if
     it answers that it cannot.
@@ -26,19 +26,19 @@ class Replica(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique in its fleet."""
+        """A name that is unique among the replicas."""
         ...
 
     @property
     def base_url(self) -> str:
-        """Where its OpenAI-compatible endpoints are, without ``/v1``."""
+        """The URL of its OpenAI-compatible endpoints, without ``/v1``."""
         ...
 
-    async def held(self) -> Held:
-        """What it serves now."""
+    async def held(self) -> HeldVersion:
+        """Returns what it serves now."""
         ...
 
-    async def load(self, version: int, *, cache: CacheReset) -> Held:
-        """Prepare ``version`` while serving, swap, attest; returns once that is so. What is in
-        flight goes the replica's own way. An error leaves it at the version it served."""
+    async def load(self, version: int, *, cache: CacheReset) -> HeldVersion:
+        """Prepares ``version`` while serving, swaps and attests, then returns. The replica decides
+        about requests in flight. After an error it still serves its old version."""
         ...

@@ -1,4 +1,4 @@
-"""A replica that is a ``vllm serve`` with the deltawire plugin, led over its own HTTP calls."""
+"""A replica that is a ``vllm serve`` with the deltawire plugin, controlled over HTTP."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from deltawire.engines.vllm.remote import MAX_ANSWER_BYTES, Status, Statuses
+from deltawire.engines.vllm.remote import MAX_ANSWER_BYTES, EngineStatus, EngineStatuses
 from deltawire.errors import CorruptError, ResyncError, RetryError
 from deltawire.serving.contract import CacheReset
-from deltawire.serving.replica import Held
+from deltawire.serving.replica import HeldVersion
 
-ASK_EVERY_S = 0.05
+POLL_EVERY_S = 0.05
 ANSWER_WITHIN_S = 30.0
 LOAD_WITHIN_S = 3600.0
 
 
 class VllmReplica:
-    """Talks to the ``/collective_rpc`` of a server that was started with
+    """Calls the ``/collective_rpc`` of a server that was started with
     ``VLLM_SERVER_DEV_MODE=1`` and ``--additional-config '{"deltawire": {"follow": false, …}}'``.
 
-    ``key`` is the server's own ``--api-key``. The session belongs to the caller.
+    ``key`` is the server's ``--api-key``. The caller owns the session.
     """
 
     def __init__(self, base_url: str, session: aiohttp.ClientSession, *, key: str = "") -> None:
@@ -32,27 +32,27 @@ class VllmReplica:
 
     @property
     def name(self) -> str:
-        """Its address."""
+        """The host and port of its URL."""
         return self._base_url.split("://")[-1]
 
     @property
     def base_url(self) -> str:
-        """Where its OpenAI-compatible endpoints are."""
+        """The URL of its OpenAI-compatible endpoints."""
         return self._base_url
 
-    async def held(self) -> Held:
-        """The version that all its ranks serve, and the digest that they attested together."""
+    async def held(self) -> HeldVersion:
+        """Returns the version that all its ranks serve, and the digest that they attested."""
         status = await self._call("deltawire_status")
         if status.version < 0:
             raise RetryError(f"replica {self.name} has not loaded a version yet")
-        return Held(status.version, status.digest)
+        return HeldVersion(status.version, status.digest)
 
-    async def load(self, version: int, *, cache: CacheReset) -> Held:
-        """Have it prepare and swap, and wait for it.
+    async def load(self, version: int, *, cache: CacheReset) -> HeldVersion:
+        """Has it prepare and swap, and waits until it has.
 
-        vLLM's prefix cache is keyed by version, so that no new request meets an old one's, and
-        ``cache`` needs nothing done. Raises `ResyncError` with the engine's own words if it could
-        not.
+        ``cache`` needs no action: vLLM's prefix cache is keyed by version, so new requests never
+        reuse what an older one computed. Raises `ResyncError` with the engine's reason if it
+        could not swap.
         """
         del cache
         await self._call("deltawire_want", version)
@@ -61,18 +61,20 @@ class VllmReplica:
                 while True:
                     status = await self._call("deltawire_status")
                     if status.version == version:
-                        return Held(status.version, status.digest)
+                        return HeldVersion(status.version, status.digest)
                     if status.failure and status.phase == "serving":
                         raise ResyncError(
                             f"replica {self.name} stays at version {status.version}: "
                             f"{status.failure[:500]}",
                             version=version,
                         )
-                    await asyncio.sleep(ASK_EVERY_S)
+                    await asyncio.sleep(POLL_EVERY_S)
         except TimeoutError as error:
-            raise RetryError(f"replica {self.name} still prepares version {version}") from error
+            raise RetryError(
+                f"replica {self.name} still prepares version {version} after {LOAD_WITHIN_S:.0f} s"
+            ) from error
 
-    async def _call(self, method: str, *arguments: Any) -> Status:
+    async def _call(self, method: str, *arguments: Any) -> EngineStatus:
         try:
             async with self._session.post(
                 f"{self._base_url}/collective_rpc",
@@ -91,15 +93,15 @@ class VllmReplica:
             reason = str(error) or type(error).__name__
             raise RetryError(f"replica {self.name} does not answer: {reason}") from error
         try:
-            return msgspec.json.decode(data, type=Statuses).results[0]
+            return msgspec.json.decode(data, type=EngineStatuses).results[0]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptError(
-                f"replica {self.name} answers {method} with something else: {str(error)[:200]}"
+                f"replica {self.name}'s answer to {method} cannot be read: {str(error)[:200]}"
             ) from error
 
 
 async def _whole(content: aiohttp.StreamReader) -> bytes:
-    """An answer to its end; raises `CorruptError` for one of more than `MAX_ANSWER_BYTES`."""
+    """Reads an answer completely; raises `CorruptError` beyond `MAX_ANSWER_BYTES`."""
     data = bytearray()
     async for piece in content.iter_any():
         data += piece

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltawire.config import RunConfig
-from deltawire.parity import Parity, ParityMeter
+from deltawire.parity import BatchParity, ParityMeter
 from deltawire.parity.router_replay import replay_of
 from deltawire.train.batch import TokenBatch, collate
 from deltawire.train.loss import ADVANTAGES, LossInputs, PolicyLoss, Totals, policy_loss
@@ -37,7 +37,7 @@ class StepResult:
     clipped: float
     rejected: float
     kl: float
-    parity: Parity
+    parity: BatchParity
     members: list[tuple[int, int]]
 
 
@@ -75,7 +75,7 @@ def train_step(
             part.loss.backward()  # type: ignore[no-untyped-call]
             parts.append(part)
     if replay is not None:
-        meter.saw_flips(replay.flipped_L, replay.compared_L, damaged=replay.damaged)
+        meter.add_flips(replay.flipped_L, replay.compared_L, damaged=replay.damaged)
     parity = meter.result()
     rewards = torch.cat([batch.rewards_E for batch in batches])
     return StepResult(

@@ -7,23 +7,23 @@ import os
 import numpy as np
 import torch
 
-from deltawire.engines.vllm import rank
+from deltawire.engines.vllm import rank_weights
 from deltawire.engines.vllm.worker import DeltawireWorker
 from deltawire.errors import ResyncError
 
 
 def write_half(move):
     """What an exchange that is killed half way has written."""
-    for stretch in move.stretches[: (len(move.stretches) + 1) // 2]:
-        own = slice(stretch.first, stretch.last)
-        stretch.live.index_copy_(0, move.index[own].long(), move.new[own])
+    for extent in move.ranges[: (len(move.ranges) + 1) // 2]:
+        own = slice(extent.first, extent.last)
+        extent.live.index_copy_(0, move.index[own].long(), move.new[own])
 
 
 class PlantingWorker(DeltawireWorker):
     """Each fault strikes on one rank, once."""
 
     def _held(self):
-        return rank.rank_of(self.get_model())
+        return rank_weights.rank_of(self.get_model())
 
     def plant_bit(self, number: int, seed: int):
         """Turn one bit of a live parameter on rank ``number``; says of which."""
@@ -47,7 +47,7 @@ class PlantingWorker(DeltawireWorker):
         name = {
             "prepare": "prepare",
             "swap": "swap",
-            "scatter": "_take_up",
+            "scatter": "_apply",
             "readback": "_exchange",
         }[at]
         original = getattr(placed, name)

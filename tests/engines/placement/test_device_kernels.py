@@ -121,7 +121,7 @@ def test_a_drifted_bit_anywhere_leaves_every_storage_as_it_was(backend, seed, wi
     flats[number][place] ^= 1 << int(rng.integers(7))
     before = [flat.clone() for flat in flats]
     together = [
-        move for move in moves if len(move.stretches) > 1 or move.stretches[0].live is flats[number]
+        move for move in moves if len(move.ranges) > 1 or move.ranges[0].live is flats[number]
     ]
     for move in together:
         with pytest.raises(ResyncError, match=DRIFTED):

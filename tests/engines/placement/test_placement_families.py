@@ -8,7 +8,7 @@ from loaders import same_bits
 from versions import checkpoint, first_version, next_version
 
 from deltawire.errors import InputError
-from deltawire.placement.converted import (
+from deltawire.placement.module_loader import (
     checkpoint_table,
     checkpoint_tensors,
     live_tensors,

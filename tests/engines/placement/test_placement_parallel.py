@@ -12,10 +12,7 @@ from deltawire.codec import Patch
 from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.placement.placed import PlacedWeights
 from deltawire.placement.placement import (
-    decode_placement,
-    encode_placement,
-    fingerprint_of,
-    ownership,
+    assign_ownership,
     probe,
 )
 
@@ -40,7 +37,7 @@ def engines(kind, ranks, dtype=torch.bfloat16):
 def placed(kind, ranks, dtype=torch.bfloat16):
     """Engines with version 0 loaded, each from a mirror of its own part, and those mirrors."""
     specs, modules = table(kind), engines(kind, ranks, dtype)
-    placements = ownership([probe(m.load_weights, specs, live_of(m)) for m in modules])
+    placements = assign_ownership([probe(m.load_weights, specs, live_of(m)) for m in modules])
     mirror = first_version(specs, np.random.default_rng(3))
     weights, parts = [], []
     for module, placement in zip(modules, placements, strict=True):
@@ -194,14 +191,14 @@ def test_a_failure_while_scattering_puts_the_old_bits_back(monkeypatch):
 
     def break_down(move, begun):
         begun.append(move)
-        for stretch in move.stretches[: len(move.stretches) // 2]:
-            own = slice(stretch.first, stretch.last)
-            stretch.live.index_copy_(0, move.index[own], move.new[own])
+        for extent in move.ranges[: len(move.ranges) // 2]:
+            own = slice(extent.first, extent.last)
+            extent.live.index_copy_(0, move.index[own], move.new[own])
         assert not same_bits(before, bits_of(modules[0]))
         monkeypatch.undo()
         raise MemoryError("planted")
 
-    monkeypatch.setattr(weights[0], "_take_up", break_down)
+    monkeypatch.setattr(weights[0], "_apply", break_down)
     with pytest.raises(MemoryError):
         weights[0].swap(prepared)
     assert same_bits(before, bits_of(modules[0]))
@@ -210,17 +207,8 @@ def test_a_failure_while_scattering_puts_the_old_bits_back(monkeypatch):
     assert weights[0].attest() == newer.digest
 
 
-def test_cached_placements_come_back_as_they_were():
-    specs = table("experts")
+def test_a_placement_of_other_live_tensors_is_refused():
     module = engines("experts", 2)[1]
-    about = {"class": "Sharded", "ranks": 2}
-    placement = probe(module.load_weights, specs, live_of(module), about=about)
-    print_ = fingerprint_of(specs, live_of(module), about)
-    data = encode_placement(placement)
-    assert decode_placement(data, fingerprint=print_) == placement
-    other = fingerprint_of(specs, live_of(engines("experts", 4)[1]), about)
-    for wrong in (other, fingerprint_of(specs, live_of(module), {"class": "Sharded", "ranks": 4})):
-        with pytest.raises(CorruptError, match="another model"):
-            decode_placement(data, fingerprint=wrong)
+    placement = probe(module.load_weights, table("experts"), live_of(module))
     with pytest.raises(InputError, match="probe again"):
         PlacedWeights(placement, live_of(engines("experts", 4)[1]))

@@ -7,9 +7,9 @@ from loaders import same_bits
 from versions import checkpoint, first_version, next_version
 
 from deltawire.errors import CorruptError, InputError, ResyncError
-from deltawire.placement.layout import survey_live
+from deltawire.placement.layout import describe_live
 from deltawire.placement.placed import PlacedWeights
-from deltawire.placement.placement import ownership, probe
+from deltawire.placement.placement import assign_ownership, probe
 from deltawire.wire.run import TensorSpec
 
 
@@ -88,7 +88,7 @@ def test_every_other_column():
     engine, fresh = both(load, gate=(6, 4), up=(4, 6))
     placement = check_swaps(engine, fresh, specs_of(gate_up=(6, 8)))
     assert not placement.unplaced
-    assert not placement.believed
+    assert not placement.mirrored
 
 
 def test_heads_taken_apart_and_joined():
@@ -143,8 +143,8 @@ def test_the_last_of_two_writes_counts():
     placement = check_swaps(engine, fresh, specs)
     assert placement.uncovered == {"w": 12}
     assert {placement.tensors[r.tensor].name for r in placement.regions} == {"b"}
-    owned = ownership([placement])[0]
-    assert sum(np.prod(share.shape) for share in owned.believed) == 24 + 12
+    owned = assign_ownership([placement])[0]
+    assert sum(np.prod(share.shape) for share in owned.mirrored) == 24 + 12
 
 
 def test_a_scalar_read_by_value_is_found_where_it_was_filled_in():
@@ -169,7 +169,7 @@ def test_a_broadcast_is_written_and_verified_everywhere():
 
     engine, fresh = both(load, w=(5, 3))
     specs = specs_of(row=(3,))
-    placement = ownership([check_swaps(engine, fresh, specs)])[0]
+    placement = assign_ownership([check_swaps(engine, fresh, specs)])[0]
     counting = [r for r in placement.regions if r.counts]
     assert sum(r.map.count for r in counting) == 3
     weights = PlacedWeights(placement, engine.live)
@@ -328,7 +328,7 @@ def test_several_storages_views_and_tied_names():
     engine, fresh = Engine(load, **live), Engine(load)
     other = memory.clone()
     fresh.live = {"a": other[:16].view(4, 4), "b": other[32:48].view(4, 4).t(), "tied": other[:16]}
-    storages, tensors, _ = survey_live(live)
+    storages, tensors, _ = describe_live(live)
     assert [s.elements for s in storages] == [64]
     assert [(t.name, t.offset) for t in tensors] == [("a", 0), ("b", 32), ("tied", 0)]
     placement = check_swaps(engine, fresh, specs_of(a=(4, 4), b=(4, 4)))
@@ -340,7 +340,7 @@ def test_overlapping_memories_are_refused():
     data = np.zeros(64, np.int16)
     live = {"a": torch.from_numpy(data[:40]), "b": torch.from_numpy(data[20:])}
     with pytest.raises(InputError, match="a and b overlap"):
-        survey_live(live)
+        describe_live(live)
 
 
 def test_a_copy_over_something_computed_is_refused():

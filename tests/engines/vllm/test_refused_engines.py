@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deltawire.engines.vllm import postprocess_check as remade
+from deltawire.engines.vllm import postprocess_check
 from deltawire.engines.vllm.refusals import (
+    refuse_changed,
     refuse_configuration,
-    refuse_remade,
     refuse_unreached,
 )
 from deltawire.errors import InputError
@@ -58,51 +58,51 @@ def pack(model):
         (transpose, "w2", r"became \[4, 3, 5\] of float32"),
         (quantise, "w13", r"became \[4, 6, 5\] of float8_e4m3fn"),
         (flip_one_bit, "w13", "other bits"),
-        (pack, "w2", "is gone"),
+        (pack, "w2", "was removed"),
     ],
 )
 def test_weights_that_do_not_stay_as_loaded_are_refused(process, name, how):
     model = Experts()
-    before = remade.outlines(model)
+    before = postprocess_check.parameter_sums(model)
     process(model)
-    found = remade.differences(before, remade.outlines(model))
+    found = postprocess_check.differences(before, postprocess_check.parameter_sums(model))
     assert found.keys() == {name}
     with pytest.raises(InputError, match=f"{name} .*{how}"):
-        refuse_remade(found)
+        refuse_changed(found)
 
 
 def test_weights_that_only_move_stay_as_loaded():
     model = Experts()
-    before = remade.outlines(model)
+    before = postprocess_check.parameter_sums(model)
     model.w13 = torch.nn.Parameter(model.w13.data.clone())
     # As the rows of a wider memory: as padded weights lie.
     wide = torch.zeros(4, 5, 7)
     wide[..., :3] = model.w2.data
     model.w2 = torch.nn.Parameter(wide[..., :3])
     model.scale.data.fill_(0.5)  # A scale that vLLM works out itself.
-    found = remade.differences(before, remade.outlines(model))
+    found = postprocess_check.differences(before, postprocess_check.parameter_sums(model))
     assert found == {}
-    refuse_remade(found)
+    refuse_changed(found)
 
 
 def test_the_sum_sees_order_within_and_across_what_is_summed_at_once(monkeypatch):
     bits = torch.randint(0, 1 << 15, (1000,), dtype=torch.int16)
-    whole = remade._sum_of(bits)
-    monkeypatch.setattr(remade, "_AT_ONCE", 64)
-    assert remade._sum_of(bits) == whole
+    whole = postprocess_check._sum_of(bits)
+    monkeypatch.setattr(postprocess_check, "_CHUNK_ELEMENTS", 64)
+    assert postprocess_check._sum_of(bits) == whole
     for first, second in [(0, 1), (5, 63), (5, 64), (3, 900), (63, 127)]:
         if bits[first] != bits[second]:
             other = bits.clone()
             other[first], other[second] = bits[second], bits[first]
-            assert remade._sum_of(other) != whole
+            assert postprocess_check._sum_of(other) != whole
     zeros = torch.zeros(10, dtype=torch.bfloat16)
-    assert remade._sum_of(zeros) != remade._sum_of(-zeros)
+    assert postprocess_check._sum_of(zeros) != postprocess_check._sum_of(-zeros)
 
 
 def test_what_nobody_watched_is_refused():
-    assert remade.remade(Experts()) is None
-    with pytest.raises(InputError, match="was not seen"):
-        refuse_remade(remade.remade(Experts()))
+    assert postprocess_check.changes_after_loading(Experts()) is None
+    with pytest.raises(InputError, match="was not observed"):
+        refuse_changed(postprocess_check.changes_after_loading(Experts()))
 
 
 class Tower(torch.nn.Module):
@@ -142,7 +142,7 @@ def test_parameters_that_the_run_does_not_reach_are_refused(published, refused):
     ("parallel", "match"),
     [
         ({"data_parallel_size": 2}, "data-parallel"),
-        ({"enable_eplb": True}, "moves about"),
+        ({"enable_eplb": True}, "moves between ranks"),
         ({}, None),
     ],
 )

@@ -104,12 +104,12 @@ def test_gates_of_taken_experts_are_the_familys_own(formula):
 
 @pytest.mark.parametrize("other", families.OTHERS)
 def test_a_family_that_chooses_otherwise_is_refused(other):
-    with pytest.raises(InputError, match=r"cannot be told.*parity\.routes"):
+    with pytest.raises(InputError, match=r"cannot be recorded.*parity\.routes"):
         Routers(families.build(other))
 
 
 def test_a_model_without_experts_is_refused(tiny):
-    with pytest.raises(InputError, match="cannot be told"):
+    with pytest.raises(InputError, match="cannot be recorded"):
         Routers(tiny)
 
 

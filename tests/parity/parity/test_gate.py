@@ -124,8 +124,8 @@ def test_a_value_that_is_no_number_crosses(value):
 def test_flips_are_judged_by_their_worst_layer():
     config = ParityConfig(warn=limits(flipped_share=0.2))
     meter, _ = look(config, [[0.0]])
-    meter.saw_flips(torch.tensor([1, 2]), torch.tensor([10, 10]))
-    meter.saw_flips(torch.tensor([0, 4]), torch.tensor([10, 10]))
+    meter.add_flips(torch.tensor([1, 2]), torch.tensor([10, 10]))
+    meter.add_flips(torch.tensor([0, 4]), torch.tensor([10, 10]))
     result = meter.result()
     assert result.flipped_L == pytest.approx((0.05, 0.3))
     assert [one.name for one in result.warnings] == ["flipped_share"]

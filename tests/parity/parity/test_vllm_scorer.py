@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from deltawire.errors import InputError
-from deltawire.parity.scorers import Drawn
+from deltawire.parity.scorers import DrawnSequence
 from deltawire.parity.vllm_scorer import VllmScorer
 
 
@@ -41,7 +41,7 @@ def vllm(monkeypatch):
 def test_the_tokens_behind_the_prompt_are_scored(tmp_path):
     scorer = VllmScorer("vllm:bf16", tmp_path, "bfloat16")
     assert scorer._llm.settings["dtype"] == "bfloat16"
-    first, second = scorer.score([Drawn((1, 2), (3, 4, 5)), Drawn((6,), (0,))])
+    first, second = scorer.score([DrawnSequence((1, 2), (3, 4, 5)), DrawnSequence((6,), (0,))])
     assert first.logprobs_T.tolist() == [-3.02, -4.03, -5.04]
     assert second.logprobs_T.tolist() == [-0.01]
 
@@ -50,8 +50,8 @@ def test_the_tokens_behind_the_prompt_are_scored(tmp_path):
 def test_it_draws_as_many_as_asked(tmp_path):
     scorer = VllmScorer("vllm", tmp_path, "float32")
     assert scorer.draw([(1,), (2, 3)], count=2, seed=0) == [
-        Drawn((1,), (7, 8)),
-        Drawn((2, 3), (7, 8)),
+        DrawnSequence((1,), (7, 8)),
+        DrawnSequence((2, 3), (7, 8)),
     ]
 
 

@@ -9,7 +9,7 @@ from versions import checkpoint, first_version, next_version
 
 from deltawire import codec
 from deltawire.placement.placed import PlacedWeights
-from deltawire.placement.placement import decode_placement, encode_placement, fingerprint_of, probe
+from deltawire.placement.placement import probe
 from deltawire.wire.run import TensorSpec
 
 KINDS = ["narrow", "select", "step", "permute", "reshape", "contiguous"]
@@ -180,8 +180,6 @@ def test_patching_equals_loading_for_random_loaders(program, seed):
     held = held_exactly if exact(specs, serving) else held_as_numbers
     placement = probe(engine.load_weights, specs, live_of(engine))
     assert same_bits(untouched, bits_of(engine))
-    print_ = fingerprint_of(specs, live_of(engine), {})
-    assert decode_placement(encode_placement(placement), fingerprint=print_) == placement
     rng = np.random.default_rng(seed)
     mirror = first_version(specs, rng)
     engine.load_weights(checkpoint(mirror, specs))

@@ -21,7 +21,7 @@ from aiohttp import web
 from deltawire.codec import Digest
 from deltawire.engines.base import Sampling
 from deltawire.engines.vllm import remote, server
-from deltawire.engines.vllm.remote import Calls, RemoteSampler, RemoteWeights
+from deltawire.engines.vllm.remote import EngineClient, RemoteSampler, RemoteWeights
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
 
 GREEDY = Sampling(max_tokens=4, temperature=0.0)
@@ -143,7 +143,7 @@ def test_an_engine_that_hangs_is_told_from_one_that_takes_long(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests have no limit of time; without new versions nothing else would ever ask."""
-    monkeypatch.setattr(remote, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(remote, "CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(remote, "ANSWER_WITHIN_S", 0.2)
 
     async def forever(sampler: RemoteSampler) -> None:
@@ -164,7 +164,7 @@ def test_an_engine_that_hangs_is_told_from_one_that_takes_long(
                 assert (await request).tokens == [5, 6, 7, 2]
                 return
             engine.answers.clear()
-            with pytest.raises(ResyncError, match="no longer says how it stands"):
+            with pytest.raises(ResyncError, match="no longer reports its status"):
                 await asyncio.wait_for(forever(sampler), 20)
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
@@ -278,7 +278,7 @@ def test_a_server_that_is_gone_is_an_error_and_not_a_wait(tmp_path: Path) -> Non
             await sampler.generate([1], GREEDY)
         await sampler.close()
         with pytest.raises(ResyncError, match="does not answer"):
-            RemoteWeights(Calls(path)).swap({}, 1, digest_of(1))
+            RemoteWeights(EngineClient(path)).swap({}, 1, digest_of(1))
 
     asyncio.run(main())
 
@@ -288,7 +288,7 @@ def test_a_swap_that_fails_leaves_the_version_that_was(how: str) -> None:
     async def main() -> None:
         engine = FakeEngine()
         async with serving(engine) as path:
-            weights = RemoteWeights(Calls(path))
+            weights = RemoteWeights(EngineClient(path))
             await asyncio.to_thread(weights.swap, {}, 3, digest_of(3))
             assert (weights.version, weights.digest) == (3, digest_of(3))
             getattr(engine, how).add(4)
@@ -319,7 +319,7 @@ def test_a_swap_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
         engine.rpc = never  # type: ignore[method-assign]
         async with serving(engine) as path:
-            weights = RemoteWeights(Calls(path))
+            weights = RemoteWeights(EngineClient(path))
             weights.version = 0
             with pytest.raises(ResyncError, match="still preparing"):
                 await asyncio.to_thread(weights.swap, {}, 1, digest_of(1))
@@ -332,13 +332,13 @@ def test_live_bits_that_are_not_the_versions_are_no_attestation() -> None:
     async def main() -> None:
         engine = FakeEngine()
         async with serving(engine) as path:
-            weights = RemoteWeights(Calls(path))
+            weights = RemoteWeights(EngineClient(path))
             await asyncio.to_thread(weights.swap, {}, 2, digest_of(2))
             engine.sound = False
             with pytest.raises(CorruptError, match="a bit is wrong"):
                 await asyncio.to_thread(weights.attest)
             engine.sound, engine.version = True, 1
-            with pytest.raises(CorruptError, match="another version"):
+            with pytest.raises(CorruptError, match="serves another one"):
                 await asyncio.to_thread(weights.attest)
 
     asyncio.run(main())
@@ -418,7 +418,7 @@ def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(
     )
     python.chmod(0o755)
     monkeypatch.setenv(server.PYTHON, str(python))
-    started = server.Server(tmp_path, "memory:///", **SLOTS)  # type: ignore[arg-type]
+    started = server.VllmServer(tmp_path, "memory:///", **SLOTS)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="no such kernel"):
         started.wait_until_up(stopping=lambda: False)
     started.close()

@@ -12,10 +12,10 @@ from yarl import URL
 
 from deltawire.errors import InputError
 from deltawire.export.snapshots import snapshot_identity
-from deltawire.serving import fleet as fleets
+from deltawire.serving import replica_set as replica_sets
 from deltawire.serving.app import SNAPSHOT_HEADER, build_app
 from deltawire.serving.contract import read_request
-from deltawire.serving.fleet import Fleet
+from deltawire.serving.replica_set import ReplicaSet
 from deltawire.serving.vllm import VllmReplica
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, read_manifest
@@ -98,7 +98,7 @@ def bucket():
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(fleets, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(replica_sets, "POLL_EVERY_S", 0.02)
 
 
 class Front:
@@ -148,7 +148,7 @@ async def front(bucket, *, count=2, **options):
         replicas = [
             VllmReplica(str(f.server.make_url("/")), upstream, key="upstream") for f in fakes
         ]
-        fleet = Fleet(bucket, run, replicas, **options)
+        fleet = ReplicaSet(bucket, run, replicas, **options)
         app = build_app(
             fleet, upstream, token=TOKEN, upstream_key="upstream", upstream_model="served"
         )

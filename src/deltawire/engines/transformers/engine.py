@@ -52,7 +52,7 @@ WIDTH_STEP = 64
 
 
 @dataclass(eq=False)
-class Request:
+class SamplingRequest:
     """A sequence that is being generated, as `TransformersEngine.submit` returns it."""
 
     prompt: tuple[int, ...]
@@ -131,8 +131,8 @@ class TransformersEngine:
         self._vocabulary = int(embedding.num_embeddings)
         self._device = next(model.parameters()).device
         self._generator = torch.Generator(self._device).manual_seed(seed)
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._waiting: deque[SamplingRequest] = deque()
+        self._running: list[SamplingRequest] = []
         self._lengths = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._last = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._temperatures = torch.ones(slots, device=self._device)
@@ -158,7 +158,7 @@ class TransformersEngine:
         on_done: Callable[[Completion], None],
         *,
         on_token: OnToken | None = None,
-    ) -> Request:
+    ) -> SamplingRequest:
         """Queues a request; ``on_done`` and ``on_token`` are called from inside a later `step`.
 
         Raises `InputError` if the prompt and ``max_tokens`` exceed the engine's capacity or the
@@ -173,13 +173,13 @@ class TransformersEngine:
         if min(prompt) < 0 or max(prompt) >= self._vocabulary:
             # It would fail the forward pass of all prompts that are read together with it.
             raise InputError(f"a token of the prompt is none of the model's {self._vocabulary}")
-        request = Request(tuple(prompt), sampling, on_done, on_token)
+        request = SamplingRequest(tuple(prompt), sampling, on_done, on_token)
         self._require_memory(request)
         request.completion.experts = self._routers.experts if self._routers else 0
         self._waiting.append(request)
         return request
 
-    def _require_memory(self, request: Request) -> None:
+    def _require_memory(self, request: SamplingRequest) -> None:
         """Raises `InputError` if a request would not fit even if nothing else ran."""
         needed, limit = self._size(1, self._rounded(request.reserved)), self._limit()
         if needed > limit:
@@ -203,10 +203,10 @@ class TransformersEngine:
     def _rounded(self, width: int) -> int:
         return min(self.capacity, -(-width // WIDTH_STEP) * WIDTH_STEP)
 
-    def _admit(self) -> tuple[list[Request], int, int]:
+    def _admit(self) -> tuple[list[SamplingRequest], int, int]:
         """Takes as many waiting requests, in order, as slots and memory allow. Returns them, the
         positions to allocate, and the limit in bytes that holds for them."""
-        limit, admitted = self._limit(), list[Request]()
+        limit, admitted = self._limit(), list[SamplingRequest]()
         width = max((request.reserved for request in self._running), default=0)
         while self._waiting and (count := len(self._running) + len(admitted)) < self.slots:
             wider = max(width, self._waiting[0].reserved)
@@ -238,7 +238,7 @@ class TransformersEngine:
             cache.resize(height, width, head=len(self._running), tail=len(self._parked))
 
     @torch.inference_mode()
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: SamplingRequest) -> None:
         """Drops one request without calling back; its slot is free at once."""
         if request in self._waiting:
             self._waiting.remove(request)
@@ -315,7 +315,7 @@ class TransformersEngine:
             default=None,
         )
 
-    def _take(self, parked: _Parked, request: Request) -> None:
+    def _take(self, parked: _Parked, request: SamplingRequest) -> None:
         """Runs a request in the next row, over the parked keys and values."""
         place, row = self._parked.index(parked), len(self._running)
         own, last = self._cache.height - 1 - place, self._parked[-1]
@@ -353,7 +353,7 @@ class TransformersEngine:
         first = min(self._parked, key=lambda parked: parked.stamp)
         self._drop(self._parked.index(first))
 
-    def _resume(self, resumed: list[tuple[Request, int]]) -> int:
+    def _resume(self, resumed: list[tuple[SamplingRequest, int]]) -> int:
         """Reads the new tokens of prompts whose beginnings are in the last running rows."""
         count = len(resumed)
         rows = slice(len(self._running) - count, len(self._running))
@@ -384,7 +384,7 @@ class TransformersEngine:
         self._draw(logits, rows)
         return count
 
-    def _prefill(self, requests: list[Request]) -> int:
+    def _prefill(self, requests: list[SamplingRequest]) -> int:
         first, count = len(self._running), len(requests)
         unique = list(dict.fromkeys(request.prompt for request in requests))
         place = {prompt: i for i, prompt in enumerate(unique)}

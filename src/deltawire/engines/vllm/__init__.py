@@ -1,4 +1,6 @@
-"""vLLM: weights that follow a run while they are served, through vLLM's own extension points.
+"""vLLM as an engine: weights that follow a run while they are served.
 
-Nothing here is imported before vLLM loads its plugins, or someone asks for it.
+Two sides share this folder. In vLLM's processes, loaded as a plugin: `swap_controller` (the core),
+`rank_weights` (each worker) and what they need. In a rollout worker, which starts a vLLM of its own
+and reads no vLLM module: `opening`, `server`, `guard` and `remote`.
 """

@@ -1,9 +1,9 @@
-"""Prefix caches keyed by version.
+"""Keys vLLM's prefix cache by version.
 
-vLLM finds cached keys and values by a hash of the tokens before them, salted with what a request
-brings. Here the salt also says which weights, so that a new request never meets what older ones
-computed. That holds for running sequences too: those kept over a swap go on under the salt they
-started with, and what they add to the cache is found by nobody who starts after them.
+vLLM finds cached keys and values by a hash of the preceding tokens, salted with a value that the
+request brings. Here the salt also names the weights, so a new request never reuses what older
+weights computed. Sequences that keep running over a swap keep the salt they started with, so what
+they add to the cache is not found by requests that start later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def resalt(request: Any, epoch: str) -> None:
-    """Move a request that does not run yet to the weights of ``epoch``; its hashes are redone."""
+    """Assigns a request that is not running yet to ``epoch``, and recomputes its hashes."""
     if getattr(request, "_deltawire_epoch", None) == epoch:
         return
     if not hasattr(request, "_deltawire_salt"):
@@ -25,7 +25,7 @@ def resalt(request: Any, epoch: str) -> None:
 
 
 def resalt_waiting(scheduler: Any, epoch: str) -> None:
-    """Move all requests that hold no keys and values to the weights of ``epoch``."""
+    """Assigns all requests that hold no keys and values to ``epoch``."""
     running = {request.request_id for request in scheduler.running}
     for request in scheduler.requests.values():
         if request.request_id not in running and request.num_computed_tokens == 0:

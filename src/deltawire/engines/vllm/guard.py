@@ -1,7 +1,7 @@
-"""Runs one command for as long as whoever started this lives: ``python -m … COMMAND``.
+"""Runs a command for as long as the process that started it lives: ``python -m … COMMAND``.
 
-Its standard input is a pipe that nobody writes to. However the other end dies, the pipe ends with
-it; then the command, and all that it started in its group, ends too.
+Standard input is a pipe that is never written to. However the starting process dies, the pipe
+reaches its end; the guard then ends the command and every process in its group.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import subprocess
 import sys
 import threading
 
-PATIENCE_S = 10.0
+TERMINATE_WITHIN_S = 10.0
 
 
 def main() -> None:
-    """The guard; to be started in a session of its own."""
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)  # noqa: S603  (our starter's)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Behind the start: the command must hear it.
+    """Runs the guard, which must be the leader of a new session."""
+    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)  # noqa: S603  (the starting process chose it)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Only now: the command must not inherit it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_starter, args=(child,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(child,), daemon=True).start()
     child.wait()
     os.killpg(0, signal.SIGKILL)
 
 
-def _end_with_starter(child: subprocess.Popen[bytes]) -> None:
+def _end_with_parent(child: subprocess.Popen[bytes]) -> None:
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(PATIENCE_S)
+        child.wait(TERMINATE_WITHIN_S)
     os.killpg(0, signal.SIGKILL)
 
 

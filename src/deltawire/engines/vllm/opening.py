@@ -29,7 +29,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
     import torch
 
     from deltawire.engines.vllm.remote import RemoteSampler, RemoteWeights
-    from deltawire.engines.vllm.server import Server
+    from deltawire.engines.vllm.server import VllmServer
     from deltawire.sync import ManifestFollower
 
     if request.record_routes:
@@ -43,7 +43,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
         raise InputError("the run has no version yet", run=request.bucket.url)
     with torch.device("meta"):
         model: Any = request.build_model()
-    server = Server(
+    server = VllmServer(
         request.folder,
         request.bucket.url,
         slots=request.slots,

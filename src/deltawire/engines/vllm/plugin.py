@@ -1,4 +1,4 @@
-"""The entry point ``vllm.general_plugins``, which vLLM runs once in each of its processes."""
+"""The plugin's entry point (``vllm.general_plugins``), run once in each of vLLM's processes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ BACKEND = "deltawire"
 
 
 def register() -> None:
-    """Make the backend ``deltawire`` known, and be there when an engine starts.
+    """Registers the weight-transfer backend ``deltawire`` and the hooks into engine start.
 
-    An engine that was not told to use deltawire runs as if it were not installed.
+    An engine that is not configured to use deltawire runs as if the plugin were not installed.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -22,8 +22,8 @@ def register() -> None:
     if current_platform.is_cpu():
         from deltawire.engines.vllm import unpacked_cpu_kernels
 
-        unpacked_cpu_kernels.keep_plain()
+        unpacked_cpu_kernels.install()
     from deltawire.engines.vllm import postprocess_check, swap_controller
 
-    postprocess_check.watch()
+    postprocess_check.install()
     swap_controller.hook()

@@ -1,15 +1,15 @@
-"""Sampling from a vLLM in another process, whose weights follow the run under our lead.
+"""Samples from a vLLM server in another process, and tells it which version to serve.
 
 Who waits for whom::
 
     requests ─▶ POST /inference/v1/generate (one connection each) ─▶ vLLM's scheduler
-    `RemoteSampler.advance` ◀─ waits until one is answered, or a moment
-             └─ every `LOOK_EVERY_S` asks how the engine stands: an answer, or the error
+    `RemoteSampler.advance` ◀─ waits until one is answered, at most `ADVANCE_S`
+             └─ every `CHECK_EVERY_S` asks for the engine's status: an answer, or the error
     `RemoteWeights.swap` ─▶ deltawire_want N ─▶ the engine prepares, swaps between two steps
-             └─ asks till it says N, with the digest that our own reader of the bucket expects
+             └─ polls until it serves N, with the digest that this process read from the manifest
 
-The engine fetches and verifies its part of the weights for itself; that both ways led to the same
-digest is what `swap` holds it to. It goes on decoding while `swap` waits.
+The engine fetches and verifies its part of the weights itself, and keeps decoding while `swap`
+waits; `swap` requires that it arrives at the manifest's digest.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncErr
 
 MAX_ANSWER_BYTES = 4 << 20
 BYTES_A_TOKEN = 1024
-"""Of an answer, at most: the token, its log-probability, twice, and their names."""
+"""The most that an answer may take for a token: its id and log-probability, twice, with names."""
 ADVANCE_S = 0.02
-ASK_EVERY_S = 0.01
+POLL_EVERY_S = 0.01
 ANSWER_WITHIN_S = 60.0
-LOOK_EVERY_S = 10.0
-"""How often an engine with requests is asked whether it still works. A request may take as long as
-it likes, so that one which hangs shows by nothing else."""
+CHECK_EVERY_S = 10.0
+"""How often an engine with requests is asked for its status: requests may take arbitrarily long, so
+nothing else shows that an engine hangs."""
 SWAP_WITHIN_S = 90.0
-"""Below ``faults.stall_s``: who says why is better than who is killed."""
+"""Less than ``faults.stall_s``: a process that reports why it stops is better than a killed one."""
 LEAST_LOGPROB = -9999.0
-"""What vLLM says in place of a log-probability that is none."""
+"""vLLM's placeholder for a log-probability of minus infinity."""
 
 _Version = Annotated[str, Meta(pattern=r"^[0-9]{1,15}\Z")]
 _Place = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -66,7 +66,7 @@ class _Logprobs(msgspec.Struct):
     content: list[_Logprob]
 
 
-class _Choice(msgspec.Struct):
+class _Generation(msgspec.Struct):
     token_ids: list[_Place]
     logprobs: _Logprobs
     weight_versions: list[_Span]
@@ -74,11 +74,11 @@ class _Choice(msgspec.Struct):
 
 
 class _Generated(msgspec.Struct):
-    choices: Annotated[list[_Choice], Meta(min_length=1, max_length=1)]
+    choices: Annotated[list[_Generation], Meta(min_length=1, max_length=1)]
 
 
-class Status(msgspec.Struct):
-    """How the engine stands, as its conductor says."""
+class EngineStatus(msgspec.Struct):
+    """The engine's status, as its `SwapController` reports it."""
 
     version: int
     phase: str
@@ -100,18 +100,18 @@ class _Attested(msgspec.Struct):
 T = TypeVar("T")
 
 
-class Statuses(msgspec.Struct):
+class EngineStatuses(msgspec.Struct):
     """The answer to ``deltawire_status`` and ``deltawire_want``."""
 
-    results: Annotated[list[Status], Meta(min_length=1, max_length=1)]
+    results: Annotated[list[EngineStatus], Meta(min_length=1, max_length=1)]
 
 
 class _Attestations(msgspec.Struct):
     results: Annotated[list[_Attested], Meta(min_length=1, max_length=1)]
 
 
-class _Local(http.client.HTTPConnection):
-    """HTTP over a socket in a folder."""
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
 
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=ANSWER_WITHIN_S)
@@ -123,30 +123,30 @@ class _Local(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-class Calls:
-    """The engine's own calls, over ``POST /collective_rpc`` of the server at a local socket.
+class EngineClient:
+    """Calls deltawire's methods in the engine, by ``POST /collective_rpc`` over a Unix socket.
 
-    They block: what they ask is asked between two steps. Raise `ResyncError` if there is no
-    answer, `CorruptError` if it is something else.
+    The methods block: the engine answers between two steps. They raise `ResyncError` if there is
+    no answer, and `CorruptError` for one that cannot be read.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def status(self) -> Status:
-        """How it stands."""
-        return self._call("deltawire_status", Statuses).results[0]
+    def status(self) -> EngineStatus:
+        """Returns the engine's status."""
+        return self._call("deltawire_status", EngineStatuses).results[0]
 
     def want(self, version: int) -> None:
-        """Have it go to ``version``, be it newer or older."""
-        self._call("deltawire_want", Statuses, str(version))
+        """Tells the engine to move to ``version``, newer or older; returns at once."""
+        self._call("deltawire_want", EngineStatuses, str(version))
 
     def attest(self) -> _Attested:
-        """Have all ranks digest their live bits."""
+        """Has all ranks digest their live bits, and returns the outcome."""
         return self._call("deltawire_attest", _Attestations).results[0]
 
     def _call(self, method: str, kind: type[T], *arguments: str) -> T:
-        connection = _Local(self.path)
+        connection = _UnixConnection(self.path)
         body = json.dumps({"method": method, "args": arguments})
         try:
             headers = {"Content-Type": "application/json"}
@@ -158,55 +158,57 @@ class Calls:
         finally:
             connection.close()
         if response.status != 200:
-            raise ResyncError(f"vLLM answers {response.status} to {method}: {_said(data)}")
+            raise ResyncError(f"vLLM answers {response.status} to {method}: {_excerpt(data)}")
         return _read(data, kind, method)
 
 
 class RemoteWeights:
     """The engine's weights, as `deltawire.engines.base.Weights`.
 
-    None are loaded, so far as this knows, until the first `swap`.
+    ``version`` is -1 until the first `swap`, whatever the engine loaded when it started.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: EngineClient) -> None:
         self.version = -1
         self.digest: Digest = codec.ZERO
         self._calls = calls
 
     def stage(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
-        """Nothing: the engine prepares by itself, once it is told which version is wanted."""
+        """Does nothing: the engine prepares by itself when `swap` names the version."""
 
     def swap(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
-        """Have the engine go to ``version``, and wait until it serves it. It fetches the patches
-        itself. Raises `ResyncError` if it does not get there with ``digest``; it is then told to
-        be what it was."""
+        """Moves the engine to ``version``, whose patches it fetches itself, and waits until it
+        serves them. Raises `ResyncError` if it does not arrive there with ``digest``, after telling
+        it to return to the old version."""
         del patches
         try:
             self._calls.want(version)
-            status = self._reach(version)
+            status = self._wait_for(version)
             if status.digest != digest.hex():
                 raise ResyncError(
-                    f"vLLM serves weights with the digest {status.digest}, not {digest.hex()}",
+                    f"vLLM serves weights with digest {status.digest}; the manifest states "
+                    f"{digest.hex()}",
                     version=version,
                 )
         except DeltawireError:
-            self._go_back()
+            self._return()
             raise
         self.version, self.digest = version, digest
 
     def attest(self) -> Digest:
-        """The digest of the live bits, which every rank has read again. Raises `CorruptError` if
-        they are not what the engine believes them to be."""
+        """Returns the digest of the live bits, which every rank has read again. Raises
+        `CorruptError` if they are not the version that the engine reports."""
         found = self._calls.attest()
         if not found.sound or found.version != self.version:
             failures = "; ".join(rank.failure for rank in found.ranks if rank.failure)
             raise CorruptError(
-                f"vLLM does not hold what it serves: {failures[:500] or 'another version'}",
+                "vLLM's live weights are not those of its version: "
+                f"{failures[:500] or 'it serves another one'}",
                 version=found.version,
             )
         return Digest.from_hex(found.ranks[0].digest)
 
-    def _reach(self, version: int) -> Status:
+    def _wait_for(self, version: int) -> EngineStatus:
         deadline = time.monotonic() + SWAP_WITHIN_S
         while True:
             status = self._calls.status()
@@ -218,24 +220,26 @@ class RemoteWeights:
                     version=version,
                 )
             if time.monotonic() > deadline:
-                raise ResyncError(f"vLLM is still {status.phase[:20]}", version=version)
-            time.sleep(ASK_EVERY_S)
+                raise ResyncError(
+                    f"vLLM is still {status.phase[:20]} after {SWAP_WITHIN_S:.0f} s",
+                    version=version,
+                )
+            time.sleep(POLL_EVERY_S)
 
-    def _go_back(self) -> None:
-        """Else the engine would go on trying, and get there when nobody expects it."""
+    def _return(self) -> None:
+        """Asks for the old version again, or the engine would keep trying and swap unexpectedly."""
         if self.version >= 0:
             try:
                 self._calls.want(self.version)
             except DeltawireError:
-                return  # What it was told first is what will be reported.
+                return  # The error that led here is the one to report.
 
 
 class RemoteSampler:
-    """Samples from the server at a local socket; see `deltawire.engines.base.Sampler`.
+    """Samples from the server at a Unix socket; see `deltawire.engines.base.Sampler`.
 
-    Tokens come whole, when a request ends; ``on_token`` hears of them then, too late to end it. To
-    be used within one
-    event loop, and closed there.
+    All tokens of a request arrive when it ends; ``on_token`` is called then, too late to end it.
+    Use and close it within one event loop.
     """
 
     def __init__(
@@ -247,15 +251,15 @@ class RemoteSampler:
         self._path = path
         self._stop = list(stop_tokens)
         self._session: aiohttp.ClientSession | None = None
-        self._asked: set[asyncio.Task[Completion]] = set()
-        self._look: asyncio.Task[None] | None = None
-        self._looked_at = time.monotonic()
+        self._requests: set[asyncio.Task[Completion]] = set()
+        self._check: asyncio.Task[None] | None = None
+        self._checked_at = time.monotonic()
         self._drawn = 0
 
     @property
     def active(self) -> int:
         """Requests not yet finished."""
-        return len(self._asked)
+        return len(self._requests)
 
     async def generate(
         self,
@@ -270,15 +274,16 @@ class RemoteSampler:
             raise InputError("the prompt is empty")
         if len(prompt) + sampling.max_tokens > self.capacity:
             raise InputError(
-                f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} more exceed the "
-                f"engine's {self.capacity}"
+                f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones exceed the "
+                f"engine's {self.capacity}",
+                hint="raise rollout.context or lower rollout.max_tokens",
             )
-        task = asyncio.get_running_loop().create_task(self._ask(list(prompt), sampling))
-        self._asked.add(task)
+        task = asyncio.get_running_loop().create_task(self._request(list(prompt), sampling))
+        self._requests.add(task)
         try:
             completion = await task
         finally:
-            self._asked.discard(task)
+            self._requests.discard(task)
         self._drawn += len(completion.tokens)
         if on_token is not None:
             for token in completion.tokens:
@@ -286,53 +291,55 @@ class RemoteSampler:
         return completion
 
     async def advance(self) -> int:
-        """Wait until a request ends, `ADVANCE_S` at most; how many tokens have come since. Raises
-        `ResyncError` if the server no longer says how it stands."""
-        self._look_after_it()
-        if self._asked:
-            await asyncio.wait(self._asked, timeout=ADVANCE_S, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.sleep(0 if self._asked else ADVANCE_S)  # Those who waited take their tokens.
+        """Waits until a request ends, at most `ADVANCE_S`; returns how many tokens arrived. Raises
+        `ResyncError` if the server no longer reports its status."""
+        self._check_status()
+        if self._requests:
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait(self._requests, timeout=ADVANCE_S, return_when=first)
+        # Tasks that awaited a request take their tokens meanwhile.
+        await asyncio.sleep(0 if self._requests else ADVANCE_S)
         drawn, self._drawn = self._drawn, 0
         return drawn
 
     def cancel_all(self) -> None:
         """See `deltawire.engines.base.Sampler.cancel_all`."""
-        for task in self._asked:
+        for task in self._requests:
             task.cancel()
-        self._asked.clear()
+        self._requests.clear()
 
     async def close(self) -> None:
-        """Close all connections."""
-        if self._look is not None:
-            self._look.cancel()
-            await asyncio.gather(self._look, return_exceptions=True)
+        """Closes all connections."""
+        if self._check is not None:
+            self._check.cancel()
+            await asyncio.gather(self._check, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    def _look_after_it(self) -> None:
+    def _check_status(self) -> None:
         now = time.monotonic()
-        if self._look is not None and self._look.done():
-            look, self._look, self._looked_at = self._look, None, now
-            look.result()
-        if self._look is None and self._asked and now - self._looked_at >= LOOK_EVERY_S:
-            self._look = asyncio.get_running_loop().create_task(self._stands())
+        if self._check is not None and self._check.done():
+            check, self._check, self._checked_at = self._check, None, now
+            check.result()
+        if self._check is None and self._requests and now - self._checked_at >= CHECK_EVERY_S:
+            self._check = asyncio.get_running_loop().create_task(self._require_status())
 
-    async def _stands(self) -> None:
+    async def _require_status(self) -> None:
         try:
-            async with self._connected().post(
+            async with self._opened_session().post(
                 "http://localhost/collective_rpc",
                 json={"method": "deltawire_status", "args": []},
                 timeout=aiohttp.ClientTimeout(total=ANSWER_WITHIN_S),
                 allow_redirects=False,
             ) as response:
-                said = await response.content.read(MAX_ANSWER_BYTES)
+                data = await response.content.read(MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ResyncError(f"vLLM no longer says how it stands: {error!r}") from error
+            raise ResyncError(f"vLLM no longer reports its status: {error!r}") from error
         if response.status != 200:
-            raise ResyncError(f"vLLM answers {response.status}: {_said(said)}")
+            raise ResyncError(f"vLLM answers {response.status}: {_excerpt(data)}")
 
-    def _connected(self) -> aiohttp.ClientSession:
+    def _opened_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.UnixConnector(self._path, limit=0),
@@ -340,17 +347,17 @@ class RemoteSampler:
             )
         return self._session
 
-    async def _ask(self, prompt: list[int], sampling: Sampling) -> Completion:
-        wanted = {
+    async def _request(self, prompt: list[int], sampling: Sampling) -> Completion:
+        parameters = {
             "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,
             "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": 0, "detokenize": False,
             "stop_token_ids": self._stop,
         }  # fmt: skip
-        body = {"token_ids": prompt, "sampling_params": wanted}
+        body = {"token_ids": prompt, "sampling_params": parameters}
         data = bytearray()
         limit = MAX_ANSWER_BYTES + BYTES_A_TOKEN * sampling.max_tokens
         try:
-            async with self._connected().post(
+            async with self._opened_session().post(
                 "http://localhost/inference/v1/generate", json=body, allow_redirects=False
             ) as response:
                 async for chunk in response.content.iter_any():
@@ -360,32 +367,32 @@ class RemoteSampler:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ResyncError(f"vLLM does not answer: {error!r}") from error
         if response.status == 400:
-            raise InputError(f"vLLM refuses the request: {_said(data)}")
+            raise InputError(f"vLLM refuses the request: {_excerpt(data)}")
         if response.status != 200:
-            raise ResyncError(f"vLLM answers {response.status}: {_said(data)}")
+            raise ResyncError(f"vLLM answers {response.status}: {_excerpt(data)}")
         return _completion(_read(data, _Generated, "a request").choices[0], sampling)
 
 
-def _completion(choice: _Choice, sampling: Sampling) -> Completion:
-    """What was drawn; raises `CorruptError` unless all of it fits together."""
+def _completion(choice: _Generation, sampling: Sampling) -> Completion:
+    """Returns what was drawn; raises `CorruptError` if the answer contradicts itself."""
     tokens = choice.token_ids
     if choice.finish_reason not in ("stop", "length"):
         raise ResyncError(f"vLLM ended a request: {choice.finish_reason[:40]!r}")
     if not 0 < len(tokens) <= sampling.max_tokens:
         raise CorruptError(f"vLLM drew {len(tokens)} tokens of at most {sampling.max_tokens}")
-    told = choice.logprobs.content
-    logprobs = [entry.logprob for entry in told]
-    if [entry.token_id for entry in told] != tokens or not all(
+    entries = choice.logprobs.content
+    logprobs = [entry.logprob for entry in entries]
+    if [entry.token_id for entry in entries] != tokens or not all(
         math.isfinite(value) and value > LEAST_LOGPROB for value in logprobs
     ):
         raise CorruptError("vLLM's log-probabilities are not those of its tokens")
     versions: list[int] = []
     for span in choice.weight_versions:
         if span.start != len(versions) or not span.start < span.end <= len(tokens):
-            raise CorruptError("vLLM's spans of versions are not those of its tokens")
+            raise CorruptError("vLLM's version spans do not cover its tokens in order")
         versions += [int(span.version)] * (span.end - span.start)
     if len(versions) != len(tokens):
-        raise CorruptError("vLLM does not say which version drew which token")
+        raise CorruptError("vLLM's version spans do not cover all of its tokens")
     return Completion(
         tokens, logprobs, versions, "stop" if choice.finish_reason == "stop" else "length"
     )
@@ -395,8 +402,8 @@ def _read(data: bytes | bytearray, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptError(f"vLLM answers {what} with something else: {error}") from error
+        raise CorruptError(f"vLLM's answer to {what} cannot be read: {error}") from error
 
 
-def _said(data: bytes | bytearray) -> str:
+def _excerpt(data: bytes | bytearray) -> str:
     return bytes(data[:300]).decode(errors="replace")

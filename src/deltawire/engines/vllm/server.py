@@ -1,7 +1,8 @@
-"""A vLLM server of one's own: started, waited for, and gone when its starter is.
+"""Starts a vLLM server for this process, waits for it, and ends it with this process.
 
-It listens on a socket in a folder that only this user may enter: no port to guess or to race for,
-and calls that vLLM does not guard by its key, ``/collective_rpc`` among them, are nobody else's.
+The server listens on a socket in a folder that only this user can enter. There is no port to guess
+or to race for, and nobody else can make the calls that vLLM does not protect by its key, such as
+``/collective_rpc``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from deltawire.engines.vllm.remote import Calls
+from deltawire.engines.vllm.remote import EngineClient
 from deltawire.errors import InputError, ResyncError
 
 PYTHON = "DELTAWIRE_VLLM_PYTHON"
@@ -28,16 +29,16 @@ STOP_WITHIN_S = 20.0
 TAIL_BYTES = 2000
 MAX_LOG_BYTES = 1 << 20
 HINT = (
-    f"make engines builds the environment; {PYTHON} names the Python of another one with vllm "
-    "and deltawire in it"
+    f"run make engines to build the environment, or set {PYTHON} to a Python that has vllm and "
+    "deltawire"
 )
 
 
 def vllm_python() -> str:
-    """The Python that runs vLLM: `PYTHON` in the environment, or this one if it has vLLM, or that
-    of the ``.venv-vllm`` beside this one's environment.
+    """Returns the Python that runs vLLM: the one that the environment variable `PYTHON` names, this
+    one if it has vLLM, or that of a ``.venv-vllm`` in the same folder as this environment.
 
-    It is never taken from a run's configuration, which comes out of a bucket. Raises `InputError`
+    A run's configuration cannot name it, because that comes out of a bucket. Raises `InputError`
     if there is none.
     """
     if named := os.environ.get(PYTHON, ""):
@@ -46,18 +47,17 @@ def vllm_python() -> str:
         return named
     if importlib.util.find_spec("vllm") is not None:
         return sys.executable
-    beside = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
-    if not os.access(beside, os.X_OK):
+    neighbour = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
+    if not os.access(neighbour, os.X_OK):
         raise InputError("there is no environment with vLLM", hint=HINT)
-    return str(beside)
+    return str(neighbour)
 
 
-class Server:
-    """``vllm serve`` of the model files in ``folder``, whose weights come from the run.
+class VllmServer:
+    """A ``vllm serve`` process for the model files in ``folder``, with weights from the run.
 
-    Call `wait_until_up` before the first call. It dies with this process, however that ends; where
-    it says what it does is its ``log``. What `ARGUMENTS` in the environment holds is added to its
-    command line.
+    Call `wait_until_up` before anything else. The server ends with this process, however that ends;
+    it writes to the file ``log``. The environment variable `ARGUMENTS` adds to its command line.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Server:
         threads: int,
     ) -> None:
         python = vllm_python()
-        self._place = tempfile.TemporaryDirectory(prefix="dw-vllm-")
-        self.socket = str(Path(self._place.name) / "http")
-        self.log = Path(self._place.name) / "log"
-        told = json.dumps({"deltawire": {"run": run, "follow": False}})
+        self._folder = tempfile.TemporaryDirectory(prefix="dw-vllm-")
+        self.socket = str(Path(self._folder.name) / "http")
+        self.log = Path(self._folder.name) / "log"
+        settings = json.dumps({"deltawire": {"run": run, "follow": False}})
         command = [
             python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
             "--uds", self.socket, "--load-format", "dummy", "--skip-tokenizer-init",
@@ -85,7 +85,7 @@ class Server:
             "--kv-cache-memory-bytes", str(cache_bytes), "--seed", str(seed % 2**32),
             "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
             "--disable-log-stats", "--uvicorn-log-level", "warning",
-            "--additional-config", told, *shlex.split(os.environ.get(ARGUMENTS, "")),
+            "--additional-config", settings, *shlex.split(os.environ.get(ARGUMENTS, "")),
         ]  # fmt: skip
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
@@ -96,32 +96,33 @@ class Server:
                 start_new_session=True,
                 env=_environment(threads),
             )
-        self.calls = Calls(self.socket)
+        self.calls = EngineClient(self.socket)
 
     def wait_until_up(self, *, stopping: Callable[[], bool]) -> None:
-        """Raises `InputError` with the end of its log if it does not come up."""
+        """Waits until it serves a version; raises `InputError` with the end of its log if it never
+        does."""
         deadline = time.monotonic() + START_WITHIN_S
         while True:
             if (code := self._process.poll()) is not None:
-                raise InputError(f"vLLM ended with {code} while it started: {self.tail()}")
+                raise InputError(f"vLLM exited with code {code} while starting: {self.tail()}")
             if stopping() or time.monotonic() > deadline:
-                raise InputError(f"vLLM did not come up: {self.tail()}")
+                raise InputError(f"vLLM did not start in time: {self.tail()}")
             try:
                 if self.calls.status().version >= 0:
                     return
             except ResyncError:
-                pass  # It does not listen yet.
+                pass  # It is not listening yet.
             time.sleep(0.2)
 
     def tail(self, most: int = TAIL_BYTES) -> str:
-        """The end of its log, so many bytes at most."""
+        """Returns the end of its log, at most ``most`` bytes."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - most))
             return log.read().decode(errors="replace").strip()
 
     def close(self) -> None:
-        """End it, and all that it started. If it ended by itself, its log goes to this process's
-        standard error."""
+        """Ends it and every process it started. If it had already exited, copies its log to this
+        process's standard error."""
         assert self._process.stdin is not None
         if self._process.poll() is not None:
             sys.stderr.write(self.tail(MAX_LOG_BYTES) + "\n")
@@ -131,15 +132,15 @@ class Server:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._place.cleanup()
+        self._folder.cleanup()
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """The server's: no talk with others, and no compiler for an engine that runs eagerly."""
+    """Returns the server's environment: no network use, and no compiler, as it runs eagerly."""
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     defaults = {
         "OMP_NUM_THREADS": str(threads),
-        "VLLM_HOST_IP": "127.0.0.1",  # where its processes meet
+        "VLLM_HOST_IP": "127.0.0.1",  # where its own processes connect
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -1,4 +1,4 @@
-"""What a vLLM is told: which run to follow, and what a swap does to sequences in flight."""
+"""The plugin's settings: which run to follow, and what a swap does to sequences in flight."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ SECTION = "deltawire"
 """The member of vLLM's ``additional_config`` that holds the settings."""
 
 
-class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """``run`` is a bucket's location; the rest has defaults.
+class FollowSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The plugin's settings. ``run`` is a bucket's location; the rest has defaults.
 
-    ``in_flight`` says what becomes of running sequences at a swap: **keep** them on the keys and
-    values they have, **recompute** these under the new weights, or **drain**: let them finish
-    first, while new ones wait.
+    ``in_flight`` decides about running sequences at a swap: **keep** them on the keys and values
+    they have, **recompute** those under the new weights, or **drain**: let them finish first,
+    while new ones wait.
     """
 
     run: Annotated[str, Meta(min_length=1, max_length=4096)]
     public_key: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     in_flight: InFlight = "keep"
     follow: bool = True
-    """Take up every new version without being told."""
+    """Whether to swap to every new version, without a call that asks for it."""
     threads: Annotated[int, Meta(ge=1, le=64)] = 1
-    """To decode with, on each rank, beside the model's own."""
+    """Threads that decode, on each rank, in addition to the model's own."""
     attest_every_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """Digest all live bits this often, and mend what was found; 0 is never."""
+    """How often all live bits are digested, and repaired if they differ; 0 is never."""
 
 
-def parse(values: Any, *, where: str) -> Settings:
-    """Settings from a JSON object; raises `InputError` that says what is wrong ``where``."""
+def parse(values: Any, *, where: str) -> FollowSettings:
+    """Converts a JSON object; raises `InputError` that names ``where`` and what is wrong."""
     try:
-        return msgspec.convert(values, Settings)
+        return msgspec.convert(values, FollowSettings)
     except msgspec.ValidationError as error:
         raise InputError(
             f"{where}: {error}",
-            hint=f"the members are {', '.join(Settings.__struct_fields__)}",
+            hint=f"the members are {', '.join(FollowSettings.__struct_fields__)}",
         ) from None
 
 
-def settings_of(vllm_config: Any) -> Settings | None:
-    """What ``--additional-config '{"deltawire": {…}}'`` says, None if it says nothing: then the
-    run comes later, over a call."""
+def settings_of(vllm_config: Any) -> FollowSettings | None:
+    """Returns the settings in ``--additional-config '{"deltawire": {…}}'``; None if there are none,
+    and the run comes later, with a call."""
     additional = getattr(vllm_config, "additional_config", None)
     if not isinstance(additional, dict) or not additional.get(SECTION):
         return None
@@ -55,7 +55,7 @@ def settings_of(vllm_config: Any) -> Settings | None:
 
 
 def in_use(vllm_config: Any) -> bool:
-    """Whether this engine's weights are deltawire's to change."""
+    """Whether deltawire updates this engine's weights."""
     if vllm_config is None:
         return False
     transfer = getattr(vllm_config, "weight_transfer_config", None)
@@ -69,7 +69,7 @@ def in_use(vllm_config: Any) -> bool:
 
 
 def in_use_here() -> bool:
-    """Whether that holds of the engine that this process is at work on."""
+    """Whether deltawire updates the weights of the engine that this process is configuring."""
     from vllm.config import get_current_vllm_config_or_none
 
     return in_use(get_current_vllm_config_or_none())

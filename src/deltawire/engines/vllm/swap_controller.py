@@ -1,15 +1,15 @@
-"""In the engine's core process: which version is wanted, and the moment between two steps.
+"""Moves an engine core from version to version, between two of its steps.
 
 Who waits for whom::
 
     watching thread            the core's loop                       each worker
-      looks for a newer ─────▶  between two steps: prepare N ──────▶  starts a thread: fetch,
-      version; wakes the        …steps go on…                         decode, verify, stage
-      loop if it sleeps         between two steps: all staged? ◀────  says how it stands
-                                (drain: new requests wait till
-                                those that run have finished)
+      polls for a newer ─────▶  between two steps: prepare N ──────▶  starts a thread: fetch,
+      version; wakes the        …steps continue…                      decode, verify, stage
+      loop if it sleeps         between two steps: all staged? ◀────  reports its status
+                                (drain: new requests wait until
+                                the running ones have finished)
                                 between two steps: swap to N ──────▶  scatter, agree, commit
-                                relabel, resalt                       or put back
+                                relabel, resalt                       or undo
                                 the next step is N's
 
 The loop never waits for the bucket, and the workers agree on each swap among themselves: all of
@@ -25,35 +25,35 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Literal
 
-from deltawire.engines.vllm import rank
+from deltawire.engines.vllm import rank_weights
 from deltawire.engines.vllm.caching import resalt, resalt_waiting
 from deltawire.engines.vllm.refusals import refuse_configuration
-from deltawire.engines.vllm.settings import Settings, in_use, parse, settings_of
+from deltawire.engines.vllm.settings import FollowSettings, in_use, parse, settings_of
 from deltawire.errors import BugError, DeltawireError, InputError, ResyncError
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version
 from deltawire.wire import keys
 
-ASK_EVERY_S = 0.02
-"""So often the workers are asked how far preparing is."""
+POLL_EVERY_S = 0.02
+"""How often the workers are asked whether they have prepared."""
 
-AGAIN_AFTER_S = 1.0
-"""What failed is tried again this much later, twice as much each time, up to `AGAIN_AT_MOST_S`."""
+RETRY_AFTER_S = 1.0
+"""The pause before a failed swap is tried again; it doubles each time, up to `RETRY_AT_MOST_S`."""
 
-AGAIN_AT_MOST_S = 30.0
+RETRY_AT_MOST_S = 30.0
 
-TOLD_WITHIN_S = 30.0
-"""So long an engine that cannot start waits for a caller to say so to. vLLM's clients call it at
-once."""
+FIRST_CALL_WITHIN_S = 30.0
+"""How long an engine that cannot start waits for a first caller, to answer it with the reason.
+vLLM's clients call at once."""
 
 Phase = Literal["serving", "preparing", "ready"]
 
 
 def hook() -> None:
-    """Have every engine core of this process that is told to use deltawire get a conductor.
+    """Gives every engine core in this process that uses deltawire a `SwapController`.
 
-    A core in a process of its own loads its plugins only while it is made, too late for a hook at
-    its end: it gets its conductor when its loop begins, before it looks at any request.
+    A core in its own process loads plugins only during its construction, too late to wrap that: it
+    gets its controller when its loop begins, before the first request.
     """
     from vllm.v1.engine import core
 
@@ -79,19 +79,19 @@ def _attached_first(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             _attach(self)
         except Exception as error:
-            _tell_first_caller(self, error)
+            _answer_first_caller(self, error)
             raise
         return original(self, *args, **kwargs)
 
     return run_busy_loop
 
 
-def _tell_first_caller(core: Any, error: Exception) -> None:
-    """Answer the first call with ``error``, before the core ends of it: vLLM's client believes the
-    core started, and waits for ever for the answer of one that died."""
+def _answer_first_caller(core: Any, error: Exception) -> None:
+    """Answers the first call with ``error``, before the core ends with it. vLLM's client considers
+    the core started, and would wait forever for an answer."""
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, UtilityOutput
 
-    until = time.monotonic() + TOLD_WITHIN_S
+    until = time.monotonic() + FIRST_CALL_WITHIN_S
     while (left := until - time.monotonic()) > 0:
         try:
             kind, request = core.input_queue.get(timeout=left)
@@ -110,13 +110,13 @@ def _attach(core: Any) -> None:
 
 
 class SwapController:
-    """Takes an engine core from version to version. ``settings`` None: until they come over
-    vLLM's own weight-transfer calls.
+    """Moves an engine core from version to version.
 
-    Raises `InputError` for parallelism that it cannot lead.
+    ``settings`` is None until they come with vLLM's weight-transfer calls. Raises `InputError` for
+    parallelism that it cannot update.
     """
 
-    def __init__(self, core: Any, settings: Settings | None) -> None:
+    def __init__(self, core: Any, settings: FollowSettings | None) -> None:
         self.core = core
         self.settings = settings
         self.phase: Phase = "serving"
@@ -129,13 +129,13 @@ class SwapController:
         self._not_before = 0.0
         self._attest_at = float("inf")
         self._paused_as: Any = None
-        self._watch: Watch | None = None
+        self._watch: VersionWatcher | None = None
         refuse_configuration(core.vllm_config)
         self._attach()
         if settings is not None:
             self._open(settings)
 
-    # What the core calls in its own place.
+    # Methods that replace the core's own.
 
     def _attach(self) -> None:
         core = self.core
@@ -168,8 +168,8 @@ class SwapController:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """vLLM's own calls go through here, and over HTTP those of whoever leads from outside;
-        some of them concern the whole engine and have one answer."""
+        """Handles vLLM's own calls and those that arrive over HTTP; deltawire's concern the whole
+        engine and have one answer."""
         own: dict[Any, Callable[..., dict[str, Any]]] = {
             "deltawire_status": self.status, "deltawire_want": self.want,
             "deltawire_attest": self.attest,
@@ -189,18 +189,17 @@ class SwapController:
             self.wanted = self.version
         return answers
 
-    # What others may ask for.
+    # Calls from outside.
 
     def status(self) -> dict[str, Any]:
-        """How it stands: the version served, the one wanted, what went wrong last, and each
-        rank's own word."""
-        ranks = self._ask(rank.status) if self.settings is not None else []
+        """Returns the version served, the one wanted, the last failure, and each rank's status."""
+        ranks = self._call_ranks(rank_weights.status) if self.settings is not None else []
         return {
             "version": self.version,
             "digest": ranks[0]["digest"] if ranks else "",
             "wanted": self.wanted,
             "phase": self.phase,
-            "failure": self.failure or (self._watch.failure if self._watch else ""),
+            "failure": self.failure or (self._watch.failure_now() if self._watch else ""),
             "swaps": self.swaps,
             "last_swap": self.last_swap,
             "run": self.settings.run if self.settings else "",
@@ -208,7 +207,7 @@ class SwapController:
         }
 
     def want(self, version: int | str) -> dict[str, Any]:
-        """Go to ``version`` once it is prepared, be it newer or older; returns at once."""
+        """Moves to ``version``, newer or older, once it is prepared; returns at once."""
         if self.settings is None:
             raise InputError("no run is open")
         self.wanted, self._not_before = int(version), 0.0
@@ -217,30 +216,30 @@ class SwapController:
         return self.status()
 
     def attest(self) -> dict[str, Any]:
-        """Digest the live bits of all ranks; says which ranks hold others than the version's, and
-        has these mended before the next step."""
-        answers = self._ask(rank.attest)
+        """Digests the live bits of all ranks, and repairs those that are not the version's before
+        the next step."""
+        answers = self._call_ranks(rank_weights.attest)
         bad = [answer for answer in answers if not answer.get("sound")]
         if bad:
             self.failure = "; ".join(answer["failure"] for answer in bad)
-            self._mend()
-            self.failure = f"mended: {self.failure}"
+            self._repair()
+            self.failure = f"repaired: {self.failure}"
         return {"version": self.version, "sound": not bad, "ranks": answers}
 
-    # Following.
+    # Following the run.
 
-    def _open(self, settings: Settings) -> None:
-        for answer in self._ask(rank.open_run, settings):
+    def _open(self, settings: FollowSettings) -> None:
+        for answer in self._call_ranks(rank_weights.open_run, settings):
             _raise_if_failed(answer)
         self._adopt()
         self._follow(settings)
 
-    def _follow(self, settings: Settings) -> None:
+    def _follow(self, settings: FollowSettings) -> None:
         if settings.attest_every_s:
             self._attest_at = time.monotonic() + settings.attest_every_s
         if self._watch is None and (settings.follow or settings.attest_every_s):
             bucket = open_bucket(settings.run)
-            self._watch = Watch(self, bucket, looking=settings.follow)
+            self._watch = VersionWatcher(self, bucket, polling=settings.follow)
             self._watch.start()
 
     @property
@@ -248,7 +247,7 @@ class SwapController:
         return f"{self.swaps} {self.version}"
 
     def _due(self) -> bool:
-        """Whether there is something to do before the next step."""
+        """Whether the controller has work to do before the next step."""
         if self.phase == "ready":
             return True
         now = time.monotonic()
@@ -257,11 +256,11 @@ class SwapController:
         return now >= self._attest_at or (self.wanted != self.version and now >= self._not_before)
 
     def busy(self) -> bool:
-        """Whether the loop should be woken although nothing new was found."""
+        """Whether the loop must be woken even if no newer version was found."""
         return self.phase != "serving" or self._due()
 
     def _wake(self) -> None:
-        """Have a sleeping loop look."""
+        """Wakes a sleeping loop."""
         from vllm.v1.engine import EngineCoreRequestType
 
         if (requests := getattr(self.core, "input_queue", None)) is not None and requests.empty():
@@ -273,23 +272,23 @@ class SwapController:
             self._attest_at = time.monotonic() + self.settings.attest_every_s
             self.attest()
         elif self.phase == "serving":
-            self._judge(self._ask(rank.prepare, self.wanted))
+            self._succeeded(self._call_ranks(rank_weights.prepare, self.wanted))
             self.phase = "preparing"
-            self._not_before = time.monotonic() + ASK_EVERY_S
+            self._not_before = time.monotonic() + POLL_EVERY_S
         elif self.phase == "preparing":
-            answers = self._ask(rank.status)
-            if not self._judge(answers):
+            answers = self._call_ranks(rank_weights.status)
+            if not self._succeeded(answers):
                 return
-            self._not_before = time.monotonic() + ASK_EVERY_S
+            self._not_before = time.monotonic() + POLL_EVERY_S
             if all(answer["prepared"] == self.wanted for answer in answers):
                 self.phase = "ready"
             elif not any(answer["preparing"] for answer in answers):
-                self.phase = "serving"  # A newer one was found meanwhile.
-        if self.phase == "ready" and self._quiet():
+                self.phase = "serving"  # Another version is wanted by now.
+        if self.phase == "ready" and self._idle():
             self._swap()
 
-    def _judge(self, answers: list[dict[str, Any]]) -> bool:
-        """Whether nothing failed; else the old version goes on being served, for now."""
+    def _succeeded(self, answers: list[dict[str, Any]]) -> bool:
+        """Whether nothing failed; otherwise the old version stays, and a retry is scheduled."""
         failed = [answer["failure"] for answer in answers if answer["failure"]]
         if not failed:
             return True
@@ -300,18 +299,18 @@ class SwapController:
         from vllm.logger import init_logger
 
         self.failure = failure
-        pause = min(AGAIN_AFTER_S * 2**self._failures, AGAIN_AT_MOST_S)
+        pause = min(RETRY_AFTER_S * 2**self._failures, RETRY_AT_MOST_S)
         init_logger("vllm.deltawire").warning(
-            "stays at version %d, tries again in %.0f s: %s", self.version, pause, failure
+            "stays at version %d, retrying in %.0f s: %s", self.version, pause, failure
         )
         self._failures += 1
         self._not_before = time.monotonic() + pause
         self.phase = "serving"
         self._resume()
 
-    def _quiet(self) -> bool:
-        """Whether the swap may happen now: no step is under way, and with ``drain`` no sequence.
-        Else sees to it that this comes about."""
+    def _idle(self) -> bool:
+        """Whether the swap may happen now: no step is in progress and, with ``drain``, no sequence
+        runs. If not, pauses the scheduler until that is so."""
         from vllm.v1.core.sched.interface import PauseState
 
         assert self.settings is not None
@@ -332,9 +331,9 @@ class SwapController:
 
     def _swap(self) -> None:
         began = time.perf_counter()
-        answers = self._ask(rank.swap, self.wanted)
-        if not self._judge(answers):
-            self.attest()  # Perhaps the live bits were not those that they should be.
+        answers = self._call_ranks(rank_weights.swap, self.wanted)
+        if not self._succeeded(answers):
+            self.attest()  # The live bits may have differed from the mirrors.
             return
         self._adopt()
         self._resume()
@@ -345,16 +344,17 @@ class SwapController:
             "ranks": [answer["swap"] for answer in answers],
         }
 
-    def _mend(self) -> None:
-        """Write what the mirrors hold over live bits that are not theirs, at once. Raises what
-        ends the engine if that fails: then there is nothing right to serve."""
-        for answer in self._ask(rank.mend):
+    def _repair(self) -> None:
+        """Writes the mirrors' bits over the live ones at once. Raises if that fails, which ends the
+        engine: it has nothing valid to serve then."""
+        for answer in self._call_ranks(rank_weights.repair):
             _raise_if_failed(answer)
         self._adopt()
 
     def _adopt(self) -> None:
-        """The ranks hold another version: label its tokens, and hide older caches from them."""
-        answers = self._ask(rank.status)
+        """Labels tokens with the version that the ranks hold now, and hides older cached prefixes
+        from new requests."""
+        answers = self._call_ranks(rank_weights.status)
         versions = {answer["version"] for answer in answers}
         if len(versions) != 1:
             raise BugError(f"the ranks hold versions {sorted(versions)}")
@@ -366,51 +366,68 @@ class SwapController:
             self.core.scheduler.reset_prefix_cache(reset_running_requests=True)
         resalt_waiting(self.core.scheduler, self._epoch)
 
-    def _ask(self, question: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = self._core_rpc(question, None, args, None)
+    def _call_ranks(self, call: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = self._core_rpc(call, None, args, None)
         return answers
 
 
-class Watch(threading.Thread):
-    """Looks for newer versions, and wakes the core's loop when there is something to do."""
+class VersionWatcher(threading.Thread):
+    """Polls for newer versions, and wakes the core's loop when it has work to do.
 
-    def __init__(self, conductor: SwapController, bucket: Bucket, *, looking: bool) -> None:
+    Whatever a poll raises is reported by `failure_now` until one succeeds; so is the thread's end.
+    """
+
+    def __init__(self, controller: SwapController, bucket: Bucket, *, polling: bool) -> None:
         super().__init__(name="deltawire-watch", daemon=True)
         self.failure = ""
-        self._conductor = conductor
+        self._controller = controller
         self._bucket = bucket
-        self._looking = looking
-        self._looks = 0
+        self._polling = polling
+        self._polls = 0
+
+    def failure_now(self) -> str:
+        """Returns why newer versions are not found at present; empty if they are."""
+        if self.ident is not None and not self.is_alive():
+            return f"the thread that polls for versions has died: {self.failure}"
+        return self.failure
 
     def run(self) -> None:
-        """The thread itself; it ends with the process."""
-        conductor = self._conductor
-        looked = float("-inf")
-        while True:
-            time.sleep(ASK_EVERY_S)
-            if self._looking and time.monotonic() - looked >= self._bucket.poll_s:
-                looked = time.monotonic()
-                try:
-                    self._look()
-                    self.failure = ""
-                except DeltawireError as error:
-                    self.failure = str(error)
-            if conductor.busy():
-                conductor._wake()
+        """Runs until the process ends."""
+        polled = float("-inf")
+        try:
+            while True:
+                time.sleep(POLL_EVERY_S)
+                if self._polling and time.monotonic() - polled >= self._bucket.poll_s:
+                    polled = time.monotonic()
+                    self._try_to_poll()
+                if self._controller.busy():
+                    self._controller._wake()
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
 
-    def _look(self) -> None:
-        wanted = self._conductor.wanted
-        self._looks += 1
-        # A listing now and then, for a manifest that got lost.
-        if self._looks % 20 == 0 or self._bucket.exists(keys.manifest(wanted + 1)):
+    def _try_to_poll(self) -> None:
+        try:
+            self._poll()
+            self.failure = ""
+        except DeltawireError as error:
+            self.failure = str(error)
+        except BaseException as error:  # A panic in the store's client is no `Exception`.
+            self.failure = f"cannot poll for versions: {type(error).__name__}: {error}"
+
+    def _poll(self) -> None:
+        wanted = self._controller.wanted
+        self._polls += 1
+        # An occasional listing finds newer versions even if one manifest was lost.
+        if self._polls % 20 == 0 or self._bucket.exists(keys.manifest(wanted + 1)):
             newest = newest_version(self._bucket, newer_than=wanted)
             if newest is not None and newest > wanted:
-                self._conductor.wanted = newest
+                self._controller.wanted = newest
 
 
-def _answer(question: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> dict[str, Any]:
+def _answer(call: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> dict[str, Any]:
     try:
-        return question(*args)
+        return call(*args)
     except (DeltawireError, ValueError, TypeError) as error:
         return {"version": -1, "wanted": -1, "phase": "serving", "failure": str(error)}
 

@@ -1,14 +1,15 @@
-"""vLLM's own weight-transfer calls, on one worker, with ``{"backend": "deltawire"}``.
+"""Implements vLLM's weight-transfer calls on one worker, for ``{"backend": "deltawire"}``.
 
 ::
 
-    init_weight_transfer_engine  {"run": "s3://…", …}   the members of `Settings`
+    init_weight_transfer_engine  {"run": "s3://…", …}   the members of `FollowSettings`
     start_weight_update
-    update_weights               {"version": 7, "wait": false}   begin to prepare; serving goes on
-    update_weights               {"version": 7}                  prepare, or wait until it is
+    update_weights               {"version": 7, "wait": false}   start preparing; serving continues
+    update_weights               {"version": 7}                  prepare, or wait until prepared
     finish_weight_update                                         swap, on all ranks or on none
 
-Whoever calls pauses before ``finish_weight_update`` and resumes after it, as with any backend.
+The caller pauses vLLM before ``finish_weight_update`` and resumes it afterwards, as with any
+backend.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deltawire.engines.vllm import rank
-from deltawire.engines.vllm.settings import Settings, parse
+from deltawire.engines.vllm import rank_weights
+from deltawire.engines.vllm.settings import FollowSettings, parse
 from deltawire.errors import InputError, ResyncError
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What ``init_info`` must hold: the members of `Settings`."""
+    """The content of ``init_info``: the members of `FollowSettings`."""
 
-    settings: Settings
+    settings: FollowSettings
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which version; and whether to wait until it is prepared."""
+    """The version to prepare, and whether to wait until it is prepared."""
 
     version: int
     wait: bool = True
 
 
 class DeltawireTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """One worker's side of a transfer whose sender is a bucket."""
+    """One worker's side of a weight transfer from a bucket."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -57,25 +58,25 @@ class DeltawireTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # ty
         self._wanted: int | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
-        """Check ``init_info``; raises `InputError`."""
+        """Validates ``init_info``; raises `InputError`."""
         return InitInfo(parse(init_dict, where="init_info"))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Open the run, and load its newest version into the live weights."""
-        opened = rank.open_rank(self.model, self.vllm_config, init_info.settings)
-        rank.keep_rank(self.model, opened)
+        """Opens the run and loads its newest version into the live weights."""
+        opened = rank_weights.open_rank(self.model, self.vllm_config, init_info.settings)
+        rank_weights.keep_rank(self.model, opened)
 
     def start_weight_update(self) -> None:
-        """Nothing is written before `finish_weight_update`."""
+        """Forgets what was asked for before; nothing is written until `finish_weight_update`."""
         self._wanted = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Prepare a version beside the one that is served."""
+        """Prepares a version while another is served."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Prepare a version; raises `ResyncError` if that failed."""
-        held = rank.rank_of(self.model)
+        """Prepares a version; raises `ResyncError` if that failed."""
+        held = rank_weights.rank_of(self.model)
         held.prepare(int(update_info.version))
         self._wanted = int(update_info.version)
         if update_info.wait:
@@ -83,15 +84,18 @@ class DeltawireTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # ty
             _raise_if_failed(held.status())
 
     def finish_weight_update(self) -> None:
-        """Swap on all ranks or on none; raises `ResyncError` if none did."""
+        """Swaps on all ranks or on none; raises `ResyncError` if none did."""
         if self._wanted is None:
-            raise InputError("update_weights was not called", hint='with {"version": N}')
-        held = rank.rank_of(self.model)
+            raise InputError(
+                "finish_weight_update came before update_weights",
+                hint='call update_weights with {"version": N} first',
+            )
+        held = rank_weights.rank_of(self.model)
         held.wait()
         _raise_if_failed(held.swap(self._wanted))
 
     def shutdown(self) -> None:
-        """What is served stays."""
+        """Does nothing: the served weights stay."""
 
 
 def _raise_if_failed(answer: dict[str, Any]) -> None:

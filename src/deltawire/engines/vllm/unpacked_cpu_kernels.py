@@ -1,13 +1,13 @@
-"""On a CPU: weights that stay where and as the loader put them.
+"""Replaces vLLM's packing CPU kernels by kernels over unpacked parameters.
 
-vLLM packs linear and expert weights for its CPU kernels once they are loaded, and drops the
-parameters they came from, so that nothing is left to be changed in place. Where deltawire is in
-use, plain kernels over plain parameters take their place. GPUs need none of this.
+vLLM packs linear and expert weights for its CPU kernels after loading and drops the parameters they
+came from, so nothing is left that could be changed in place. Where deltawire is in use, these
+kernels read the parameters as loaded. GPUs need none of this.
 
-One more is replaced because it is wrong. vLLM 0.32's rotation of queries and keys for CPUs counts
-heads and finds tokens as if these were [T, H·D]; latent attention hands it slices [T, H, D]. Of
-those it turns T rows of T·H, by other tokens' positions, so that answers depend on what else is in
-the batch. `docs/LOG.md` has the figures.
+One more function is replaced because it is wrong. vLLM 0.32's rotary embedding for CPUs counts
+heads and finds tokens as if queries and keys were [T, H·D]; latent attention passes slices
+[T, H, D]. Of their T·H rows it rotates T, by other tokens' positions, so that answers depend on
+what else is in the batch. `docs/LOG.md` has the figures.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import torch
 from deltawire.engines.vllm.settings import in_use_here
 
 
-def keep_plain() -> None:
-    """Replace what packs, in this process."""
+def install() -> None:
+    """Replaces the packing functions in this process."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.rotary_embedding import base as rotary_embedding
 
-    utils.dispatch_cpu_unquantized_gemm = _plain_linear(utils.dispatch_cpu_unquantized_gemm)
+    utils.dispatch_cpu_unquantized_gemm = _unpacked_linear(utils.dispatch_cpu_unquantized_gemm)
     experts = cpu_moe.CPUUnquantizedExperts
-    experts.process_weights_after_loading = _unpacked(experts.process_weights_after_loading)
-    experts.apply = _plain_experts(experts.apply)
+    experts.process_weights_after_loading = _without_packing(experts.process_weights_after_loading)
+    experts.apply = _unpacked_experts(experts.apply)
     rotation = rotary_embedding.RotaryEmbedding
-    rotation.__init__ = _noting_use(rotation.__init__)
-    rotation.forward_cpu = _rotated_by_shape(rotation.forward_cpu)
+    rotation.__init__ = _recording_use(rotation.__init__)
+    rotation.forward_cpu = _rotation_by_shape(rotation.forward_cpu)
 
 
-def _plain_linear(packing: Callable[..., None]) -> Callable[..., None]:
+def _unpacked_linear(packing: Callable[..., None]) -> Callable[..., None]:
     def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
         weight: Any = layer.weight
         if weight.ndim == 2 and in_use_here():
@@ -47,41 +47,41 @@ def _plain_linear(packing: Callable[..., None]) -> Callable[..., None]:
     return dispatch_cpu_unquantized_gemm
 
 
-def _unpacked(packing: Callable[..., None]) -> Callable[..., None]:
+def _without_packing(packing: Callable[..., None]) -> Callable[..., None]:
     def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
-        self._plain = in_use_here()
+        self._unpacked = in_use_here()
         self._use_zentorch = False
-        if not self._plain:
+        if not self._unpacked:
             packing(self, layer)
 
     return process_weights_after_loading
 
 
-def _noting_use(original: Callable[..., None]) -> Callable[..., None]:
+def _recording_use(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        self._plain = in_use_here()
+        self._unpacked = in_use_here()
 
     return __init__
 
 
-def _rotated_by_shape(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward_cpu`` of a rotation that takes queries [T, H, D] too, by vLLM's own operators."""
+def _rotation_by_shape(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``forward_cpu`` so that it also rotates queries [T, H, D], by vLLM's own operators."""
 
     @wraps(kernel)
     def forward_cpu(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> Any:
-        rotate = self.forward_native if self._plain and query.ndim > 2 else partial(kernel, self)
+        rotate = self.forward_native if self._unpacked and query.ndim > 2 else partial(kernel, self)
         return rotate(positions, query, key)
 
     return forward_cpu
 
 
-def _plain_experts(packed: Callable[..., None]) -> Callable[..., None]:
+def _unpacked_experts(packed: Callable[..., None]) -> Callable[..., None]:
     def apply(self: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(self, "_plain", False):
+        if getattr(self, "_unpacked", False):
             run_experts(self, *args, **kwargs)
         else:
             packed(self, *args, **kwargs)
@@ -107,10 +107,10 @@ def run_experts(
     expert_tokens_meta: Any,
     apply_router_weight_on_input: bool,
 ) -> None:
-    """The experts that live on this rank, one after the other, into ``output``, [T, H].
+    """Computes the experts of this rank, one after the other, into ``output``, [T, H].
 
-    ``w1`` is [E, 2I, H], ``w2`` [E, H, I], ``topk_ids`` [T, K]; ``expert_map`` leads from an
-    expert's number in the model to that on this rank, -1 if it lives elsewhere.
+    ``w1`` is [E, 2I, H], ``w2`` [E, H, I], ``topk_ids`` [T, K]; ``expert_map`` maps an expert's
+    number in the model to its number on this rank, -1 if another rank has it.
     """
     del global_num_experts, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta
     local_TK = topk_ids if expert_map is None else expert_map[topk_ids.long()]
@@ -131,7 +131,7 @@ def run_experts(
 
 
 def _activate(self: Any, activation: Any, gate_up: torch.Tensor) -> torch.Tensor:
-    """[N, 2I] to [N, I], as vLLM's own operators do; the one for gpt-oss is not built for CPUs."""
+    """Maps [N, 2I] to [N, I] as vLLM's operators do; the one for gpt-oss is not built for CPUs."""
     from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 
     if activation.value == "swigluoai":

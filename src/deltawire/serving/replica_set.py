@@ -1,15 +1,15 @@
-"""The replicas behind one endpoint, each brought to the version last asked for.
+"""Moves the replicas behind one endpoint to the version that was requested last.
 
 Who waits for whom::
 
-    request handlers               one task for each replica
-      hot_load(): wanted = N ────▶   ┌─ look: what does it hold?
-      state():  what each said last  │  holds N, attested ──▶ ready; look again in a second
-      pick():   a replica to ask     │  holds another ──▶ (drain) load N, or say what stopped it
-                                     └─ a replica that came back after a crash is found here too
+    request handlers                    one task for each replica
+      hot_load(): wanted = N ─────────▶   ┌─ poll: which version does it hold?
+      state():  what each said last       │  N, attested ──▶ ready; poll again in a second
+      pick():   a replica for a request   │  another ──▶ (drain) load N, or record the error
+                                          └─ a replica that restarted is noticed here too
 
-Nothing that a replica was told is taken for done: it is ready when it says itself which version
-it holds, with the digest that the version's manifest states.
+A request to a replica is never assumed to have succeeded: the replica is ready when it states
+itself which version it holds, with the digest from that version's manifest.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from deltawire.errors import BugError, DeltawireError, InputError, ResyncError, 
 from deltawire.export.snapshots import snapshot_identity, snapshot_version
 from deltawire.serving.contract import (
     CacheReset,
-    FleetState,
     HotLoad,
     LedgerEntry,
     LoadingState,
+    ReplicaSetState,
     ReplicaState,
     Stage,
 )
-from deltawire.serving.replica import Held, Replica
+from deltawire.serving.replica import HeldVersion, Replica
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_manifest
 from deltawire.wire.run import Run
 
 Transition = Literal["async", "sync"]
 
-LOOK_EVERY_S = 1.0
-AGAIN_AT_MOST_S = 30.0
+POLL_EVERY_S = 1.0
+RETRY_AT_MOST_S = 30.0
 MAX_LEDGER = 1024
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A version that replicas are to hold, with the digest that its manifest states."""
+class TargetVersion:
+    """The version that replicas must hold, with the digest from its manifest."""
 
     version: int
     digest: str
@@ -55,11 +55,11 @@ class Wanted:
 
 
 @dataclass
-class Member:
-    """A replica, and what is known of it."""
+class TrackedReplica:
+    """A replica and its last known state."""
 
     replica: Replica
-    held: Held | None = None
+    held: HeldVersion | None = None
     stage: Stage = "pending"
     target: int | None = None
     message: str = ""
@@ -69,12 +69,18 @@ class Member:
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Fleet:
-    """Brings every replica to the version last asked for, and says which are there.
+class ReplicaSet:
+    """Moves every replica to the version that was requested last, and reports their states.
 
-    With the transition ``sync`` a replica is loaded when its requests have ended, and gets no new
-    ones till then; with ``async`` at once, and requests in flight go on over the swap. Until a
-    first hot-load, replicas serve what they serve.
+    With the transition ``sync`` a replica is loaded after its requests have ended, and gets no new
+    ones until then; with ``async`` it is loaded at once, and requests in flight continue over the
+    swap. Before the first hot-load, replicas keep the version that they have.
+
+    Example::
+
+        replicas = ReplicaSet(bucket, run, [VllmReplica("http://host:8000", session)])
+        replicas.start()
+        await replicas.hot_load(HotLoad(identity="7"))
     """
 
     def __init__(
@@ -87,29 +93,29 @@ class Fleet:
         drain_s: float = 90.0,
     ) -> None:
         if len({replica.name for replica in replicas}) != len(replicas) or not replicas:
-            raise InputError("a fleet needs replicas, each of a name of its own")
+            raise InputError("give at least one replica, each with another name")
         self.bucket = bucket
         self.run = run
         self.transition: Transition = transition
         self.drain_s = drain_s
-        self.wanted: Wanted | None = None
+        self.wanted: TargetVersion | None = None
         self.ledger: dict[str, LedgerEntry] = {}
-        self._members = [Member(replica) for replica in replicas]
+        self._members = [TrackedReplica(replica) for replica in replicas]
         self._tasks: list[asyncio.Task[None]] = []
         self._digests: dict[int, str] = {}
 
     def start(self) -> None:
-        """Begin to look after the replicas, on the running event loop."""
+        """Starts one task for each replica, on the running event loop."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._tend(member)) for member in self._members]
+        self._tasks = [loop.create_task(self._supervise(member)) for member in self._members]
 
     async def close(self) -> None:
-        """Stop; the replicas serve on."""
+        """Stops the tasks; the replicas keep serving."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def hot_load(self, request: HotLoad) -> FleetState:
+    async def hot_load(self, request: HotLoad) -> ReplicaSetState:
         """Have every replica go to a version of the run; returns at once.
 
         Raises `InputError` if the run has no such version, or the delta is said to build on
@@ -132,7 +138,7 @@ class Fleet:
                 run=self.bucket.url,
                 version=version,
             )
-        self.wanted = Wanted(version, digest, request.cache)
+        self.wanted = TargetVersion(version, digest, request.cache)
         identity = snapshot_identity(self.run, version)
         self.ledger[identity] = LedgerEntry(
             identity=identity,
@@ -147,54 +153,53 @@ class Fleet:
             member.wake.set()
         return self.state()
 
-    def state(self) -> FleetState:
-        """How every replica stands."""
-        return FleetState(replicas=[self._state(member) for member in self._members])
+    def state(self) -> ReplicaSetState:
+        """Returns the state of every replica."""
+        return ReplicaSetState(replicas=[self._state(member) for member in self._members])
 
     @property
     def ready(self) -> bool:
-        """Whether every replica holds, by its own attestation, what was asked for last."""
+        """Whether every replica holds, by its own attestation, the version requested last."""
         return all(self._is_ready(member) for member in self._members)
 
     @property
     def draining(self) -> bool:
-        """Whether a replica lets its requests end before it is loaded."""
+        """Whether a replica is waiting for its requests to end before it is loaded."""
         return any(member.draining for member in self._members)
 
-    def pick(self, session: str = "") -> Member | None:
-        """The replica for a request: of those that answer and do not drain, the one that has the
-        fewest; requests of one ``session`` keep to one as long as that is possible. None if there
-        is none now."""
+    def pick(self, session: str = "") -> TrackedReplica | None:
+        """Returns the replica for a request: the least busy of those that answer and do not drain;
+        requests of one ``session`` stay with one replica while possible. None if there is none."""
         open_ = [m for m in self._members if m.held is not None and not m.draining]
         if not open_:
             return None
         if session:
-            # The highest of all hashes: others keep theirs when a replica comes or goes.
+            # Rendezvous hashing: other sessions keep theirs when a replica comes or goes.
             return max(
                 open_, key=lambda m: blake3(f"{m.replica.name}\0{session}".encode()).digest()
             )
         return min(open_, key=lambda member: member.requests)
 
-    def begin(self, member: Member) -> None:
-        """A request goes to a replica."""
+    def begin(self, member: TrackedReplica) -> None:
+        """Counts a request that starts on a replica."""
         member.requests += 1
 
-    def lost(self, member: Member) -> None:
-        """A replica cannot be reached: nothing goes there until it has answered again."""
+    def lost(self, member: TrackedReplica) -> None:
+        """Marks a replica as unreachable until it answers a poll again."""
         member.held, member.stage = None, "pending"
         member.wake.set()
 
-    def end(self, member: Member) -> None:
-        """A request came back from it, or was given up."""
+    def end(self, member: TrackedReplica) -> None:
+        """Counts a request that ended on a replica, or was given up."""
         member.requests -= 1
         if member.requests == 0:
             member.quiet.set()
 
-    def identity_at(self, member: Member) -> str:
-        """The snapshot that a replica was last seen to hold."""
+    def identity_at(self, member: TrackedReplica) -> str:
+        """Returns the snapshot that a replica was last seen to hold."""
         return "" if member.held is None else snapshot_identity(self.run, member.held.version)
 
-    def _is_ready(self, member: Member) -> bool:
+    def _is_ready(self, member: TrackedReplica) -> bool:
         held, wanted = member.held, self.wanted
         if held is None or member.draining:
             return False
@@ -202,7 +207,7 @@ class Fleet:
             return self._digests.get(held.version) == held.digest
         return (held.version, held.digest) == (wanted.version, wanted.digest)
 
-    def _state(self, member: Member) -> ReplicaState:
+    def _state(self, member: TrackedReplica) -> ReplicaState:
         held, target = member.held, member.target
         return ReplicaState(
             name=member.replica.name,
@@ -217,45 +222,45 @@ class Fleet:
         )
 
     def _digest_of(self, version: int) -> str | None:
-        """The digest of a committed version, None if there is none to be loaded."""
+        """Returns the digest of a committed version; None if it cannot be loaded."""
         manifest = read_manifest(self.bucket, self.run, version)
         if manifest is None or manifest.pruned:
             return None
         self._digests[version] = manifest.digest
         return manifest.digest
 
-    async def _tend(self, member: Member) -> None:
-        pause_s = LOOK_EVERY_S
+    async def _supervise(self, member: TrackedReplica) -> None:
+        pause_s = POLL_EVERY_S
         while True:
             wanted = self.wanted
             try:
-                await self._bring(member, wanted)
-                pause_s = LOOK_EVERY_S
+                await self._reconcile(member, wanted)
+                pause_s = POLL_EVERY_S
             except RetryError as error:
                 member.held, member.stage, member.message = None, "pending", error.message
-                pause_s = LOOK_EVERY_S
+                pause_s = POLL_EVERY_S
             except DeltawireError as error:
                 self._failed(member, wanted, error)
-                pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
-            except Exception as error:  # A task that ends in silence would leave a replica behind.
-                fault = BugError(f"cannot lead the replica: {type(error).__name__}: {error}")
+                pause_s = min(2 * pause_s, RETRY_AT_MOST_S)
+            except Exception as error:  # If the task ended, its replica would stay at its version.
+                fault = BugError(f"cannot update the replica: {type(error).__name__}: {error}")
                 self._failed(member, wanted, fault)
-                pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
+                pause_s = min(2 * pause_s, RETRY_AT_MOST_S)
             finally:
                 member.draining = False
             try:
                 await asyncio.wait_for(member.wake.wait(), pause_s)
-                pause_s = LOOK_EVERY_S
+                pause_s = POLL_EVERY_S
             except TimeoutError:
                 pass
             member.wake.clear()
 
-    async def _bring(self, member: Member, wanted: Wanted | None) -> None:
-        """Look at a replica, and bring it where it should be."""
+    async def _reconcile(self, member: TrackedReplica, wanted: TargetVersion | None) -> None:
+        """Polls a replica, and loads the wanted version if it holds another."""
         held = await member.replica.held()
         if held.version not in self._digests:
             await asyncio.to_thread(self._digest_of, held.version)
-        self._believe(member, held)
+        self._accept(member, held)
         if wanted is None:
             return
         if (held.version, held.digest) != (wanted.version, wanted.digest):
@@ -263,11 +268,11 @@ class Fleet:
             if self.transition == "sync":
                 await self._drain(member)
             held = await member.replica.load(wanted.version, cache=wanted.cache)
-            self._believe(member, held)
+            self._accept(member, held)
             if (held.version, held.digest) != (wanted.version, wanted.digest):
                 raise ResyncError(
-                    f"replica {member.replica.name} was to load version {wanted.version} and "
-                    f"holds version {held.version} of digest {held.digest}",
+                    f"replica {member.replica.name} was told to load version {wanted.version} but "
+                    f"holds version {held.version} with digest {held.digest}",
                     run=self.bucket.url,
                     version=wanted.version,
                 )
@@ -276,22 +281,22 @@ class Fleet:
         if entry is not None:
             entry.ready_at.setdefault(member.replica.name, time.time())
 
-    def _believe(self, member: Member, held: Held) -> None:
-        """Take a replica's word, if its digest is the one of the version that it names: no request
-        goes to one that holds anything else."""
+    def _accept(self, member: TrackedReplica, held: HeldVersion) -> None:
+        """Accepts a replica's statement if its digest is that of the version it names; otherwise no
+        requests are sent to it."""
         stated = self._digests.get(held.version)
         if stated is not None and stated != held.digest:
             member.held = None
             raise ResyncError(
-                f"replica {member.replica.name} says version {held.version}, whose digest is "
-                f"{stated}, and holds {held.digest}",
+                f"replica {member.replica.name} states version {held.version} with digest "
+                f"{held.digest}; the manifest states {stated}",
                 run=self.bucket.url,
                 version=held.version,
             )
         member.held = held
 
-    async def _drain(self, member: Member) -> None:
-        """Wait until a replica's requests have ended; raises `ResyncError` if they do not."""
+    async def _drain(self, member: TrackedReplica) -> None:
+        """Waits until a replica's requests have ended; raises `ResyncError` if they do not."""
         member.draining = True
         member.quiet.clear()
         if not member.requests:
@@ -301,11 +306,13 @@ class Fleet:
         except TimeoutError as error:
             raise ResyncError(
                 f"{member.requests} requests had not ended after {self.drain_s:.0f} s",
-                hint="give them longer, or let them go on over the swap",
+                hint="raise --drain, or use --transition async",
                 run=self.bucket.url,
             ) from error
 
-    def _failed(self, member: Member, wanted: Wanted | None, error: DeltawireError) -> None:
+    def _failed(
+        self, member: TrackedReplica, wanted: TargetVersion | None, error: DeltawireError
+    ) -> None:
         member.stage, member.message = "error", str(error)
         if wanted is not None:
             member.target = wanted.version
@@ -314,5 +321,5 @@ class Fleet:
                 entry.errors[member.replica.name] = str(error)
 
     def forget(self) -> None:
-        """Empty the ledger."""
+        """Empties the ledger."""
         self.ledger.clear()

@@ -1,8 +1,8 @@
-"""A plain transformers module, loaded in place by the names and shapes that its checkpoints have.
+"""Loads a transformers module in place, from tensors with its checkpoints' names and shapes.
 
-Recent transformers keep experts in stacks and other weights fused, while checkpoints, and so runs,
-name them one by one. The library's own rules of conversion lead from one to the other; its loader
-puts new parameters in the place of old ones, this one copies into those that are being served.
+Recent transformers versions stack experts and fuse other weights, while checkpoints, and so runs,
+name them one by one. The library's own conversion rules lead from one to the other. Its loader
+replaces parameters; this one copies into those that are being served.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deltawire.wire.run import TensorSpec
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module by name, tied ones under each of theirs."""
+    """Returns the parameters and buffers of a module by name, tied ones under every name."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -30,7 +30,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
-    """The module's saved tensors by the names that its checkpoints have, tied ones once."""
+    """Returns the module's saved tensors under its checkpoints' names, tied ones once."""
     conversions = _library().conversions
     own = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own
@@ -40,7 +40,7 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def checkpoint_table(model: Any, dtype: str | None = None) -> list[TensorSpec]:
-    """The tensor table of `checkpoint_tensors`, in name order; of ``dtype`` if that is given."""
+    """Returns the tensor table of `checkpoint_tensors`, in name order, as ``dtype`` if given."""
     return sorted(
         (
             TensorSpec(name, tuple(tensor.shape), dtype or codec.dtype_of(tensor))
@@ -51,10 +51,10 @@ def checkpoint_table(model: Any, dtype: str | None = None) -> list[TensorSpec]:
 
 
 def module_loader(model: Any) -> LoadWeights:
-    """A loader that copies checkpoint tensors into the module's own memory.
+    """Returns a loader that copies checkpoint tensors into the module's own memory.
 
-    Tensors that a stack is made of must be given together. It raises `InputError` for a tensor
-    that has no place in the module, and for one of another shape.
+    All tensors of a stack must be given in one call. The loader raises `InputError` for a tensor
+    that the module does not have, and for one of another shape.
     """
 
     def load_weights(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -76,7 +76,7 @@ def module_loader(model: Any) -> LoadWeights:
 
 
 def _converted(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    """Checkpoint tensors as the module has them: renamed, stacked, joined."""
+    """Converts checkpoint tensors to the module's names and shapes."""
     library = _library()
     rules = library.mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, library.renaming)]
@@ -100,7 +100,7 @@ def _converted(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tu
 
 
 class _Library:
-    """What is used of the library's conversion, which it does not promise to keep."""
+    """The parts of the library's conversion in use, none of which are its public interface."""
 
     def __init__(self) -> None:
         from transformers import conversion_mapping, core_model_loading
@@ -118,6 +118,6 @@ def _library() -> _Library:
         return _Library()
     except (ImportError, AttributeError) as error:
         raise InputError(
-            f"this transformers has no conversion of checkpoints that is known here: {error}",
-            hint="5.23 has been tried",
+            f"this version of transformers converts checkpoints in an unknown way: {error}",
+            hint="install transformers 5.23, which is known to work",
         ) from error

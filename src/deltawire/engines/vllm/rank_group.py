@@ -1,4 +1,4 @@
-"""Agreement among the ranks of one engine: small gatherings over vLLM's own group for hosts."""
+"""Exchanges small values among the ranks of one engine, over vLLM's own CPU process group."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch.distributed
 T = TypeVar("T")
 
 
-class Peers:
-    """The ranks of one engine, of which this is ``number``. ``group`` is a process group on CPUs;
-    none is needed by one rank alone. Every gathering is to be entered by all of them."""
+class RankGroup:
+    """The ranks of one engine, of which this is ``number`` of ``count``.
+
+    ``group`` is a CPU process group; a single rank needs none. All ranks must call each method
+    together.
+    """
 
     def __init__(self, group: Any, number: int, count: int) -> None:
         self.number = number
@@ -20,7 +23,7 @@ class Peers:
         self._group = group
 
     def gather(self, words: list[int]) -> list[list[int]]:
-        """The words of every rank, in their order; of each as many, of 64 bits."""
+        """Returns the 64-bit words of every rank, in rank order; all ranks give equally many."""
         if self.count == 1:
             return [words]
         own = torch.tensor(words, dtype=torch.int64)
@@ -29,7 +32,7 @@ class Peers:
         return [answer.tolist() for answer in every]
 
     def gather_structs(self, struct: T) -> list[T]:
-        """One msgspec struct of every rank."""
+        """Returns one msgspec struct from every rank."""
         if self.count == 1:
             return [struct]
         import msgspec

@@ -1,17 +1,17 @@
-"""One worker's rank: its part of the weights, the mirror of that part, and the step that comes.
+"""Holds one rank's part of the weights, its mirror, and the next version while it is prepared.
 
 Who waits for whom::
 
-    preparing thread                        the worker's own, between two steps
-      fetch, verify, decode, stage ───────▶   swap: agree that all have staged the same version and
-      (serving goes on)                       that their shares add up to the manifest's digest;
-                                              scatter; agree that all hold it; else put it back
-      the mirror follows, before the
-      next is prepared
+    preparing thread                        the worker's thread, between two steps
+      fetch, verify, decode, stage ───────▶   swap: agree that all ranks staged the same version and
+      (serving continues)                     that their shares add up to the manifest's digest;
+                                              scatter; agree that all hold it; else undo
+      the mirror advances before the
+      next version is prepared
 
-All ranks enter `Rank.swap` together, so that they can agree there among themselves, whoever calls.
-An answer is a dictionary with ``failure``, empty if all is well: an exception would end vLLM's
-worker, and with it serving.
+All ranks enter `RankWeights.swap` together and reach agreement there, whoever calls it. An answer
+is a dictionary with ``failure``, empty on success: an exception would end vLLM's worker, and with
+it serving.
 """
 
 from __future__ import annotations
@@ -26,43 +26,41 @@ import torch
 
 from deltawire import codec
 from deltawire.codec import Digest
-from deltawire.engines.vllm.peers import Peers
-from deltawire.engines.vllm.postprocess_check import remade
+from deltawire.engines.vllm.postprocess_check import changes_after_loading
+from deltawire.engines.vllm.rank_group import RankGroup
 from deltawire.engines.vllm.refusals import (
-    refuse_remade,
+    refuse_changed,
     refuse_stale_products,
     refuse_unreached,
 )
-from deltawire.engines.vllm.settings import Settings
+from deltawire.engines.vllm.settings import FollowSettings
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
 from deltawire.placement.placed import PlacedWeights, Prepared
-from deltawire.placement.placement import Placement, ownership, probe
+from deltawire.placement.placement import Placement, assign_ownership, probe
 from deltawire.placement.steps import step_to
 from deltawire.store import RetryingBucket, open_bucket
 from deltawire.sync import Mirror, Subscriber, Update, load_mirror, newest_version, require_run
-from deltawire.sync.chain.objects import with_retries
 from deltawire.wire.run import Run
 
 T = TypeVar("T")
 Answer = dict[str, Any]
 
 
-class Rank:
-    """The weights of one rank, which follow a run.
+class RankWeights:
+    """The weights of one rank, which follow a run. All ranks must construct it together.
 
     ``context`` is entered around every call of the model's own loader. Raises `InputError` if the
-    run is of another model than the engine's, or its weights lie otherwise than the loader puts
-    them, and what loading the mirror raises. To be made by all ranks at once.
+    run is of another model than the engine's, or the weights do not lie where the loader puts
+    them, and whatever loading the mirror raises.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        settings: Settings,
-        peers: Peers,
+        settings: FollowSettings,
+        peers: RankGroup,
         *,
         context: AbstractContextManager[Any] | None = None,
-        about: dict[str, Any] | None = None,
     ) -> None:
         self.settings = settings
         self.peers = peers
@@ -73,8 +71,8 @@ class Rank:
         version = min(peers.gather([newest]))[0]
         live: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
         live |= dict(model.named_parameters(remove_duplicate=False))
-        found = self._together(lambda: probe(self._load_weights, run.tensors, live, about=about))
-        placement = ownership(peers.gather_structs(found))[peers.number]
+        found = self._together(lambda: probe(self._load_weights, run.tensors, live))
+        placement = assign_ownership(peers.gather_structs(found))[peers.number]
         self._together(lambda: _refuse(model, placement))
         mirror = self._together(
             lambda: load_mirror(
@@ -89,14 +87,14 @@ class Rank:
         self._thread: threading.Thread | None = None
         self._failure = ""
         self._prepare_ms = 0.0
-        self._behind: Update | None = None
-        """What the live weights hold and the mirror does not yet: moving it need not be waited for
-        between two steps."""
+        self._uncommitted: Update | None = None
+        """The update that the live weights hold and the mirror does not yet: the mirror advances
+        later, so that no step waits for it."""
         self._digest = mirror.digest
-        self.mend()
+        self.repair()
 
     def _read_run(self) -> tuple[Run, int]:
-        """The run, and its newest version."""
+        """Returns the run and its newest version."""
         self._bucket = RetryingBucket(open_bucket(self.settings.run))
         run = require_run(self._bucket, public_key=self.settings.public_key)
         newest = newest_version(self._bucket)
@@ -105,33 +103,33 @@ class Rank:
         return run, newest
 
     def _together(self, work: Callable[[], T]) -> T:
-        """``work``, which all ranks do and none waits in for another. If it fails anywhere, it is
-        raised everywhere: nobody is left waiting for who has given up."""
+        """Runs ``work``, which must not wait for other ranks, on all of them. A failure on one rank
+        raises on all, so that none waits for a rank that has given up."""
         result: list[T] = []
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             result.append(work())
-        except Exception as caught:  # Told to the others first.
+        except BaseException as caught:  # Raised after the other ranks know.
             error = caught
         answers = self.peers.gather([int(error is None)])
         if error is not None:
             raise error
-        if failed := [number for number, (well,) in enumerate(answers) if not well]:
+        if failed := [number for number, (done,) in enumerate(answers) if not done]:
             raise ResyncError(f"ranks {failed} failed")
         return result[0]
 
     @property
     def mirror(self) -> Mirror:
-        """The host's copy of what this rank holds."""
+        """The copy of this rank's weights in host memory."""
         return self.subscriber.mirror
 
     @property
     def version(self) -> int:
-        """The version that is served; -1 if the live weights are none."""
+        """The version that is served; -1 if the live weights hold none."""
         return self.placed.version
 
     def status(self) -> Answer:
-        """What this rank serves and prepares."""
+        """Returns what this rank serves and prepares."""
         prepared = self._prepared
         return {
             "failure": self._failure,
@@ -150,7 +148,7 @@ class Rank:
         }
 
     def prepare(self, version: int) -> None:
-        """Begin to prepare ``version`` beside serving, unless that is done or under way."""
+        """Starts preparing ``version`` in a thread, unless that is done or in progress."""
         if self._thread is not None and self._thread.is_alive():
             return
         if self._prepared is not None and self._prepared.version == version:
@@ -162,39 +160,39 @@ class Rank:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the thread that prepares has ended."""
+        """Waits until the preparing thread has ended."""
         if self._thread is not None:
             self._thread.join()
 
-    def _follow(self) -> None:
-        """Bring the mirror to the version that is served."""
-        if self._behind is not None:
-            self.subscriber.commit(self._behind)
-            self._behind = None
+    def _advance_mirror(self) -> None:
+        """Advances the mirror to the version that is served."""
+        if self._uncommitted is not None:
+            self.subscriber.commit(self._uncommitted)
+            self._uncommitted = None
 
     def discard(self) -> None:
-        """Forget what was prepared."""
+        """Drops what was prepared."""
         self.wait()
         self._prepared = self._update = None
 
     def _prepare(self, version: int) -> None:
         began = time.perf_counter()
         try:
-            self._follow()
-            update = with_retries(lambda: step_to(self.subscriber, version))
+            self._advance_mirror()
+            update = step_to(self.subscriber, version)
             if update is None:
                 return
             self._update = update
             self._prepared = self.placed.prepare(update.patches, self.mirror, update.version)
         except DeltawireError as error:
             self._failure = str(error)
-        except Exception as error:  # A thread that ends in silence would be waited for for ever.
+        except BaseException as error:  # A Rust panic is one; the callers poll `status` for it.
             self._failure = f"cannot prepare: {type(error).__name__}: {error}"
         finally:
             self._prepare_ms = (time.perf_counter() - began) * 1e3
 
     def swap(self, version: int) -> Answer:
-        """Take up the prepared ``version``, on all ranks or on none. To be entered by all."""
+        """Swaps to the prepared ``version``, on all ranks or on none; all must enter it."""
         began = time.perf_counter()
         failure = self._agree_before(version)
         if failure:
@@ -202,7 +200,7 @@ class Rank:
         prepared, update = self._prepared, self._update
         assert prepared is not None
         assert update is not None
-        before = (self.placed.share, self.placed.believed)
+        before = (self.placed.share, self.placed.mirrored)
         agreed = time.perf_counter()
         try:
             with self._context:
@@ -212,13 +210,13 @@ class Rank:
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         swapped = time.perf_counter()
-        if not self._all_well(failure):
+        if not self._all_succeeded(failure):
             if not failure:
                 failure = "another rank could not swap"
-                self._take_back(prepared, *before)
+                self._undo(prepared, *before)
             self._prepared = self._update = None
             return self._failed(failure)
-        self._behind, self._digest = update, update.digest
+        self._uncommitted, self._digest = update, update.digest
         self._prepared = self._update = None
         self._failure = ""
         self.last_swap = {
@@ -233,7 +231,7 @@ class Rank:
         return self.status()
 
     def _agree_before(self, version: int) -> str:
-        """Why there can be no swap, empty if all ranks are ready for the same one."""
+        """Returns why there can be no swap; empty if all ranks are ready for the same one."""
         prepared, update = self._prepared, self._update
         ready = (
             prepared is not None
@@ -244,8 +242,8 @@ class Rank:
         share = prepared.share if prepared is not None and ready else codec.ZERO
         answers = self.peers.gather([int(ready), *_words(share)])
         if not all(answer[0] for answer in answers):
-            behind = [number for number, answer in enumerate(answers) if not answer[0]]
-            return f"version {version} is not prepared on ranks {behind}"
+            unready = [number for number, answer in enumerate(answers) if not answer[0]]
+            return f"version {version} is not prepared on ranks {unready}"
         assert update is not None
         total = _sum(answers)
         if total != update.digest:
@@ -256,24 +254,24 @@ class Rank:
             )
         return ""
 
-    def _all_well(self, failure: str) -> bool:
+    def _all_succeeded(self, failure: str) -> bool:
         return all(answer[0] for answer in self.peers.gather([int(not failure)]))
 
-    def _take_back(self, prepared: Prepared, share: Digest, believed: Digest) -> None:
-        """Undo a swap of this rank. If even that fails, nothing right can be served: raises."""
-        self.placed.swap(reverse_of(prepared, share=share, believed=believed))
+    def _undo(self, prepared: Prepared, share: Digest, mirrored: Digest) -> None:
+        """Undoes a swap of this rank; raises if that fails: nothing valid can be served then."""
+        self.placed.swap(reverse_of(prepared, share=share, mirrored=mirrored))
 
     def _failed(self, failure: str) -> Answer:
         self._failure = failure
         return self.status()
 
     def attest(self) -> Answer:
-        """Hold all live bits against the mirror and the digest; ``sound`` says whether they hold.
+        """Compares all live bits with the mirror and the digest; ``sound`` says whether they agree.
 
-        Copies that count on another rank are compared too. Reads everything once or twice.
+        Copies of elements that another rank counts are compared too. Reads all bits once or twice.
         """
-        self.wait()  # Which may be walking on the mirror.
-        self._follow()
+        self.wait()  # The preparing thread may be changing the mirror.
+        self._advance_mirror()
         failure = ""
         try:
             self.placed.verify(self.mirror)
@@ -283,11 +281,11 @@ class Rank:
             failure = f"rank {self.peers.number}: {error}"
         return {**self.status(), "sound": not failure, "failure": failure}
 
-    def mend(self) -> Answer:
-        """Write the mirror's bits into the live weights, and attest that all ranks together hold
-        the model. To be entered by all. Raises `CorruptError` if they do not."""
+    def repair(self) -> Answer:
+        """Writes the mirror's bits into the live weights, and attests that all ranks together hold
+        the model; all must enter it. Raises `CorruptError` if they do not."""
         self.wait()
-        self._follow()
+        self._advance_mirror()
         self._prepared = self._update = None
         self._together(lambda: self.placed.load(self.mirror))
         total = _sum([[0, *words] for words in self.peers.gather(_words(self.placed.share))])
@@ -306,105 +304,97 @@ class Rank:
 
 
 def _refuse(model: torch.nn.Module, placement: Placement) -> None:
-    """Raises `InputError` if what is served could be something else than the run."""
-    refuse_remade(remade(model))
+    """Raises `InputError` if the engine could serve other weights than the run's."""
+    refuse_changed(changes_after_loading(model))
     refuse_stale_products(placement)
     refuse_unreached(placement, model)
 
 
-def reverse_of(prepared: Prepared, *, share: Digest, believed: Digest) -> Prepared:
-    """The step back, to the ``share`` and what was ``believed`` before."""
+def reverse_of(prepared: Prepared, *, share: Digest, mirrored: Digest) -> Prepared:
+    """Returns the step back, to the ``share`` and ``mirrored`` digests from before."""
     return Prepared(
         prepared.version,
         prepared.base,
         share,
-        believed,
+        mirrored,
         [move.reversed() for move in prepared.moves],
         {name: (new, old) for name, (old, new) in prepared.dense.items()},
     )
 
 
 def _words(digest: Digest) -> list[int]:
-    """Two lanes of 64 bits as signed integers."""
+    """Returns a digest's two lanes as signed 64-bit integers."""
     return [lane - (1 << 64) if lane >> 63 else lane for lane in (digest.lane0, digest.lane1)]
 
 
 def _sum(answers: list[list[int]]) -> Digest:
-    """The digest of shares that stand behind one word each."""
+    """Adds up shares, each given as two words after a first one that is ignored."""
     total = codec.ZERO
     for _, first, second in answers:
         total += Digest(first & (1 << 64) - 1, second & (1 << 64) - 1)
     return total
 
 
-# What is called on a worker, by reference: the first argument is vLLM's worker or its wrapper.
+# Functions that vLLM calls on its workers, whose first argument is the worker or its wrapper.
 
-_HELD = "_deltawire_rank"
-"""Where a model keeps its rank: vLLM hands some callers the worker, and some the model alone."""
-
-
-def keep_rank(model: torch.nn.Module, rank: Rank) -> None:
-    """Have all callers that know the model find its ``rank``."""
-    model.__dict__[_HELD] = rank
+_RANK = "_deltawire_rank"
+"""The attribute of a model that holds its `RankWeights`: some callers have only the model."""
 
 
-def rank_of(model: torch.nn.Module) -> Rank:
-    """The rank of a model; raises `InputError` if no run is open."""
-    held = model.__dict__.get(_HELD)
+def keep_rank(model: torch.nn.Module, rank: RankWeights) -> None:
+    """Stores ``rank`` with its model, for `rank_of`."""
+    model.__dict__[_RANK] = rank
+
+
+def rank_of(model: torch.nn.Module) -> RankWeights:
+    """Returns the rank of a model; raises `InputError` if no run is open."""
+    held = model.__dict__.get(_RANK)
     if held is None:
         raise InputError("no run is open on this worker")
-    assert isinstance(held, Rank)
+    assert isinstance(held, RankWeights)
     return held
 
 
-def _on(worker: Any) -> Rank:
+def _rank_on(worker: Any) -> RankWeights:
     return rank_of((getattr(worker, "worker", None) or worker).get_model())
 
 
-def _answer(question: Any) -> Answer:
+def _answer(call: Any) -> Answer:
     try:
-        answer: Answer = question()
+        answer: Answer = call()
         return answer
     except DeltawireError as error:
         return {"failure": str(error)}
 
 
-def open_run(worker: Any, settings: Settings) -> Answer:
-    """Open a run on this worker and load its newest version. To be called on all of them."""
+def open_run(worker: Any, settings: FollowSettings) -> Answer:
+    """Opens a run on this worker and loads its newest version; call it on all workers."""
     inner = getattr(worker, "worker", None) or worker
 
-    def question() -> Answer:
+    def call() -> Answer:
         model = inner.get_model()
         keep_rank(model, open_rank(model, inner.vllm_config, settings))
         return status(worker)
 
-    return _answer(question)
+    return _answer(call)
 
 
-def open_rank(model: torch.nn.Module, vllm_config: Any, settings: Settings) -> Rank:
-    """The rank of this process, by vLLM's own groups."""
+def open_rank(model: torch.nn.Module, vllm_config: Any, settings: FollowSettings) -> RankWeights:
+    """Opens the rank of this process, in vLLM's own process group."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import get_world_group
 
-    parallel = vllm_config.parallel_config
     group = get_world_group()
-    return Rank(
+    return RankWeights(
         model,
         settings,
-        Peers(group.cpu_group, group.rank_in_group, group.world_size),
+        RankGroup(group.cpu_group, group.rank_in_group, group.world_size),
         context=_Reentered(lambda: set_current_vllm_config(vllm_config)),
-        about={
-            "model": type(model).__name__,
-            "tensor": parallel.tensor_parallel_size,
-            "pipeline": parallel.pipeline_parallel_size,
-            "experts": parallel.enable_expert_parallel,
-            "rank": group.rank_in_group,
-        },
     )
 
 
 class _Reentered(AbstractContextManager[Any]):
-    """A context manager that may be entered again and again."""
+    """Makes a context manager reusable by making a new one for each entry."""
 
     def __init__(self, make: Any) -> None:
         self._make = make
@@ -419,30 +409,30 @@ class _Reentered(AbstractContextManager[Any]):
 
 
 def prepare(worker: Any, version: int) -> Answer:
-    """Begin to prepare ``version``."""
+    """Starts preparing ``version``."""
 
-    def question() -> Answer:
-        _on(worker).prepare(version)
+    def call() -> Answer:
+        _rank_on(worker).prepare(version)
         return status(worker)
 
-    return _answer(question)
+    return _answer(call)
 
 
 def status(worker: Any) -> Answer:
-    """How the rank stands."""
-    return _answer(lambda: _on(worker).status())
+    """Returns the rank's status."""
+    return _answer(lambda: _rank_on(worker).status())
 
 
 def swap(worker: Any, version: int) -> Answer:
-    """Swap to ``version``. To be called on all workers."""
-    return _answer(lambda: _on(worker).swap(version))
+    """Swaps to ``version``; call it on all workers."""
+    return _answer(lambda: _rank_on(worker).swap(version))
 
 
 def attest(worker: Any) -> Answer:
-    """Hold the live bits against the version's."""
-    return _answer(lambda: _on(worker).attest())
+    """Compares the live bits with the version's."""
+    return _answer(lambda: _rank_on(worker).attest())
 
 
-def mend(worker: Any) -> Answer:
-    """Write the version's bits again. To be called on all workers."""
-    return _answer(lambda: _on(worker).mend())
+def repair(worker: Any) -> Answer:
+    """Writes the version's bits again; call it on all workers."""
+    return _answer(lambda: _rank_on(worker).repair())

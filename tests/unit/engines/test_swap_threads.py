@@ -1,0 +1,84 @@
+"""Threads of the plugin that fail are noticed by those who poll the engine's status."""
+
+import time
+
+import pytest
+
+from deltawire.engines.vllm.rank_weights import RankWeights
+from deltawire.engines.vllm.swap_controller import VersionWatcher
+from deltawire.errors import RetryError
+from deltawire.store import open_bucket
+
+
+class PanicException(BaseException):
+    """As a panic in Rust code arrives in Python: not an `Exception`."""
+
+
+class Controller:
+    """As much of a `SwapController` as its watcher sees."""
+
+    wanted = 3
+    broken = False
+
+    def busy(self):
+        if self.broken:
+            raise RuntimeError("planted")
+        return False
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("error", [PanicException("slice"), KeyError("x"), RetryError("no answer")])
+def test_a_poll_that_fails_is_reported_and_repeated(tmp_path, monkeypatch, error):
+    bucket = open_bucket(str(tmp_path))
+    monkeypatch.setattr(type(bucket), "poll_s", 0.01)
+    failing = [True]
+
+    def exists(key):
+        if failing:
+            raise error
+        return True
+
+    monkeypatch.setattr(bucket, "exists", exists)
+    monkeypatch.setattr("deltawire.engines.vllm.swap_controller.newest_version", lambda *_, **__: 7)
+    controller = Controller()
+    watcher = VersionWatcher(controller, bucket, polling=True)
+    assert watcher.failure_now() == ""
+    watcher.start()
+    until(watcher.failure_now)
+    assert str(error) in watcher.failure_now()
+    assert watcher.is_alive()
+    failing.clear()
+    until(lambda: not watcher.failure_now())
+    assert controller.wanted == 7
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_watcher_that_died_says_so(tmp_path):
+    controller = Controller()
+    controller.broken = True
+    watcher = VersionWatcher(controller, open_bucket(str(tmp_path)), polling=False)
+    watcher.start()
+    watcher.join(10)
+    assert watcher.failure_now() == (
+        "the thread that polls for versions has died: RuntimeError: planted"
+    )
+
+
+def test_a_panic_while_preparing_is_the_ranks_failure():
+    rank = object.__new__(RankWeights)
+    rank._uncommitted, rank._failure, rank._prepared, rank._update = None, "", None, None
+
+    class Panicking:
+        def prepare_to(self, version):
+            raise PanicException(f"version {version}")
+
+    rank.subscriber, rank._thread = Panicking(), None
+    rank.prepare(4)
+    rank.wait()
+    assert rank._failure == "cannot prepare: PanicException: version 4"
