@@ -45,7 +45,14 @@ FLAGS = {
         "--threads",
         "--json",
     },
-    "pull": {"--version", "--follow", "--public-key", "--threads", "--json"},
+    "pull": {
+        "--version",
+        "--follow",
+        "--verify",
+        "--public-key",
+        "--threads",
+        "--json",
+    },
     "relay": {
         "--follow",
         "--start",

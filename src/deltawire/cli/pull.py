@@ -18,6 +18,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--version", type=at_least(0), metavar="N", help="which one (default: the newest)"
     )
     parser.add_argument("--follow", action="store_true", help="also bring every newer version")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare DIR with its version and change nothing"
+    )
     add_public_key(parser)
     add_threads(parser)
     add_json(parser, "print a JSON object for each version")
@@ -32,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.directory),
         version=arguments.version,
         follow=arguments.follow,
+        verify=arguments.verify,
         public_key=arguments.public_key,
         threads=arguments.threads,
         as_json=arguments.json,

@@ -35,19 +35,25 @@ def pull_directory(
     *,
     version: int | None = None,
     follow: bool = False,
+    verify: bool = False,
     public_key: str = "",
     threads: int | None = None,
     as_json: bool = False,
 ) -> None:
-    """Bring the directory to ``version`` (the newest), or to each new version as it comes."""
-    if follow and version is not None:
-        raise InputError("--follow and --version exclude each other")
+    """Bring the directory to ``version`` (the newest), or to each new version as it comes.
+
+    With ``verify``, compare what it shows with the run instead, and change nothing.
+    """
+    if (version is not None) + follow + verify > 1:
+        raise InputError("--follow, --version and --verify exclude each other")
     with bars(hidden=as_json) as bar:
         bucket = MeteredBucket(open_bucket(location), lambda read, _: bar.advance(read))
         run = require_run(RetryingBucket(bucket), public_key=public_key)
         with Checkout(bucket, run, directory, threads=threads) as checkout:
             puller = _Puller(bucket, run, checkout, bar, as_json=as_json)
-            if follow:
+            if verify:
+                puller.verify()
+            elif follow:
                 puller.follow()
             else:
                 puller.once(version)
@@ -70,6 +76,18 @@ class _Puller:
                 raise RetryError("no version is published yet", run=self._bucket.url)
             self._finish()
         self._bring(version)
+
+    def verify(self) -> None:
+        """Compare the directory with its version."""
+        started = time.perf_counter()
+        self._bar.begin("verifying")
+        version, digest = self._checkout.verify()
+        self._bar.hide()
+        if self._json:
+            done = Pulled(version, version, digest, 0, time.perf_counter() - started)
+            print(msgspec.json.encode(done).decode(), flush=True)  # noqa: T201
+        else:
+            self._bar.log(f"version {version} {digest[:16]}: every file is as published")
 
     def _finish(self) -> None:
         """Finish a version that was begun earlier: most of it may be on disk already."""

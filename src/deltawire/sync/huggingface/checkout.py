@@ -1,28 +1,29 @@
-"""A Hugging Face directory that follows a run, one whole version after another.
+"""Keeps a Hugging Face directory at a version of a run, one complete version after another.
 
-``DIR`` is a symbolic link. What it points to lies beside it::
+``DIR`` is a symbolic link. Its target lies next to it::
 
     DIR                       → .DIR.deltawire/0000000042
-    .DIR.deltawire/lock         held by whoever pulls
+    .DIR.deltawire/lock         held by the process that pulls
     .DIR.deltawire/run          the run's id
     .DIR.deltawire/building/    the next version, and its number in building.version
-    .DIR.deltawire/0000000041/  the version before, for whoever has opened it
+    .DIR.deltawire/0000000041/  the version before, for readers that have opened it
     .DIR.deltawire/0000000042/
 
-A version is built in ``building`` and renamed to its number when every byte of it is checked and
-on the disk; then the link is replaced, in one step. So a reader of ``DIR`` sees whole versions
-alone, and one that resolves the link first (``os.path.realpath``) reads all files of one version.
-Patching the files in place would take half the disk, but a reader that has them mapped into memory
-would see weights of two versions, and no marker could tell it.
+A version is built in ``building`` and renamed to its number when every byte of it is checked and on
+the disk; then the link is replaced, in one step. So readers of ``DIR`` see complete versions only,
+and one that resolves the link first (``os.path.realpath``) reads all files of one version. Patching
+the files in place would take half the disk, but a reader that has them mapped into memory would see
+weights of two versions, and no marker could tell it.
 
 The tensors of the version that is being built are the mirror itself, mapped into memory: nothing is
-held twice. It begins as a copy of the version before, which is held against its digest first, and
-takes the deltas from there. After a kill, ``building`` is taken up again: pieces of an anchor that
-are there already, by their digest, are not fetched again.
+held twice. It begins as a copy of the version before, which is compared with its digest first, and
+takes the deltas from there. After a kill, ``building`` is continued: pieces of an anchor that it
+holds already, by their digests, are not fetched again.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -32,12 +33,14 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+from blake3 import blake3
 
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
-from deltawire.store import Bucket
-from deltawire.sync.chain.objects import newest_version, read_manifest, with_retries
+from deltawire.store import Bucket, RetryingBucket
+from deltawire.store.folder import flush_folder
+from deltawire.sync.chain.objects import newest_version, read_manifest
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.follow.mirror_file import open_locked
@@ -48,8 +51,11 @@ from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
 
-LOOK_EVERY_POLLS = 20
-"""As a subscriber: every so many looks for the next manifest, a listing."""
+LIST_EVERY_POLLS = 20
+"""Every so many polls for the next manifest, the manifests are listed."""
+
+READ_BYTES = 16 << 20
+"""Files are read in parts of this size: one that is cut meanwhile is an error, not a signal."""
 
 
 class Checkout:
@@ -57,12 +63,17 @@ class Checkout:
 
     Raises `InputError` if the directory holds something else, follows another run, or is pulled by
     another process.
+
+    Example::
+
+        with Checkout(bucket, run, Path("model")) as checkout:
+            checkout.bring_to(42)
     """
 
     def __init__(
         self, bucket: Bucket, run: Run, directory: Path, *, threads: int | None = None
     ) -> None:
-        self.bucket = bucket
+        self.bucket = RetryingBucket.over(bucket)
         self.run = run
         self.directory = directory.absolute()
         self._threads = threads
@@ -70,6 +81,8 @@ class Checkout:
         self._building = self._store / "building"
         self._polls = 0
         self._resuming = False
+        self._verified: set[int] = set()
+        """Versions that this object has built, or compared with their digests."""
         _check_free(self.directory)
         with self._writing("choose a folder that can be written"):
             self._store.mkdir(parents=True, exist_ok=True)
@@ -97,52 +110,96 @@ class Checkout:
         return None
 
     def newest(self) -> int | None:
-        """The newest version if it is newer than the directory's, else None. Looks for the next
-        manifest by its name, and lists now and then, lest a lost one be waited for."""
+        """Return the newest version if it is newer than the directory's, else None.
+
+        Polls the next manifest by its key, and lists them now and then, in case one was lost.
+        """
         held = self.version
         self._polls += 1
         if (
             held is not None
-            and self._polls % LOOK_EVERY_POLLS != 1
+            and self._polls % LIST_EVERY_POLLS != 1
             and not self.bucket.exists(keys.manifest(held + 1))
         ):
             return None
         return newest_version(self.bucket, newer_than=held)
 
     def bring_to(self, version: int) -> str:
-        """Have the directory show ``version``; its digest.
+        """Make the directory show ``version``, and return its digest.
 
-        Raises `CorruptError` if the run has no such version or it cannot be read any more,
-        `RetryError` if the store does not answer, `InputError` if the file system refuses (a full
-        disk, say); the directory then shows what it did before.
+        A version whose files are there already is compared with its manifest first, and built again
+        if it differs. Raises `CorruptError` if the run has no such version or it cannot be read any
+        more, `RetryError` if the store does not answer, `InputError` if the file system refuses (a
+        full disk, for example); the directory then shows what it did before.
         """
         manifest = self._manifest(version)
-        with self._writing("free some space, or mend the disk; the same command goes on from here"):
-            if not (self._store / _name(version)).is_dir():
+        with self._writing("free some space, or repair the disk; then run the same command again"):
+            if version not in self._verified and not self._is_intact(version, manifest):
                 self._build(version, manifest)
+            self._verified.add(version)
         if self.version != version:
             self._show(version)
         self._prune(version)
         return manifest.digest
 
+    def _is_intact(self, version: int, manifest: Manifest) -> bool:
+        try:
+            self._compare(version, manifest)
+        except CorruptError:
+            return False
+        return True
+
+    def verify(self) -> tuple[int, str]:
+        """Compare every file that the directory shows with its version; nothing is changed.
+
+        Returns the version and its digest. Raises `CorruptError` naming what differs, `InputError`
+        if the directory shows no version.
+        """
+        version = self.version
+        if version is None:
+            raise InputError(f"{self.directory} shows no version", hint="pull one first")
+        manifest = self._manifest(version)
+        self._compare(version, manifest)
+        return version, manifest.digest
+
+    def _compare(self, version: int, manifest: Manifest) -> None:
+        """Raise `CorruptError` unless the files of a version are what its manifest says."""
+        folder = self._store / _name(version)
+        listed = files_of(self.run, manifest)
+        for file in listed:
+            if file.name != LAYOUT and _hash_of(folder / file.name) != file.blob:
+                raise CorruptError(
+                    f"{folder / file.name} differs from what was published", version=version
+                )
+        layout = [file for file in listed if file.name == LAYOUT]
+        plans = plans_of(
+            self.run, read_files(self.bucket, layout, version=version), url=self.bucket.url
+        )
+        if not _made(folder, plans):
+            raise CorruptError(f"{folder} lacks files that were written", version=version)
+        if _digest_files(folder, plans, self.run).hex() != manifest.digest:
+            raise CorruptError(f"the weights in {folder} were changed", version=version)
+
     @contextmanager
     def _writing(self, hint: str) -> Iterator[None]:
-        """What the file system refuses is an error with a way on."""
+        """Translate what the file system refuses, and free what an unfinished build occupies."""
         try:
             yield
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                shutil.rmtree(self._building, ignore_errors=True)
             raise InputError(
                 f"cannot pull into {self.directory}: {error.strerror or error}", hint=hint
             ) from error
 
     def unfinished(self) -> int | None:
-        """The version that was being built when an earlier process ended, None if none was."""
+        """Return the version that an earlier process was building when it ended, or None."""
         with suppress(OSError, ValueError):
             return int((self._store / "building.version").read_text(encoding="ascii"))
         return None
 
     def _manifest(self, version: int) -> Manifest:
-        manifest = with_retries(lambda: read_manifest(self.bucket, self.run, version))
+        manifest = read_manifest(self.bucket, self.run, version)
         if manifest is None:
             raise CorruptError(
                 "there is no such version",
@@ -154,7 +211,7 @@ class Checkout:
 
     def _build(self, version: int, manifest: Manifest) -> None:
         listed = files_of(self.run, manifest)
-        files = with_retries(lambda: read_files(self.bucket, listed, version=version))
+        files = read_files(self.bucket, listed, version=version)
         plans = plans_of(self.run, files, url=self.bucket.url)
         self._begin(version, plans)
         with _mapped(self._building, plans, self.run) as target:
@@ -168,19 +225,31 @@ class Checkout:
         for name, data in files.items():
             if name != LAYOUT:
                 _write(self._building / name, data)
-        _sync(self._building)
-        (self._building).rename(self._store / _name(version))
-        _sync(self._store)
+        flush_folder(self._building)
+        finished, damaged = self._store / _name(version), self._store / "damaged"
+        shutil.rmtree(damaged, ignore_errors=True)
+        if finished.is_dir():
+            finished.rename(damaged)
+        self._building.rename(finished)
+        flush_folder(self._store)
+        shutil.rmtree(damaged, ignore_errors=True)
         (self._store / "building.version").unlink(missing_ok=True)
 
     def _begin(self, version: int, plans: list[FilePlan]) -> None:
-        """Make the files at their full size, or find them made by a process that was ended."""
+        """Make the files at their full size, or continue those of a process that ended."""
         older = any(held < version for held in self._versions())
         self._resuming = not older and self.unfinished() == version and _made(self._building, plans)
         if self._resuming:
             return
         (self._store / "building.version").unlink(missing_ok=True)
         shutil.rmtree(self._building, ignore_errors=True)
+        needed, free = sum(plan.bytes for plan in plans), shutil.disk_usage(self._store).free
+        if needed > free:
+            raise InputError(
+                f"the version needs {needed} bytes; {self._store.parent} has {free} free",
+                hint="free some space; then run the same command again",
+                version=version,
+            )
         self._building.mkdir()
         for plan in plans:
             with (self._building / plan.name).open("wb") as file:
@@ -189,14 +258,14 @@ class Checkout:
         _write(self._store / "building.version", str(version).encode())
 
     def _copy_held(self, target: Mirror, version: int) -> None:
-        """Begin with the newest version before ``version`` that is here, if all of it still is."""
+        """Begin with the newest version before ``version`` that is here undamaged."""
         for held in sorted((v for v in self._versions() if v < version), reverse=True):
-            manifest = with_retries(lambda v=held: read_manifest(self.bucket, self.run, v))  # type: ignore[misc]
+            manifest = read_manifest(self.bucket, self.run, held)
             if manifest is None:
                 continue
             try:
                 self._copy(target, held, manifest)
-            except (CorruptError, InputError, OSError):
+            except (CorruptError, OSError):
                 target.begin()
                 continue
             return
@@ -209,7 +278,7 @@ class Checkout:
         plans = plans_of(self.run, files, url=self.bucket.url)
         folder = self._store / _name(held)
         if not _made(folder, plans):
-            raise CorruptError("the directory is not as it was written", version=held)
+            raise CorruptError("the directory lacks files that were written", version=held)
         with _mapped(folder, plans, self.run, writable=False) as source:
             for name, bits in target.tensors.items():
                 bits[:] = source.tensors[name]
@@ -227,17 +296,17 @@ class Checkout:
         try:
             fresh.symlink_to(Path(self._store.name) / _name(version), target_is_directory=True)
             if self.directory.is_dir() and not self.directory.is_symlink():
-                self.directory.rmdir()  # It was empty when we came; if it is not, this says so.
+                self.directory.rmdir()  # It was empty at the start; if it is not now, this fails.
             fresh.replace(self.directory)
         except OSError as error:
             raise InputError(
                 f"cannot make {self.directory} a link to its version: {error.strerror or error}",
                 hint="choose a file system that has symbolic links",
             ) from error
-        _sync(self.directory.parent)
+        flush_folder(self.directory.parent)
 
     def _prune(self, version: int) -> None:
-        """Keep the version shown, and one more for those who have opened it."""
+        """Keep the version that is shown, and one more for readers that have opened it."""
         others = sorted((v for v in self._versions() if v != version), reverse=True)
         before = [v for v in others if v < version] or others
         for number in others:
@@ -254,7 +323,7 @@ class Checkout:
             fresh = self._store / "run.new"
             with self._writing("free some space, or choose another folder"):
                 _write(fresh, self.run.id.encode())
-                fresh.replace(mark)  # Half of it would be taken for another run's.
+                fresh.replace(mark)  # Half of an id would look like another run's.
         if mark.read_bytes() != self.run.id.encode():
             raise InputError(
                 f"{self.directory} follows another run",
@@ -270,13 +339,13 @@ def _check_free(directory: Path) -> None:
         raise InputError(f"{directory} is a link to something else", hint="choose another name")
     if not directory.is_dir() or any(directory.iterdir()):
         raise InputError(
-            f"{directory} is there and was not made by deltawire pull",
+            f"{directory} exists but was not created by deltawire pull",
             hint="choose a name that is free, or an empty directory",
         )
 
 
 def _made(folder: Path, plans: list[FilePlan]) -> bool:
-    """Whether a folder holds the safetensors files that are planned, by their sizes and headers."""
+    """Return whether a folder holds the planned safetensors files, by their sizes and headers."""
     try:
         for plan in plans:
             with (folder / plan.name).open("rb") as file:
@@ -293,10 +362,10 @@ def _made(folder: Path, plans: list[FilePlan]) -> bool:
 def _mapped(
     folder: Path, plans: list[FilePlan], run: Run, *, writable: bool = True
 ) -> Iterator[Mirror]:
-    """A mirror whose memory is the safetensors files of a folder, at no version.
+    """Map the safetensors files of a folder as a mirror that holds no version.
 
     On the way out, what could not be a view (a tensor that is not aligned in its file, the second
-    name of a tied one) is written, and everything is on the disk.
+    name of a tied one) is written, and everything is flushed to the disk.
     """
     specs = {spec.name: spec for spec in run.tensors}
     tensors: dict[str, Bits] = {}
@@ -331,15 +400,48 @@ def _mapped(
         tensors.clear()
         later.clear()
         for memory in maps:
-            with suppress(BufferError):  # An error on its way up may hold a view for a while.
+            with suppress(BufferError):  # An error that is being raised may still hold a view.
                 memory.close()
     for plan in plans if writable else ():
         with (folder / plan.name).open("rb") as file:
             os.fsync(file.fileno())
 
 
+def _digest_files(folder: Path, plans: list[FilePlan], run: Run) -> Digest:
+    """Compute the model's digest from its files; names of tied tensors must hold the same bits.
+
+    Raises `CorruptError` if they do not, or a file is shorter than planned.
+    """
+    specs = {spec.name: spec for spec in run.tensors}
+    digests: dict[str, Digest] = {}
+    for plan in plans:
+        with (folder / plan.name).open("rb") as file:
+            for place in plan.places:
+                dtype = codec.unsigned_of(specs[place.stored].dtype)
+                file.seek(place.begin)
+                found, at = codec.ZERO, 0
+                for begin in range(place.begin, place.end, READ_BYTES):
+                    data = file.read(min(READ_BYTES, place.end - begin))
+                    if len(data) != min(READ_BYTES, place.end - begin):
+                        raise CorruptError(f"{folder / plan.name} was cut short")
+                    bits = np.frombuffer(data, dtype)
+                    found += codec.digest_bits(place.stored, bits, at)
+                    at += bits.size
+                if digests.setdefault(place.stored, found) != found:
+                    raise CorruptError(f"{place.name[:80]!r} differs from the tensor it is tied to")
+    return sum(digests.values(), codec.ZERO)
+
+
+def _hash_of(path: Path) -> str:
+    """Return the BLAKE3 of a small file, empty if it cannot be read."""
+    try:
+        return blake3(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
 def _reserve(file: IO[bytes], size: int) -> None:
-    """Take the room now: a full disk found while writing to mapped memory would end the process."""
+    """Allocate the room now: a full disk met in mapped memory would end the process."""
     file.flush()
     file.truncate(size)
     if size and hasattr(os, "posix_fallocate"):
@@ -351,18 +453,6 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Names that were given in a folder outlive the machine's power."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Where folders cannot be opened, they cannot be synchronised either.
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _name(version: int) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import IO, Any
@@ -641,3 +642,82 @@ def test_a_start_that_was_never_committed_says_what_to_do(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"never committed.*delete run.json"):
         publish(bucket, other)
     assert publish(bucket, first) == [(0, True)]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+def test_a_pulled_directory_that_was_changed_is_noticed_and_built_again(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    bucket = open_bucket("memory://")
+    path = write_directory(tmp_path / "c", 0)
+    publish(bucket, path)
+    run = read_run(bucket)
+    assert run is not None
+    out = tmp_path / "out"
+    pull(bucket, out, 0)
+    with Checkout(bucket, run, out) as checkout:
+        assert checkout.verify()[0] == 0
+    file = out / name
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    if how == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(data if how == "flip" else data[:-1])
+    with Checkout(bucket, run, out) as checkout, pytest.raises(CorruptError):
+        checkout.verify()
+    pull(bucket, out, 0)
+    assert files_in(out) == files_in(path)
+
+
+def test_tied_names_are_compared_too(tmp_path: Path) -> None:
+    from deltawire.sync import open_publisher
+
+    shared = np.arange(12, dtype=np.float32).reshape(3, 4)
+    bucket = open_bucket("memory://")
+    open_publisher(bucket, {"b": shared, "lm_head": shared}).close()
+    pull(bucket, tmp_path / "out", 0)
+    weights = tmp_path / "out" / "model.safetensors"
+    whole = weights.read_bytes()
+    run = read_run(bucket)
+    assert run is not None
+    for place in (-1, -49):  # One byte of each copy.
+        data = bytearray(whole)
+        data[place] ^= 1
+        weights.write_bytes(data)
+        with Checkout(bucket, run, tmp_path / "out") as checkout, pytest.raises(CorruptError):
+            checkout.verify()
+
+
+def test_a_disk_too_small_is_known_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = open_bucket("memory://")
+    path = write_directory(tmp_path / "c", 0)
+    publish(bucket, path)
+    real = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: real._replace(free=100))
+        with pytest.raises(InputError, match=r"needs .* bytes; .* has 100 free"):
+            pull(bucket, tmp_path / "out", 0)
+    assert not (tmp_path / ".out.deltawire" / "building").exists()
+    pull(bucket, tmp_path / "out", 0)
+
+
+def test_a_disk_that_fills_up_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = open_bucket("memory://")
+    publish(bucket, write_directory(tmp_path / "c", 0))
+
+    def full(path: Path, data: bytes) -> None:
+        if path.parent.name == "building":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        path.write_bytes(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deltawire.sync.huggingface.checkout._write", full)
+        with pytest.raises(InputError, match="No space left"):
+            pull(bucket, tmp_path / "out", 0)
+    assert not (tmp_path / ".out.deltawire" / "building").exists()
