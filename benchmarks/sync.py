@@ -33,6 +33,7 @@ from deltawire.sync import (
     open_publisher,
     read_manifest,
 )
+from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.wire.run import Run
 
@@ -197,7 +198,9 @@ class _Latency:
         manifest = read_manifest(self._bucket, self._run, version)
         assert manifest is not None
         assert manifest.delta is not None
-        largest = max((blob.bytes for blob in manifest.delta.blobs), default=0)
+        largest = max(
+            (blob.bytes for blob in read_blobs(self._bucket, self._run, manifest.delta)), default=0
+        )
         return peak.extra_bytes, 2 * largest + self.model_bytes // 20
 
     def close(self) -> None:

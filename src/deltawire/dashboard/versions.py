@@ -38,16 +38,13 @@ def print_check(found: Checked, console: Console) -> None:
 
 def version_table(versions: list[dict[str, Any]], readers: list[dict[str, Any]]) -> Table:
     """A row for each version: its kinds, sizes, age and readers."""
-    table = Table(
-        "version", "kind", "delta", "anchor", "compacted from", "changed", "age", "held by"
-    )
+    table = Table("version", "kind", "delta", "anchor", "compacted from", "age", "held by")
     for row in versions:
         holders = [reader["worker"] for reader in readers if reader["version"] == row["version"]]
-        changed = "" if row["changed"] is None else f"{row['changed']:.3%}"
         delta, anchor = (byte_size(row[name]) if row[name] else "" for name in ("delta", "anchor"))
         bases = ", ".join(map(str, row["compacted_from"]))
         age = "" if row["age_s"] is None else _age(row["age_s"])
-        cells = (str(row["version"]), row["kind"], delta, anchor, bases, changed, age)
+        cells = (str(row["version"]), row["kind"], delta, anchor, bases, age)
         table.add_row(*cells, ", ".join(holders))
     return table
 
@@ -60,12 +57,11 @@ def list_versions(bucket: Bucket, run: Run, last: int) -> list[dict[str, Any]]:
         base, target = keys.compacted_of(key) or (None, -1)
         if base is not None:
             bases.setdefault(target, []).append(base)
-    elements = sum(tensor.count for tensor in run.tensors)
     first = 0 if newest is None else max(newest - last + 1, 0)
     rows = []
     for version in range(-1 if newest is None else newest, first - 1, -1):
         row: dict[str, Any] = {"version": version, "kind": "missing", "delta": 0, "anchor": 0}
-        row |= {"compacted_from": sorted(bases.get(version, [])), "changed": None, "age_s": None}
+        row |= {"compacted_from": sorted(bases.get(version, [])), "age_s": None}
         rows.append(row)
         try:
             manifest = read_manifest(bucket, run, version)
@@ -79,8 +75,6 @@ def list_versions(bucket: Bucket, run: Run, last: int) -> list[dict[str, Any]]:
         row |= {name: getattr(manifest, name).bytes for name in kinds}
         row |= {"digest": manifest.digest, "epoch": manifest.epoch}
         row["age_s"] = max(time.time() - manifest.created_at, 0.0)
-        if manifest.delta is not None and elements:
-            row["changed"] = manifest.delta.changed / elements
     return rows
 
 

@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import get_blob
-from deltawire.wire.manifest import BlobRef
+from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import Run
 
 MAX_MODEL_FILE_BYTES = 256 << 20

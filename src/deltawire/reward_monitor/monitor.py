@@ -15,8 +15,8 @@ from msgspec import Meta
 
 from deltawire.config import ProbesConfig
 from deltawire.reward_monitor.evidence import BETS, advance, evidence, threshold
-from deltawire.wire.manifest import Index
 from deltawire.wire.objects import FORMAT
+from deltawire.wire.payload import Index
 from deltawire.wire.rollouts import Group
 
 ALARM = "alarm."

@@ -16,8 +16,8 @@ from deltawire.store import Bucket
 from deltawire.sync.chain.objects import with_retries
 from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
-from deltawire.wire.manifest import Index
 from deltawire.wire.objects import FORMAT, decode_json, encode_json
+from deltawire.wire.payload import Index
 from deltawire.wire.run import Hash
 
 MAX_STATE_BYTES = 1 << 40

@@ -1,4 +1,5 @@
-"""Boundaries, sweeps and parts: small objects by which writers of a run know of each other."""
+"""Retention floors, deletion intents and parts: small objects by which the writers of a run
+coordinate."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import msgspec
 from msgspec import Meta
 
 from deltawire.errors import CorruptError
-from deltawire.wire.manifest import Index, Payload, Sum
+from deltawire.wire.manifest import Line
 from deltawire.wire.objects import FORMAT
+from deltawire.wire.payload import Index, PayloadRef, Sum
 from deltawire.wire.run import Hash, Identity, Run
 from deltawire.wire.seal import unseal
 
@@ -18,52 +20,70 @@ MAX_INTENT_BLOBS = 1 << 12
 MAX_INTENT_BYTES = 1 << 19
 
 
-class RetentionFloor(msgspec.Struct, frozen=True, kw_only=True):
+class RetentionFloor(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
+):
     """Every version below ``version`` is closed: no publisher may commit it, and retention may
-    take it. Boundaries are only ever created, and the highest one counts."""
+    take it. Floors are only ever created, and the highest one counts."""
 
-    format: int = FORMAT
     run: Identity
     version: Index
+    line: Line = "main"
 
 
-class DeletionIntent(msgspec.Struct, frozen=True, kw_only=True):
-    """The blobs that retention is about to delete, by hash. Never signed: it orders nothing, it
-    makes writers look once more."""
+class DeletionIntent(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
+):
+    """The blobs that retention is about to delete, by hash. Never signed: it permits
+    nothing, it only makes writers check their blobs once more."""
 
-    format: int = FORMAT
     run: Identity
     blobs: Annotated[list[Hash], Meta(max_length=MAX_INTENT_BLOBS)]
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class Part(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
+):
     """What one of ``ranks`` ranks adds to a version: its pieces, uploaded and waiting for the
     leader's manifest. ``base_digest`` is that of the whole model at the base, ``digest`` that of
     what the rank holds of the version: those of all ranks add up to the version's digest."""
 
-    format: int = FORMAT
     run: Identity
     version: Index
+    line: Line = "main"
     rank: Annotated[int, Meta(ge=0, lt=1 << 16)]
     ranks: Annotated[int, Meta(ge=1, le=1 << 16)]
     epoch: Index
     base_digest: Sum
     digest: Sum
-    delta: Payload | None = None
-    anchor: Payload | None = None
+    delta: PayloadRef | None = None
+    anchor: PayloadRef | None = None
+
+    @property
+    def payloads(self) -> list[PayloadRef]:
+        """Its delta and its anchor, those of them that there are."""
+        return [ref for ref in (self.delta, self.anchor) if ref is not None]
 
 
 def decode_intent(data: bytes, *, table: Run, run: str, key: str) -> DeletionIntent:
-    """Parse a sweep; raises `CorruptError`."""
-    sweep = unseal(data, DeletionIntent, run=run, key=key)
-    if sweep.format != FORMAT or sweep.run != table.id:
-        raise CorruptError("a sweep of something else", run=run, key=key)
-    return sweep
+    """Parse a deletion intent; raises `CorruptError`."""
+    intent = unseal(data, DeletionIntent, run=run, key=key, what="deletion intent")
+    if intent.run != table.id:
+        raise CorruptError("a deletion intent of another run", run=run, key=key)
+    return intent
+
+
+def decode_floor(data: bytes, *, version: int, table: Run, run: str, key: str) -> RetentionFloor:
+    """Parse a retention floor; raises `CorruptError`."""
+    floor = unseal(data, RetentionFloor, run=run, key=key, what="retention floor")
+    if (floor.run, floor.version) != (table.id, version):
+        raise CorruptError("a retention floor of another run or version", run=run, key=key)
+    return floor
 
 
 def decode_part(data: bytes, *, version: int, rank: int, table: Run, run: str, key: str) -> Part:
     """Parse a part; its pieces are checked when the manifest is made of them."""
     part = unseal(data, Part, run=run, key=key)
-    if part.format != FORMAT or (part.run, part.version, part.rank) != (table.id, version, rank):
-        raise CorruptError("a part of something else", run=run, version=version, key=key)
+    if (part.run, part.version, part.rank) != (table.id, version, rank):
+        raise CorruptError("a part of another run, version or rank", run=run, key=key)
     return part

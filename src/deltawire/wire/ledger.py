@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from deltawire.errors import CorruptError
 from deltawire.wire import keys
-from deltawire.wire.manifest import Index
+from deltawire.wire.payload import Index
 
 GROUP_HASH_DIGITS = 32
 

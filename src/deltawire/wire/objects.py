@@ -1,8 +1,9 @@
-"""Reading and writing typed JSON and MessagePack objects that nobody is trusted for."""
+"""Encode and decode typed JSON and MessagePack objects from untrusted storage."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import json
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -11,6 +12,10 @@ from deltawire.errors import CorruptError
 T = TypeVar("T", bound=msgspec.Struct)
 
 FORMAT = 1
+
+
+class _Format(msgspec.Struct):
+    format: int
 
 
 def encode_json(value: msgspec.Struct) -> bytes:
@@ -25,6 +30,23 @@ def decode_json(data: bytes, kind: type[T], *, run: str, key: str, what: str = "
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _unreadable(error, what or kind.__name__.lower(), run, key) from error
+
+
+def check_members(data: bytes, what: str, *, run: str, key: str) -> None:
+    """Raise `CorruptError` for JSON that states no ``format``, another one than this release
+    reads, or a member twice: readers would differ in which of the two they take."""
+    found = decode_json(data, _Format, run=run, key=key, what=what).format
+    if found != FORMAT:
+        raise CorruptError(
+            f"{what}: format {found}; this deltawire reads format {FORMAT}",
+            hint="it was written by a newer deltawire: upgrade this one",
+            run=run,
+            key=key,
+        )
+    try:
+        json.loads(data, object_pairs_hook=_distinct, parse_int=_nothing, parse_float=_nothing)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(error, what, run, key) from error
 
 
 def check_raw(raw: msgspec.Raw, limit: int, name: str, *, run: str, key: str) -> None:
@@ -45,6 +67,17 @@ def decode_packed(data: bytes, kind: type[T], *, run: str, key: str) -> T:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _unreadable(error, kind.__name__.lower(), run, key) from error
+
+
+def _distinct(members: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in members]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the member {twice[:40]!r} is stated twice")
+
+
+def _nothing(_: str) -> None:
+    """Numbers need no memory here."""
 
 
 def _unreadable(error: Exception, what: str, run: str, key: str) -> CorruptError:

@@ -13,20 +13,20 @@ from msgspec import Meta
 from deltawire.errors import CorruptError
 from deltawire.wire import keys
 from deltawire.wire.objects import FORMAT, check_raw, decode_json
-from deltawire.wire.seal import Signer, check_seal, seal
+from deltawire.wire.seal import Signer, check_seal, seal, unseal
 
-MAX_RUN_BYTES = 16 << 20
+MAX_RUN_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 1 << 20
-MAX_TENSORS = 1 << 16
+MAX_TENSORS = 1 << 18
 MAX_ELEMENTS = 1 << 48
-MAX_CHUNKS = 1 << 18
+MAX_CHUNKS = 1 << 20
 MAX_MODEL_FILES = 64
 CHUNK_ELEMENTS = 1 << 22
 """Elements of a chunk, if nothing else is said: 8 MiB of bf16."""
 LARGEST_CHUNK = 1 << 26
 MANY_CHUNKS = 1 << 16
-"""Of models of more chunks the chunks are larger, up to `LARGEST_CHUNK`: a version that is
-stored whole and as a delta states two pieces a chunk, and must fit into a manifest."""
+"""Models of more chunks get larger chunks, up to `LARGEST_CHUNK`: each chunk of a version is a
+piece of its delta and one of its anchor, and readers fetch both tables."""
 
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Key = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
@@ -61,16 +61,17 @@ class ModelFile(msgspec.Struct, frozen=True):
     bytes: Size
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class Run(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
+):
     """A run's identity. ``config`` is the loop's own configuration, opaque at this layer.
 
     ``chunk`` divides every tensor into chunks of so many elements, the last one shorter; no piece
     crosses from one chunk into another, so that whoever holds whole chunks can use every version.
     ``aliases`` maps names of tied tensors to the one name under which the tensor is stored.
-    ``public_key`` is an Ed25519 key, empty if the run is not signed.
+    ``public_key`` is the owner's Ed25519 key, empty if the run is not signed.
     """
 
-    format: int = FORMAT
     id: Identity = msgspec.field(default_factory=lambda: secrets.token_hex(16))
     name: Annotated[str, Meta(max_length=64)]
     created_at: float
@@ -110,15 +111,13 @@ def decode_run(data: bytes, *, run: str, key: str) -> Run:
     check_seal(data, "run", run=run, key=key)
     outline = decode_json(data, _Outline, run=run, key=key, what="run")
     check_raw(outline.config, MAX_CONFIG_BYTES, "config", run=run, key=key)
-    value = decode_json(data, Run, run=run, key=key)
+    value = unseal(data, Run, run=run, key=key)
     if fault := _fault(value):
         raise CorruptError(fault, run=run, key=key)
     return value
 
 
 def _fault(run: Run) -> str:
-    if run.format != FORMAT:
-        return f"format {run.format}; this deltawire reads format {FORMAT}"
     names = {tensor.name for tensor in run.tensors}
     if len(names) != len(run.tensors):
         return "a tensor is listed twice"

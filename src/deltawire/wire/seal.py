@@ -2,12 +2,13 @@
 
 A sealed object is one line of JSON, whose last members are, in this order and with no space::
 
-    …,"signature":"<128 hex digits>","blake3":"<64 hex digits>"}⏎
+    …,"signer":"<role>","signature":"<128 hex digits>","blake3":"<64 hex digits>"}⏎
 
-``blake3`` is the hash of every byte before ``,"blake3"``. ``signature`` is there only in a signed
-run: Ed25519 over the domain `DOMAIN`, the object's key in the bucket, a zero byte, and every byte
-before ``,"signature"``. The hash is taken over the bytes as they lie there and not over a
-re-encoding, so that one turned bit anywhere is noticed, also in a field this version ignores.
+``blake3`` is the hash of every byte before ``,"blake3"``. ``signer`` and ``signature`` are there
+only in a signed run: Ed25519 over the domain `DOMAIN`, the object's key in the bucket, a zero
+byte, and every byte before ``,"signature"``, the role of the signer included. The hash is taken
+over the bytes as stored and not over a re-encoding, so that one flipped bit anywhere is noticed,
+even in a member that this release ignores.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ import msgspec
 from blake3 import blake3
 
 from deltawire.errors import CorruptError
-from deltawire.wire.objects import decode_json
+from deltawire.wire.objects import check_members, decode_json
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 DOMAIN = b"deltawire sealed object 1\0"
+OWNER = "owner"
+"""The role of the run's own key."""
 
 _SEAL = re.compile(rb',"blake3":"([0-9a-f]{64})"\}\n\Z')
 _SEAL_BYTES = len(b',"blake3":""}\n') + 64
 _SIGNATURE = re.compile(rb',"signature":"([0-9a-f]{128})"\Z')
 _SIGNATURE_BYTES = len(b',"signature":""') + 128
+_ROLE = re.compile(rb',"signer":"([a-z0-9][A-Za-z0-9:_-]{0,95})"\Z')
+_ROLE_BYTES = len(b',"signer":""') + 96
 
 
 class Signer(Protocol):
@@ -49,26 +54,33 @@ class Verifier(Protocol):
         """Whether ``signature`` is that of ``message`` by the owner of ``public_key``."""
 
 
-def seal_json(body: bytes, *, key: str, signer: Signer | None = None) -> bytes:
-    """Seal ``body``, a JSON object of at least one member, for the object at ``key``."""
+def seal_json(body: bytes, *, key: str, signer: Signer | None = None, role: str = OWNER) -> bytes:
+    """Seal ``body``, a JSON object of at least one member, for the object at ``key``; with
+    ``signer``, signed in the given role."""
     body = body.rstrip().removesuffix(b"}")
     if signer is not None:
+        body += b',"signer":"%s"' % role.encode()
         body += b',"signature":"%s"' % signer.sign(_message(key, body)).hex().encode()
     return b'%s,"blake3":"%s"}\n' % (body, blake3(body).hexdigest().encode())
 
 
-def seal(value: msgspec.Struct, *, key: str, signer: Signer | None = None) -> bytes:
+def seal(
+    value: msgspec.Struct, *, key: str, signer: Signer | None = None, role: str = OWNER
+) -> bytes:
     """The sealed object that holds ``value``, for ``key``."""
-    return seal_json(msgspec.json.encode(value), key=key, signer=signer)
+    return seal_json(msgspec.json.encode(value), key=key, signer=signer, role=role)
 
 
-def unseal(data: bytes, kind: type[T], *, run: str, key: str) -> T:
-    """Check the seal of ``data`` and decode it; signatures are `check_signature`'s.
+def unseal(data: bytes, kind: type[T], *, run: str, key: str, what: str = "") -> T:
+    """Check the seal, the format and the members of ``data`` and decode it; `check_signature`
+    checks the signature. Messages call the object ``what``.
 
-    Raises `CorruptError` for one turned bit anywhere.
+    Raises `CorruptError` for one flipped bit anywhere.
     """
-    check_seal(data, kind.__name__.lower(), run=run, key=key)
-    return decode_json(data, kind, run=run, key=key)
+    what = what or kind.__name__.lower()
+    check_seal(data, what, run=run, key=key)
+    check_members(data, what, run=run, key=key)
+    return decode_json(data, kind, run=run, key=key, what=what)
 
 
 def check_seal(data: bytes, what: str, *, run: str, key: str) -> None:
@@ -83,17 +95,23 @@ def check_seal(data: bytes, what: str, *, run: str, key: str) -> None:
         )
 
 
-def check_signature(data: bytes, *, public_key: str, verify: Verifier, run: str, key: str) -> None:
-    """Raise `CorruptError` unless the sealed ``data`` is signed by the owner of ``public_key``
-    for this very ``key``."""
+def check_signature(
+    data: bytes, *, public_key: str, verify: Verifier, run: str, key: str, role: str = OWNER
+) -> None:
+    """Raise `CorruptError` unless the sealed ``data`` is signed for this very ``key`` by the owner
+    of ``public_key``, in the given role."""
     body = data[: max(len(data) - _SEAL_BYTES, 0)]
     found = _SIGNATURE.search(body, max(len(body) - _SIGNATURE_BYTES, 0))
     if found is None:
         raise CorruptError("the object is not signed, but the run is", run=run, key=key)
-    signature = bytes.fromhex(found[1].decode())
-    if not verify(public_key, signature, _message(key, body[: found.start()])):
+    message = body[: found.start()]
+    signer = _ROLE.search(message, max(len(message) - _ROLE_BYTES, 0))
+    if signer is None or signer[1].decode() != role:
+        said = "no role" if signer is None else f"the role {signer[1].decode()!r}"
+        raise CorruptError(f"the object is signed in {said}, not as {role!r}", run=run, key=key)
+    if not verify(public_key, bytes.fromhex(found[1].decode()), _message(key, message)):
         raise CorruptError(
-            "the signature is not that of the run's key",
+            f"the signature is not that of the {role}'s key",
             hint="somebody else has written to the bucket, or the public key is another run's",
             run=run,
             key=key,

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from deltawire.wire.manifest import Index
 from deltawire.wire.objects import FORMAT
+from deltawire.wire.payload import Index
 
 MAX_STATUS_BYTES = 4 << 20
 

@@ -7,15 +7,16 @@ from hypothesis import strategies as st
 
 from deltawire.errors import CorruptError
 from deltawire.testing.faulty import flip_bit
-from deltawire.wire.manifest import (
+from deltawire.wire.manifest import Manifest, check_payload, decode_manifest, encode_manifest
+from deltawire.wire.objects import decode_json, decode_packed
+from deltawire.wire.payload import (
     BlobRef,
-    Manifest,
     Payload,
     Piece,
-    decode_manifest,
-    encode_manifest,
+    decode_table,
+    encode_table,
+    payload_ref,
 )
-from deltawire.wire.objects import decode_json, decode_packed
 from deltawire.wire.run import Run, TensorSpec, decode_run, encode_run
 from deltawire.wire.seal import seal_json
 from deltawire.wire.status import Heartbeat, TrainerStatus
@@ -25,15 +26,16 @@ TABLE = Run(name="r", created_at=1.0, tensors=SPECS, digest="0" * 32)
 RUN = encode_run(TABLE)
 SUMS = ("0" * 32, "0" * 32)
 PAYLOAD = Payload(
-    [BlobRef("ab" * 32, 9)], [Piece(0, 0, 12, 0, 0, 4, *SUMS), Piece(1, 0, 2, 0, 4, 5, *SUMS)], 2
+    [BlobRef("ab" * 32, 9)], [Piece(0, 0, 12, 0, 0, 4, *SUMS), Piece(1, 0, 2, 0, 4, 5, *SUMS)]
 )
+REF = payload_ref(PAYLOAD, encode_table(PAYLOAD, TABLE))
 MANIFEST = encode_manifest(
     Manifest(
         run=TABLE.id,
         version=2,
         base=1,
-        delta=PAYLOAD,
-        anchor=PAYLOAD,
+        delta=REF,
+        anchor=REF,
         digest="0" * 32,
         epoch=1,
         nonce="n",
@@ -46,8 +48,10 @@ MANIFEST = encode_manifest(
 def read_manifest(data):
     manifest = decode_manifest(data, version=2, table=TABLE, run="r", key="k")
     # What was let through is safe to use: every piece indexes what is there.
-    for payload in (manifest.delta, manifest.anchor):
-        for piece in payload.pieces if payload else ():
+    for ref in manifest.payloads:
+        payload = decode_table(ref.table.inline, ref, TABLE)
+        check_payload(manifest, ref, payload, TABLE, run="r")
+        for piece in payload.pieces:
             assert piece.start + piece.count <= SPECS[piece.tensor].count
             assert piece.offset + piece.length <= payload.blobs[piece.blob].bytes
     return manifest

@@ -247,7 +247,7 @@ def test_json_of_great_depth(bucket, where, sealed):
     body = {
         "whole": b'{"a":' + nested(10_000) + b"}",
         "metadata": data[: data.rindex(b',"blake3"')].replace(
-            b'"metadata":{}', b'"metadata":{"a":' + nested(10_000) + b"}"
+            b"{", b'{"metadata":{"a":' + nested(10_000) + b"},", 1
         )
         + b"}",
         "unknown": data[: data.rindex(b',"blake3"')] + b',"more":' + nested(10_000) + b"}",

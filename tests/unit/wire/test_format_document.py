@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from deltawire.wire import manifest, run
+from deltawire.wire import manifest, payload, run
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "FORMAT.md").read_text()
@@ -30,12 +30,11 @@ def test_every_rule_names_a_test_nearby():
 
 
 def test_limits_are_those_of_the_code():
-    assert run.MAX_RUN_BYTES == 1 << 24
-    assert run.MAX_TENSORS == 1 << 16
+    assert run.MAX_RUN_BYTES == payload.MAX_TABLE_BYTES == 1 << 26
+    assert run.MAX_TENSORS == payload.MAX_BLOBS == 1 << 18
     assert run.MAX_ELEMENTS == 1 << 48
-    assert run.MAX_CHUNKS == manifest.MAX_PIECES == 1 << 18
+    assert run.MAX_CHUNKS == payload.MAX_PIECES == 1 << 20
     assert run.MAX_CONFIG_BYTES == manifest.MAX_METADATA_BYTES == 1 << 20
-    assert manifest.MAX_MANIFEST_BYTES == 1 << 25
-    assert (manifest.MAX_BLOBS, manifest.MAX_BLOB_BYTES) == (1 << 16, 1 << 36)
-    for limit in ("2^24", "2^16", "2^48", "2^18", "2^20", "2^25", "2^36"):
+    assert (manifest.MAX_MANIFEST_BYTES, payload.MAX_BLOB_BYTES) == (1 << 21, 1 << 36)
+    for limit in ("2^26", "2^18", "2^48", "2^20", "2^21", "2^36"):
         assert limit in TEXT

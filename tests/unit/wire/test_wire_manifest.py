@@ -4,13 +4,15 @@ import msgspec
 import pytest
 
 from deltawire.errors import CorruptError
-from deltawire.wire.manifest import (
+from deltawire.wire.manifest import Manifest, check_payload, decode_manifest
+from deltawire.wire.payload import (
     MAX_BLOB_BYTES,
     BlobRef,
-    Manifest,
     Payload,
     Piece,
-    decode_manifest,
+    decode_table,
+    encode_table,
+    payload_ref,
 )
 from deltawire.wire.run import Run, TensorSpec
 from deltawire.wire.seal import seal_json
@@ -35,7 +37,6 @@ ANCHOR = [
     piece(0, 0, 8, 0, 0, 20),
     piece(0, 8, 8, 0, 20, 20),
     piece(0, 16, 4, 0, 40, 20),
-    piece(1, 0, 0, 0, 60, 40),
     piece(2, 0, 1, 1, 0, 50),
 ]
 DELTA = [piece(0, 3, 4, 0, 0, 100), piece(2, 0, 1, 1, 10, 40)]
@@ -46,13 +47,19 @@ def encode_json(value):
     return seal_json(msgspec.json.encode(value), key="the/key")
 
 
+def stated(pieces, blobs=BLOBS):
+    """How a manifest states a payload."""
+    payload = Payload(blobs, pieces)
+    return payload_ref(payload, encode_table(payload, TABLE))
+
+
 def manifest(**changes):
     fields = {
         "run": TABLE.id,
         "version": 4,
         "base": 3,
-        "delta": Payload(BLOBS, DELTA, 5),
-        "anchor": Payload(BLOBS, ANCHOR, 21),
+        "delta": stated(DELTA),
+        "anchor": stated(ANCHOR),
         "digest": "0" * 32,
         "epoch": 1,
         "nonce": "n",
@@ -79,25 +86,13 @@ def refused(value, version=4):
     return text
 
 
-def anchored(pieces, blobs=BLOBS):
-    return manifest(base=None, delta=None, anchor=Payload(blobs, pieces, 21))
-
-
-def changed(pieces, blobs=BLOBS):
-    return manifest(anchor=None, delta=Payload(blobs, pieces, 5))
-
-
 @pytest.mark.parametrize(
     "value",
     [
         manifest(),
         manifest(anchor=None),
         manifest(base=None, delta=None),
-        manifest(delta=Payload([], [], 0)),
-        anchored(ANCHOR[::-1]),
-        anchored([piece(0, 0, 6, 0, 0, 9), piece(0, 6, 2, 1, 0, 9), *ANCHOR[1:]]),
-        anchored([*ANCHOR[:3], ANCHOR[4]]),
-        changed([piece(0, 0, 3, 0, 0, 1), piece(0, 3, 5, 0, 0, 1)]),
+        manifest(delta=stated([], [])),
         manifest(anchor=None, base=0),
     ],
 )
@@ -117,48 +112,124 @@ def test_bytes_of_a_payload():
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (manifest(format=2), "format 2"),
         (manifest(version=5, base=3), "it says version 5"),
-        (manifest(delta=None, anchor=None), "neither a delta nor an anchor"),
+        (manifest(delta=None, anchor=None, base=None), "neither a delta nor an anchor"),
         (manifest(run="0" * 32), "another run"),
         (manifest(pruned=True), "pruned, but with a payload"),
-        (manifest(base_digest=ONE), "sums of its pieces"),
-        (anchored([piece(0, 0, 8, 0, 0, 20, total=ONE), *ANCHOR[1:]]), "sums of its pieces"),
-        (changed([piece(0, 3, 6, 0, 0, 1)]), "crosses from one chunk into another"),
         (manifest(base=None), "a delta without an earlier base"),
         (manifest(base=4), "a delta without an earlier base"),
         (manifest(base=5), "a delta without an earlier base"),
-        (changed(DELTA, [BlobRef(HASH, MAX_BLOB_BYTES + 1), BLOBS[1]]), "a blob of"),
-        (changed([piece(3, 0, 1, 0, 0, 1)]), "a piece of tensor number 3 of 3"),
-        (changed([piece(0, 0, 1, 2, 0, 1)]), "a piece in blob number 2 of 2"),
-        (changed([piece(0, 0, 1, 1, 50, 1)]), "ends behind its blob"),
-        (changed([piece(0, 0, 1, 0, 1 << 48, 1 << 48)]), "ends behind its blob"),
-        (changed([piece(0, 20, 1, 0, 0, 1)]), "ends behind tensor a"),
-        (changed([piece(0, 1 << 48, 1 << 48, 0, 0, 1)]), "ends behind tensor a"),
-        (changed([piece(1, 0, 1, 0, 0, 1)]), "ends behind tensor none"),
-        (changed([piece(0, 0, 4, 0, 0, 1), piece(0, 3, 4, 0, 0, 1)]), "tensor a overlap"),
-        (changed([piece(0, 3, 4, 0, 0, 1), piece(0, 0, 4, 0, 0, 1)]), "tensor a overlap"),
-        (changed([DELTA[0], DELTA[0]]), "tensor a overlap"),
-        (anchored([ANCHOR[0], *ANCHOR]), "tensor a overlap"),
-        (anchored(ANCHOR[3:]), "does not cover"),
-        (anchored(ANCHOR[:4]), "does not cover"),
-        (anchored([]), "does not cover"),
-        (anchored([piece(0, 1, 7, 0, 0, 20), *ANCHOR[1:]]), "tensor a overlap or leave a gap"),
-        (anchored([*ANCHOR[:2], piece(0, 16, 3, 0, 0, 20), *ANCHOR[3:]]), "does not cover"),
-        (
-            anchored([piece(0, 0, 7, 0, 0, 9), *ANCHOR[1:]]),
-            "tensor a overlap or leave a gap",
-        ),
+        (manifest(delta=None), "a base without a delta"),
     ],
 )
 def test_each_rule_broken_in_turn(value, reason):
     assert reason in refused(value)
 
 
-def test_both_payloads_are_checked():
-    bad = Payload(BLOBS, [piece(9, 0, 1, 0, 0, 1)], 1)
-    assert "tensor number 9" in refused(manifest(delta=bad))
-    assert "tensor number 9" in refused(manifest(anchor=bad))
+def test_another_format_and_none_are_refused():
+    data = msgspec.json.encode(manifest())
+    assert "reads format 1" in refused(data.replace(b'"format":1', b'"format":2', 1))
+    assert "`format`" in refused(data.replace(b'"format":1,', b"", 1))
+
+
+@pytest.mark.parametrize(
+    "twice", [b'"version":4', b'"delta":{"bytes":1,"bytes":2}', b'"x":[{"y":[{"a":1,"a":1}]}]']
+)
+def test_a_member_stated_twice_is_refused(twice):
+    data = msgspec.json.encode(manifest(anchor=None))
+    assert "twice" in refused(data.replace(b"{", b"{%s," % twice, 1))
+
+
+def test_null_is_absent_where_nothing_is_the_default_and_refused_elsewhere():
+    data = msgspec.json.encode(manifest(delta=None, base=None))
+    assert decode(seal_json(data.replace(b"{", b'{"delta":null,', 1), key="k")).delta is None
+    for member in ("pruned", "base_digest", "line"):
+        assert "not a valid" in refused(data.replace(b"{", b'{"%s":null,' % member.encode(), 1))
+
+
+def test_a_version_of_another_line_is_refused():
+    data = msgspec.json.encode(manifest())
+    assert "not a valid" in refused(data.replace(b"{", b'{"line":"canary",', 1))
+
+
+def test_an_unknown_codec_is_one_error_that_names_the_release():
+    ref = msgspec.structs.replace(manifest().delta, codec="dw9", codec_since="9.1")
+    text = refused(manifest(delta=ref))
+    assert "'dw9'" in text
+    assert "deltawire 9.1 or newer" in text
+
+
+def check(pieces, blobs=BLOBS, *, whole=False, **changes):
+    """What a reader says of a payload that it has read, "" if nothing."""
+    value = manifest(**({"base": None, "delta": None} if whole else {"anchor": None}), **changes)
+    ref = value.anchor if whole else value.delta
+    try:
+        check_payload(value, ref, Payload(blobs, pieces), TABLE, run="s3://b")
+    except CorruptError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("pieces", "whole"),
+    [
+        (ANCHOR, True),
+        ([piece(0, 0, 6, 0, 0, 9), piece(0, 6, 2, 1, 0, 9), *ANCHOR[1:]], True),
+        ([piece(0, 0, 3, 0, 0, 1), piece(0, 3, 5, 0, 0, 1)], False),
+        (DELTA, False),
+        ([], False),
+    ],
+)
+def test_good_payloads(pieces, whole):
+    assert check(pieces, whole=whole) == ""
+    ref = stated(pieces)
+    assert list(decode_table(ref.table.inline, ref, TABLE).pieces) == pieces
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        ([piece(0, 3, 6, 0, 0, 1)], "crosses from one chunk into another"),
+        ([piece(3, 0, 1, 0, 0, 1)], "a piece of tensor number 3 of 3"),
+        ([piece(0, 0, 1, 2, 0, 1)], "a piece in blob number 2 of 2"),
+        ([piece(0, 0, 1, 1, 50, 1)], "ends after its blob"),
+        ([piece(0, 0, 1, 0, 1 << 48, 1 << 48)], "ends after its blob"),
+        ([piece(0, 20, 1, 0, 0, 1)], "ends after tensor a"),
+        ([piece(0, 1 << 48, 1 << 48, 0, 0, 1)], "ends after tensor a"),
+        ([piece(1, 0, 1, 0, 0, 1)], "ends after tensor none"),
+        ([piece(1, 0, 0, 0, 0, 1)], "an empty piece of tensor none"),
+        ([piece(0, 0, 0, 0, 0, 1)], "an empty piece of tensor a"),
+        ([piece(0, 0, 4, 0, 0, 0)], "an empty piece of tensor a"),
+        ([piece(0, 0, 4, 0, 0, 1), piece(0, 3, 4, 0, 0, 1)], "tensor a overlap"),
+        ([piece(0, 3, 4, 0, 0, 1), piece(0, 0, 3, 0, 0, 1)], "do not ascend"),
+        ([DELTA[1], DELTA[0]], "do not ascend"),
+        ([DELTA[0], DELTA[0]], "tensor a overlap"),
+        ([piece(0, 3, 4, 0, 0, 1, total=ONE)], "sums of its pieces"),
+    ],
+)
+def test_each_rule_of_pieces_broken_in_turn(pieces, reason):
+    assert reason in check(pieces)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ANCHOR[3:],
+        ANCHOR[:3],
+        [],
+        [piece(0, 1, 7, 0, 0, 20), *ANCHOR[1:]],
+        [*ANCHOR[:2], piece(0, 16, 3, 0, 0, 20), *ANCHOR[3:]],
+    ],
+)
+def test_an_anchor_that_leaves_something_out(pieces):
+    assert "does not cover" in check(pieces, whole=True)
+
+
+def test_sums_must_lead_from_the_base_to_the_version():
+    assert "sums of its pieces" in check(DELTA, base_digest=ONE)
+    assert check(DELTA, base_digest=ONE, digest=ONE) == ""
+    assert "sums of its pieces" in check(ANCHOR, whole=True, digest=ONE)
+    assert "a blob of" in check(DELTA, [BlobRef(HASH, MAX_BLOB_BYTES + 1), BLOBS[1]])
 
 
 def plain(**changes):
@@ -183,14 +254,15 @@ def plain(**changes):
         {"nonce": "n" * 65},
         {"created_at": "now"},
         {"metadata": []},
-        {"delta": {"blobs": [], "pieces": []}},
-        {"delta": {"blobs": [{"hash": HASH[:-1], "bytes": 1}], "pieces": [], "changed": 0}},
-        {"delta": {"blobs": [{"hash": HASH + "\n", "bytes": 1}], "pieces": [], "changed": 0}},
-        {"delta": {"blobs": [{"hash": "../" + HASH[3:], "bytes": 1}], "pieces": [], "changed": 0}},
-        {"delta": {"blobs": [{"hash": HASH, "bytes": -1}], "pieces": [], "changed": 0}},
-        {"delta": {"blobs": [{"hash": HASH, "bytes": 1}] * 65537, "pieces": [], "changed": 0}},
-        {"delta": {"blobs": [], "pieces": [[0, 0, 1, 0, 0, 0, ZERO]], "changed": 0}},
-        {"delta": {"blobs": [], "pieces": [[0, -1, 1, 0, 0, 0, ZERO, ZERO]], "changed": 0}},
+        {"delta": {"bytes": 1}},
+        {"delta": {"bytes": -1, "table": {"pieces": 0, "blobs": 0}}},
+        {"delta": {"bytes": 1, "table": {"pieces": (1 << 20) + 1, "blobs": 0}}},
+        {"delta": {"bytes": 1, "table": {"pieces": 0, "blobs": (1 << 18) + 1}}},
+        {"delta": {"bytes": 1, "table": {"pieces": 1, "blobs": 1, "blob": "../" + HASH[3:]}}},
+        {"delta": {"bytes": 1, "table": {"pieces": 1, "blobs": 1, "blob": HASH + "\n"}}},
+        {"delta": {"bytes": 1, "table": {"pieces": 1, "blobs": 1, "inline": "?"}}},
+        {"delta": {"bytes": 1, "table": {"pieces": 1, "blobs": 1, "inline": "A" * 20_000}}},
+        {"delta": {"bytes": 1, "table": {"pieces": 1, "blobs": 1, "head": "x" * 32}}},
     ],
 )
 def test_values_outside_their_limits(changes):
@@ -209,7 +281,7 @@ def test_nesting_of_ten_thousand(opening):
     closing = {b"[": b"]"}.get(opening, b"}")
     deep = opening * 10_000 + b"1" + closing * 10_000
     plain = msgspec.json.encode(manifest(metadata={}))
-    data = plain.replace(b'"metadata":{}', b'"metadata":{"x":%s}' % deep)
+    data = plain.replace(b"{", b'{"metadata":{"x":%s},' % deep, 1)
     assert "nested too deeply" in refused(data)
     unknown = plain.replace(b"{", b'{"unknown":%s,' % deep, 1)
     assert "nested too deeply" in refused(unknown)
@@ -230,8 +302,7 @@ def test_a_cut_at_any_place_is_noticed():
 
 
 def test_version_0_is_the_runs():
-    first = anchored(ANCHOR)
-    value = msgspec.structs.replace(first, version=0, digest=ZERO)
+    value = manifest(base=None, delta=None, version=0, digest=ZERO)
     assert "run.json states" in refused(value, version=0)
 
 

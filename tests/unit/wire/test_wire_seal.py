@@ -9,11 +9,11 @@ import pytest
 
 from deltawire.errors import CorruptError, InputError
 from deltawire.testing.faulty import flip_bit
-from deltawire.wire.seal import check_signature, seal, unseal
+from deltawire.wire.seal import check_signature, seal, seal_json, unseal
 from deltawire.wire.signing import Ed25519Signer, verify
 
 
-class Thing(msgspec.Struct):
+class Thing(msgspec.Struct, tag_field="format", tag=1):
     name: str
     number: int = 0
 
@@ -55,9 +55,9 @@ def test_any_cut_and_anything_behind_is_noticed():
 def test_a_signature_is_for_one_key_of_the_bucket_and_one_signer():
     data = seal(Thing("a"), key="a/b", signer=SIGNER)
     read(data, SIGNER)
-    with pytest.raises(CorruptError, match="not that of the run's key"):
+    with pytest.raises(CorruptError, match="not that of the owner's key"):
         read(data, OTHER)
-    with pytest.raises(CorruptError, match="not that of the run's key"):
+    with pytest.raises(CorruptError, match="not that of the owner's key"):
         read(data, SIGNER, key="a/c")
     with pytest.raises(CorruptError, match="not signed"):
         read(seal(Thing("a"), key="a/b"), SIGNER)
@@ -65,14 +65,36 @@ def test_a_signature_is_for_one_key_of_the_bucket_and_one_signer():
 
 def test_a_signature_cannot_be_taken_over_to_other_content():
     """Whoever can seal but not sign must not make the old signature fit."""
-    from deltawire.wire.seal import seal_json
-
     signed = seal(Thing("a", 1), key="a/b", signer=SIGNER)
-    signature = json.loads(signed)["signature"]
-    forged = seal_json(b'{"name":"a","number":2,"signature":"%s"}' % signature.encode(), key="a/b")
+    body = signed.replace(b'"number":1', b'"number":2').rpartition(b',"blake3"')[0]
+    forged = seal_json(body + b"}", key="a/b")
     assert read(forged).number == 2
-    with pytest.raises(CorruptError, match="not that of the run's key"):
+    with pytest.raises(CorruptError, match="not that of the owner's key"):
         read(forged, SIGNER)
+
+
+def test_a_signature_names_its_role():
+    """A key that may sign groups must not sign manifests, even if it is the owner's own."""
+    data = seal(Thing("a"), key="a/b", signer=SIGNER, role="worker:w1")
+    assert json.loads(data)["signer"] == "worker:w1"
+    with pytest.raises(CorruptError, match="signed in the role 'worker:w1', not as 'owner'"):
+        read(data, SIGNER)
+    check = {"public_key": SIGNER.public_key, "verify": verify, "run": "r", "key": "a/b"}
+    check_signature(data, role="worker:w1", **check)
+    other = data.replace(b"worker:w1", b"owner").rpartition(b',"blake3"')[0]
+    with pytest.raises(CorruptError, match="not that of the owner's key"):
+        read(seal_json(other + b"}", key="a/b"), SIGNER)
+
+
+def test_an_object_without_a_format_or_with_a_member_twice_is_refused():
+    for body, reason in (
+        (b'{"name":"a"}', "format"),
+        (b'{"format":2,"name":"a"}', "reads format 1"),
+        (b'{"format":1,"name":"a","name":"b"}', "twice"),
+        (b'{"format":1,"name":"a","x":{"y":1,"y":1}}', "twice"),
+    ):
+        with pytest.raises(CorruptError, match=reason):
+            read(seal_json(body, key="a/b"))
 
 
 def test_keys_are_kept_in_files_for_their_owner(tmp_path):

@@ -15,13 +15,12 @@ from deltawire.store import Bucket, ObjectMeta, RetryingBucket, RetryPolicy
 from deltawire.wire import keys
 from deltawire.wire.manifest import (
     MAX_MANIFEST_BYTES,
-    BlobRef,
     CompactedDelta,
     Manifest,
     decode_compacted,
     decode_manifest,
-    too_large,
 )
+from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import MAX_RUN_BYTES, Run, decode_run, encode_run
 from deltawire.wire.seal import Signer, check_signature
 from deltawire.wire.signing import verify
@@ -135,14 +134,14 @@ def _check_readable(bucket: Bucket, data: bytes) -> None:
         ) from error
 
 
-def check_size(bucket: Bucket, value: Manifest | CompactedDelta, data: bytes) -> None:
-    """Raises `InputError` if ``value``, sealed in ``data``, is larger than readers accept."""
-    if fault := too_large(value, data):
+def check_size(bucket: Bucket, version: int, data: bytes) -> None:
+    """Raises `InputError` if the manifest in ``data`` is larger than readers accept."""
+    if len(data) > MAX_MANIFEST_BYTES:
         raise InputError(
-            f"no reader would accept this version: {fault}",
-            hint="start a run with larger chunks, or publish from fewer ranks",
+            f"the manifest has {len(data)} bytes; readers accept {MAX_MANIFEST_BYTES}",
+            hint="publish with less commit metadata",
             run=bucket.url,
-            version=value.version,
+            version=version,
         )
 
 

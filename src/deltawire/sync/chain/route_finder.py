@@ -13,16 +13,17 @@ that fits into ten digits, whether or not there is a version.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import committed_versions, read_compacted_delta, read_manifest
-from deltawire.sync.chain.routes import CheapestRoutes, Edge, Route, lowest_start
+from deltawire.sync.chain.routes import CheapestRoutes, Edge, Kind, Route, lowest_start
 from deltawire.wire import keys
-from deltawire.wire.manifest import CompactedDelta, Manifest, Payload
+from deltawire.wire.manifest import CompactedDelta, Manifest
+from deltawire.wire.payload import PayloadRef
 from deltawire.wire.run import Run
 
 WINDOW = 32
@@ -35,9 +36,8 @@ READERS = 8
 class RouteFinder:
     """Finds the cheapest routes from ``held`` (None: from nothing) to ``goal``.
 
-    ``cost`` says how many bytes of a payload the reader fetches, by default all. Every object is
-    read once; an object that could not be read, or was passed to `ban` after it turned out
-    damaged, is left out of every route. ``failure`` is the first thing that went wrong, for the
+    Every object is read once; an object that could not be read, or was passed to `ban` after it
+    turned out damaged, is left out of every route. ``failure`` is the first thing that went wrong, for the
     error that is raised if no route is left. Raises `RetryError` if the store does not answer.
 
     Example::
@@ -54,14 +54,12 @@ class RouteFinder:
         *,
         held: int | None,
         goal: int,
-        cost: Callable[[Payload], int] | None = None,
     ) -> None:
         self.bucket = bucket
         self.run = run
         self.goal = goal
         self.held = held
         self.failure: CorruptError | None = None
-        self._cost = cost or (lambda payload: payload.bytes)
         self._manifests: dict[int, Manifest | None] = {}
         self._versions: list[int] = []
         self._listed: tuple[int, int] | None = None
@@ -101,7 +99,7 @@ class RouteFinder:
                 return routes.route(routes.newest)
         return None
 
-    def step(self, edge: Edge) -> tuple[Manifest | CompactedDelta, Payload]:
+    def step(self, edge: Edge) -> tuple[Manifest | CompactedDelta, PayloadRef]:
         """Returns the object that states an edge, and its payload; raises `CorruptError` if a
         compacted delta does not lead to the digest that its target's manifest states."""
         manifest = self.manifest(edge.target)
@@ -160,11 +158,9 @@ class RouteFinder:
         return self._anchors and (self.held is None or anchor > self.held or self._back)
 
     def _search_coarsely(self) -> Iterator[Edge]:
-        head = self.manifest(self.goal)
+        self.manifest(self.goal)
         starts: list[int] = [] if self.held is None else [self.held]
         starts += [target for base, target in self._listed_compacted() if base is None][-1:]
-        if head is not None and head.last_anchor is not None:
-            starts.append(head.last_anchor)
         for start in starts:
             if self.held is None or start >= self.held:
                 self._walk(start)
@@ -231,16 +227,14 @@ class RouteFinder:
                 continue
             key = keys.manifest(manifest.version)
             if manifest.delta is not None:
-                cost = self._cost(manifest.delta)
-                yield Edge(manifest.base, manifest.version, cost, "delta", key)
+                yield Edge(manifest.base, manifest.version, manifest.delta.bytes, "delta", key)
             if manifest.anchor is not None:
-                cost = self._cost(manifest.anchor)
-                yield Edge(None, manifest.version, cost, "anchor", key)
+                yield Edge(None, manifest.version, manifest.anchor.bytes, "anchor", key)
         for (base, target), compacted in (self._compacted or {}).items():
             if compacted is not None:
-                cost = self._cost(compacted.payload)
+                kind: Kind = "anchor" if base is None else "compacted"
                 key = keys.compacted(base, target)
-                yield Edge(base, target, cost, "anchor" if base is None else "compacted", key)
+                yield Edge(base, target, compacted.payload.bytes, kind, key)
 
     def _committed(self, after: int) -> list[int]:
         """Returns the versions with ``after`` < version ≤ goal whose manifests a listing shows."""

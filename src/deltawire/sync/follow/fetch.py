@@ -24,9 +24,11 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import get_blob
+from deltawire.sync.chain.payloads import read_payload
 from deltawire.sync.follow.mirror import Mirror, PiecePatch
 from deltawire.wire import keys
-from deltawire.wire.manifest import CompactedDelta, Manifest, Payload, Piece
+from deltawire.wire.manifest import CompactedDelta, Manifest
+from deltawire.wire.payload import Payload, PayloadRef, Piece
 from deltawire.wire.run import Run
 
 T = TypeVar("T")
@@ -68,18 +70,6 @@ def wanted_pieces(run: Run, payload: Payload, mirror: Mirror) -> list[Piece]:
     return sorted(found, key=lambda piece: (piece.blob, piece.offset))
 
 
-def cost_for(run: Run, mirror: Mirror) -> Callable[[Payload], int]:
-    """Returns a function that says how many bytes of a payload the mirror's reader fetches."""
-
-    def cost(payload: Payload) -> int:
-        pieces = wanted_pieces(run, payload, mirror)
-        if len(pieces) == len(payload.pieces):
-            return payload.bytes
-        return sum(piece.length for piece in pieces)
-
-    return cost
-
-
 def fetch_pieces(
     bucket: Bucket, payload: Payload, pieces: Sequence[Piece], *, version: int
 ) -> Iterator[list[tuple[Piece, memoryview]]]:
@@ -115,9 +105,7 @@ def _fetch_blob(
     bucket: Bucket, payload: Payload, number: int, pieces: list[Piece], version: int
 ) -> list[tuple[Piece, memoryview]]:
     ref = payload.blobs[number]
-    if sum(piece.length for piece in pieces) > WHOLE * ref.bytes or not all(
-        piece.length for piece in pieces
-    ):
+    if sum(piece.length for piece in pieces) > WHOLE * ref.bytes:
         blob = memoryview(get_blob(bucket, ref, version=version))
         return [(piece, blob[piece.offset : piece.offset + piece.length]) for piece in pieces]
     key = keys.blob(ref.hash)
@@ -137,11 +125,27 @@ def piece_hash(coded: bytes | bytearray | memoryview) -> str:
     return blake3.blake3(coded).hexdigest(16)
 
 
+def read_for(
+    bucket: Bucket, run: Run, step: Manifest | CompactedDelta, ref: PayloadRef, mirror: Mirror
+) -> Payload:
+    """A payload of ``step``: all of it, or of a mirror of a part at least what that needs.
+
+    Raises `CorruptError` if its piece table is missing or damaged.
+    """
+    ranges, whole = {}, True
+    for number, spec in enumerate(run.tensors):
+        bits, start = mirror.tensors.get(spec.name), mirror.starts.get(spec.name, 0)
+        if bits is not None and bits.size:
+            ranges[number] = (start, start + bits.size)
+        whole = whole and spec.count == (0 if bits is None else bits.size)
+    return read_payload(bucket, run, step, ref, None if whole else ranges)
+
+
 def decode_delta(
     bucket: Bucket,
     run: Run,
     step: Manifest | CompactedDelta,
-    payload: Payload,
+    ref: PayloadRef,
     mirror: Mirror,
     *,
     threads: int | None = None,
@@ -153,6 +157,7 @@ def decode_delta(
     would not be what the manifest says.
     """
     check_base(bucket, step, mirror)
+    payload = read_for(bucket, run, step, ref, mirror)
     count = threads_of(threads)
     patches: list[PiecePatch] = []
     held = mirror.held_digest

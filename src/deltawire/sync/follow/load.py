@@ -14,9 +14,10 @@ from deltawire.sync.chain.objects import read_manifest
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge, Route
 from deltawire.sync.chain.version_poller import newest_readable
-from deltawire.sync.follow.fetch import cost_for, decode_anchor, decode_delta
+from deltawire.sync.follow.fetch import decode_anchor, decode_delta, read_for
 from deltawire.sync.follow.mirror import Bits, Mirror, PiecePatch, empty_mirror, select
-from deltawire.wire.manifest import CompactedDelta, Manifest, Payload
+from deltawire.wire.manifest import CompactedDelta, Manifest
+from deltawire.wire.payload import Payload, PayloadRef
 from deltawire.wire.run import Run
 
 MAX_REPLANS = 64
@@ -66,7 +67,7 @@ def load_mirror(
             run=bucket.url,
             version=target,
         )
-    finder = RouteFinder(bucket, run, held=None, goal=target, cost=cost_for(run, mirror))
+    finder = RouteFinder(bucket, run, held=None, goal=target)
     if newest is not None:
         finder.know(newest)
     if 0 <= mirror.version <= target and holds_its_version(finder, mirror):
@@ -128,7 +129,7 @@ def fetch_anchor(
     bucket: Bucket,
     run: Run,
     step: Manifest | CompactedDelta,
-    payload: Payload | None,
+    ref: PayloadRef | None,
     mirror: Mirror,
     *,
     threads: int | None = None,
@@ -138,13 +139,14 @@ def fetch_anchor(
 
     With ``resume``, pieces whose elements have the digest that the anchor states are not fetched.
     """
-    if payload is None:
+    if ref is None:
         raise ResyncError(
             "the version is not an anchor",
             hint="load it with load_mirror",
             run=bucket.url,
             version=step.version,
         )
+    payload = read_for(bucket, run, step, ref, mirror)
     mirror.begin()
     kept = codec.ZERO
     if resume:
@@ -173,7 +175,7 @@ def jump(
     bucket: Bucket,
     run: Run,
     step: Manifest | CompactedDelta,
-    payload: Payload,
+    ref: PayloadRef,
     mirror: Mirror,
     *,
     threads: int | None = None,
@@ -185,6 +187,7 @@ def jump(
     def compare(name: str, start: int, bits: Bits) -> None:
         pieces.append(difference(name, start, mirror, bits))
 
+    payload = read_for(bucket, run, step, ref, mirror)
     held = decode_anchor(bucket, run, step, payload, mirror, compare, threads=threads)
     return [piece for piece in pieces if len(piece.positions)], held
 

@@ -15,7 +15,7 @@ from deltawire.sync.chain.objects import newest_version
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge
 from deltawire.sync.chain.version_poller import VersionPoller
-from deltawire.sync.follow.fetch import cost_for, decode_delta
+from deltawire.sync.follow.fetch import decode_delta
 from deltawire.sync.follow.load import (
     MAX_REPLANS,
     differences,
@@ -283,8 +283,8 @@ class Subscriber:
             yield reached
 
     def _new_finder(self, goal: int) -> RouteFinder:
-        held, cost = self.mirror.version, cost_for(self.run, self.mirror)
-        finder = RouteFinder(self.bucket, self.run, held=held, goal=goal, cost=cost)
+        held = self.mirror.version
+        finder = RouteFinder(self.bucket, self.run, held=held, goal=goal)
         if self._verified != held:
             if not holds_its_version(finder, self.mirror):
                 raise ResyncError(

@@ -36,7 +36,8 @@ from deltawire.sync.huggingface.safetensors_layout import (
     plan_files,
 )
 from deltawire.sync.publish.sources import safetensors_in
-from deltawire.wire.manifest import BlobRef, Manifest
+from deltawire.wire.manifest import Manifest
+from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import MAX_MODEL_FILES, ModelFile, Run, TensorSpec
 
 MAX_FILE_BYTES = 256 << 20

@@ -38,7 +38,8 @@ from deltawire.sync.maintain.gc_intents import blobs_stay
 from deltawire.sync.maintain.retention import GRACE_S, prune
 from deltawire.sync.publish.publisher import CommitStats, Publisher
 from deltawire.sync.publish.sources import open_publisher
-from deltawire.wire.manifest import BlobRef, Manifest
+from deltawire.wire.manifest import Manifest
+from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
 

@@ -24,6 +24,7 @@ from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, DeltawireError, InputError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import check_signer, get_blob, with_retries
+from deltawire.sync.chain.payloads import read_payload, store_payload, table_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge
 from deltawire.sync.follow.load import load_mirror
@@ -31,15 +32,8 @@ from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.maintain.gc_intents import blobs_stay
 from deltawire.sync.publish.encoding import BLOB_BYTES, BlobWriter, Chunk, encode_chunk
 from deltawire.wire import keys
-from deltawire.wire.manifest import (
-    CompactedDelta,
-    Manifest,
-    Payload,
-    Piece,
-    encode_compacted,
-    payload_fault,
-    too_large,
-)
+from deltawire.wire.manifest import CompactedDelta, Manifest, encode_compacted
+from deltawire.wire.payload import Payload, Piece, payload_fault, too_many
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 
@@ -82,7 +76,8 @@ class _Way:
         ] = []
         self.bytes = sum(edge.bytes for edge in edges)
         for edge in edges:
-            step, payload = survey.step(edge)
+            step, ref = survey.step(edge)
+            payload = read_payload(survey.bucket, run, step, ref)
             by_chunk: dict[tuple[int, int], list[Piece]] = {}
             for piece in payload.pieces:
                 by_chunk.setdefault((piece.tensor, piece.start // run.chunk), []).append(piece)
@@ -179,7 +174,6 @@ class Compactor:
         first, last = ends.manifest(base), ends.manifest(target)
         if first is None or last is None:
             raise ends.error()
-        changed = 0
         with BlobWriter(self.bucket, blob_bytes=self._blob_bytes) as writer:
             for place in onward.chunks():
                 chunk, old = self._chunk(place)
@@ -190,31 +184,29 @@ class Compactor:
                 coded = encode_chunk(self.run, chunk, old, new, old_digest)
                 if coded.payload is not None:
                     writer.add(chunk, coded.payload, coded.change)
-                    changed += coded.changed
                 if writer.bytes > onward.bytes:
                     return False
-            payload = writer.finish(changed)
-        if payload.bytes >= max(onward.bytes, 1):
+            payload = writer.finish()
+        if payload.bytes >= max(onward.bytes, 1) or too_many(payload):
             return False
         fault = payload_fault(payload, self.run, base_digest=first.digest, to=last.digest)
         if fault:
             raise BugError(f"a fold went wrong: {fault}", run=self.bucket.url, key=key)
+        ref = store_payload(self.bucket, self.run, payload, version=target)
         fold = CompactedDelta(
             run=self.run.id,
             version=target,
             base=base,
             base_digest=first.digest,
-            payload=payload,
+            payload=ref,
             digest=last.digest,
             created_at=time.time(),
         )
-        if sealed is not None and sealed[1].payload != payload:
+        if sealed is not None and sealed[1].payload != ref:
             return False  # Another coder made it: its blobs are not these.
         data = sealed[0] if sealed is not None else encode_compacted(fold, signer=self._signer)
-        if too_large(fold, data):
-            return False
         made = with_retries(lambda: self.bucket.create(key, data))
-        if blobs_stay(self.bucket, self.run, payload.blobs):
+        if blobs_stay(self.bucket, self.run, [*table_blobs([ref]), *payload.blobs]):
             return made
         # Retention has taken them meanwhile. Nobody needs the fold, and it can be made anew.
         with_retries(lambda: self.bucket.delete(key))

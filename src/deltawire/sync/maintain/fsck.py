@@ -30,11 +30,13 @@ from deltawire.sync.chain.objects import (
     read_run,
     with_retries,
 )
-from deltawire.sync.follow.fetch import decode_anchor, decode_delta, in_order
+from deltawire.sync.chain.payloads import read_blobs, table_blobs
+from deltawire.sync.follow.fetch import decode_anchor, decode_delta, in_order, read_for
 from deltawire.sync.follow.load import fetch_anchor
 from deltawire.sync.follow.mirror import Bits, Mirror, empty_mirror
 from deltawire.wire import keys
-from deltawire.wire.manifest import BlobRef, CompactedDelta, Manifest, Payload
+from deltawire.wire.manifest import CompactedDelta, Manifest
+from deltawire.wire.payload import BlobRef, PayloadRef
 from deltawire.wire.run import Run
 
 Level = Literal["error", "warning"]
@@ -48,12 +50,13 @@ READERS = 8
 
 class Step(NamedTuple):
     """A way to a version from ``base`` (None: from nothing), the object at ``key`` that states it,
-    and its payload."""
+    its payload, and the blobs that it needs."""
 
     base: int | None
     stated: Manifest | CompactedDelta
-    payload: Payload
+    payload: PayloadRef
     key: str
+    blobs: list[BlobRef]
 
 
 @dataclass(frozen=True)
@@ -225,13 +228,11 @@ class _Check:
             self.found.pruned += manifest.pruned
             self.found.anchors += manifest.anchor is not None
             if manifest.delta is not None:
-                self._steps.setdefault(version, []).append(
-                    Step(manifest.base, manifest, manifest.delta, key)
-                )
+                step = self._step(manifest.base, manifest, manifest.delta, key)
+                self._steps.setdefault(version, []).append(step)
             if manifest.anchor is not None:
-                self._anchors.setdefault(version, []).append(
-                    Step(None, manifest, manifest.anchor, key)
-                )
+                step = self._step(None, manifest, manifest.anchor, key)
+                self._anchors.setdefault(version, []).append(step)
             base = self._manifests.get(manifest.base) if manifest.base is not None else None
             if base is not None and base.digest != manifest.base_digest:
                 self._fault("error", key, version, "it builds on another digest than its base has")
@@ -261,13 +262,26 @@ class _Check:
             if any(v in self._manifests and self._manifests[v].digest != d for v, d in ends):
                 self._fault("error", key, fold.version, "it does not join the versions it names")
                 self._bad.add(key)
-            step = Step(fold.base, fold, fold.payload, key)
+            step = self._step(fold.base, fold, fold.payload, key)
             if fold.base is None:
                 self._anchors.setdefault(fold.version, []).append(step)
             else:
                 self._steps.setdefault(fold.version, []).append(step)
                 self._folds_from.setdefault(fold.base, []).append(step)
             self.found.folds += 1
+
+    def _step(
+        self, base: int | None, stated: Manifest | CompactedDelta, ref: PayloadRef, key: str
+    ) -> Step:
+        """A step with its blobs; one whose piece table is missing or damaged is a fault."""
+        step = Step(base, stated, ref, key, table_blobs([ref]))
+        try:
+            step.blobs.extend(with_retries(lambda: read_blobs(self.bucket, self.run, ref)))
+        except CorruptError as error:
+            table = keys.blob(ref.table.blob) if ref.table.blob else key
+            self._fault(self._level_of(step), table, stated.version, error.message)
+            self._bad.add(table)
+        return step
 
     def _all_steps(self) -> Iterator[Step]:
         for steps in (*self._steps.values(), *self._anchors.values()):
@@ -295,7 +309,7 @@ class _Check:
             for file in manifest.model_files or ():
                 yield self._level(version), BlobRef(file.blob, file.bytes), version
         for step in self._all_steps():
-            for ref in step.payload.blobs:
+            for ref in step.blobs:
                 yield self._level_of(step), ref, step.stated.version
 
     def _look(self, level: Level, ref: BlobRef, version: int | None, there: dict[str, int]) -> None:
@@ -309,7 +323,7 @@ class _Check:
             self._bad.add(key)
 
     def _sound(self, step: Step) -> bool:
-        names = [keys.blob(ref.hash) for ref in step.payload.blobs]
+        names = [keys.blob(ref.hash) for ref in step.blobs]
         return self._bad.isdisjoint([step.key, *names])
 
     def _follow(self, newest: int) -> None:
@@ -377,7 +391,7 @@ class _Check:
 
     def _dry(self, step: Step, mirror: Mirror) -> None:
         decode_delta(self.bucket, self.run, step.stated, step.payload, mirror)
-        self._read |= {ref.hash for ref in step.payload.blobs}
+        self._read |= {ref.hash for ref in step.blobs}
 
     def _whole(self, step: Step, mirror: Mirror) -> None:
         """An anchor: taken up if the mirror is not there yet, else compared with it."""
@@ -395,14 +409,15 @@ class _Check:
                     version=stated.version,
                 )
 
-        decode_anchor(self.bucket, self.run, stated, payload, mirror, compare)
+        whole = read_for(self.bucket, self.run, stated, payload, mirror)
+        decode_anchor(self.bucket, self.run, stated, whole, mirror, compare)
         self._took(step)
 
     def _took(self, step: Step) -> None:
         """An anchor is the shortest way back to a version."""
         if step.base is None or step.stated.version not in self._way:
             self._way[step.stated.version] = step
-        self._read |= {ref.hash for ref in step.payload.blobs}
+        self._read |= {ref.hash for ref in step.blobs}
 
     def _read_the_rest(self) -> None:
         """Blobs that rebuilding had no use for, by their names: of steps from versions that are

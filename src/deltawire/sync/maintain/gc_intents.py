@@ -46,7 +46,7 @@ from deltawire.wire.coordination import (
     DeletionIntent,
     decode_intent,
 )
-from deltawire.wire.manifest import BlobRef
+from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import Run
 from deltawire.wire.seal import seal
 

@@ -49,6 +49,7 @@ from deltawire.sync.chain.objects import (
     read_run,
     with_retries,
 )
+from deltawire.sync.chain.payloads import read_blobs, read_payload, table_blobs
 from deltawire.sync.follow.fetch import decode_delta, in_order, threads_of
 from deltawire.sync.follow.load import fetch_anchor, load_mirror
 from deltawire.sync.follow.mirror import Mirror, empty_mirror
@@ -60,14 +61,12 @@ from deltawire.wire import keys
 from deltawire.wire.coordination import RetentionFloor
 from deltawire.wire.manifest import (
     MAX_MANIFEST_BYTES,
-    BlobRef,
     CompactedDelta,
     Manifest,
-    Payload,
-    Piece,
     decode_compacted,
     decode_manifest,
 )
+from deltawire.wire.payload import BlobRef, PayloadRef, Piece
 from deltawire.wire.run import MAX_RUN_BYTES, Run
 from deltawire.wire.seal import Signer, seal
 
@@ -219,7 +218,7 @@ class Relay:
         if not manifest.pruned:
             self._copy_files(manifest)
             if manifest.delta is not None:
-                self._copy_blobs(manifest.delta.blobs, version)
+                self._copy_refs(self._blobs(manifest.delta, version), version)
             made, copied = self._move(manifest)
         self._commit(manifest, data)
         if not manifest.pruned:
@@ -282,7 +281,8 @@ class Relay:
                     if manifest is None:
                         raise
                     # It may have been killed before it could look after its blobs.
-                    self._copy_refs([ref for p in _payloads(manifest) for ref in p.blobs], version)
+                    for ref in manifest.payloads:
+                        self._copy_refs(self._blobs(ref, version), version)
                     mirror = load_mirror(
                         self.destination, self.run, at=version, threads=self._threads
                     )
@@ -353,8 +353,17 @@ class Relay:
     def _copy_files(self, manifest: Manifest) -> None:
         self._copy_refs([BlobRef(f.blob, f.bytes) for f in files_of(self.run, manifest)])
 
-    def _copy_blobs(self, refs: list[BlobRef], version: int) -> None:
-        self._copy_refs(refs, version)
+    def _blobs(self, ref: PayloadRef, version: int) -> list[BlobRef]:
+        """The blobs of a payload, by its piece table, which is copied first."""
+        tables = table_blobs([ref])
+        self._copy_refs(tables, version)
+        try:
+            return with_retries(lambda: read_blobs(self.destination, self.run, ref))
+        except CorruptError:
+            # A table that was there before is trusted for its size only: copy it again.
+            for table in tables:
+                self._carry(table, version)
+            return with_retries(lambda: read_blobs(self.destination, self.run, ref))
 
     def _copy_refs(self, refs: list[BlobRef], version: int | None = None) -> None:
         """Blobs that the destination lacks, each held against its name on its way."""
@@ -377,15 +386,16 @@ class Relay:
                 self._take_delta(manifest, manifest.delta)
             except CorruptError:
                 # Blobs that lay there before are believed by their size alone: once more, whole.
-                for ref in manifest.delta.blobs:
+                tables = table_blobs([manifest.delta])
+                for ref in [*tables, *self._blobs(manifest.delta, manifest.version)]:
                     self._carry(ref, manifest.version)
                 self._take_delta(manifest, manifest.delta)
         if manifest.anchor is None:
             return 0, 0
         if follows:
-            return self._make_anchor(manifest.version, manifest.anchor)
+            return self._make_anchor(manifest, manifest.anchor)
         before = self.crossed
-        self._copy_refs(manifest.anchor.blobs, manifest.version)
+        self._copy_refs(self._blobs(manifest.anchor, manifest.version), manifest.version)
         fetch_anchor(
             self.destination, self.run, manifest, manifest.anchor, self.mirror,
             threads=self._threads,
@@ -395,12 +405,14 @@ class Relay:
     def _keep_blobs(self, manifest: Manifest) -> None:
         """What retention at the destination took before the commit is carried or made again: blobs
         that lay there already were counted on, and may have been nobody's."""
-        refs = [ref for payload in _payloads(manifest) for ref in payload.blobs]
+        refs = table_blobs(manifest.payloads)
+        for payload in manifest.payloads:
+            refs += self._blobs(payload, manifest.version)
         refs += [BlobRef(file.blob, file.bytes) for file in files_of(self.run, manifest)]
         if blobs_stay(self.destination, self.run, refs):
             return
         if manifest.anchor is not None and self.mirror.version == manifest.version:
-            self._make_anchor(manifest.version, manifest.anchor)
+            self._make_anchor(manifest, manifest.anchor)
         self._copy_refs(refs, manifest.version)
         if not blobs_stay(self.destination, self.run, refs):
             raise RetryError(
@@ -409,14 +421,16 @@ class Relay:
                 version=manifest.version,
             )
 
-    def _take_delta(self, manifest: Manifest, payload: Payload) -> None:
+    def _take_delta(self, manifest: Manifest, payload: PayloadRef) -> None:
         pieces, held = decode_delta(
             self.destination, self.run, manifest, payload, self.mirror, threads=self._threads
         )
         self.mirror.move(pieces, manifest.version, Digest.from_hex(manifest.digest), held)
 
-    def _make_anchor(self, version: int, anchor: Payload) -> tuple[int, int]:
+    def _make_anchor(self, manifest: Manifest, stated: PayloadRef) -> tuple[int, int]:
         made = copied = 0
+        self._blobs(stated, manifest.version)
+        anchor = with_retries(lambda: read_payload(self.destination, self.run, manifest, stated))
         pieces: dict[int, list[Piece]] = {}
         for piece in anchor.pieces:
             pieces.setdefault(piece.blob, []).append(piece)
@@ -428,7 +442,7 @@ class Relay:
                 put_blob(self.destination, data)
                 made += len(data)
             else:
-                self._carry(ref, version)
+                self._carry(ref, manifest.version)
                 copied += ref.bytes
         return made, copied
 
@@ -478,10 +492,6 @@ def _same_place(left: str, right: str) -> bool:
     if left.startswith("memory:"):
         return False
     return posixpath.normpath(left) == posixpath.normpath(right)
-
-
-def _payloads(manifest: Manifest) -> list[Payload]:
-    return [payload for payload in (manifest.delta, manifest.anchor) if payload is not None]
 
 
 def _wait(stop: threading.Event, seconds: float) -> None:

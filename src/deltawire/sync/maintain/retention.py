@@ -39,11 +39,12 @@ from deltawire.sync.chain.objects import (
     read_manifest,
     with_retries,
 )
+from deltawire.sync.chain.payloads import all_blobs, read_blobs, table_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.maintain.gc_intents import delete_blobs, drop_dead_sweeps, store_clock
 from deltawire.wire import keys
 from deltawire.wire.coordination import RetentionFloor
-from deltawire.wire.manifest import Manifest, Payload, encode_manifest
+from deltawire.wire.manifest import CompactedDelta, Manifest, encode_manifest
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer, seal
 
@@ -125,15 +126,18 @@ def _anchor(bucket: Bucket, run: Run, cutoff: int) -> int | None:
     for version in range(min(cutoff, newest), -1, -1):
         try:
             manifest = read_manifest(bucket, run, version)
-            payload = None if manifest is None else manifest.anchor
-            if manifest is not None and payload is None and version in later:
-                fold = read_compacted_delta(bucket, run, None, version)
-                payload = fold.payload if fold and fold.digest == manifest.digest else None
+            stated: Manifest | CompactedDelta | None = manifest
+            if manifest is not None and manifest.anchor is None:
+                later_anchor = (
+                    read_compacted_delta(bucket, run, None, version) if version in later else None
+                )
+                same = later_anchor is not None and later_anchor.digest == manifest.digest
+                stated = later_anchor if same else None
         except CorruptError:
             continue
         if manifest is not None and manifest.pruned:
             return None
-        if payload is None or not _is_there(bucket, payload):
+        if stated is None or not _is_there(bucket, run, stated):
             continue
         if (
             version == newest
@@ -143,8 +147,15 @@ def _anchor(bucket: Bucket, run: Run, cutoff: int) -> int | None:
     return None
 
 
-def _is_there(bucket: Bucket, payload: Payload) -> bool:
-    return all(bucket.size(keys.blob(ref.hash)) == ref.bytes for ref in payload.blobs)
+def _is_there(bucket: Bucket, run: Run, stated: Manifest | CompactedDelta) -> bool:
+    """Whether every blob of an anchor is there; the delta of its manifest does not count."""
+    anchor = stated.anchor if isinstance(stated, Manifest) else stated.payload
+    assert anchor is not None
+    try:
+        blobs = [*table_blobs([anchor]), *read_blobs(bucket, run, anchor)]
+    except CorruptError:
+        return False
+    return all(bucket.size(keys.blob(blob.hash)) == blob.bytes for blob in blobs)
 
 
 def _raise_boundary(bucket: Bucket, run: Run, version: int, signer: Signer | None) -> None:
@@ -286,7 +297,7 @@ class _References:
         for version in range(self._next, (-1 if newest is None else newest) + 1):
             manifest = read_manifest(self._bucket, self._run, version)
             if manifest is not None:
-                self._take(manifest.delta, manifest.anchor)
+                self._take(manifest)
                 self._found |= {keys.blob(file.blob) for file in manifest.model_files or ()}
             self._next = version + 1
         for key in self._bucket.list(keys.COMPACTED):
@@ -295,9 +306,10 @@ class _References:
                 continue
             fold = read_compacted_delta(self._bucket, self._run, *name)
             if fold is not None:
-                self._take(fold.payload)
+                self._take(fold)
             self._folds.add(key)
         return self._found
 
-    def _take(self, *payloads: Payload | None) -> None:
-        self._found |= {keys.blob(ref.hash) for p in payloads if p is not None for ref in p.blobs}
+    def _take(self, stated: Manifest | CompactedDelta) -> None:
+        blobs = all_blobs(self._bucket, self._run, stated)
+        self._found |= {keys.blob(blob.hash) for blob in blobs}

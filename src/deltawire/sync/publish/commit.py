@@ -21,7 +21,7 @@ import msgspec
 
 from deltawire import codec
 from deltawire.codec import Digest
-from deltawire.errors import CorruptError, FencedError, InputError, RetryError
+from deltawire.errors import BugError, CorruptError, FencedError, InputError, RetryError
 from deltawire.store import Bucket, RetryingBucket, check_create_if_absent
 from deltawire.sync.chain.objects import (
     check_signer,
@@ -29,6 +29,7 @@ from deltawire.sync.chain.objects import (
     newest_retention_floor,
     read_manifest,
 )
+from deltawire.sync.chain.payloads import read_table, store_payload, table_blobs
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.publish.encoding import (
     BLOB_BYTES,
@@ -41,12 +42,13 @@ from deltawire.sync.publish.encoding import (
 )
 from deltawire.wire import keys
 from deltawire.wire.coordination import Part
-from deltawire.wire.manifest import (
-    MAX_METADATA_BYTES,
-    Manifest,
+from deltawire.wire.manifest import MAX_METADATA_BYTES, Manifest, encode_manifest
+from deltawire.wire.payload import (
+    BlobRef,
     Payload,
+    PayloadRef,
+    Piece,
     add_sums,
-    encode_manifest,
     payload_fault,
 )
 from deltawire.wire.run import ModelFile, Run
@@ -54,11 +56,13 @@ from deltawire.wire.seal import Signer
 
 
 class Encoded(NamedTuple):
-    """One writer's share of a version, uploaded: its payloads, and the digest of each chunk."""
+    """One writer's share of a version, uploaded: its payloads, the digest of each chunk, and how
+    many elements change."""
 
     delta: Payload | None
     anchor: Payload | None
     sums: dict[Chunk, Digest]
+    changed: int
 
     @property
     def payloads(self) -> list[Payload]:
@@ -153,8 +157,9 @@ class VersionWriter:
         self.staging = mirror.copy()
         self.chunks = chunks_of(run, mirror)
         self._sums: dict[Chunk, Digest] = {}
-        self._last_anchor: int | None = None
         self._skipped = 0
+        self._merged: list[Payload] = []
+        """The payloads of the manifest that this writer built last."""
         self.head_checked = False
         """Whether the run's newest manifest is known to be the baseline's."""
         if mirror.version >= 0:
@@ -213,7 +218,6 @@ class VersionWriter:
                 run=self.bucket.url,
                 version=self.baseline.version,
             )
-        self._last_anchor = head.version if head.anchor is not None else head.last_anchor
         self._schedule.resume(self.bucket, self.run, head)
         self.head_checked = True
 
@@ -222,11 +226,11 @@ class VersionWriter:
         return self._encode(whole=self.first or self._schedule.due(self.next_version))
 
     def _encode(self, *, whole: bool) -> Encoded:
-        delta, anchor = None, None
+        delta, anchor, changed = None, None, 0
         if self.first:
             sums = digest_chunks(self.chunks, self.staging, threads=self._threads)
         else:
-            delta, sums = upload_delta(
+            delta, sums, changed = upload_delta(
                 self.bucket, self.run, self.chunks, self.baseline, self.staging, self._sums,
                 threads=self._threads, blob_bytes=self._blob_bytes,
             )  # fmt: skip
@@ -235,20 +239,27 @@ class VersionWriter:
                 self.bucket, self.run, self.chunks, self.staging,
                 threads=self._threads, blob_bytes=self._blob_bytes,
             )  # fmt: skip
-        return Encoded(delta, anchor, sums)
+        return Encoded(delta, anchor, sums, changed)
 
     def part(self, encoded: Encoded, *, rank: int, ranks: int) -> Part:
-        """Describe this writer's share of the next version."""
+        """Describe this writer's share of the next version, whose piece tables are stored."""
+        version = self.next_version
+
+        def store(payload: Payload | None) -> PayloadRef | None:
+            if payload is None:
+                return None
+            return store_payload(self.bucket, self.run, payload, version=version)
+
         return Part(
             run=self.run.id,
-            version=self.next_version,
+            version=version,
             rank=rank,
             ranks=ranks,
             epoch=self.epoch,
             base_digest=self._base_digest,
             digest=encoded.digest.hex(),
-            delta=encoded.delta,
-            anchor=encoded.anchor,
+            delta=store(encoded.delta),
+            anchor=store(encoded.anchor),
         )
 
     def merge(
@@ -263,19 +274,18 @@ class VersionWriter:
 
         Raises `InputError` for whatever a reader would refuse: see `merge_parts`, and limits.
         """
-        manifest = merge_parts(
+        manifest, self._merged = merge_parts(
             self.bucket,
             self.run,
             parts,
             base=None if self.first else self.baseline.version,
             base_digest=self._base_digest,
             nonce=nonce,
-            last_anchor=self._last_anchor,
             metadata=metadata,
             files=files,
         )
         data = encode_manifest(manifest, signer=self.signer)
-        check_size(self.bucket, manifest, data)
+        check_size(self.bucket, manifest.version, data)
         return manifest, data
 
     def find(self, version: int) -> Manifest | None:
@@ -293,19 +303,22 @@ class VersionWriter:
         if newest_retention_floor(self.bucket) > manifest.version:
             raise self.fence(manifest.version, "retention has closed this version meanwhile")
 
-        def again() -> list[Payload]:
-            return self._encode(whole=encoded.anchor is not None).payloads
+        def again() -> None:
+            if self._encode(whole=encoded.anchor is not None).payloads != encoded.payloads:
+                raise BugError("encoding the same weights again made other blobs")
+            for payload in self._merged:
+                store_payload(self.bucket, self.run, payload, version=manifest.version)
 
-        keep_blobs(self.bucket, self.run, encoded.payloads, again)
+        refs = [ref for payload in encoded.payloads for ref in payload.blobs]
+        if self._merged:
+            refs += table_blobs(manifest.payloads)
+        keep_blobs(self.bucket, self.run, refs, again)
 
     def advance(self, manifest: Manifest, encoded: Encoded) -> None:
         """Make the staged weights the baseline: ``manifest`` commits them."""
         self.staging.finish(manifest.version, Digest.from_hex(manifest.digest), encoded.digest)
         self.baseline, self.staging = self.staging, self.baseline
         self._sums = encoded.sums
-        self._last_anchor = (
-            manifest.version if manifest.anchor is not None else manifest.last_anchor
-        )
         self._schedule.count(manifest)
         self._skipped = 0
         self.head_checked = True
@@ -358,11 +371,11 @@ def merge_parts(
     base: int | None,
     base_digest: str,
     nonce: str,
-    last_anchor: int | None = None,
     metadata: dict[str, Any] | None = None,
     files: list[ModelFile] | None = None,
-) -> Manifest:
-    """Build the manifest that commits all ``parts`` of a version, checked as a reader checks it.
+) -> tuple[Manifest, list[Payload]]:
+    """Build the manifest that commits all ``parts`` of a version, checked as a reader checks it,
+    and return it with its payloads, whose piece tables are stored.
 
     Raises `InputError` if parts overlap, leave a gap, build on different bases, or do not lead from
     the base to the sum of what the parts say that they hold: then the mirror of at least one writer
@@ -371,9 +384,9 @@ def merge_parts(
     version, first = parts[0].version, parts[0].version == 0
     if any(part.base_digest != base_digest for part in parts):
         raise InputError("the ranks build on different weights", run=bucket.url, version=version)
-    delta = None if first else _merged([part.delta for part in parts])
+    delta = None if first else _merged(bucket, run, [part.delta for part in parts])
     whole = [part.anchor for part in parts]
-    anchor = _merged(whole) if any(payload is not None for payload in whole) else None
+    anchor = _merged(bucket, run, whole) if any(ref is not None for ref in whole) else None
     payload = anchor if delta is None else delta
     if payload is None:
         raise InputError("the first version has no anchor", run=bucket.url, version=version)
@@ -395,38 +408,41 @@ def merge_parts(
             run=bucket.url,
             version=version,
         )
-    return Manifest(
+
+    def store(payload: Payload | None) -> PayloadRef | None:
+        return None if payload is None else store_payload(bucket, run, payload, version=version)
+
+    manifest = Manifest(
         run=run.id,
         version=version,
         base=base,
         base_digest=base_digest,
-        delta=delta,
-        anchor=anchor,
+        delta=store(delta),
+        anchor=store(anchor),
         digest=digest,
-        last_anchor=last_anchor if anchor is None else version,
         epoch=parts[0].epoch,
         nonce=nonce,
         created_at=time.time(),
         model_files=files,
         metadata=metadata or {},
     )
+    return manifest, [payload for payload in (delta, anchor) if payload is not None]
 
 
-def _merged(payloads: list[Payload | None]) -> Payload:
-    """Concatenate payloads; pieces are renumbered to their blobs' new places."""
-    found = [payload for payload in payloads if payload is not None]
-    if len(found) != len(payloads):
-        raise CorruptError("a part lacks the payload that the others have")
-    if len(found) == 1:
-        return found[0]
-    merged = Payload(blobs=[], pieces=[], changed=sum(payload.changed for payload in found))
-    for payload in found:
-        shift = len(merged.blobs)
-        merged.blobs.extend(payload.blobs)
-        merged.pieces.extend(
+def _merged(bucket: Bucket, run: Run, refs: list[PayloadRef | None]) -> Payload:
+    """Merge the parts' payloads: pieces ascend, and refer to their blobs by the new numbers."""
+    blobs: list[BlobRef] = []
+    pieces: list[Piece] = []
+    for ref in refs:
+        if ref is None:
+            raise CorruptError("a part lacks the payload that the others have", run=bucket.url)
+        payload = read_table(bucket, run, ref)
+        shift = len(blobs)
+        blobs += payload.blobs
+        pieces += (
             msgspec.structs.replace(piece, blob=piece.blob + shift) for piece in payload.pieces
         )
-    return merged
+    return Payload(blobs, sorted(pieces, key=lambda piece: (piece.tensor, piece.start)))
 
 
 def create_manifest(writer: VersionWriter, manifest: Manifest, data: bytes) -> Manifest:

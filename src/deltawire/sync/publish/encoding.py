@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from deltawire import codec
 from deltawire.codec import Digest
-from deltawire.errors import BugError, RetryError
+from deltawire.errors import RetryError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import put_blob
 from deltawire.sync.follow.fetch import in_order, piece_hash, threads_of
 from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.maintain.gc_intents import blobs_stay
-from deltawire.wire.manifest import BlobRef, Payload, Piece
+from deltawire.wire.payload import BlobRef, Payload, Piece
 from deltawire.wire.run import Run
 
 BLOB_BYTES = 32 << 20
@@ -116,12 +116,12 @@ class BlobWriter:
         if self._size >= self._blob_bytes:
             self._close_blob()
 
-    def finish(self, changed: int) -> Payload:
+    def finish(self) -> Payload:
         """Wait for all uploads and return the payload; raises the error of one that failed."""
         if self._parts:
             self._close_blob()
         refs = [upload.result() for upload in self._uploads]
-        return Payload(blobs=refs, pieces=self._pieces, changed=changed)
+        return Payload(blobs=refs, pieces=self._pieces)
 
     def _close_blob(self) -> None:
         if len(self._uploads) >= UPLOADS:
@@ -140,10 +140,11 @@ def upload_delta(
     *,
     threads: int | None = None,
     blob_bytes: int = BLOB_BYTES,
-) -> tuple[Payload, dict[Chunk, Digest]]:
+) -> tuple[Payload, dict[Chunk, Digest], int]:
     """Encode and upload the difference from ``base`` to ``target``.
 
-    ``sums`` holds the base's digests by chunk; the target's are returned with the payload.
+    ``sums`` holds the base's digests by chunk; the target's are returned with the payload, and
+    the number of elements that changed.
     """
     moved, changed = dict(sums), 0
     with BlobWriter(bucket, blob_bytes=blob_bytes) as writer:
@@ -152,7 +153,7 @@ def upload_delta(
                 writer.add(coded.chunk, coded.payload, coded.change)
                 moved[coded.chunk] = coded.digest
                 changed += coded.changed
-        return writer.finish(changed), moved
+        return writer.finish(), moved, changed
 
 
 def upload_anchor(
@@ -169,23 +170,20 @@ def upload_anchor(
         for coded in encode_anchors(chunks, run, target, threads=threads):
             assert coded.payload is not None
             writer.add(coded.chunk, coded.payload, coded.change)
-        return writer.finish(sum(chunk.count for chunk in chunks))
+        return writer.finish()
 
 
 def keep_blobs(
-    bucket: Bucket, run: Run, payloads: Sequence[Payload], again: Callable[[], Sequence[Payload]]
+    bucket: Bucket, run: Run, refs: Sequence[BlobRef], again: Callable[[], None]
 ) -> None:
-    """Ensure that the blobs of ``payloads``, which a manifest has just committed, are not deleted.
+    """Ensure that the blobs ``refs``, which a manifest has just committed, are not deleted.
 
-    If retention took one (see `gc_intents`), ``again`` encodes and uploads them once more:
-    encoding is deterministic, so they return under the same names. Raises `BugError` if they do
-    not, `RetryError` if the store does not answer.
+    If retention took one (see `gc_intents`), ``again`` encodes and uploads them once more, under
+    the same names: encoding is deterministic. Raises `RetryError` if the store does not answer.
     """
-    refs = [ref for payload in payloads for ref in payload.blobs]
     if blobs_stay(bucket, run, refs):
         return
-    if list(again()) != list(payloads):
-        raise BugError("encoding the same weights again made other blobs", run=bucket.url)
+    again()
     if not blobs_stay(bucket, run, refs):
         raise RetryError("blobs that were just uploaded are missing again", run=bucket.url)
 

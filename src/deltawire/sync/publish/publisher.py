@@ -319,7 +319,7 @@ class Publisher:
                     bytes_delta=manifest.delta.bytes if manifest.delta else 0,
                     bytes_full=self._bytes_full,
                     bytes_anchor=manifest.anchor.bytes if manifest.anchor else 0,
-                    changed=manifest.delta.changed if manifest.delta else self._elements,
+                    changed=attempt.encoded.changed if manifest.delta else self._elements,
                     elements=self._elements,
                     blocked_ms=attempt.step.blocked_ms,
                     encode_ms=encode_s * 1e3,

@@ -10,7 +10,8 @@ from history import LIMIT, snapshot, weights
 
 from deltawire.errors import CorruptError
 from deltawire.store import open_bucket
-from deltawire.sync import Subscriber, load_mirror, read_run
+from deltawire.sync import Subscriber, load_mirror, read_manifest, read_run
+from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import flip_bit
 from deltawire.testing.tiny import same_bits, start_publisher
@@ -106,8 +107,8 @@ def test_every_bit_of_the_objects_of_one_version(original, drill_seed):
     run = read_run(bucket)
     before = load_mirror(bucket, run, at=2)
     key = keys.manifest(3)
-    manifest = bucket.get(key, limit=LIMIT)
-    blobs = [k for k in bucket.list(keys.BLOBS) if k[-64:].encode() in manifest]
+    delta = read_manifest(bucket, run, 3).delta
+    blobs = [keys.blob(ref.hash) for ref in read_blobs(bucket, run, delta)]
     assert len(blobs) == 1
     for damaged in (key, *blobs):
         data = bucket.get(damaged, limit=LIMIT)

@@ -8,6 +8,7 @@ from deltawire.errors import CorruptError
 from deltawire.store import open_bucket
 from deltawire.sync import Subscriber, load_mirror, read_manifest, read_run
 from deltawire.sync.chain.objects import get_blob, put_blob
+from deltawire.sync.chain.payloads import read_blobs
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import same_bits, start_publisher, weights
 from deltawire.wire import keys
@@ -56,7 +57,9 @@ def needed(bucket, run, version):
     """The blobs without which a version cannot be had in any way."""
     manifests = [read_manifest(bucket.inner, run, number) for number in range(version + 1)]
     anchor = max(m.version for m in manifests if m.anchor is not None)
-    return {keys.blob(r.hash) for m in manifests[anchor + 1 :] for r in m.delta.blobs}
+    return {
+        keys.blob(r.hash) for m in manifests[anchor + 1 :] for r in read_blobs(bucket, run, m.delta)
+    }
 
 
 def test_there_is_something_to_damage(bucket):
@@ -117,7 +120,7 @@ def test_every_bit_of_run_and_manifests():
 def test_every_bit_of_a_blob(bucket):
     run = read_run(bucket)
     manifest = read_manifest(bucket, run, LAST)
-    (ref,) = manifest.delta.blobs
+    (ref,) = read_blobs(bucket, run, manifest.delta)
     for place in range(0, 8 * ref.bytes, 5):
         bucket.damage(keys.blob(ref.hash), lambda data, place=place: flip_bit(data, place))
         assert load(bucket, LAST) == "noticed"

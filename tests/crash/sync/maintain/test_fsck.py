@@ -9,6 +9,7 @@ from deltawire.errors import CorruptError
 from deltawire.store import open_bucket
 from deltawire.sync import prune, read_manifest
 from deltawire.sync.chain.objects import read_compacted_delta
+from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import start_publisher, start_run, weights
@@ -91,7 +92,7 @@ def test_versions_without_a_way_are_named(bucket):
     run = start_run(bucket)
     for key in bucket.list(keys.COMPACTED):
         bucket.hide(key)
-    (ref,) = read_manifest(bucket, run, 5).delta.blobs
+    (ref,) = read_blobs(bucket, run, read_manifest(bucket, run, 5).delta)
     bucket.hide(keys.blob(ref.hash))
     for deep in (True, False):
         assert check_run(bucket, deep=deep).unreachable == [5, 6, 7]
@@ -102,7 +103,7 @@ def test_a_way_around_is_no_error_of_the_versions_behind_it(bucket):
     run = start_run(bucket)
     base, target = 4, 8
     assert read_compacted_delta(bucket, run, base, target) is not None
-    (ref,) = read_manifest(bucket, run, 8).anchor.blobs
+    (ref,) = read_blobs(bucket, run, read_manifest(bucket, run, 8).anchor)
     bucket.hide(keys.blob(ref.hash))
     found = check_run(bucket)
     assert found.unreachable == []
@@ -141,7 +142,9 @@ def test_the_work_grows_with_the_versions_and_not_with_their_square(deep, harm):
         for version in range(last + 1):
             publisher.publish(weights(version))
         publisher.close()
-        anchor = read_manifest(inner, start_run(inner), 0).anchor.blobs[0].hash
+        anchor = read_blobs(
+            inner, start_run(inner), read_manifest(inner, start_run(inner), 0).anchor
+        )[0].hash
         for key in inner.list(keys.BLOBS):
             if harm == "cut":
                 inner.put(key, inner.get(key, limit=1 << 20)[:-1])
@@ -164,7 +167,7 @@ def test_damage_behind_what_cannot_be_reached_is_named_too(bucket):
     for key in bucket.list(keys.COMPACTED):
         bucket.hide(key)
     for version in (5, 7):
-        (ref,) = read_manifest(bucket, run, version).delta.blobs
+        (ref,) = read_blobs(bucket, run, read_manifest(bucket, run, version).delta)
         bucket.damage(keys.blob(ref.hash), lambda data: flip_bit(data, 99))
         found = check_run(bucket)
         assert keys.blob(ref.hash) in {fault.key for fault in found.faults}
@@ -177,10 +180,10 @@ def test_a_fold_whose_base_was_left_behind_is_still_a_way(bucket):
     fold = read_compacted_delta(bucket, run, 6, 8)
     assert fold is not None
     for ref in (
-        *read_manifest(bucket, run, 7).delta.blobs,
-        *read_manifest(bucket, run, 8).delta.blobs,
-        *read_manifest(bucket, run, 8).anchor.blobs,
-        *read_compacted_delta(bucket, run, 4, 8).payload.blobs,
+        *read_blobs(bucket, run, read_manifest(bucket, run, 7).delta),
+        *read_blobs(bucket, run, read_manifest(bucket, run, 8).delta),
+        *read_blobs(bucket, run, read_manifest(bucket, run, 8).anchor),
+        *read_blobs(bucket, run, read_compacted_delta(bucket, run, 4, 8).payload),
     ):
         bucket.hide(keys.blob(ref.hash))
     for deep in (True, False):

@@ -17,6 +17,7 @@ from benchmarks.synthetic import SyntheticSteps
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import Bucket, MeteredBucket, open_bucket
 from deltawire.sync import Relay, load_mirror, open_publisher, prune, read_manifest, read_run
+from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import TENSORS, audit, same_bits, start_publisher, weights
@@ -67,9 +68,9 @@ def test_anchors_after_the_first_never_cross() -> None:
         manifest = read_manifest(inner, run, version)
         assert manifest is not None
         assert manifest.delta is not None
-        deltas |= {keys.blob(ref.hash) for ref in manifest.delta.blobs}
+        deltas |= {keys.blob(ref.hash) for ref in read_blobs(inner, run, manifest.delta)}
         if manifest.anchor is not None:
-            anchors |= {keys.blob(ref.hash) for ref in manifest.anchor.blobs}
+            anchors |= {keys.blob(ref.hash) for ref in read_blobs(inner, run, manifest.anchor)}
     assert len(anchors) == 3
     assert not anchors & set(source.read_keys)
     for key in deltas:  # and each delta crosses once
@@ -276,7 +277,10 @@ def test_killed_before_it_looked_after_its_blobs() -> None:
     assert manifest is not None
     assert manifest.delta is not None
     assert manifest.anchor is not None
-    for ref in (*manifest.delta.blobs, *manifest.anchor.blobs):
+    for ref in (
+        *read_blobs(source, run, manifest.delta),
+        *read_blobs(source, run, manifest.anchor),
+    ):
         destination.delete(keys.blob(ref.hash))
     assert relay(source, destination).version == 6
     assert contents(destination) == contents(source)
@@ -358,7 +362,7 @@ def test_a_damaged_blob_at_the_destination_is_fetched_again() -> None:
     manifest = read_manifest(source, run, 2)
     assert manifest is not None
     assert manifest.delta is not None
-    key = keys.blob(manifest.delta.blobs[0].hash)
+    key = keys.blob(read_blobs(source, run, manifest.delta)[0].hash)
     data = source.get(key, limit=1 << 20)
     assert data is not None
     inner.put(key, flip_bit(data, 9))

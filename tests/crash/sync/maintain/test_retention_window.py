@@ -17,6 +17,7 @@ from deltawire.errors import RetryError
 from deltawire.store import open_bucket
 from deltawire.sync import Compactor, Relay, load_mirror, read_manifest, read_run
 from deltawire.sync.chain.objects import read_compacted_delta
+from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.maintain import gc_intents as sweeps
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.maintain.retention import prune
@@ -161,7 +162,10 @@ def assert_whole(bucket, newest):
         assert same_bits(load_mirror(bucket, run, at=version).tensors, weights(version))
     for key in bucket.list(keys.COMPACTED):
         fold = read_compacted_delta(bucket, run, *keys.compacted_of(key))
-        assert all(bucket.size(keys.blob(ref.hash)) == ref.bytes for ref in fold.payload.blobs)
+        assert all(
+            bucket.size(keys.blob(ref.hash)) == ref.bytes
+            for ref in read_blobs(bucket, run, fold.payload)
+        )
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -198,7 +202,9 @@ def test_without_the_sweep_a_look_behind_the_commit_is_too_early(original, monke
 
 
 def one_blob(bucket, version):
-    (ref,) = read_manifest(bucket, read_run(bucket), version).delta.blobs
+    (ref,) = read_blobs(
+        bucket, read_run(bucket), read_manifest(bucket, read_run(bucket), version).delta
+    )
     return ref.hash
 
 

@@ -9,6 +9,7 @@ from deltawire.errors import InputError
 from deltawire.store import open_bucket
 from deltawire.sync import COMPACTION_STRIDES, Compactor, Subscriber, load_mirror, read_manifest
 from deltawire.sync.chain.objects import read_compacted_delta
+from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.follow.fetch import decode_delta
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import same_bits, start_publisher, weights
@@ -108,7 +109,7 @@ def test_a_damaged_fold_is_got_around(long_run):
         if damage == "object":
             bucket.damage(key, lambda data: flip_bit(data, 99))
         elif damage == "blob":
-            bucket.hide(keys.blob(fold.payload.blobs[0].hash))
+            bucket.hide(keys.blob(read_blobs(bucket, run, fold.payload)[0].hash))
         else:
             bucket.hide(key)
         mirror = load_mirror(bucket, run, at=66)
@@ -122,7 +123,7 @@ def test_a_damaged_fold_is_got_around(long_run):
 def test_a_delta_that_is_gone_is_spanned_by_a_fold(long_run):
     """Recovery without an operator where another path exists."""
     bucket, run, _ = long_run
-    lost = read_manifest(bucket.inner, run, 30).delta.blobs[0]
+    lost = read_blobs(bucket.inner, run, read_manifest(bucket.inner, run, 30).delta)[0]
     bucket.hide(keys.blob(lost.hash))
     bucket.hide(keys.manifest(31))
     subscriber = Subscriber(bucket, run, load_mirror(bucket.inner, run, at=29))

@@ -129,7 +129,7 @@ def test_newest_version_is_that_of_a_manifest(bucket):
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"tensors": [TensorSpec("a", (1 << 19,), "F32")], "chunk": 1}, "chunks of 1 elements"),
+        ({"tensors": [TensorSpec("a", (1 << 21,), "F32")], "chunk": 1}, "chunks of 1 elements"),
         ({"tensors": [TensorSpec("a", (1 << 50,), "F32")], "chunk": 1 << 30}, "Expected `int`"),
         ({"tensors": [TensorSpec("a" * 1025, (1,), "F32")]}, "length"),
         ({"aliases": {"b": "c"}}, "alias"),

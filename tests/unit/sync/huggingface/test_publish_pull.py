@@ -24,6 +24,7 @@ from deltawire.sync import (
     read_manifest,
     read_run,
 )
+from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.huggingface.checkpoint_dir import INDEX, CheckpointDirError, read_checkpoint
 from deltawire.sync.huggingface.safetensors_layout import (
     Layout,
@@ -313,7 +314,9 @@ def test_only_deltas_are_fetched_once_a_version_is_there(tmp_path: Path) -> None
     first = read_manifest(inner, run, 0)
     assert first is not None
     assert first.anchor is not None
-    assert not {keys.blob(ref.hash) for ref in first.anchor.blobs} & set(bucket.read_keys)
+    assert not {keys.blob(ref.hash) for ref in read_blobs(bucket, run, first.anchor)} & set(
+        bucket.read_keys
+    )
     assert files_in(tmp_path / "out") == files_in(paths[2])
 
 

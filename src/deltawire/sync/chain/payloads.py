@@ -1,0 +1,180 @@
+"""Read and store payloads: the piece tables of manifests and compacted deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from deltawire.errors import CorruptError, InputError
+from deltawire.store import Bucket
+from deltawire.sync.chain.objects import get_blob, put_blob
+from deltawire.wire import keys
+from deltawire.wire.coordination import Part
+from deltawire.wire.manifest import CompactedDelta, Manifest, check_payload
+from deltawire.wire.payload import (
+    SEGMENT_BLOBS,
+    BlobRef,
+    Head,
+    Payload,
+    PayloadRef,
+    Piece,
+    Segment,
+    decode_blobs,
+    decode_head,
+    decode_pieces,
+    decode_table,
+    encode_table,
+    payload_ref,
+    pieces_fault,
+    too_many,
+)
+from deltawire.wire.run import Run
+
+Stated = Manifest | CompactedDelta
+
+WHOLE = 0.5
+"""Readers that need a larger share of a table's bytes than this fetch all of it."""
+
+
+def store_payload(bucket: Bucket, run: Run, payload: Payload, *, version: int) -> PayloadRef:
+    """Put a payload's piece table, unless it is inline, and return what a manifest states of it.
+
+    Raises `InputError` for a payload that is larger than readers take, `RetryError` if the store
+    does not answer.
+    """
+    if fault := too_many(payload):
+        raise InputError(
+            f"no reader would accept this version: {fault}",
+            hint="begin a run with larger chunks, or publish from fewer ranks",
+            run=bucket.url,
+            version=version,
+        )
+    encoded = encode_table(payload, run)
+    ref = payload_ref(payload, encoded)
+    if not ref.table.inline:
+        put_blob(bucket, encoded)
+    return ref
+
+
+def read_payload(
+    bucket: Bucket,
+    run: Run,
+    stated: Stated,
+    ref: PayloadRef,
+    ranges: Mapping[int, tuple[int, int]] | None = None,
+) -> Payload:
+    """A payload of ``stated``, checked.
+
+    With ``ranges`` (by tensor number the first element and the one after the last, at borders of
+    chunks), at least the pieces in these, from the segments of the table that have them. Raises
+    `CorruptError` if the table is missing, damaged, or not one of this run.
+    """
+    try:
+        if ranges is not None and not ref.table.inline:
+            payload = _read_part(bucket, run, ref, ranges)
+            if payload is not None:
+                if fault := pieces_fault(payload, run):
+                    raise CorruptError(f"payload: {fault}")
+                return payload
+        payload = read_table(bucket, run, ref)
+    except CorruptError as error:
+        raise _placed(error, bucket, stated.version, ref) from error
+    check_payload(stated, ref, payload, run, run=bucket.url)
+    return payload
+
+
+def read_table(bucket: Bucket, run: Run, ref: PayloadRef) -> Payload:
+    """A payload's whole piece table, its places and sums not yet checked; raises
+    `CorruptError`."""
+    blob = ref.table_blob
+    data = ref.table.inline if blob is None else bytes(get_blob(bucket, blob))
+    return decode_table(data, ref, run)
+
+
+def read_blobs(bucket: Bucket, run: Run, ref: PayloadRef) -> list[BlobRef]:
+    """The blobs of a payload, by the head and the last segments of its table; raises
+    `CorruptError`."""
+    if ref.table.inline:
+        return list(read_table(bucket, run, ref).blobs)
+    head = decode_head(_read(bucket, ref, [(0, ref.head_bytes)])[0], ref)
+    parts = _read(bucket, ref, [(s.offset, s.length) for s in head.blob_segments])
+    return [
+        blob
+        for segment, data in zip(head.blob_segments, parts, strict=True)
+        for blob in decode_blobs(segment, data)
+    ]
+
+
+def all_blobs(bucket: Bucket, run: Run, stated: Stated | Part) -> list[BlobRef]:
+    """Every blob that the payloads of ``stated`` need, their piece tables first.
+
+    Raises `CorruptError`.
+    """
+    found: list[BlobRef] = []
+    for ref in stated.payloads:
+        found += table_blobs([ref])
+        try:
+            found += read_blobs(bucket, run, ref)
+        except CorruptError as error:
+            raise _placed(error, bucket, stated.version, ref) from error
+    return found
+
+
+def table_blobs(refs: Sequence[PayloadRef]) -> list[BlobRef]:
+    """The blobs of the piece tables that are not inline."""
+    return [ref.table_blob for ref in refs if ref.table_blob is not None]
+
+
+def _read_part(
+    bucket: Bucket, run: Run, ref: PayloadRef, ranges: Mapping[int, tuple[int, int]]
+) -> Payload | None:
+    """The pieces of the segments that ``ranges`` need and their blobs, numbered anew; None if
+    reading everything is better."""
+    head = decode_head(_read(bucket, ref, [(0, ref.head_bytes)])[0], ref)
+    segments = [head.piece_segments[number] for number in head.wanted(ranges)]
+    if sum(segment.length for segment in segments) > WHOLE * ref.table.bytes:
+        return None
+    pieces = _pieces(bucket, run, ref, head, segments)
+    numbers = sorted({piece.blob for piece in pieces})
+    if numbers and numbers[-1] >= head.blobs:
+        raise CorruptError("a piece in a blob that the table does not list")
+    groups = sorted({number // SEGMENT_BLOBS for number in numbers})
+    blob_segments = [head.blob_segments[group] for group in groups]
+    parts = _read(bucket, ref, [(s.offset, s.length) for s in blob_segments])
+    listed = {
+        group: decode_blobs(segment, data)
+        for group, segment, data in zip(groups, blob_segments, parts, strict=True)
+    }
+    places = {number: place for place, number in enumerate(numbers)}
+    blobs = [listed[number // SEGMENT_BLOBS][number % SEGMENT_BLOBS] for number in numbers]
+    return Payload(blobs, [msgspec.structs.replace(p, blob=places[p.blob]) for p in pieces])
+
+
+def _pieces(
+    bucket: Bucket, run: Run, ref: PayloadRef, head: Head, segments: list[Segment]
+) -> list[Piece]:
+    parts = _read(bucket, ref, [(segment.offset, segment.length) for segment in segments])
+    return [
+        piece
+        for segment, data in zip(segments, parts, strict=True)
+        for piece in decode_pieces(head, segment, data, run)
+    ]
+
+
+def _read(bucket: Bucket, ref: PayloadRef, ranges: list[tuple[int, int]]) -> list[memoryview]:
+    if not ranges:
+        return []
+    parts = bucket.read_ranges(keys.blob(ref.table.blob), ranges)
+    if parts is None:
+        raise CorruptError("a piece table is missing")
+    return list(parts)
+
+
+def _placed(
+    error: CorruptError, bucket: Bucket, version: int | None, ref: PayloadRef
+) -> CorruptError:
+    key = keys.blob(ref.table.blob) if ref.table.blob else ""
+    return CorruptError(
+        error.message, hint=error.hint, run=bucket.url, version=version, key=error.key or key
+    )

@@ -1,0 +1,196 @@
+"""Piece tables: what is encoded comes back, damage is an error, and large ones are small."""
+
+import random
+
+import msgspec
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltawire.errors import CorruptError
+from deltawire.wire.manifest import MAX_MANIFEST_BYTES, Manifest, encode_manifest
+from deltawire.wire.payload import (
+    INLINE_BYTES,
+    SEGMENT_PIECES,
+    BlobRef,
+    Head,
+    Payload,
+    Piece,
+    Segment,
+    add_sums,
+    decode_blobs,
+    decode_head,
+    decode_pieces,
+    decode_table,
+    encode_table,
+    payload_fault,
+    payload_ref,
+)
+from deltawire.wire.run import Run, TensorSpec
+
+CHUNK = 16
+
+
+def table_of(shapes):
+    specs = [TensorSpec(f"t{number}", shape, "BF16") for number, shape in enumerate(shapes)]
+    return Run(name="r", created_at=0.0, tensors=specs, digest="0" * 32, chunk=CHUNK)
+
+
+def payload_of(run, rng, *, share=1.0, blobs=3, cut=False):
+    """Pieces of some chunks, in blobs in any order, each piece at the end of its blob so far."""
+    pieces, sizes = [], [0] * blobs
+    for number, spec in enumerate(run.tensors):
+        for start in range(0, spec.count, run.chunk):
+            if rng.random() > share:
+                continue
+            count = min(run.chunk, spec.count - start)
+            first = rng.randrange(1, count) if cut and count > 1 else count
+            for at, size in ((start, first), (start + first, count - first)):
+                if size == 0:
+                    continue
+                blob, length = rng.randrange(blobs), rng.randrange(1, 1 << 20)
+                gap = rng.choice([0, 0, 7])
+                total, found = (f"{rng.getrandbits(128):032x}" for _ in range(2))
+                pieces.append(
+                    Piece(number, at, size, blob, sizes[blob] + gap, length, total, found)
+                )
+                sizes[blob] += gap + length
+    return Payload([BlobRef(f"{rng.getrandbits(256):064x}", size) for size in sizes], pieces)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.sampled_from([(), (0, 3), (5,), (4, 8), (100, 7)]), max_size=40),
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.sampled_from([1, 3, 1500]),
+    st.booleans(),
+)
+def test_tables_come_back(shapes, seed, share, blobs, cut):
+    run = table_of(shapes)
+    payload = payload_of(run, random.Random(seed), share=share, blobs=blobs, cut=cut)
+    encoded = encode_table(payload, run)
+    ref = payload_ref(payload, encoded)
+    found = decode_table(encoded, ref, run)
+    assert (found.blobs, found.pieces) == (payload.blobs, payload.pieces)
+    assert bool(ref.table.inline) == (len(encoded) <= INLINE_BYTES)
+    assert (ref.table.blob == "") == (ref.table_blob is None)
+    total = add_sums(piece.sum for piece in payload.pieces)
+    assert payload_fault(payload, run, base_digest="0" * 32, to=total) == ""
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32), st.data())
+def test_segments_alone_have_every_piece_of_a_part(seed, data):
+    run = table_of([(40, CHUNK)] * 30)
+    payload = payload_of(run, random.Random(seed), share=0.7, cut=True)
+    encoded = encode_table(payload, run)
+    ref = payload_ref(payload, encoded)
+    head = decode_head(encoded[: ref.head_bytes], ref)
+    held = data.draw(st.dictionaries(st.integers(0, 29), st.integers(0, 39), max_size=5))
+    ranges = {number: (first * CHUNK, (first + 1) * CHUNK) for number, first in held.items()}
+    found = []
+    for number in head.wanted(ranges):
+        segment = head.piece_segments[number]
+        part = encoded[segment.offset : segment.offset + segment.length]
+        found += decode_pieces(head, segment, part, run)
+
+    def wanted(pieces):
+        return [
+            piece for piece in pieces if piece.tensor in ranges
+            and ranges[piece.tensor][0] <= piece.start < ranges[piece.tensor][1]
+        ]  # fmt: skip
+
+    assert wanted(found) == wanted(payload.pieces)
+    assert len(head.wanted(ranges)) <= 2 * max(len(ranges), 1)
+
+
+def test_no_flip_in_a_table_in_a_blob_is_taken():
+    run = table_of([(40, CHUNK)] * 30)
+    payload = payload_of(run, random.Random(1))
+    encoded = bytearray(encode_table(payload, run))
+    ref = payload_ref(payload, bytes(encoded))
+    assert ref.table.blob
+    for at in range(0, len(encoded), 97):
+        encoded[at] ^= 0x10
+        with pytest.raises(CorruptError):
+            decode_table(bytes(encoded), ref, run)
+        encoded[at] ^= 0x10
+    for size in (0, 11, ref.head_bytes, len(encoded) - 1):
+        with pytest.raises(CorruptError):
+            decode_table(bytes(encoded[:size]), ref, run)
+    with pytest.raises(CorruptError):
+        decode_table(bytes(encoded) + b"\0", ref, run)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=200), st.integers(1, 6))
+def test_any_bytes_as_pieces_end_in_pieces_or_an_error(data, count):
+    """Hostile tables have hashes that fit: the writer of the table made them."""
+    run = table_of([(3, 4), (0, 1), (9,)])
+    segment = Segment(0, len(data), blake3(data).digest(16))
+    head = Head(count, 0, [segment], [])
+    try:
+        pieces = decode_pieces(head, segment, data, run)
+    except CorruptError:
+        return
+    assert len(pieces) == count
+
+
+def test_a_blob_segment_of_another_hash_is_refused():
+    run = table_of([(4, CHUNK)])
+    payload = payload_of(run, random.Random(3))
+    encoded = encode_table(payload, run)
+    ref = payload_ref(payload, encoded)
+    (segment,) = decode_head(encoded[: ref.head_bytes], ref).blob_segments
+    data = encoded[segment.offset :]
+    assert decode_blobs(segment, data) == payload.blobs
+    with pytest.raises(CorruptError, match="does not match its hash"):
+        decode_blobs(segment, data[:-1] + b"\xff")
+
+
+def test_a_trillion_parameters():
+    """2^18 pieces and 4,096 blobs, twice: the manifest, the tables, and a reader of a sixteenth."""
+    count, element = 1 << 18, 1 << 22
+    specs = [TensorSpec(f"model.layers.{n}.weight", (1 << 24,), "U8") for n in range(count // 4)]
+    run = Run(name="r", created_at=0.0, tensors=specs, digest="0" * 32, chunk=element)
+    rng = random.Random(5)
+    blobs = [BlobRef(f"{rng.getrandbits(256):064x}", 1 << 36) for _ in range(4096)]
+    offsets = [0] * len(blobs)
+    pieces = []
+    for number in range(count):
+        blob, length = number // 64, rng.randrange(3_000_000, 4_300_000)
+        total, found = (f"{rng.getrandbits(128):032x}" for _ in range(2))
+        place = (number // 4, number % 4 * element, element)
+        pieces.append(Piece(*place, blob, offsets[blob], length, total, found))
+        offsets[blob] += length
+    payload = Payload(blobs, pieces)
+    encoded = encode_table(payload, run)
+    ref = payload_ref(payload, encoded)
+    manifest = Manifest(
+        run="a" * 32, version=50, base=49, base_digest="f" * 32, delta=ref, anchor=ref,
+        digest="f" * 32, epoch=1, nonce="x" * 32, created_at=0.0,
+    )  # fmt: skip
+    root = len(encode_manifest(manifest))
+    assert root < 64 << 10 < MAX_MANIFEST_BYTES
+    assert root + len(encoded) < 10_000_000
+    head = decode_head(encoded[: ref.head_bytes], ref)
+    sixteenth = dict.fromkeys(range(20000, 20000 + len(specs) // 16), (0, 1 << 24))
+    segments = [head.piece_segments[number] for number in head.wanted(sixteenth)]
+    fetched = sum(s.length for s in (*segments, head.blob_segments[0], head.blob_segments[1]))
+    assert root + ref.head_bytes + fetched < 800_000
+    assert len(segments) <= count // 16 // SEGMENT_PIECES + 2
+
+
+def test_the_largest_inline_tables_leave_a_root_of_64_kib():
+    run = table_of([(100, CHUNK)] * 3)
+    payload = payload_of(run, random.Random(2))
+    ref = payload_ref(payload, encode_table(payload, run))
+    table = msgspec.structs.replace(ref.table, inline=bytes(INLINE_BYTES))
+    full = msgspec.structs.replace(ref, table=table)
+    manifest = Manifest(
+        run="a" * 32, version=50, base=49, base_digest="f" * 32, delta=full, anchor=full,
+        digest="f" * 32, epoch=1, nonce="x" * 64, created_at=1e9 / 3,
+    )  # fmt: skip
+    assert len(encode_manifest(manifest)) < 48 << 10
