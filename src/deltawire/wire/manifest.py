@@ -18,6 +18,7 @@ from deltawire.wire.payload import (
     PayloadRef,
     Sum,
     codec_fault,
+    decode_table,
     payload_fault,
 )
 from deltawire.wire.run import MAX_MODEL_FILES, Identity, ModelFile, Run
@@ -110,7 +111,7 @@ def encode_compacted(compacted: CompactedDelta, *, signer: Signer | None = None)
 def decode_manifest(data: bytes, *, version: int, table: Run, run: str, key: str) -> Manifest:
     """Parse a manifest and check it against the run; raises `CorruptError`.
 
-    Its payloads are checked when their piece tables are read (see `check_payload`).
+    Payloads whose piece table is a blob are checked when that is read (see `check_payload`).
     """
     check_seal(data, "manifest", run=run, key=key)
     outline = decode_json(data, _Metadata, run=run, key=key, what="manifest")
@@ -118,6 +119,7 @@ def decode_manifest(data: bytes, *, version: int, table: Run, run: str, key: str
     manifest = unseal(data, Manifest, run=run, key=key)
     if fault := _manifest_fault(manifest, version, table):
         raise CorruptError(f"manifest: {fault}", run=run, version=version, key=key)
+    _check_inline(manifest, table, run=run, key=key)
     return manifest
 
 
@@ -133,6 +135,7 @@ def decode_compacted(
         fault = "a compacted delta without an earlier base"
     if fault:
         raise CorruptError(f"compacted delta: {fault}", run=run, version=version, key=key)
+    _check_inline(compacted, table, run=run, key=key)
     return compacted
 
 
@@ -148,6 +151,18 @@ def check_payload(
     fault = payload_fault(payload, table, base_digest=stated.leads_from(ref), to=stated.digest)
     if fault:
         raise CorruptError(f"payload: {fault}", run=run, version=stated.version)
+
+
+def _check_inline(stated: Manifest | CompactedDelta, table: Run, *, run: str, key: str) -> None:
+    for ref in stated.payloads:
+        if ref.table_blob is None:
+            try:
+                payload = decode_table(ref.table.inline, ref, table)
+                check_payload(stated, ref, payload, table, run=run)
+            except CorruptError as error:
+                raise CorruptError(
+                    error.message, run=run, version=stated.version, key=key
+                ) from error
 
 
 def _identity_fault(value: Manifest | CompactedDelta, version: int, table: Run) -> str:

@@ -37,8 +37,9 @@ class RouteFinder:
     """Finds the cheapest routes from ``held`` (None: from nothing) to ``goal``.
 
     Every object is read once; an object that could not be read, or was passed to `ban` after it
-    turned out damaged, is left out of every route. ``failure`` is the first thing that went wrong, for the
-    error that is raised if no route is left. Raises `RetryError` if the store does not answer.
+    turned out damaged, is left out of every route. ``failure`` is the first thing that went wrong,
+    for the error that is raised if no route is left. Raises `RetryError` if the store does not
+    answer.
 
     Example::
 

@@ -13,7 +13,7 @@ version that failed is encoded again from what readers hold.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -158,6 +158,8 @@ class VersionWriter:
         self.chunks = chunks_of(run, mirror)
         self._sums: dict[Chunk, Digest] = {}
         self._skipped = 0
+        self._stored: dict[PayloadRef, Payload] = {}
+        """The payloads of this writer's newest part: they need not be read back."""
         self._merged: list[Payload] = []
         """The payloads of the manifest that this writer built last."""
         self.head_checked = False
@@ -248,8 +250,11 @@ class VersionWriter:
         def store(payload: Payload | None) -> PayloadRef | None:
             if payload is None:
                 return None
-            return store_payload(self.bucket, self.run, payload, version=version)
+            ref = store_payload(self.bucket, self.run, payload, version=version)
+            self._stored[ref] = payload
+            return ref
 
+        self._stored.clear()
         return Part(
             run=self.run.id,
             version=version,
@@ -283,6 +288,7 @@ class VersionWriter:
             nonce=nonce,
             metadata=metadata,
             files=files,
+            stored=self._stored,
         )
         data = encode_manifest(manifest, signer=self.signer)
         check_size(self.bucket, manifest.version, data)
@@ -373,9 +379,11 @@ def merge_parts(
     nonce: str,
     metadata: dict[str, Any] | None = None,
     files: list[ModelFile] | None = None,
+    stored: Mapping[PayloadRef, Payload] | None = None,
 ) -> tuple[Manifest, list[Payload]]:
     """Build the manifest that commits all ``parts`` of a version, checked as a reader checks it,
-    and return it with its payloads, whose piece tables are stored.
+    and return it with its payloads, whose piece tables are stored. Payloads in ``stored`` are not
+    read again.
 
     Raises `InputError` if parts overlap, leave a gap, build on different bases, or do not lead from
     the base to the sum of what the parts say that they hold: then the mirror of at least one writer
@@ -384,9 +392,11 @@ def merge_parts(
     version, first = parts[0].version, parts[0].version == 0
     if any(part.base_digest != base_digest for part in parts):
         raise InputError("the ranks build on different weights", run=bucket.url, version=version)
-    delta = None if first else _merged(bucket, run, [part.delta for part in parts])
+    delta = None if first else _merged(bucket, run, [part.delta for part in parts], stored or {})
     whole = [part.anchor for part in parts]
-    anchor = _merged(bucket, run, whole) if any(ref is not None for ref in whole) else None
+    anchor = (
+        _merged(bucket, run, whole, stored or {}) if any(ref is not None for ref in whole) else None
+    )
     payload = anchor if delta is None else delta
     if payload is None:
         raise InputError("the first version has no anchor", run=bucket.url, version=version)
@@ -429,14 +439,19 @@ def merge_parts(
     return manifest, [payload for payload in (delta, anchor) if payload is not None]
 
 
-def _merged(bucket: Bucket, run: Run, refs: list[PayloadRef | None]) -> Payload:
+def _merged(
+    bucket: Bucket,
+    run: Run,
+    refs: list[PayloadRef | None],
+    stored: Mapping[PayloadRef, Payload],
+) -> Payload:
     """Merge the parts' payloads: pieces ascend, and refer to their blobs by the new numbers."""
     blobs: list[BlobRef] = []
     pieces: list[Piece] = []
     for ref in refs:
         if ref is None:
             raise CorruptError("a part lacks the payload that the others have", run=bucket.url)
-        payload = read_table(bucket, run, ref)
+        payload = stored.get(ref) or read_table(bucket, run, ref)
         shift = len(blobs)
         blobs += payload.blobs
         pieces += (

@@ -134,7 +134,7 @@ def test_newest_version_is_that_of_a_manifest(bucket):
         ({"tensors": [TensorSpec("a" * 1025, (1,), "F32")]}, "length"),
         ({"aliases": {"b": "c"}}, "alias"),
         ({"config": {"a": "x" * (1 << 20)}}, "config has"),
-        ({"config": {"a": "x" * (1 << 24)}}, "bytes; the limit is"),
+        ({"config": {"a": "x" * (1 << 26)}}, "bytes; the limit is"),
         ({"name": "x" * 65}, "length"),
     ],
 )
