@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from deltawire.wire.manifest import Index
 from deltawire.wire.objects import FORMAT
+from deltawire.wire.payload import Index
 
 MAX_ARCHIVE_BYTES = 128 << 20
 
