@@ -1,7 +1,8 @@
-"""The trainer's resumable state, in the bucket: a safetensors object, then a small commit."""
+"""Stores the trainer's resumable state in the bucket: safetensors objects, then a small commit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import blake3
@@ -12,62 +13,89 @@ from msgspec import Meta
 from torch import Tensor
 
 from deltawire.errors import CorruptError
-from deltawire.store import Bucket
-from deltawire.sync.chain.objects import with_retries
+from deltawire.store import Bucket, RetryingBucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.objects import FORMAT, decode_json, encode_json
 from deltawire.wire.payload import Index
 from deltawire.wire.run import Hash
 
-MAX_STATE_BYTES = 1 << 40
-MAX_COMMIT_BYTES = 64 << 20
+PART_BYTES = 256 << 20
+"""A part of the state is closed when it holds this many bytes; one tensor is never divided."""
+
+MAX_PART_BYTES = 1 << 40
+MAX_PARTS = 1 << 20
+MAX_COMMIT_BYTES = 256 << 20
 KEPT = 2
 
 
+class StatePart(msgspec.Struct, frozen=True):
+    """One safetensors object of a state: the BLAKE3 of its content, and its size."""
+
+    hash: Hash
+    bytes: Index
+
+
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """Says that a state is whole. ``digest`` is that of the weights published at ``version``."""
+    """Commits a state of ``parts``. ``digest`` is that of the weights published at ``version``."""
 
     format: int = FORMAT
     version: Index
     digest: Annotated[str, Meta(max_length=32)]
-    state: Hash
-    bytes: Index
+    parts: Annotated[list[StatePart], Meta(max_length=MAX_PARTS)]
     ledger: Ledger
 
 
 def save_checkpoint(
     bucket: Bucket, state: dict[str, Tensor], ledger: Ledger, *, version: int, digest: str
 ) -> None:
-    """Store the state of a committed version; older ones than the last `KEPT` are removed."""
-    data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in state.items()})
-    commit = Commit(
-        version=version,
-        digest=digest,
-        state=blake3.blake3(data).hexdigest(),
-        bytes=len(data),
-        ledger=ledger,
-    )
-    with_retries(lambda: bucket.put(keys.checkpoint(version, "state"), data))
-    with_retries(lambda: bucket.put(keys.checkpoint(version, "commit"), encode_json(commit)))
-    with_retries(lambda: _remove_old(bucket))
+    """Store the state of a committed version, and remove all but the last `KEPT`.
+
+    A state of any size takes the memory of one part besides its own.
+    """
+    bucket = RetryingBucket.over(bucket)
+    parts = []
+    for number, tensors in enumerate(_divided(state)):
+        data = safetensors.torch.save(tensors)
+        bucket.put(keys.checkpoint_part(version, number), data)
+        parts.append(StatePart(blake3.blake3(data).hexdigest(), len(data)))
+    commit = Commit(version=version, digest=digest, parts=parts, ledger=ledger)
+    bucket.put(keys.checkpoint_commit(version), encode_json(commit))
+    _remove_old(bucket)
+
+
+def _divided(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Group tensors into parts, in order; at least one part, even of nothing."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in state.items():
+        part[name] = tensor.contiguous()
+        size += tensor.nbytes
+        if size >= PART_BYTES:
+            yield part
+            part, size = {}, 0
+    if part or not state:
+        yield part
 
 
 def _remove_old(bucket: Bucket) -> None:
-    """Whatever is older than those kept: also a state whose commit is gone, because a removal was
-    cut off between the two. The commit goes first."""
+    """Remove everything older than what is kept, commits first.
+
+    That includes parts whose commit is gone because an earlier removal was interrupted.
+    """
     kept = _versions(bucket)[-KEPT:]
-    for key in bucket.list(keys.CHECKPOINTS):  # Sorted, so the commit comes before the state.
+    for key in bucket.list(keys.CHECKPOINTS):  # Sorted: a commit comes before its parts.
         number = keys.trailing_number(key.rpartition("/")[0])
         if number is not None and kept and number < kept[0]:
             bucket.delete(key)
 
 
 def load_checkpoint(bucket: Bucket, *, newest: int) -> tuple[Commit, dict[str, Tensor]] | None:
-    """The newest whole state of a version at or before ``newest``; None if there is none.
+    """Load the newest complete state of a version at or before ``newest``; None if there is none.
 
     A damaged one is passed over for an older one.
     """
+    bucket = RetryingBucket.over(bucket)
     for version in reversed(_versions(bucket)):
         if version > newest:
             continue
@@ -79,7 +107,7 @@ def load_checkpoint(bucket: Bucket, *, newest: int) -> tuple[Commit, dict[str, T
 
 
 def _load(bucket: Bucket, version: int) -> tuple[Commit, dict[str, Tensor]]:
-    key = keys.checkpoint(version, "commit")
+    key = keys.checkpoint_commit(version)
     raw = bucket.get(key, limit=MAX_COMMIT_BYTES)
     if raw is None:
         raise CorruptError("a checkpoint's commit is missing", run=bucket.url, key=key)
@@ -88,22 +116,31 @@ def _load(bucket: Bucket, version: int) -> tuple[Commit, dict[str, Tensor]]:
         raise CorruptError(
             f"format {commit.format}, version {commit.version}", run=bucket.url, key=key
         )
-    state_key = keys.checkpoint(version, "state")
-    data = bucket.get(state_key, limit=min(commit.bytes, MAX_STATE_BYTES))
-    if data is None or blake3.blake3(data).hexdigest() != commit.state:
-        raise CorruptError("a checkpoint's state is damaged", run=bucket.url, key=state_key)
+    state: dict[str, Tensor] = {}
+    for number, part in enumerate(commit.parts):
+        tensors = _load_part(bucket, keys.checkpoint_part(version, number), part)
+        if tensors.keys() & state.keys():
+            raise CorruptError("a checkpoint holds a tensor twice", run=bucket.url, key=key)
+        state |= tensors
+    return commit, state
+
+
+def _load_part(bucket: Bucket, key: str, part: StatePart) -> dict[str, Tensor]:
+    data = bucket.get(key, limit=min(part.bytes, MAX_PART_BYTES))
+    if data is None or blake3.blake3(data).hexdigest() != part.hash:
+        raise CorruptError("a checkpoint's state is damaged", run=bucket.url, key=key)
     try:
-        return commit, safetensors.torch.load(data)
+        return safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
-        raise CorruptError(f"checkpoint: {error}", run=bucket.url, key=state_key) from error
+        raise CorruptError(f"checkpoint: {error}", run=bucket.url, key=key) from error
 
 
 def _versions(bucket: Bucket) -> list[int]:
-    """Versions with a commit, oldest first."""
+    """List the versions with a commit, oldest first."""
     found = []
     for key in bucket.list(keys.CHECKPOINTS):
         parts = key.split("/")
         number = keys.trailing_number(parts[1]) if len(parts) == 3 else None
-        if number is not None and key == keys.checkpoint(number, "commit"):
+        if number is not None and key == keys.checkpoint_commit(number):
             found.append(number)
     return sorted(found)

@@ -147,10 +147,14 @@ def process_of(key: str) -> str | None:
     return name if key == f"{HEARTBEATS}{name}.json" and valid_name(name) else None
 
 
-def checkpoint(version: int, part: str) -> str:
-    """The key of one part of the trainer's state at ``version``: ``state`` or ``commit``."""
-    suffix = {"state": "state.safetensors", "commit": "commit.json"}[part]
-    return f"{CHECKPOINTS}{_number(version)}/{suffix}"
+def checkpoint_commit(version: int) -> str:
+    """The key of the object that commits the trainer's state at ``version``."""
+    return f"{CHECKPOINTS}{_number(version)}/commit.json"
+
+
+def checkpoint_part(version: int, number: int) -> str:
+    """The key of one part of the trainer's state at ``version``."""
+    return f"{CHECKPOINTS}{_number(version)}/state-{_number(number)}.safetensors"
 
 
 def events(stream: str, segment: int) -> str:

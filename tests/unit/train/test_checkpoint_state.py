@@ -93,7 +93,7 @@ def flip(bucket, key):
     bucket.put(key, bytes(data))
 
 
-STATE, COMMIT = keys.checkpoint(8, "state"), keys.checkpoint(8, "commit")
+STATE, COMMIT = keys.checkpoint_part(8, 0), keys.checkpoint_commit(8)
 
 DAMAGE = {
     "state flipped": lambda bucket: flip(bucket, STATE),
@@ -105,7 +105,7 @@ DAMAGE = {
     "commit no json": lambda bucket: bucket.put(COMMIT, b'{"format":1,'),
     "commit no text": lambda bucket: bucket.put(COMMIT, b"\xff\xfe"),
     "commit of another version": lambda bucket: bucket.put(
-        COMMIT, bucket.get(keys.checkpoint(4, "commit"), limit=1 << 20)
+        COMMIT, bucket.get(keys.checkpoint_commit(4), limit=1 << 20)
     ),
     "commit of another format": lambda bucket: bucket.put(
         COMMIT, bucket.get(COMMIT, limit=1 << 20).replace(b'"format":1', b'"format":2')
@@ -160,3 +160,19 @@ def test_a_crash_before_the_commit_leaves_the_older(bucket):
     assert load_checkpoint(bucket, newest=8)[0].version == 4
     save(bucket, 8)
     assert load_checkpoint(bucket, newest=8)[0].version == 8
+
+
+def test_a_large_state_is_stored_in_parts(bucket, monkeypatch):
+    """No object is larger than a part and one tensor: stores take no more than 5 GiB in one."""
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 60)
+    save(bucket, 8)
+    commit, found = load_checkpoint(bucket, newest=8)
+    same(found, state(8))
+    assert len(commit.parts) == 3
+    bucket.delete(keys.checkpoint_part(8, 2))
+    assert load_checkpoint(bucket, newest=8) is None
+
+
+def test_an_empty_state_comes_back(bucket):
+    save_checkpoint(bucket, {}, Ledger(), version=3, digest="ab" * 16)
+    assert load_checkpoint(bucket, newest=3)[1] == {}

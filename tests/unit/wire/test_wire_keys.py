@@ -86,8 +86,8 @@ def test_what_is_no_hash(digest):
 
 def test_checkpoint_and_blob_keys():
     assert keys.blob(HASH) == f"weights/blobs/{HASH}"
-    assert keys.checkpoint(12, "state") == "checkpoints/0000000012/state.safetensors"
-    assert keys.checkpoint(12, "commit") == "checkpoints/0000000012/commit.json"
+    assert keys.checkpoint_part(12, 0) == "checkpoints/0000000012/state-0000000000.safetensors"
+    assert keys.checkpoint_commit(12) == "checkpoints/0000000012/commit.json"
 
 
 def test_folds_come_back_from_their_keys():

@@ -136,7 +136,7 @@ def test_a_dry_run_deletes_nothing_and_says_what_it_would(bucket):
 
 def test_a_checkpoint_holds_its_version(bucket):
     run = start_run(bucket)
-    bucket.put(keys.checkpoint(5, "commit"), b"{}")
+    bucket.put(keys.checkpoint_commit(5), b"{}")
     assert prune(bucket, run, cutoff=NEWEST, grace_s=0).anchor == 4
     assert_kept(bucket, 4)
 
