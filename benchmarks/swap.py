@@ -27,7 +27,7 @@ from deltawire.errors import BugError, InputError
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import Publisher, open_publisher, read_safetensors
 from deltawire.sync.follow.mirror import Bits
-from deltawire.sync.publish.sources import safetensors_table
+from deltawire.sync.publish.safetensors_files import safetensors_table
 
 SEQUENCES = 4
 CONTEXT = 2048

@@ -13,16 +13,13 @@ from deltawire.dashboard.wording import byte_size
 from deltawire.errors import InputError
 from deltawire.launch.progress import Bars, bars
 from deltawire.store import Bucket, MeteredBucket, open_bucket
-from deltawire.sync.huggingface.checkpoint_dir import (
-    Checkpoint,
-    CheckpointDirError,
-    read_checkpoint,
-)
+from deltawire.sync.huggingface.checkpoint_dir import Checkpoint, read_checkpoint
 from deltawire.sync.huggingface.checkpoint_watcher import CheckpointWatcher, checkpoint_order
 from deltawire.sync.huggingface.publish_dirs import (
     CheckpointPublisher,
     DirectoryResult,
 )
+from deltawire.sync.publish.safetensors_files import CheckpointDirError
 from deltawire.wire.seal import Signer
 
 POLL_S = 0.5

@@ -26,8 +26,9 @@ from deltawire.sync.maintain.compaction import COMPACTION_STRIDES, Compactor
 from deltawire.sync.maintain.relay import Relay, Relayed
 from deltawire.sync.maintain.retention import Pruned, prune
 from deltawire.sync.publish.publisher import CommitStats, Publisher
+from deltawire.sync.publish.safetensors_files import read_safetensors
 from deltawire.sync.publish.sharded import ShardPublisher
-from deltawire.sync.publish.sources import open_publisher, read_safetensors
+from deltawire.sync.publish.sources import open_publisher
 
 __all__ = [
     "COMPACTION_STRIDES",

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from deltawire.sync import open_publisher, read_safetensors
-from deltawire.sync.publish.sources import safetensors_table
+from deltawire.sync.publish.safetensors_files import safetensors_table
 
 VOCABULARY = 512
 COMMON = {

@@ -1,7 +1,7 @@
-"""Hugging Face directories as they are published: weights, their layout, and the files beside.
+"""Reads Hugging Face directories to publish: weights, their layout, and the other files.
 
-What is carried of a directory besides its safetensors files: plain files of the suffixes below,
-by names that are one word. Pickles, code, the trainer's own state and subfolders are not.
+Besides its safetensors files, a directory's plain files of the suffixes below are carried, if their
+names are one word. Pickles, code, the trainer's own state and subfolders are not.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import get_blob, put_blob
 from deltawire.sync.follow.fetch import threads_of
-from deltawire.sync.follow.mirror import Bits
 from deltawire.sync.huggingface.safetensors_layout import (
     LAYOUT,
-    MAX_HEADER_BYTES,
     SUFFIX,
     FilePlan,
     Layout,
@@ -35,7 +33,12 @@ from deltawire.sync.huggingface.safetensors_layout import (
     plain_name,
     plan_files,
 )
-from deltawire.sync.publish.sources import safetensors_in
+from deltawire.sync.publish.safetensors_files import (
+    MAX_HEADER_BYTES,
+    CheckpointDirError,
+    StoredTensor,
+    safetensors_in,
+)
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import MAX_MODEL_FILES, ModelFile, Run, TensorSpec
@@ -45,39 +48,32 @@ INDEX = "model.safetensors.index.json"
 SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
 LEFT_OUT = ("trainer_state.json", LAYOUT)
 
-CHUNK = 1 << 24
-"""Elements that are digested at a time."""
+DIGEST_ELEMENTS = 1 << 23
+"""Elements that a thread reads and digests at a time."""
 
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors\Z")
 
 
-class CheckpointDirError(InputError):
-    """A directory cannot be published; the run and other directories are not affected."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory that was looked through: ``specs`` in name order, ``files`` by name with the
-    layout among them, ``left_out`` what is not carried, ``bytes`` those of its tensors."""
+    """A directory's tensors, by name, which stay in their files, and its other files.
+
+    ``files`` holds the layout too; ``left_out`` names what is not carried.
+    """
 
     path: Path
     specs: list[TensorSpec]
-    bits: Mapping[str, Bits]
+    tensors: Mapping[str, StoredTensor]
     files: Mapping[str, bytes]
     left_out: list[str]
 
     @property
     def bytes(self) -> int:
-        """How much its tensors hold."""
-        return sum(bits.nbytes for bits in self.bits.values())
-
-    @property
-    def tensors(self) -> dict[str, Bits]:
-        """The tensors' bits in their shapes, mapped into memory."""
-        return {spec.name: self.bits[spec.name].reshape(spec.shape) for spec in self.specs}
+        """How many bytes its tensors hold."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def model_files(self) -> list[ModelFile]:
-        """What a run or a manifest says of the files."""
+        """List the files as a run or a manifest does."""
         return [
             ModelFile(name, blake3(data).hexdigest(), len(data))
             for name, data in sorted(self.files.items())
@@ -86,16 +82,21 @@ class Checkpoint:
     def digest(
         self, *, threads: int | None = None, progress: Callable[[int], None] | None = None
     ) -> Digest:
-        """The digest of its weights, by one pass over them; ``progress`` is told how many bytes
-        were read since it was last told."""
+        """Compute the digest of its weights in one pass; ``progress`` gets each number of bytes.
+
+        Raises `CheckpointDirError` if a file is cut meanwhile.
+        """
 
         def one(part: tuple[str, int]) -> tuple[Digest, int]:
             name, at = part
-            bits = self.bits[name][at : at + CHUNK]
+            tensor = self.tensors[name]
+            bits = tensor.read(at, min(DIGEST_ELEMENTS, tensor.size - at))
             return codec.digest_bits(name, bits, at), bits.nbytes
 
         parts = [
-            (name, at) for name, bits in self.bits.items() for at in range(0, bits.size, CHUNK)
+            (name, at)
+            for name, tensor in self.tensors.items()
+            for at in range(0, tensor.size, DIGEST_ELEMENTS)
         ]
         total = codec.ZERO
         with ThreadPoolExecutor(threads_of(threads), thread_name_prefix="digester") as pool:
@@ -130,7 +131,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     names = weight_files(path)
     headers = [WeightFile(name, _header(path / name)) for name in names]
     found = safetensors_in([path / name for name in names])
-    specs = sorted((spec for spec, _ in found), key=lambda spec: spec.name)
+    specs = sorted((tensor.spec for tensor in found), key=lambda spec: spec.name)
     layout = Layout(files=headers)
     try:
         plans = plan_files(layout, Run(name="", created_at=0.0, tensors=specs, digest="0" * 32))
@@ -146,7 +147,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     files[LAYOUT] = encode_layout(layout)
     if len(files) > MAX_MODEL_FILES:
         raise InputError(f"{path} has {len(files)} files, the most is {MAX_MODEL_FILES}")
-    return Checkpoint(path, specs, {spec.name: bits for spec, bits in found}, files, left_out)
+    return Checkpoint(path, specs, {tensor.spec.name: tensor for tensor in found}, files, left_out)
 
 
 def weight_files(path: Path) -> list[str]:
@@ -218,19 +219,21 @@ def check_alike(checkpoint: Checkpoint, run: Run, *, url: str = "") -> None:
 
 
 def put_files(bucket: Bucket, files: Mapping[str, bytes]) -> None:
-    """Store a directory's other files, as blobs."""
+    """Store a directory's other files as blobs."""
     for data in files.values():
         put_blob(bucket, data)
 
 
 def files_of(run: Run, manifest: Manifest) -> list[ModelFile]:
-    """The other files of a version's directory."""
+    """Return the other files of a version's directory."""
     return run.model_files if manifest.model_files is None else manifest.model_files
 
 
 def read_files(bucket: Bucket, files: list[ModelFile], *, version: int) -> dict[str, bytes]:
-    """Fetch a version's other files, checked. Raises `CorruptError` for a name that is none or not
-    carried, before anything is fetched."""
+    """Fetch and check a version's other files.
+
+    Raises `CorruptError` for a name that is invalid or not carried, before anything is fetched.
+    """
     for file in files:
         if not may_be_carried(file.name) and file.name != LAYOUT:
             raise CorruptError(
@@ -251,14 +254,14 @@ def read_files(bucket: Bucket, files: list[ModelFile], *, version: int) -> dict[
 
 
 def plans_of(run: Run, files: Mapping[str, bytes], *, url: str) -> list[FilePlan]:
-    """The safetensors files that a version's directory has; raises `CorruptError`."""
+    """Plan the safetensors files that a version's directory has; raises `CorruptError`."""
     if LAYOUT in files:
         return decode_layout(files[LAYOUT], table=run, run=url, key=LAYOUT)
     return plan_files(default_layout(run), run)
 
 
 def may_be_carried(name: str) -> bool:
-    """Whether a file of this name goes through a run."""
+    """Return whether a file of this name goes through a run."""
     return plain_name(name) and name.endswith(SUFFIXES) and name not in LEFT_OUT
 
 
@@ -277,7 +280,7 @@ def _other_files(path: Path, weights: set[str]) -> tuple[dict[str, bytes], list[
 
 
 def _header(path: Path) -> str:
-    """The text of a safetensors header, which is checked by whoever reads the tensors."""
+    """Read the text of a safetensors header; it is checked when the tensors are found."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -292,5 +295,5 @@ def _header(path: Path) -> str:
 
 
 def same_files(left: list[ModelFile], right: list[ModelFile]) -> bool:
-    """Whether two lists of files are the same, in any order."""
+    """Return whether two lists hold the same files, in any order."""
     return {(file.name, file.blob) for file in left} == {(file.name, file.blob) for file in right}

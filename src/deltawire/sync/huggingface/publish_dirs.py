@@ -22,7 +22,6 @@ from deltawire.sync.chain.route_finder import READERS
 from deltawire.sync.follow.fetch import in_order
 from deltawire.sync.huggingface.checkpoint_dir import (
     Checkpoint,
-    CheckpointDirError,
     check_alike,
     files_of,
     put_files,
@@ -37,6 +36,7 @@ from deltawire.sync.huggingface.checkpoint_watcher import (
 from deltawire.sync.maintain.gc_intents import blobs_stay
 from deltawire.sync.maintain.retention import GRACE_S, prune
 from deltawire.sync.publish.publisher import CommitStats, Publisher
+from deltawire.sync.publish.safetensors_files import CheckpointDirError
 from deltawire.sync.publish.sources import open_publisher
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.payload import BlobRef

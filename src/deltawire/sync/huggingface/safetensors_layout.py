@@ -17,13 +17,13 @@ from msgspec import Meta
 
 from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError
+from deltawire.sync.publish.safetensors_files import MAX_HEADER_BYTES
 from deltawire.wire.objects import FORMAT, decode_json
 from deltawire.wire.run import Run, TensorSpec
 
 LAYOUT = "safetensors.layout.json"
 """The name of the model file that holds a layout. No file of a directory may have it."""
 
-MAX_HEADER_BYTES = 100 << 20
 MAX_WEIGHT_FILES = 1 << 14
 SUFFIX = ".safetensors"
 

@@ -1,5 +1,5 @@
-"""Weights copied by several threads: one core seldom reaches the bandwidth of memory, and a trainer
-waits for it."""
+"""Copies weights with several threads: one core seldom reaches the bandwidth of memory, and a
+trainer waits for the copy."""
 
 from __future__ import annotations
 
@@ -10,37 +10,45 @@ import numpy as np
 
 from deltawire.codec import Bits
 from deltawire.codec.delta import cores
+from deltawire.sync.publish.safetensors_files import StoredTensor
 
 PART_BYTES = 8 << 20
-"""Copied at a time by one thread: long against what handing it over costs."""
+"""One thread copies this much at a time: much longer than handing it over takes."""
 
-_ALONE_BYTES = 1 << 20
-"""Smaller arrays are not worth handing over."""
+_SINGLE_BYTES = 1 << 20
+"""Smaller arrays are copied by the caller."""
 
 
 class Copier:
-    """Copies arrays into others of their shapes and dtypes; ``threads`` at once, by default as
-    many as there are cores. Threads are started with the first copy that is worth them."""
+    """Copies arrays, or tensors in files, into arrays of their shapes and dtypes.
+
+    ``threads`` work at once, by default as many as there are cores; they are started with the first
+    copy that is worth them.
+    """
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads or cores()
         self._pool: ThreadPoolExecutor | None = None
 
-    def copy(self, pairs: Iterable[tuple[Bits, Bits]]) -> None:
-        """Copy the second of each pair, uint[N], into the first. When this returns or raises,
-        nothing is written any more."""
-        under_way: list[Future[None]] = []
+    def copy(self, pairs: Iterable[tuple[Bits, Bits | StoredTensor]]) -> None:
+        """Copy the second of each pair, uint[N], into the first.
+
+        When this returns or raises, no thread writes any more.
+        """
+        running: list[Future[None]] = []
         try:
             for target, source in pairs:
-                if self._threads == 1 or target.nbytes < _ALONE_BYTES:
-                    np.copyto(target, source)
+                if self._threads == 1 or target.nbytes < _SINGLE_BYTES:
+                    _copy_part(target, source, 0, target.size)
                     continue
-                under_way.extend(
-                    self._started().submit(np.copyto, *part) for part in _parts(target, source)
+                step = max(PART_BYTES // target.itemsize, 1)
+                running.extend(
+                    self._started().submit(_copy_part, target, source, start, start + step)
+                    for start in range(0, target.size, step)
                 )
         finally:
-            _finish(under_way)
-        for copied in under_way:
+            _finish(running)
+        for copied in running:
             copied.result()
 
     def _started(self) -> ThreadPoolExecutor:
@@ -54,18 +62,20 @@ class Copier:
             self._pool.shutdown()
 
 
-def _parts(target: Bits, source: Bits) -> Iterable[tuple[Bits, Bits]]:
-    step = PART_BYTES // target.itemsize
-    for start in range(0, target.size, step):
-        yield target[start : start + step], source[start : start + step]
+def _copy_part(target: Bits, source: Bits | StoredTensor, start: int, stop: int) -> None:
+    """Copy elements ``start`` to ``stop``."""
+    if isinstance(source, StoredTensor):
+        source.read_into(target[start:stop], start)
+    else:
+        np.copyto(target[start:stop], source[start:stop])
 
 
-def _finish(under_way: list[Future[None]]) -> None:
-    """Wait for all. If somebody interrupts that, what has not begun is dropped."""
+def _finish(running: list[Future[None]]) -> None:
+    """Wait for all; an interrupt meanwhile drops those that have not begun."""
     try:
-        wait(under_way)
+        wait(running)
     except BaseException:
-        for copied in under_way:
+        for copied in running:
             copied.cancel()
-        wait(under_way)
+        wait(running)
         raise

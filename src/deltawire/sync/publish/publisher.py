@@ -40,6 +40,7 @@ from deltawire.sync.publish.commit import (
 )
 from deltawire.sync.publish.encoding import BLOB_BYTES
 from deltawire.sync.publish.parallel_copy import Copier
+from deltawire.sync.publish.safetensors_files import StoredTensor
 from deltawire.sync.publish.tied_tensors import place_of
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec
@@ -236,7 +237,9 @@ class Publisher:
             self._copier.close()
             self.compaction.close()
 
-    def _pairs(self, tensors: Mapping[str, Any], staging: Mirror) -> list[tuple[Bits, Bits]]:
+    def _pairs(
+        self, tensors: Mapping[str, Any], staging: Mirror
+    ) -> list[tuple[Bits, Bits | StoredTensor]]:
         """Check all tensors and pair each with its place in ``staging``."""
         given: dict[str, Any] = {}
         tied: list[tuple[str, Any]] = []
@@ -254,7 +257,7 @@ class Publisher:
         specs = {spec.name: spec for spec in self.run.tensors}
         found = {spec.name: self._bits(spec, given[spec.name]) for spec in self.run.tensors}
         for name, value in tied:
-            if not np.array_equal(self._bits(specs[name], value), found[name]):
+            if not np.array_equal(_loaded(self._bits(specs[name], value)), _loaded(found[name])):
                 raise InputError(
                     f"tensor {name} is tied to another in this run, and the two differ",
                     hint="publish tensors that are not tied to a run that was begun so",
@@ -262,9 +265,14 @@ class Publisher:
                 )
         return [(staging.tensors[name], bits) for name, bits in found.items()]
 
-    def _bits(self, spec: TensorSpec, value: Any) -> Bits:
+    def _bits(self, spec: TensorSpec, value: Any) -> Bits | StoredTensor:
         try:
-            bits = codec.bits_of(value, spec.dtype)
+            if isinstance(value, StoredTensor):
+                if value.spec.dtype != spec.dtype:
+                    raise InputError(f"the file holds {value.spec.dtype}, not {spec.dtype}")
+                bits: Bits | StoredTensor = value
+            else:
+                bits = codec.bits_of(value, spec.dtype)
         except InputError as error:
             raise InputError(
                 f"tensor {spec.name}: {error.message}", hint=error.hint, run=self.bucket.url
@@ -351,3 +359,7 @@ class Publisher:
         self._writer.restart_from(mirror)
         self._unanswered = None
         self._nonces.clear()
+
+
+def _loaded(bits: Bits | StoredTensor) -> Bits:
+    return bits.read() if isinstance(bits, StoredTensor) else bits

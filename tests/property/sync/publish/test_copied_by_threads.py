@@ -26,7 +26,7 @@ def test_any_sizes_by_any_number_of_threads(sizes, dtype, threads, part, seed):
     targets = [np.zeros_like(source) for source in sources]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "PART_BYTES", part)
-        patch.setattr(copying, "_ALONE_BYTES", 64)
+        patch.setattr(copying, "_SINGLE_BYTES", 64)
         copier = Copier(threads)
         copier.copy(zip(targets, sources, strict=True))
         copier.close()
@@ -35,7 +35,7 @@ def test_any_sizes_by_any_number_of_threads(sizes, dtype, threads, part, seed):
 
 
 def test_what_fails_in_a_thread_is_raised(monkeypatch):
-    monkeypatch.setattr(copying, "_ALONE_BYTES", 0)
+    monkeypatch.setattr(copying, "_SINGLE_BYTES", 0)
     copier = Copier(2)
     with pytest.raises(ValueError, match="broadcast"):
         copier.copy([(np.zeros(4, np.uint8), np.zeros(5, np.uint8))])
@@ -43,7 +43,7 @@ def test_what_fails_in_a_thread_is_raised(monkeypatch):
 
 
 def test_an_interrupt_leaves_nobody_writing(monkeypatch):
-    monkeypatch.setattr(copying, "_ALONE_BYTES", 0)
+    monkeypatch.setattr(copying, "_SINGLE_BYTES", 0)
     monkeypatch.setattr(copying, "PART_BYTES", 1)
     busy, begun = threading.Semaphore(0), []
     plain = np.copyto

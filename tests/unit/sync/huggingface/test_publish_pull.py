@@ -25,7 +25,7 @@ from deltawire.sync import (
     read_run,
 )
 from deltawire.sync.chain.payloads import read_blobs
-from deltawire.sync.huggingface.checkpoint_dir import INDEX, CheckpointDirError, read_checkpoint
+from deltawire.sync.huggingface.checkpoint_dir import INDEX, read_checkpoint
 from deltawire.sync.huggingface.safetensors_layout import (
     Layout,
     WeightFile,
@@ -33,6 +33,7 @@ from deltawire.sync.huggingface.safetensors_layout import (
     plan_files,
 )
 from deltawire.sync.maintain.fsck import check_run
+from deltawire.sync.publish.safetensors_files import CheckpointDirError
 from deltawire.testing.faulty import FaultyBucket, disk_full
 from deltawire.wire import keys
 from deltawire.wire.run import Run
@@ -724,3 +725,32 @@ def test_a_disk_that_fills_up_is_given_back(
         with pytest.raises(InputError, match="No space left"):
             pull(bucket, tmp_path / "out", 0)
     assert not (tmp_path / ".out.deltawire" / "building").exists()
+
+
+def test_a_checkpoint_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    """Mapped into memory, it would end the process with a signal."""
+    bucket = open_bucket("memory://")
+    first, second = (write_directory(tmp_path / f"c-{n}", n) for n in range(2))
+
+    def cut(path: Path) -> None:
+        os.truncate(path / "model.safetensors", 200)
+
+    with CheckpointPublisher(bucket) as publisher:
+        publisher.publish(first)
+        publisher._on_digest = cut
+        with pytest.raises(CheckpointDirError, match="was cut while"):
+            publisher.publish(second)
+        publisher._on_digest = None
+        with pytest.raises(CheckpointDirError):
+            publisher.publish(second)
+        assert publisher.publish(write_directory(tmp_path / "c-2", 2)).version == 1
+
+
+@pytest.mark.parametrize("shape", [[-1, 3], [1.5], ["a"], [1 << 70, 1 << 70], [True], "ab", None])
+def test_odd_shapes_are_one_clear_error(tmp_path: Path, shape: object) -> None:
+    path = write_directory(tmp_path / "c", 0)
+    text = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 12]}}).encode()
+    data = len(text).to_bytes(8, "little") + text + bytes(12)
+    (path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointDirError, match="is no safetensors file"):
+        read_checkpoint(path)

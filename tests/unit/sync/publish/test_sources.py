@@ -8,7 +8,8 @@ import pytest
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import open_bucket
 from deltawire.sync import Subscriber, load_mirror, open_publisher, read_run, read_safetensors
-from deltawire.sync.publish.sources import safetensors_table, table_of
+from deltawire.sync.publish.safetensors_files import safetensors_table
+from deltawire.sync.publish.sources import table_of
 from deltawire.testing.tiny import same_bits
 from deltawire.wire import keys
 from deltawire.wire.signing import Ed25519Signer
