@@ -23,6 +23,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--port", type=int, default=8400, help="the port to listen on; 0 is any")
     add_token_file(parser)
     parser.add_argument(
+        "--admin-token-file",
+        default="",
+        metavar="FILE",
+        help="holds the token for hot-loading (default: DELTAWIRE_ADMIN_TOKEN, or generated)",
+    )
+    parser.add_argument(
+        "--tls-cert", default="", metavar="FILE", help="serve https with this PEM certificate"
+    )
+    parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key")
+    parser.add_argument(
         "--transition",
         choices=("async", "sync"),
         default="async",
@@ -50,6 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         token_file=arguments.token_file,
+        admin_token_file=arguments.admin_token_file,
+        tls_certificate=arguments.tls_cert,
+        tls_key=arguments.tls_key,
         transition=arguments.transition,
         drain_s=arguments.drain,
         model=arguments.model,

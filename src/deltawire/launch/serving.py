@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import signal
+import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from deltawire.errors import InputError
-from deltawire.launch.tokens import read_token
+from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
 from deltawire.serving.contract import ReplicaSetState
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.store import Bucket, open_bucket
@@ -34,6 +35,9 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8400
     token_file: str = ""
+    admin_token_file: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
     transition: Literal["async", "sync"] = "async"
     drain_s: float = 90.0
     model: str = ""
@@ -41,22 +45,64 @@ class ServeOptions:
 
 
 def serve_run(location: str, options: ServeOptions) -> None:
-    """Serve a run until a signal comes; a token that was not given is generated and printed."""
+    """Serve a run until a signal comes.
+
+    Tokens that were not given are generated and printed, but only to a terminal: output that goes
+    to a file must not contain them.
+    """
     console = Console(stderr=True, highlight=False)
     for url in options.replicas:
         if not _is_http(url):
             raise InputError(f"--replica {url} is not an http:// or https:// URL")
+        if "@" in urlsplit(url).netloc:
+            raise InputError(
+                f"--replica {urlsplit(url).hostname}: the URL contains credentials",
+                hint=f"put the replicas' key into {REPLICA_KEY_VARIABLE}",
+            )
     if not 0 <= options.port <= 65535:
         raise InputError(f"--port {options.port} is not a port", hint="use 0 to 65535")
     if options.drain_s <= 0:
         raise InputError("--drain must be above 0")
     bucket = open_bucket(location)
     run = require_run(bucket, public_key=options.public_key)
-    token = read_token(options.token_file)
+    token = _token(console, "token", options.token_file, TOKEN_VARIABLE)
+    admin = _token(console, "admin token", options.admin_token_file, ADMIN_TOKEN_VARIABLE)
+    if token == admin:
+        raise InputError(
+            "the token and the admin token are equal",
+            hint="clients that only sample must not be able to change the weights",
+        )
+    asyncio.run(_serve(options, bucket, run, (token, admin), console))
+
+
+def _token(console: Console, name: str, path: str, variable: str) -> str:
+    token = read_token(path, variable)
     if not token:
+        if not console.is_terminal:
+            raise InputError(
+                f"there is no {name}, and a generated one would be written to a log",
+                hint=f"give --{name.replace(' ', '-')}-file, or set {variable}",
+            )
         token = secrets.token_urlsafe(24)
-        console.print(f"token {token}", soft_wrap=True)
-    asyncio.run(_serve(options, bucket, run, token, console))
+        console.print(f"{name} {token}", soft_wrap=True)
+    return token
+
+
+def _tls(options: ServeOptions) -> ssl.SSLContext | None:
+    if not options.tls_certificate:
+        if options.tls_key:
+            raise InputError("--tls-key needs --tls-cert")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(options.tls_certificate, options.tls_key or None)
+    except OSError as error:  # `ssl.SSLError` is one.
+        reason = error.strerror or type(error).__name__
+        raise InputError(
+            f"cannot use --tls-cert {options.tls_certificate}: {reason}",
+            hint="give PEM files: a certificate chain, and its key with --tls-key",
+        ) from error
+    return context
 
 
 def _is_http(url: str) -> bool:
@@ -68,12 +114,12 @@ def _is_http(url: str) -> bool:
 
 
 async def _serve(
-    options: ServeOptions, bucket: Bucket, run: Run, token: str, console: Console
+    options: ServeOptions, bucket: Bucket, run: Run, tokens: tuple[str, str], console: Console
 ) -> None:
     import aiohttp
     from aiohttp import web
 
-    from deltawire.serving.app import build_app
+    from deltawire.serving.app import build_app, build_runner
     from deltawire.serving.vllm import VllmReplica
 
     stopping = asyncio.Event()
@@ -81,20 +127,27 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     key = os.environ.get(REPLICA_KEY_VARIABLE, "")
+    context = _tls(options)
     async with aiohttp.ClientSession(auto_decompress=False) as session:
-        replicas = [VllmReplica(url, session, key=key) for url in options.replicas]
-        fleet = ReplicaSet(
+        replicas = ReplicaSet(
             bucket,
             run,
-            replicas,
+            [VllmReplica(url, session, key=key) for url in options.replicas],
             transition=options.transition,
             drain_s=options.drain_s,
         )
-        app = build_app(fleet, session, token=token, upstream_key=key, upstream_model=options.model)
-        runner = web.AppRunner(app, access_log=None)
+        app = build_app(
+            replicas,
+            session,
+            token=tokens[0],
+            admin_token=tokens[1],
+            upstream_key=key,
+            upstream_model=options.model,
+        )
+        runner = build_runner(app)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, options.host, options.port)
+            site = web.TCPSite(runner, options.host, options.port, ssl_context=context)
             try:
                 await site.start()
             except OSError as error:
@@ -103,17 +156,18 @@ async def _serve(
                     hint="choose another --port, or --host",
                 ) from error
             host, port = runner.addresses[0][:2]
-            console.print(f"serving {run.name} on http://{host}:{port}", soft_wrap=True)
-            await _report_changes(fleet, stopping, console)
+            scheme = "http" if context is None else "https"
+            console.print(f"serving {run.name} on {scheme}://{host}:{port}", soft_wrap=True)
+            await _report_changes(replicas, stopping, console)
         finally:
             await runner.cleanup()
 
 
-async def _report_changes(fleet: ReplicaSet, stopping: asyncio.Event, console: Console) -> None:
+async def _report_changes(replicas: ReplicaSet, stopping: asyncio.Event, console: Console) -> None:
     """Print a line for each replica that changed, until ``stopping`` is set."""
     printed: dict[str, str] = {}
     while not stopping.is_set():
-        for name, line in _lines(fleet.state()).items():
+        for name, line in _lines(replicas.state()).items():
             if printed.get(name) != line:
                 console.print(f"{name}: {line}", soft_wrap=True, markup=False)
                 printed[name] = line

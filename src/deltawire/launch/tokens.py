@@ -8,13 +8,14 @@ from pathlib import Path
 from deltawire.errors import InputError
 
 TOKEN_VARIABLE = "DELTAWIRE_TOKEN"  # noqa: S105 - a variable's name
+ADMIN_TOKEN_VARIABLE = "DELTAWIRE_ADMIN_TOKEN"  # noqa: S105
 MAX_TOKEN_BYTES = 4096
 
 
-def read_token(path: str) -> str:
+def read_token(path: str, variable: str = TOKEN_VARIABLE) -> str:
     """Read the bearer token from a file or the environment; empty if neither has one."""
     if not path:
-        return os.environ.get(TOKEN_VARIABLE, "")
+        return os.environ.get(variable, "")
     try:
         with Path(path).open("rb") as file:
             token = file.read(MAX_TOKEN_BYTES + 1).decode().strip()

@@ -1,19 +1,23 @@
-"""The HTTP face of a fleet: the hot-load contract, and the OpenAI-compatible endpoints behind it.
+"""Serves a replica set over HTTP: the hot-load contract and the OpenAI-compatible endpoints.
 
 ::
 
-    POST, GET   /hot_load/v1/models/hot_load                  load a snapshot; how replicas stand
-    GET, DELETE /v1/accounts/{a}/deployments/{d}/ledger       what was asked for; forget it
-    any         /v1/…, /inference/v1/…                        passed on to a replica, streams too
-    GET         /health                                       200 once every replica is ready
+    POST, GET   /hot_load/v1/models/hot_load              admin     load a snapshot; replica states
+    GET, DELETE /v1/accounts/{a}/deployments/{d}/ledger   admin     past requests; clear them
+    any         /v1/…, /inference/v1/…                    sampling  proxied to a replica
+    GET         /health                                   none      200 once every replica is ready
 
-Everything but ``/health`` wants the bearer token.
+The admin token is accepted wherever the sampling token is. A client that disconnects cancels its
+request at the replica. Clients have `HEADER_WITHIN_S` to send a request's head, `BODY_WITHIN_S` for
+its body, and `WRITE_WITHIN_S` to take each piece of the answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
+import logging
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,13 +26,20 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from deltawire.errors import DeltawireError, InputError, RetryError
+from deltawire.errors import BugError, DeltawireError, InputError, RetryError
 from deltawire.serving.contract import read_request
 from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
 
 MAX_BODY_BYTES = 64 << 20
 BUSY = 425
-"""What the hosted services answer a newcomer while weights change and all replicas drain."""
+"""The hosted services' status for new requests while all replicas drain to change weights."""
+
+HEADER_WITHIN_S = 30.0
+"""Also how long a connection may stay idle between two requests."""
+BODY_WITHIN_S = 60.0
+WRITE_WITHIN_S = 60.0
+
+_LOG = logging.getLogger("deltawire.serving")
 
 SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity")
 SNAPSHOT_HEADER = "x-deltawire-snapshot"
@@ -36,7 +47,7 @@ SNAPSHOT_HEADER = "x-deltawire-snapshot"
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9@:._~-]+\Z")
 _RETURNED_HEADERS = ("Content-Type", "Cache-Control", "X-Request-Id")
 
-_REPLICAS = web.AppKey("fleet", ReplicaSet)
+_REPLICAS = web.AppKey("replicas", ReplicaSet)
 _SESSION = web.AppKey("session", aiohttp.ClientSession)
 _KEY = web.AppKey("key", str)
 _MODEL = web.AppKey("model", str)
@@ -45,22 +56,29 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_app(
-    fleet: ReplicaSet,
+    replicas: ReplicaSet,
     session: aiohttp.ClientSession,
     *,
     token: str,
+    admin_token: str,
     upstream_key: str = "",
     upstream_model: str = "",
 ) -> web.Application:
-    """The application for ``fleet``, which it starts and closes.
+    """Builds the application for ``replicas``, which it starts and closes; serve it with
+    `build_runner`.
 
-    ``session`` reaches the replicas with ``upstream_key``. With ``upstream_model`` each request's
-    ``model`` is replaced by it, so that clients may name a deployment as the services have them.
+    ``token`` permits sampling, ``admin_token`` everything. ``session`` reaches the replicas with
+    ``upstream_key``. ``upstream_model`` replaces each request's ``model``, so that clients may name
+    a deployment as at the hosted services.
     """
-    if not token:
-        raise InputError("a server needs a token")
-    app = web.Application(middlewares=[_errors, _bearer(token)], client_max_size=MAX_BODY_BYTES)
-    app[_REPLICAS], app[_SESSION] = fleet, session
+    if not token or not admin_token or token == admin_token:
+        raise InputError(
+            "the server needs two different tokens", hint="one for sampling, one for hot-loading"
+        )
+    app = web.Application(
+        middlewares=[_errors, _bearer(token, admin_token)], client_max_size=MAX_BODY_BYTES
+    )
+    app[_REPLICAS], app[_SESSION] = replicas, session
     app[_KEY], app[_MODEL] = upstream_key, upstream_model
     app.router.add_post("/hot_load/v1/models/hot_load", _hot_load)
     app.router.add_get("/hot_load/v1/models/hot_load", _state)
@@ -72,12 +90,39 @@ def build_app(
     app.router.add_route("*", "/inference/v1/{path:.*}", _proxy)
 
     async def life(_: web.Application) -> Any:
-        fleet.start()
+        replicas.start()
         yield
-        await fleet.close()
+        await replicas.close()
 
     app.cleanup_ctx.append(life)
     return app
+
+
+def build_runner(app: web.Application) -> web.AppRunner:
+    """Returns a runner that cancels the requests of clients that disconnect, closes idle
+    connections, and logs neither requests nor tracebacks."""
+    return web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=HEADER_WITHIN_S,
+        lingering_time=1.0,  # How long the rest of a refused body is read.
+        logger=_OneLineLogger("deltawire.serving.http"),
+    )
+
+
+class _OneLineLogger(logging.Logger):
+    """Logs an exception's type only: its message and its traceback may contain a request."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.parent = _LOG
+
+    def handle(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[0] is not None:
+            record.msg, record.args = "request failed: %s", (record.exc_info[0].__name__,)
+        record.exc_info = record.exc_text = record.stack_info = None
+        super().handle(record)
 
 
 @web.middleware
@@ -92,23 +137,31 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error(500, error)
     except web.HTTPException as error:
         return _error(error.status, InputError(error.reason))
+    except Exception as error:  # Its message may hold parts of the request: only the type is kept.
+        _LOG.error("request failed: %s", type(error).__name__)
+        return _error(500, BugError("the server failed to handle this request"))
 
 
-def _bearer(token: str) -> Any:
-    expected = f"Bearer {token}".encode()
+def _bearer(token: str, admin_token: str) -> Any:
+    sampling, admin = (f"Bearer {one}".encode() for one in (token, admin_token))
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path != "/health" and not hmac.compare_digest(given, expected):
-            return _error(401, InputError("a bearer token is needed, and this is not it"))
+        is_admin = hmac.compare_digest(given, admin)
+        is_client = hmac.compare_digest(given, sampling)
+        if request.path != "/health":
+            if not (is_admin or is_client):
+                return _error(401, InputError("this is not a valid bearer token"))
+            if not is_admin and request.match_info.handler in _ADMIN:
+                return _error(403, InputError("this call needs the admin token"))
         return await handler(request)
 
     return check
 
 
 async def _hot_load(request: web.Request) -> web.StreamResponse:
-    return _json(await request.app[_REPLICAS].hot_load(read_request(await request.read())))
+    return _json(await request.app[_REPLICAS].hot_load(read_request(await _body(request))))
 
 
 async def _state(request: web.Request) -> web.StreamResponse:
@@ -124,34 +177,45 @@ async def _forget(request: web.Request) -> web.StreamResponse:
     return _json({})
 
 
+_ADMIN = frozenset({_hot_load, _state, _ledger, _forget})
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout from error
+
+
 async def _health(request: web.Request) -> web.StreamResponse:
     ready = request.app[_REPLICAS].ready
     return web.json_response({"ready": ready}, status=200 if ready else 503)
 
 
 async def _proxy(request: web.Request) -> web.StreamResponse:
-    """Hand a request to a replica and its answer back, piece by piece as it comes."""
-    fleet = request.app[_REPLICAS]
+    """Proxies a request to a replica, and streams the answer back."""
+    replicas = request.app[_REPLICAS]
     _check_path(request.match_info["path"])
-    body = await request.read()
+    body = await _body(request)
     session = next((request.headers[h] for h in SESSION_HEADERS if h in request.headers), "")
     body = _with_model(body, request.app[_MODEL])
-    while (member := fleet.pick(session)) is not None:
-        fleet.begin(member)
+    while (member := replicas.pick(session)) is not None:
+        replicas.begin(member)
         try:
             return await _exchange(request, member, body)
         except aiohttp.ClientConnectorError:
-            fleet.lost(member)  # It never saw the request, so that another one may.
+            replicas.lost(member)  # It never saw the request, so another may have it.
         finally:
-            fleet.end(member)
-    code = BUSY if fleet.draining else 503
-    return _error(code, RetryError("no replica takes requests now", hint="ask again shortly"))
+            replicas.end(member)
+    code = BUSY if replicas.draining else 503
+    return _error(code, RetryError("no replica takes requests now", hint="try again shortly"))
 
 
 async def _exchange(
     request: web.Request, member: TrackedReplica, body: bytes
 ) -> web.StreamResponse:
-    app, fleet = request.app, request.app[_REPLICAS]
+    app, replicas = request.app, request.app[_REPLICAS]
     headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
     if app[_KEY]:
         headers["Authorization"] = f"Bearer {app[_KEY]}"
@@ -167,40 +231,42 @@ async def _exchange(
             allow_redirects=False,
         ) as upstream:
             passed = {k: upstream.headers[k] for k in _RETURNED_HEADERS if k in upstream.headers}
-            passed[SNAPSHOT_HEADER] = fleet.identity_at(member)
+            passed[SNAPSHOT_HEADER] = replicas.identity_at(member)
             answer = web.StreamResponse(status=upstream.status, headers=passed)
             await answer.prepare(request)
             async for chunk in upstream.content.iter_any():
-                await answer.write(chunk)
+                async with asyncio.timeout(WRITE_WITHIN_S):
+                    await answer.write(chunk)
             await answer.write_eof()
             return answer
     except aiohttp.ClientConnectorError:
         raise
     except (aiohttp.ClientError, TimeoutError) as error:
         if answer is not None and answer.prepared:
-            # The status line is gone; only a broken stream can still say that this was no end.
+            # The status is sent; only a broken stream can show that the answer is incomplete.
             if request.transport is not None:
                 request.transport.abort()
             return answer
-        reason = str(error) or type(error).__name__
-        raise RetryError(f"replica {member.replica.name} does not answer: {reason}") from error
+        raise RetryError(
+            f"replica {member.replica.name} does not answer: {type(error).__name__}"
+        ) from error
 
 
 def _check_path(path: str) -> None:
-    """Raises `InputError` unless a path stays below ``/v1``: a replica has calls beside that, which
-    are guarded by nothing but the key that this server adds."""
+    """Raises `InputError` unless a path stays below ``/v1``: only the key that this server adds
+    protects a replica's other calls."""
     if not all(_NAME.match(name) for name in path.split("/")):
-        raise InputError(f"/v1/{path[:80]} is no path of a replica's")
+        raise InputError(f"/v1/{path[:80]} is not a path that replicas serve")
 
 
 def _with_model(body: bytes, model: str) -> bytes:
-    """The body with the replica's own name for its model."""
+    """Returns the body with the replica's own name for its model."""
     if not model or not body:
         return body
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
-        return body  # The replica says better what is wrong with it.
+        return body  # The replica explains better what is wrong with it.
     if not isinstance(content, dict) or "model" not in content:
         return body
     return json.dumps({**content, "model": model}).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -33,7 +34,8 @@ class VllmReplica:
     @property
     def name(self) -> str:
         """The host and port of its URL."""
-        return self._base_url.split("://")[-1]
+        parts = urlsplit(self._base_url)
+        return parts.netloc.rpartition("@")[2] + parts.path
 
     @property
     def base_url(self) -> str:
@@ -90,8 +92,9 @@ class VllmReplica:
                         hint="start it with VLLM_SERVER_DEV_MODE=1 and the deltawire plugin",
                     )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise RetryError(f"replica {self.name} does not answer: {reason}") from error
+            raise RetryError(
+                f"replica {self.name} does not answer: {type(error).__name__}"
+            ) from error
         try:
             return msgspec.json.decode(data, type=EngineStatuses).results[0]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

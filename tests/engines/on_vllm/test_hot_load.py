@@ -17,7 +17,7 @@ from deltawire.export.snapshots import snapshot_identity
 from deltawire.store import open_bucket
 from deltawire.sync import read_run
 
-TOKEN = "a token"
+TOKEN = "an admin token"
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 
 
@@ -32,7 +32,8 @@ class Front:
                     sys.executable, "-m", "deltawire", "serve", run, "--port", "0",
                     "--replica", replica,
                 ],
-                stderr=file, env={**os.environ, "DELTAWIRE_TOKEN": TOKEN},
+                stderr=file,
+                env={**os.environ, "DELTAWIRE_TOKEN": "a", "DELTAWIRE_ADMIN_TOKEN": TOKEN},
             )  # fmt: skip
         deadline = time.monotonic() + 60
         while " on http://" not in log.read_text():

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from aiohttp import web
 from aiohttp.test_utils import TestServer
+from fake_replica import FakeVllm
 from yarl import URL
 
 from deltawire.errors import InputError
@@ -23,67 +23,8 @@ from deltawire.testing.tiny import start_publisher, start_run, weights
 
 NEWEST = 5
 TOKEN = "a token"
+ADMIN = "an admin token"
 HOT_LOAD = "/hot_load/v1/models/hot_load"
-
-
-class FakeVllm:
-    """The HTTP calls that a replica is led by, over a mirror of its own: what it says that it
-    holds, it holds. ``fails`` makes a load fail, ``lies`` makes it say a wrong digest."""
-
-    def __init__(self, bucket, run, version=0):
-        self.bucket, self.run = bucket, run
-        self.mirror = load_mirror(bucket, run, at=version)
-        self.wanted = version
-        self.failure = ""
-        self.fails = self.lies = False
-        self.loads = []
-        self.finish = asyncio.Event()
-        self.started = asyncio.Event()
-        app = web.Application()
-        app.router.add_post("/collective_rpc", self.rpc)
-        app.router.add_post("/v1/completions", self.completions)
-        app.router.add_get("/v1/models", self.models)
-        self.server = TestServer(app)
-
-    async def rpc(self, request):
-        assert request.headers["Authorization"] == "Bearer upstream"
-        call = await request.json()
-        if call["method"] == "deltawire_want":
-            self.wanted = int(*call["args"])
-            self.failure = ""
-            self.loads.append(self.wanted)
-            if self.fails:
-                self.failure = "a blob is damaged"
-            else:
-                self.mirror = load_mirror(self.bucket, self.run, at=self.wanted)
-        digest = "0" * 32 if self.lies else self.mirror.digest.hex()
-        status = {
-            "version": self.mirror.version,
-            "wanted": self.wanted,
-            "phase": "serving",
-            "failure": self.failure,
-            "digest": digest,
-            "ranks": [],
-        }
-        return web.json_response({"results": [status]})
-
-    async def completions(self, request):
-        body = await request.json()
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await answer.prepare(request)
-        await answer.write(b"data: one " + body["model"].encode() + b"\n\n")
-        self.started.set()
-        if body.get("wait"):
-            await self.finish.wait()
-        if body.get("break"):
-            request.transport.abort()
-            return answer
-        await answer.write(b"data: [DONE]\n\n")
-        await answer.write_eof()
-        return answer
-
-    async def models(self, request):
-        return web.json_response({"data": [], "query": dict(request.query)})
 
 
 @pytest.fixture
@@ -107,7 +48,7 @@ class Front:
     def __init__(self, session, server, replicas, run):
         self.session, self.server, self.replicas, self.run = session, server, replicas, run
 
-    async def call(self, method, path, *, token=TOKEN, **options):
+    async def call(self, method, path, *, token=ADMIN, **options):
         headers = {"Authorization": f"Bearer {token}"} | options.pop("headers", {})
         url = self.server.make_url(path)
         async with self.session.request(method, url, headers=headers, **options) as answer:
@@ -150,7 +91,12 @@ async def front(bucket, *, count=2, **options):
         ]
         fleet = ReplicaSet(bucket, run, replicas, **options)
         app = build_app(
-            fleet, upstream, token=TOKEN, upstream_key="upstream", upstream_model="served"
+            fleet,
+            upstream,
+            token=TOKEN,
+            admin_token=ADMIN,
+            upstream_key="upstream",
+            upstream_model="served",
         )
         server = TestServer(app)
         await server.start_server()
