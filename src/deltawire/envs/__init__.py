@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltawire.envs.base import (
-        Access,
         Action,
         AgentHarness,
         Environment,
         Message,
+        ModelEndpoint,
         Task,
         TaskSource,
         Tool,
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from deltawire.envs.registry import open_tasks, register
 
 __all__ = [
-    "Access",
     "Action",
     "AgentHarness",
     "Environment",
     "Message",
+    "ModelEndpoint",
     "ReasoningTasks",
     "Task",
     "TaskSource",

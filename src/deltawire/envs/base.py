@@ -1,15 +1,15 @@
-"""The environment protocol: one episode is a reset and some steps.
+"""The environment protocol: an episode is a reset and some steps.
 
-The loop (`deltawire.rl.rollout.episode`) calls, in this order and never two at a time::
+The loop (`deltawire.rl.rollout.episode`) makes these calls in order, one at a time::
 
     reset ─▶ step ─▶ step … ─▶ probes ─▶ close
 
 Every call is awaited under a time limit and may be cancelled at any await; `close` is called once,
-whatever happened before. An environment speaks messages. Turning them into tokens, once and for
-good, is the loop's work, as are limits on how much of a message the model gets to read.
+whatever happened before. An environment exchanges messages. The loop turns them into tokens and
+limits how much of a message the model reads.
 
-Whatever a call raises makes the episode a failed one, with its cause: it is counted and not
-trained on. What the *model* does wrong (a call of no tool, arguments that do not fit) is no
+An exception from a call makes the episode a failed one, with its cause: it is counted and not
+trained on. A mistake of the *model* (a call of an unknown tool, arguments that do not fit) is not a
 failure: answer it with a message and the reward that it deserves.
 """
 
@@ -23,14 +23,14 @@ from typing import Any, Protocol, runtime_checkable
 from deltawire.chat.messages import Message, Tool, ToolCall
 
 __all__ = [
-    "Access",
     "Action",
     "AgentHarness",
-    "AnsweredTasks",
     "Environment",
     "Message",
+    "ModelEndpoint",
     "Task",
     "TaskSource",
+    "TasksWithAnswers",
     "Tool",
     "ToolCall",
     "Turn",
@@ -39,8 +39,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Task:
-    """One problem. ``identity`` names it for ever, ``family`` its kind, for statistics that should
-    not mix kinds; ``data`` is the environment's own."""
+    """One problem. ``identity`` is its permanent name and ``family`` its kind, for statistics that
+    should not mix kinds; only the environment reads ``data``."""
 
     identity: str
     data: Any
@@ -49,12 +49,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Action:
-    """What the model wrote in one turn.
+    """The model's output of one turn.
 
-    ``text`` is all of it but special tokens; ``content`` the same without its tool calls.
-    ``broken`` holds each piece that began as a tool call and is none (no JSON, no name, cut off):
-    an environment that overlooks these teaches the model to write them.
-    ``finish`` is ``length`` if the model was cut off and ``stop`` if it ended by itself.
+    ``text`` is all of it without special tokens; ``content`` the same without its tool calls.
+    ``broken`` holds each piece that began as a tool call and is not a valid one (invalid JSON, no
+    name, cut off): an environment that ignores these teaches the model to write them. ``finish`` is
+    ``length`` if the model was cut off and ``stop`` if it ended its turn.
     """
 
     text: str
@@ -66,8 +66,8 @@ class Action:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the environment answers: messages that the model reads next, the reward earned since
-    the last turn, and whether the episode is over. A string stands for one message of a user's."""
+    """The environment's answer: messages that the model reads next, the reward earned since the
+    last turn, and whether the episode is over. A string stands for one message of a user."""
 
     said: str | Sequence[Message] = ()
     reward: float = 0.0
@@ -75,7 +75,7 @@ class Turn:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What was said, as messages; of an empty string, none."""
+        """The messages; an empty string is none."""
         if isinstance(self.said, str):
             return (Message("user", self.said),) if self.said else ()
         return tuple(self.said)
@@ -85,27 +85,36 @@ class Environment(Protocol):
     """One episode of one task. Instances are not shared between episodes.
 
     Inherit from it to get the defaults: no tools, no probes, nothing to close.
+
+    Example::
+
+        class Echo(Environment):
+            async def reset(self) -> Turn:
+                return Turn("Say hello.")
+
+            async def step(self, action: Action) -> Turn:
+                return Turn(reward=float("hello" in action.text), done=True)
     """
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """What the model may call; the same from `reset` to the end."""
+        """The tools that the model may call; the same from `reset` to the end."""
         return ()
 
     async def reset(self) -> Turn:
-        """Begin; the turn's messages are the prompt. The same task always gives the same prompt."""
+        """Begin the episode; the turn's messages are the prompt, the same for the same task."""
         ...
 
     async def step(self, action: Action) -> Turn:
-        """Take what the model wrote since the last turn."""
+        """React to the model's output since the last turn."""
         ...
 
     async def probes(self) -> Mapping[str, float]:
-        """Checks that the reward does not see, once the episode is over; finite numbers by name."""
+        """Checks that are not part of the reward, after the episode; finite numbers by name."""
         return {}
 
     async def close(self) -> None:
-        """Give back processes, files, connections. Called once, also after a failed `reset`."""
+        """Release processes, files, connections. Called once, also after a failed `reset`."""
         return
 
     def solved(self, total_reward: float) -> bool:
@@ -114,8 +123,8 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True)
-class Access:
-    """Where a harness finds the model: an OpenAI-compatible endpoint of its episode's own."""
+class ModelEndpoint:
+    """Where a harness finds the model: an OpenAI-compatible endpoint for one episode."""
 
     base_url: str
     api_key: str
@@ -123,12 +132,12 @@ class Access:
 
 
 class AgentHarness(ABC):
-    """One episode of a harness that asks the model itself, by HTTP, as often and in whatever
-    conversations it likes. It is one call under the episode's time limit, then as an `Environment`.
-    """
+    """One episode of an agent harness, which calls the model by HTTP, as often and in whatever
+    conversations it likes. `drive` is one call under the episode's time limit; the other calls are
+    those of an `Environment`."""
 
     @abstractmethod
-    async def drive(self, access: Access) -> float:
+    async def drive(self, endpoint: ModelEndpoint) -> float:
         """Run the harness; returns the reward."""
 
     async def probes(self) -> Mapping[str, float]:
@@ -145,33 +154,33 @@ class AgentHarness(ABC):
 
 
 class TaskSource(Protocol):
-    """Draws tasks; everything it returns follows from its own settings and the arguments."""
+    """Draws tasks; everything it returns is a function of its settings and the arguments."""
 
     def draw(self, stream: str, index: int) -> Task:
-        """Task number ``index`` of a worker's stream; never one of `heldout`."""
+        """Draw task ``index`` of a worker's stream; never one of `heldout`."""
         ...
 
     def heldout(self) -> list[Task]:
-        """The tasks that are evaluated on and never drawn."""
+        """The tasks for evaluation, which are never drawn."""
         ...
 
     def open(self, task: Task) -> Environment | AgentHarness:
-        """A fresh episode of ``task``."""
+        """Open a fresh episode of ``task``."""
         ...
 
 
 @runtime_checkable
-class AnsweredTasks(TaskSource, Protocol):
-    """Tasks of one question each whose answers are known: a warm start can learn from them."""
+class TasksWithAnswers(TaskSource, Protocol):
+    """Tasks of one question each with known answers, from which a warm start can learn."""
 
     def prompt(self, task: Task) -> str:
         """The text before the answer."""
         ...
 
     def answer(self, task: Task) -> str:
-        """The right answer; raises `InputError` if this task has none."""
+        """The correct answer; raises `InputError` if this task has none."""
         ...
 
     def question(self, task: Task) -> str:
-        """What makes two tasks the same."""
+        """The text that identifies the task."""
         ...

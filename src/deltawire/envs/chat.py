@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deltawire.envs.base import Access, AgentHarness, Task
+from deltawire.envs.base import AgentHarness, ModelEndpoint, Task
 from deltawire.errors import InputError
 
 Harness = Callable[[str, str, Any], Awaitable[float]] | Callable[[str, str, Any], float]
@@ -33,15 +33,15 @@ Harness = Callable[[str, str, Any], Awaitable[float]] | Callable[[str, str, Any]
 
 
 @dataclass
-class _Episode(AgentHarness):
+class _ChatEpisode(AgentHarness):
     harness: Harness
     data: Any
 
-    async def drive(self, access: Access) -> float:
+    async def drive(self, endpoint: ModelEndpoint) -> float:
         if inspect.iscoroutinefunction(self.harness):
-            return float(await self.harness(access.base_url, access.api_key, self.data))
+            return float(await self.harness(endpoint.base_url, endpoint.api_key, self.data))
         found: Any = await asyncio.to_thread(
-            self.harness, access.base_url, access.api_key, self.data
+            self.harness, endpoint.base_url, endpoint.api_key, self.data
         )
         if inspect.isawaitable(found):
             found = await found
@@ -82,7 +82,7 @@ class ChatTasks:
 
     def open(self, task: Task) -> AgentHarness:
         """A fresh run of the harness."""
-        return _Episode(self._harness, task.data)
+        return _ChatEpisode(self._harness, task.data)
 
     def _task(self, data: Any) -> Task:
         return Task(_identity(data), data, self._family(data)[:64])

@@ -1,4 +1,4 @@
-"""reasoning-gym: every one of its datasets by name, with its own problems and its own scores."""
+"""Tasks from reasoning-gym: every dataset by name, with its own problems and its own scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,30 +22,34 @@ from reasoning_gym.factory import DATASETS
 
 from deltawire.config import TaskConfig
 from deltawire.envs.base import Action, Environment, Task, Turn
+from deltawire.envs.evaluated_answers import evaluate_in_sandbox, evaluating
+from deltawire.envs.sandbox.box import Sandbox
+from deltawire.envs.sandbox.evaluator import Evaluator
 from deltawire.envs.scoring_process import ScoringProcess, ScoringTimeoutError
 from deltawire.errors import InputError
 
 BLOCK = 500
-"""Problems asked of one dataset object before the next seed's takes over; some datasets do work
-in proportion to their size when they are made."""
+"""Problems per dataset object, before the next seed is used; some datasets do work in proportion to
+their size when they are made."""
 _CACHED = 8
 _SEARCH_PER_HELDOUT = 50
 _HELDOUT_SEED = 977_003
-"""Where held-out problems are drawn from, whatever the run's seed: runs compare on the same."""
+"""The seed of held-out problems, whatever the run's seed: runs are compared on the same ones."""
 
-SCORE_LIMIT_S = 10.0
-"""How long a dataset may take over one answer."""
+SCORE_LIMIT_S = 20.0
+"""How long a dataset may take to score one answer."""
 MAKE_LIMIT_S = 100.0
-"""How long one may take to make a problem; some search for theirs."""
+"""How long a dataset may take to make a problem; some search for theirs."""
 
 T = TypeVar("T")
 
-_HARMLESS = {"chain_sum", "products", "spell_backward"}
-"""Scorers that compare and count, as their code shows, besides those that datasets inherit. All
-others work in a process of their own: some of them evaluate the answer."""
+_SCORED_HERE = {"chain_sum", "products", "spell_backward"}
+"""Datasets whose scorers only compare and count, next to those that inherit theirs. All others run
+in a process of their own."""
 
 _HASH_ORDERED = {"isomorphic_strings", "polynomial_multiplication", "ransom_note"}
-"""Datasets that iterate over sets of strings: their problems follow the interpreter's hash seed."""
+"""Datasets that iterate over sets of strings: their problems depend on the interpreter's hash
+seed."""
 
 
 def _hash_seed_varies() -> bool:
@@ -54,13 +58,13 @@ def _hash_seed_varies() -> bool:
 
 @contextmanager
 def _own_randomness(seed: int) -> Iterator[None]:
-    """Some datasets draw from the interpreter's own generators besides the one they are given; a
-    problem must be the same in every process all the same."""
+    """Seed the interpreter's global generators, from which some datasets draw: a problem must be
+    the same in every process."""
     plain, arrays = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed)
     try:
-        with redirect_stdout(io.StringIO()):  # some print what they make
+        with redirect_stdout(io.StringIO()):  # Some print what they make.
             yield
     finally:
         random.setstate(plain)
@@ -73,9 +77,9 @@ def _seed(*parts: object) -> int:
 
 
 @dataclass
-class _Episode(Environment):
-    """One problem and one answer, or several; the reward is the dataset's own score of the last,
-    in 0 … 1."""
+class _ReasoningEpisode(Environment):
+    """One problem and up to ``attempts`` answers. The reward is the dataset's own score of the last
+    one, from 0 to 1."""
 
     score: Callable[[str], Awaitable[float]]
     prompt: str
@@ -93,26 +97,38 @@ class _Episode(Environment):
         return Turn(reward=score, done=True)
 
 
-_judge = ScoringProcess("deltawire.envs.reasoning:score_elsewhere", limit_s=SCORE_LIMIT_S)
+_scoring = ScoringProcess("deltawire.envs.reasoning:score_elsewhere", limit_s=SCORE_LIMIT_S)
 _scorers: dict[str, Any] = {}
 _entries: dict[str, dict[str, Any]] = {}
+
+
+@cache
+def _evaluator() -> Evaluator:
+    """The sandbox of this process, which is the scoring process."""
+    return Evaluator()
 
 
 def score_elsewhere(
     name: str, options: str, seed: int, position: int, entry: Any, answer: str | None
 ) -> float:
-    """A dataset's own score of an answer; what `ScoringProcess` calls in its child process.
+    """Score an answer as the dataset does; `ScoringProcess` calls it in its child process.
 
     ``options`` are JSON. A problem that JSON cannot hold (``entry`` None) is made again from its
-    ``seed`` and ``position``; without an ``answer``, that is all.
+    ``seed`` and ``position``; without an ``answer``, nothing is scored. What a scorer would
+    evaluate is evaluated in a sandbox.
     """
-    dataset = _remember(
-        _scorers, f"{name} {seed} {options}", lambda: _create(name, seed, json.loads(options))
-    )
+    dataset = _remember(_scorers, f"{name} {seed} {options}", lambda: _scorer(name, seed, options))
     if entry is None:
         key = f"{name} {seed} {options} {position}"
         entry = _remember(_entries, key, lambda: _entry(dataset, seed, position))
     return 0.0 if answer is None else _score(dataset, entry, answer)
+
+
+def _scorer(name: str, seed: int, options: str) -> Any:
+    dataset = _create(name, seed, json.loads(options))
+    if evaluating(dataset):
+        evaluate_in_sandbox(dataset, _evaluator())
+    return dataset
 
 
 def _remember(memory: dict[str, T], key: str, make: Callable[[], T]) -> T:
@@ -130,7 +146,7 @@ def _entry(dataset: Any, seed: int, position: int) -> dict[str, Any]:
 
 
 def _as_json(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """The entry, if it comes back from JSON as it was."""
+    """The entry if JSON can hold it, else None."""
     try:
         return entry if json.loads(json.dumps(entry)) == entry else None
     except (TypeError, ValueError):
@@ -141,9 +157,9 @@ def _score(dataset: Any, entry: dict[str, Any], answer: str) -> float:
     try:
         with redirect_stdout(io.StringIO()):
             score = float(dataset.score_answer(answer, entry))
-    except Exception:  # some datasets parse what the model wrote without a net
+    except Exception:  # Some datasets parse answers without catching errors.
         return 0.0
-    # A score that is no number is the dataset's fault, and told as such.
+    # A score of NaN is the dataset's fault, and is reported as such by the caller.
     return min(max(score, 0.0), 1.0) if score == score else score  # noqa: PLR0124
 
 
@@ -159,10 +175,15 @@ def _create(name: str, seed: int, options: dict[str, Any]) -> Any:
 class ReasoningTasks:
     """A `TaskSource` over one dataset.
 
-    Held-out problems are the first distinct ones of a seed of their own; drawing skips every
-    problem whose question is among them. Raises `InputError` for an unknown dataset (naming the
-    nearest), for options that the dataset refuses, for one too small to hold problems out, and for
-    one whose problems would differ between processes.
+    Held-out problems are the first distinct ones of a fixed seed; drawing skips every problem whose
+    question is among them. Raises `InputError` for an unknown dataset (naming the nearest), for
+    options that the dataset refuses, for one too small to hold problems out, for one whose problems
+    would differ between processes, and for one that evaluates answers where there is no sandbox.
+
+    Example::
+
+        tasks = ReasoningTasks(TaskConfig(dataset="countdown"), seed=0)
+        episode = tasks.open(tasks.draw("worker-0", 0))
     """
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
@@ -186,8 +207,11 @@ class ReasoningTasks:
                 "task.options.seed would give every worker the same problems",
                 hint="set the run's own seed",
             )
-        scorer = type(self._dataset(_seed(_HELDOUT_SEED, 0))).score_answer
-        self._scores_here = config.dataset in _HARMLESS or scorer is ProceduralDataset.score_answer
+        dataset = self._dataset(_seed(_HELDOUT_SEED, 0))
+        own = type(dataset).score_answer is not ProceduralDataset.score_answer
+        self._scores_here = config.dataset in _SCORED_HERE or not own
+        if not self._scores_here and evaluating(dataset):
+            _require_sandbox(config.dataset)
         self._heldout = self._hold_out()
         self._reserved = {task.data["question"] for task in self._heldout}
 
@@ -208,9 +232,9 @@ class ReasoningTasks:
             hint="lower task.heldout, or widen task.options",
         )
 
-    def open(self, task: Task) -> _Episode:
+    def open(self, task: Task) -> _ReasoningEpisode:
         """A fresh episode of ``task``."""
-        return _Episode(
+        return _ReasoningEpisode(
             partial(self._score, task),
             self.prompt(task),
             self._config.attempts,
@@ -224,11 +248,11 @@ class ReasoningTasks:
         seed, position = _HELDOUT_SEED, 0
         if entry is None:
             seed, position = map(int, task.identity.split("/")[-2:])
-            await _judge(name, self._options, seed, position, None, None, limit_s=MAKE_LIMIT_S)
+            await _scoring(name, self._options, seed, position, None, None, limit_s=MAKE_LIMIT_S)
         try:
-            return await _judge(name, self._options, seed, position, entry, answer)
+            return await _scoring(name, self._options, seed, position, entry, answer)
         except ScoringTimeoutError:
-            return 0.0  # The model wrote something that takes for ever; it must not pay.
+            return 0.0  # An answer that takes too long to score must not pay.
 
     def answer(self, task: Task) -> str:
         """The dataset's own answer, for supervised steps; raises `InputError` if it has none."""
@@ -244,7 +268,7 @@ class ReasoningTasks:
         return self._config.prompt.replace("{question}", task.data["question"])
 
     def question(self, task: Task) -> str:
-        """What makes two problems the same."""
+        """The text that identifies the problem."""
         return str(task.data["question"])
 
     def _dataset(self, seed: int) -> Any:
@@ -253,7 +277,7 @@ class ReasoningTasks:
                 self._datasets.pop(next(iter(self._datasets)))
             try:
                 self._datasets[seed] = _create(self._config.dataset, seed, self._config.options)
-            except Exception as error:  # datasets check their options by assert and otherwise
+            except Exception as error:  # Datasets check their options by assertions, among others.
                 raise InputError(
                     f"dataset {self._config.dataset} refuses task.options: {error}"
                 ) from error
@@ -275,3 +299,15 @@ class ReasoningTasks:
             f"dataset {self._config.dataset} has only {len(found)} distinct problems",
             hint="lower task.heldout, or widen task.options",
         )
+
+
+def _require_sandbox(dataset: str) -> None:
+    """Raises `InputError` if this machine has no sandbox to evaluate answers in."""
+    try:
+        Sandbox().check_now()
+    except InputError as error:
+        raise InputError(
+            f"dataset {dataset} evaluates answers as code, and this machine gives no sandbox: "
+            f"{error}",
+            hint="allow user namespaces (or run as root), or choose another dataset",
+        ) from error

@@ -23,30 +23,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltawire.config import TaskConfig
-from deltawire.envs.base import Access, AgentHarness, Task
-from deltawire.envs.registry import require_trust
+from deltawire.envs.base import AgentHarness, ModelEndpoint, Task
+from deltawire.envs.machine_policy import machine_policy
 from deltawire.errors import InputError
 
 DEFAULT_TASKS = 10_000
 
 
 @dataclass
-class _Episode(AgentHarness):
+class _VerifiersEpisode(AgentHarness):
     """One `verifiers` episode, in an environment object of its own."""
 
     settings: dict[str, Any]
     task: Any
 
-    async def drive(self, access: Access) -> float:
+    async def drive(self, endpoint: ModelEndpoint) -> float:
         from verifiers.v1 import EvalClientConfig, ModelContext
 
         # The library reads keys from environment variables alone.
         variable = f"DELTAWIRE_EPISODE_KEY_{secrets.token_hex(8)}"
-        os.environ[variable] = access.api_key
+        os.environ[variable] = endpoint.api_key
         try:
             environment = _environment(self.settings)
-            client = EvalClientConfig(base_url=access.base_url, api_key_var=variable)
-            context = ModelContext(model=access.model, client=client)
+            client = EvalClientConfig(base_url=endpoint.base_url, api_key_var=variable)
+            context = ModelContext(model=endpoint.model, client=client)
             async with environment.serving():
                 episode = await environment.run_episode(self.task, context)
         finally:
@@ -71,7 +71,7 @@ class VerifiersTasks:
         if unknown or not isinstance(settings, dict):
             raise InputError("task.options must be { env = { … }, tasks = N } for verifiers")
         for module in sorted(_modules(settings)):
-            require_trust(module)
+            machine_policy().require_trust(module)
         self._settings: dict[str, Any] = settings
         self._seed = seed
         environment = _environment(settings)
@@ -98,7 +98,7 @@ class VerifiersTasks:
 
     def open(self, task: Task) -> AgentHarness:
         """A fresh episode of ``task``."""
-        return _Episode(self._settings, self._tasks[task.data])
+        return _VerifiersEpisode(self._settings, self._tasks[task.data])
 
     def _task(self, number: int) -> Task:
         return Task(f"{self._family}/{number}", number, self._family)

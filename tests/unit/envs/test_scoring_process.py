@@ -95,15 +95,15 @@ def test_waiting_for_a_score_does_not_hold_others_up(judge):
 
 def test_an_answer_that_takes_for_ever_earns_nothing(monkeypatch):
     """countdown evaluates the answer; a tower of powers would keep it busy for good."""
-    monkeypatch.setattr(reasoning._judge, "_limit_s", 2.0)
-    reasoning._judge.close()
+    monkeypatch.setattr(reasoning._scoring, "_limit_s", 2.0)
+    reasoning._scoring.close()
     tasks = ReasoningTasks(TaskConfig(dataset="countdown", heldout=1), seed=0)
     task = tasks.draw("w", 0)
     turn = asyncio.run(tasks.open(task).step(Action("9**9**9**9")))
     assert (turn.reward, turn.done) == (0.0, True)
     right = asyncio.run(tasks.open(task).step(Action(tasks.answer(task))))
     assert right.reward == 1.0
-    reasoning._judge.close()
+    reasoning._scoring.close()
 
 
 def test_an_episode_does_not_take_the_child_that_it_started_with_it(byte_tokenizer):
@@ -116,7 +116,7 @@ def test_an_episode_does_not_take_the_child_that_it_started_with_it(byte_tokeniz
             return Completion([ord("1")], [-1.0], [0], "stop")
 
     async def run():
-        reasoning._judge.close()
+        reasoning._scoring.close()
         causes = []
         for number in range(3):
             episode = tasks.open(tasks.draw("w", number))
@@ -125,7 +125,7 @@ def test_an_episode_does_not_take_the_child_that_it_started_with_it(byte_tokeniz
         return causes
 
     assert asyncio.run(run()) == ["", "", ""]
-    reasoning._judge.close()
+    reasoning._scoring.close()
 
 
 def test_drawing_prints_nothing(capfd):

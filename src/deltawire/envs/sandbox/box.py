@@ -141,9 +141,10 @@ class Sandbox:
         async with turns:
             return await self._launch(words, files, limits, dict(environment or {}))
 
-    def _request(
+    def request(
         self, command: tuple[str, ...], limits: Limits, environment: dict[str, str]
     ) -> Request:
+        """What the launcher is asked for."""
         root = hasattr(os, "geteuid") and os.geteuid() == 0
         apart = self._user_namespace if self._user_namespace is not None else not root
         uid = None
@@ -172,7 +173,7 @@ class Sandbox:
     async def _launch(
         self, command: tuple[str, ...], files: Files, limits: Limits, environment: dict[str, str]
     ) -> Outcome:
-        request = self._request(command, limits, environment)
+        request = self.request(command, limits, environment)
         source = str(Path(__file__).resolve().parents[3])
         launcher = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-B", "-c", _BOOT.format(source)),

@@ -42,6 +42,7 @@ from deltawire.envs.sandbox.plan import (
     Request,
     Result,
     pack,
+    read_exactly,
     read_header,
     request_of,
     valid_path,
@@ -51,18 +52,6 @@ LOOK_S = 0.02
 """How often the launcher sums what the command's processes use."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CANCELLED = "cancelled"
-
-
-def read_exactly(count: int) -> bytes:
-    """So many bytes of stdin; raises `EOFError` if it ends before."""
-    parts, have = [], 0
-    while have < count:
-        part = os.read(0, min(count - have, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        have += len(part)
-    return b"".join(parts)
 
 
 @dataclass
@@ -160,35 +149,59 @@ def _walk(root: Path) -> Iterator[str | None]:
 
 @dataclass
 class Usage:
-    """What the command's processes use together, as ``/proc`` says."""
+    """What the command's processes use together, as ``/proc`` reports it.
+
+    The CPU time of a child is in its parent's counters once it has been waited for, but not if the
+    parent ignores SIGCHLD. So the time of a process that was seen running and then vanished is
+    sampled: between two looks, the larger of what the counters show and of what such processes can
+    have used is charged.
+    """
 
     proc: Path
+    cores: int = 1
+    cpu_s: float = 0.0
+    counted: int = 0
+    looked_at: float = field(default_factory=time.monotonic)
+    running: set[str] = field(default_factory=set)
 
     def broken(self, limits: Limits) -> str:
-        """The limit that they break now, or nothing."""
+        """The limit that they exceed now, or an empty string."""
         processes, memory, ticks = 0, 0, 0
+        alive, running = set(), set()
         for entry in self._entries():
             try:
                 fields = (entry / "stat").read_text(errors="replace")
             except OSError:
-                continue  # gone since
+                continue  # It has ended since.
             numbers = fields.rpartition(")")[2].split()
+            identity = f"{entry.name} {numbers[19]}"  # its number and its start
+            alive.add(identity)
+            if numbers[0] == "R":
+                running.add(identity)
             processes += 1
             ticks += sum(int(n) for n in numbers[11:15])
             memory += int(numbers[21]) * PAGE
+        self._charge(ticks, alive, running)
         if processes > limits.processes + 2:
             return "processes"
-        if ticks / os.sysconf("SC_CLK_TCK") > limits.cpu_s:
+        if self.cpu_s > limits.cpu_s:
             return "cpu"
         if memory > limits.memory_bytes and self._exact() > limits.memory_bytes:
             return "memory"
         return ""
 
+    def _charge(self, ticks: int, alive: set[str], running: set[str]) -> None:
+        now = time.monotonic()
+        measured = max(0, ticks - self.counted) / os.sysconf("SC_CLK_TCK")
+        vanished = min(len(self.running - alive), self.cores)
+        self.cpu_s += max(measured, vanished * (now - self.looked_at))
+        self.counted, self.looked_at, self.running = ticks, now, running
+
     def _entries(self) -> list[Path]:
         return [entry for entry in self.proc.iterdir() if entry.name.isdigit()]
 
     def _exact(self) -> int:
-        """Resident bytes with shared pages counted once; plainly summed where that is not told."""
+        """Resident bytes with shared pages counted once, where the kernel reports that."""
         total = 0
         for entry in self._entries():
             try:
@@ -205,7 +218,7 @@ class Running:
 
     def __init__(self, request: Request, folder: Path, proc: Path | None) -> None:
         self.request = request
-        self.usage = Usage(proc) if proc is not None else None
+        self.usage = Usage(proc, request.limits.cores) if proc is not None else None
         self.output, printing = os.pipe()
         self.reports, reporting = os.pipe()
         self.started = time.monotonic()
@@ -313,7 +326,7 @@ def _be_first(request: Request, folder: Path, printing: int, reporting: int) -> 
             status = os.waitstatus_to_exitcode(how) if pid == command else None
         _report(reporting, {"status": status})
     except BaseException as error:
-        unsupported = isinstance(error, namespaces.Unsupported)
+        unsupported = isinstance(error, namespaces.UnsupportedError)
         _report(reporting, {"fault": str(error) or repr(error), "unsupported": unsupported})
     os._exit(0)
 
@@ -368,7 +381,7 @@ def serve(request: Request, files: list[tuple[str, bytes]]) -> bytes:
         if result.cause == CANCELLED:
             return b""  # nobody is listening
         left, lost = collect(folder, request.limits)
-    except namespaces.Unsupported as error:
+    except namespaces.UnsupportedError as error:
         return _frame(Result(fault=str(error), unsupported=True), b"", [])
     except (OSError, ValueError) as error:
         return _frame(Result(fault=str(error)), b"", [])

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from deltawire.envs.sandbox import seccomp
-from deltawire.envs.sandbox.plan import Limits, Request
+from deltawire.envs.sandbox.plan import PACKAGES, Limits, Request
 
 _MOUNTS, _UTS, _IPC, _USER, _PROCESSES, _NETWORK, _CGROUP = (
     0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000, 0x02000000,
@@ -39,12 +39,18 @@ WORKSPACE = "/workspace"
 INSIDE_UID = 1000
 _SYSTEM = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec")
 _ALIASES = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_PACKAGE_FOLDERS = (
+    "python*/site-packages",
+    "python*/dist-packages",
+    "lib*/python*/site-packages",
+    "lib*/python*/dist-packages",
+)
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives")
 
 
-class Unsupported(Exception):  # noqa: N818
-    """This machine does not let its user make what is needed; the message says what."""
+class UnsupportedError(Exception):
+    """This machine does not allow what isolation needs; the message says what is missing."""
 
 
 def _libc() -> ctypes.CDLL:
@@ -54,7 +60,7 @@ def _libc() -> ctypes.CDLL:
 def _call(what: str, result: int) -> None:
     if result:
         number = ctypes.get_errno()
-        raise Unsupported(f"{what}: {os.strerror(number)}")
+        raise UnsupportedError(f"{what}: {os.strerror(number)}")
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
@@ -89,7 +95,7 @@ def _prctl(what: str, option: int, value: int) -> None:
 def enter(*, user_namespace: bool) -> None:
     """Leave the machine's namespaces; the next child is the first process of its own."""
     if not seccomp.supported():
-        raise Unsupported(f"no filter of system calls for {os.uname().machine}")
+        raise UnsupportedError(f"no filter of system calls for {os.uname().machine}")
     uid, gid = os.getuid(), os.getgid()
     flags = _MOUNTS | _UTS | _IPC | _PROCESSES | _NETWORK | _CGROUP
     _call("unshare", _libc().unshare(flags | (_USER if user_namespace else 0)))
@@ -99,7 +105,7 @@ def enter(*, user_namespace: bool) -> None:
             Path("/proc/self/gid_map").write_text(f"{INSIDE_UID} {gid} 1", encoding="ascii")
             Path("/proc/self/uid_map").write_text(f"{INSIDE_UID} {uid} 1", encoding="ascii")
         except OSError as error:
-            raise Unsupported(f"user namespace: {error}") from error
+            raise UnsupportedError(f"user namespace: {error}") from error
     _mount("none", "/", "", _RECURSIVE | _PRIVATE)
 
 
@@ -112,10 +118,39 @@ def _sources(request: Request) -> list[str]:
     return sorted({p for p in folders if not any(p.startswith(f"{q}/") for q in folders)})
 
 
+def package_folders(sources: list[str]) -> list[str]:
+    """The folders of installed packages below the shown ones. They are covered: the package that
+    writes an environment's tasks knows their solutions."""
+    found: set[Path] = set()
+    for source in map(Path, sources):
+        for pattern in _PACKAGE_FOLDERS:
+            found |= {path for path in source.glob(pattern) if path.is_dir()}
+    return sorted(map(str, found))
+
+
+def require_hidden(sources: list[str], covered: list[str]) -> None:
+    """Raises `UnsupportedError` if this package lies where a command could read it."""
+    own = str(Path(__file__).resolve().parents[2])
+    visible = any(_below(own, source) for source in sources)
+    if visible and not any(_below(own, folder) for folder in covered):
+        raise UnsupportedError(
+            f"deltawire is installed in {own}, which commands in the sandbox can read; install it "
+            "in a virtual environment outside the system's folders"
+        )
+
+
+def _below(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{Path(folder).resolve()!s}/")
+
+
 def build(request: Request) -> str:
     """Lay out the root under `BASE`; returns the launcher's path to the folder of writable files,
     which has ``workspace``, ``tmp`` and ``shm`` in it."""
-    shown = {path: os.open(path, os.O_PATH) for path in (*_sources(request), *_present(_ETC))}
+    sources = _sources(request)
+    covered = package_folders(sources)
+    require_hidden(sources, covered)
+    shown = {path: os.open(path, os.O_PATH) for path in (*sources, *_present(_ETC))}
+    packages = {path: os.open(path, os.O_PATH) for path in request.shown}
     devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES}
     links = {path: str(Path(path).readlink()) for path in _ALIASES if Path(path).is_symlink()}
     nothing_more = _NOSUID | _NODEV
@@ -142,13 +177,22 @@ def build(request: Request) -> str:
         _show(f"{root}/dev/{name}", handle, folder=False)
         # One writes to such a device all the same; only its mode and owner are out of reach.
         _restrict(f"{root}/dev/{name}", _READ_ONLY | _NOSUID | _NOEXEC, recursive=False)
-    for handle in (*shown.values(), *devices.values()):
+    for path in covered:
+        _mount("tmpfs", root + path, "tmpfs", nothing_more, "mode=755,size=4k,nr_inodes=2")
+        _restrict(root + path, _READ_ONLY, recursive=False)
+    for path, handle in packages.items():
+        inside = f"{root}{PACKAGES}/{Path(path).name}"
+        _show(inside, handle, folder=True)
+        _restrict(inside, _READ_ONLY | nothing_more, recursive=True)
+    for handle in (*shown.values(), *packages.values(), *devices.values()):
         os.close(handle)
     for path, target in links.items():
         Path(root + path).symlink_to(target)
     for name, inside in (("workspace", WORKSPACE), ("tmp", "/tmp"), ("shm", "/dev/shm")):  # noqa: S108
         Path(root + inside).mkdir(parents=True)
         _mount(f"{writable}/{name}", root + inside, "", _BIND)
+        if request.read_only:
+            _restrict(root + inside, _READ_ONLY, recursive=False)
     _details(root, request)
     _restrict(root, _READ_ONLY, recursive=False)
     return writable
@@ -190,7 +234,7 @@ def _details(root: str, request: Request) -> None:
 
 def first_process(request: Request, writable: str) -> None:
     """Become the first process of the namespace: in the root, as nobody in particular, with the
-    right to nothing. Raises `Unsupported` or `OSError`."""
+    right to nothing. Raises `UnsupportedError` or `OSError`."""
     del writable
     _mount("proc", f"{BASE}/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     libc = _libc()
@@ -222,8 +266,9 @@ def _drop_capabilities() -> None:
     _call("capset", _libc().capset(header, none))
 
 
-def limit_command(limits: Limits, *, filtered: bool) -> None:
-    """Set the kernel's limits on this process and all it starts, and the filter if wanted."""
+def limit_command(limits: Limits, *, filtered: bool, niceness: int = 10) -> None:
+    """Set the kernel's limits on this process and all it starts, and the filter of system calls
+    if ``filtered``."""
 
     def limit(kind: int, value: int) -> None:
         _, most = resource.getrlimit(kind)
@@ -248,4 +293,4 @@ def limit_command(limits: Limits, *, filtered: bool) -> None:
         limit(resource.RLIMIT_NPROC, limits.processes + 1)
         seccomp.install()
     with contextlib.suppress(OSError):
-        os.nice(10)
+        os.nice(niceness)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 MAX_HEADER_BYTES = 16 << 20
 MAX_PATH = 512
 MAX_DEPTH = 32
+PACKAGES = "/packages"
 
 Files = Mapping[str, bytes]
 """A folder as a value: regular files by relative path, with ``/`` between names. No modes, no
@@ -48,8 +50,12 @@ PRINTED_TIMES = 256
 
 @dataclass(frozen=True)
 class Request:
-    """One command over one folder. ``isolation`` is ``namespaces`` or ``process``; ``uid`` is the
-    user that a command becomes if the launcher is root, None to stay."""
+    """One command over one folder.
+
+    ``isolation`` is ``namespaces`` or ``process``; ``uid`` is the user that a command becomes if
+    the launcher is root, None to stay. With ``read_only``, no folder can be written. Folders of
+    packages in ``shown`` appear below `PACKAGES`.
+    """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -59,6 +65,8 @@ class Request:
     uid: int | None
     python: str
     prefix: str
+    read_only: bool = False
+    shown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,8 +133,20 @@ def read_header(read: Callable[[int], bytes]) -> dict[str, Any]:
 
 
 def request_of(header: Mapping[str, Any]) -> Request:
-    """The request in a header."""
+    """The request that a header holds."""
     raw = dict(header["request"])
     raw["limits"] = Limits(**raw["limits"])
-    raw["command"] = tuple(raw["command"])
+    raw["command"], raw["shown"] = tuple(raw["command"]), tuple(raw["shown"])
     return Request(**raw)
+
+
+def read_exactly(count: int) -> bytes:
+    """Read ``count`` bytes of stdin; raises `EOFError` if it ends before."""
+    parts, have = [], 0
+    while have < count:
+        part = os.read(0, min(count - have, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        have += len(part)
+    return b"".join(parts)

@@ -1,9 +1,11 @@
-"""The system calls that a sandboxed command does not get, as a filter that the kernel runs.
+"""A filter, run by the kernel, of the system calls that a sandboxed command may make.
 
-Left out is what would leave the sandbox (namespaces, mounts, tracing, handles), what takes memory
-that no other limit sees (memory files, System V), what reaches around the network namespace
-(sockets of other families, such as a virtual machine's to its host), and large parts of the kernel
-that no test suite needs (bpf, io_uring, keys). Numbers are those of ``asm/unistd.h``.
+An allow-list: what it does not name is refused, so that a call that a later kernel adds is refused
+until somebody has read what it does. Left out is what would leave the sandbox (namespaces, mounts,
+tracing, handles), what takes memory that no other limit sees (memory files, System V), what
+reaches around the network namespace (sockets of other families, such as a virtual machine's to its
+host), and large parts of the kernel that no test suite needs (bpf, io_uring, keys, asynchronous
+I/O). Numbers are those of ``asm/unistd.h``.
 """
 
 from __future__ import annotations
@@ -12,38 +14,53 @@ import ctypes
 import errno
 import platform
 import struct
+from functools import cache
 
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+_LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
+_JUMP_GREATER, _JUMP_ABOVE = 0x35, 0x25  # ≥ and >
 _AT_NUMBER, _AT_MACHINE, _AT_FIRST_ARGUMENT = 0, 4, 16
 _NEW_NAMESPACES = 0x7E020080
 """CLONE_NEW* of clone's flags: mount, cgroup, uts, ipc, user, pid, net, time."""
 _FAMILIES = (1, 2, 10)
-"""unix, inet, inet6: the namespace has no network behind the last two."""
+"""unix, inet, inet6: the namespace has no network for the last two."""
 
-_EVERYWHERE = (*range(424, 436), 438, 442, 443, 447)
-"""pidfd_send_signal, io_uring, the mount calls from open_tree to clone3, pidfd_getfd,
-mount_setattr, quotactl_fd, memfd_secret: one number on every machine."""
+_EVERYWHERE = (
+    *((436, 437), (439, 439), (441, 441)),  # close_range, openat2, faccessat2, epoll_pwait2
+    *((449, 449), (451, 452), (454, 456)),  # futex_waitv, cachestat, fchmodat2, futexes
+)
+"""Calls that have one number on every machine."""
 _X86_64 = (
-    *(29, 64, 68),  # shmget, semget, msgget
-    *(101, 103, 135, 154, 172, 173),  # ptrace, syslog, personality, modify_ldt, iopl, ioperm
-    *(155, 161, 163, 165, 166, 167, 168, 169),  # pivot_root, chroot, acct, mount … reboot
-    *(175, 176, 179, 203, 212, 240),  # modules, quotactl, sched_setaffinity, lookup_dcookie, mq
-    *(246, 248, 249, 250, 256, 272, 279),  # kexec, keys, migrate_pages, unshare, move_pages
-    *(298, 300, 303, 304, 308, 310, 311, 312, 313),  # perf, fanotify, handles, setns, process_vm
-    *(319, 320, 321, 323),  # memfd_create, kexec_file_load, bpf, userfaultfd
+    *((0, 28), (32, 55)),  # read … madvise; dup … getsockopt
+    *((57, 63), (72, 100)),  # fork … uname; fcntl … times
+    *((102, 102), (104, 125)),  # getuid; getgid … capget
+    *((127, 133), (137, 138), (140, 152)),  # signals … mknod; statfs; priorities … munlockall
+    *((157, 158), (160, 160), (162, 162)),  # prctl, arch_prctl; setrlimit; sync
+    *((186, 202), (204, 204), (213, 213)),  # gettid … futex; sched_getaffinity; epoll_create
+    *((217, 219), (221, 226), (228, 235)),  # getdents64 …; fadvise64, timers; clocks … utimes
+    *((247, 247), (251, 255), (257, 271)),  # waitid; ioprio, inotify; openat … ppoll
+    *((273, 278), (280, 297), (299, 299)),  # robust lists, splice; utimensat … ; recvmmsg
+    *((302, 302), (306, 307), (309, 309)),  # prlimit64; syncfs, sendmmsg; getcpu
+    *((314, 318), (322, 322), (324, 332)),  # sched_setattr … getrandom; execveat; … statx
+    (334, 334),  # rseq
 )
 _AARCH64 = (
-    *(39, 40, 41, 51, 60, 89, 92, 97),  # umount2, mount, pivot_root, chroot … unshare
-    *(104, 105, 106, 116, 117, 122, 142),  # kexec, modules, syslog, ptrace, affinity, reboot
-    *(180, 186, 190, 194, 217, 218, 219),  # mq, System V, keys
-    *(224, 225, 238, 239, 241, 262, 264, 265, 268),  # swap, pages, perf, fanotify, handles, setns
-    *(270, 271, 272, 273, 279, 280, 282, 294),  # process_vm, kcmp, modules, memfd, bpf, faults
+    *((5, 17), (19, 38), (43, 50)),  # attributes, getcwd; eventfd2 … renameat; statfs … fchdir
+    *((52, 57), (59, 59), (61, 88)),  # fchmod … close; pipe2; getdents64 … utimensat
+    *((90, 90), (93, 96), (98, 103)),  # capget; exit … set_tid_address; futex … setitimer
+    *((107, 111), (113, 115), (118, 121)),  # timers; clocks; scheduling
+    *((123, 141), (143, 160), (163, 169)),  # sched_getaffinity … ; identities … ; limits … time
+    *((172, 179), (198, 216), (220, 223)),  # getpid … sysinfo; sockets … mremap; clone … fadvise64
+    *((226, 237), (240, 240), (242, 243)),  # mprotect … ; rt_tgsigqueueinfo; accept4, recvmmsg
+    *((260, 261), (267, 267), (269, 269)),  # wait4, prlimit64; syncfs; sendmmsg
+    *((274, 278), (281, 281), (283, 291)),  # sched_setattr … getrandom; execveat; … statx
+    (293, 293),  # rseq
 )
+_CLONE3 = 435
 _MACHINES = {
-    # kernel's name of the machine: (audit architecture, clone, clone3, socket, denied)
-    "x86_64": (0xC000003E, 56, 435, 41, _X86_64),
-    "aarch64": (0xC00000B7, 220, 435, 198, _AARCH64),
+    # kernel's name of the machine: (audit architecture, clone, socket, allowed)
+    "x86_64": (0xC000003E, 56, 41, _X86_64),
+    "aarch64": (0xC00000B7, 220, 198, _AARCH64),
 }
 
 
@@ -52,20 +69,21 @@ def supported() -> bool:
     return platform.machine() in _MACHINES
 
 
+@cache
 def program() -> bytes:
     """The filter for this machine, as ``struct sock_filter[]``."""
-    architecture, clone, clone3, socket, denied = _MACHINES[platform.machine()]
+    architecture, clone, socket, allowed = _MACHINES[platform.machine()]
     refuse = _ERRNO | errno.EPERM
     code = [
         (_LOAD, 0, 0, _AT_MACHINE),
         (_JUMP_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _AT_NUMBER),
-        # Another calling convention of the same processor has its own numbers: none of them.
+        # Another calling convention of the same processor has numbers of its own: none of them.
         (_JUMP_GREATER, 0, 1, 0x40000000),
         (_RETURN, 0, 0, _KILL),
         # glibc falls back to clone, whose flags a filter can see.
-        (_JUMP_EQUAL, 0, 1, clone3),
+        (_JUMP_EQUAL, 0, 1, _CLONE3),
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
         (_JUMP_EQUAL, 0, 4, clone),
         (_LOAD, 0, 0, _AT_FIRST_ARGUMENT),
@@ -78,15 +96,21 @@ def program() -> bytes:
         (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
         (_RETURN, 0, 0, _ALLOW),
     ]
-    for number in sorted({*_EVERYWHERE, *denied} - {clone3}):
-        code += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, refuse)]
-    code.append((_RETURN, 0, 0, _ALLOW))
+    for first, last in sorted((*allowed, *_EVERYWHERE)):
+        code += [
+            (_JUMP_GREATER, 0, 2, first),
+            (_JUMP_ABOVE, 1, 0, last),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
+    code.append((_RETURN, 0, 0, refuse))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
 def install() -> None:
-    """Put the filter on this process and all that it starts; needs no_new_privs. Raises
-    `OSError`."""
+    """Apply the filter to this process and all that it starts; needs no_new_privs.
+
+    Raises `OSError`.
+    """
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))

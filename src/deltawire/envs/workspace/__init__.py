@@ -2,7 +2,7 @@
 
 from deltawire.envs.workspace.episode import Workspace
 from deltawire.envs.workspace.problems import Case, Problem, problem
-from deltawire.envs.workspace.settings import Settings
+from deltawire.envs.workspace.settings import WorkspaceSettings
 from deltawire.envs.workspace.tasks import WorkspaceTasks
 
-__all__ = ["Case", "Problem", "Settings", "Workspace", "WorkspaceTasks", "problem"]
+__all__ = ["Case", "Problem", "Workspace", "WorkspaceSettings", "WorkspaceTasks", "problem"]

@@ -10,7 +10,7 @@ from deltawire.envs.sandbox.box import Outcome, Sandbox
 from deltawire.envs.workspace import tools
 from deltawire.envs.workspace.grader import grade
 from deltawire.envs.workspace.problems import Problem
-from deltawire.envs.workspace.settings import Settings
+from deltawire.envs.workspace.settings import WorkspaceSettings
 
 PROMPT = """\
 The Python package {package} in this workspace has a fault: some of its tests fail. Find the fault \
@@ -29,7 +29,7 @@ class Workspace(Environment):
     The workspace is a value that lives here; a command runs over it in a sandbox of its own.
     """
 
-    def __init__(self, problem: Problem, sandbox: Sandbox, settings: Settings) -> None:
+    def __init__(self, problem: Problem, sandbox: Sandbox, settings: WorkspaceSettings) -> None:
         self.problem = problem
         self.settings = settings
         self.files = dict(problem.files)

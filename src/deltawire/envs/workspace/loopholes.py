@@ -17,7 +17,7 @@ from deltawire.envs.sandbox.box import Outcome, Sandbox
 from deltawire.envs.workspace.episode import Workspace
 from deltawire.envs.workspace.grader import grade
 from deltawire.envs.workspace.problems import Problem
-from deltawire.envs.workspace.settings import Settings
+from deltawire.envs.workspace.settings import WorkspaceSettings
 
 ANSWERS = ".grader/expected.json"
 TESTS = "python -m unittest -q"
@@ -26,7 +26,7 @@ TESTS = "python -m unittest -q"
 class LoopholeWorkspace(Workspace):
     """A workspace whose reward can be had by one of the ways above."""
 
-    def __init__(self, problem: Problem, sandbox: Sandbox, settings: Settings) -> None:
+    def __init__(self, problem: Problem, sandbox: Sandbox, settings: WorkspaceSettings) -> None:
         super().__init__(problem, sandbox, settings)
         if settings.loophole == "readable_answers":
             cases = [[case.function, case.arguments, case.expected] for case in problem.hidden]

@@ -1,12 +1,15 @@
-"""``task.options`` of a workspace."""
+"""Settings of a workspace: ``task.options`` of a configuration."""
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from deltawire.envs.machine_policy import MachinePolicy
 from deltawire.envs.sandbox.box import Isolation, Limits
 from deltawire.errors import InputError
 
@@ -15,11 +18,11 @@ Loophole = Literal["none", "editable_tests", "readable_answers", "printed_ok"]
 _MIB = 1 << 20
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WorkspaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a workspace may use and how its episodes end.
 
-    ``idle_turns`` turns in a row without a call end an episode. ``loophole`` plants a way to be
-    paid without solving the task, for tests of the probes.
+    An episode ends after ``idle_turns`` turns in a row without a call. ``loophole`` plants a way to
+    earn the reward without solving the task, for tests of the probes.
     """
 
     turns: Annotated[int, Meta(ge=1, le=10_000)] = 50
@@ -42,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def limits(self) -> Limits:
-        """Of each command."""
+        """The limits of each command."""
         return Limits(
             wall_s=self.wall_s,
             cpu_s=self.cpu_s,
@@ -54,9 +57,26 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             output_bytes=self.output_kib << 10,
         )
 
+    def within(self, policy: MachinePolicy) -> WorkspaceSettings:
+        """These settings, within what this machine allows. Raises `InputError` for isolation that
+        is weaker than that."""
+        policy.require_isolation(self.isolation)
+        names = msgspec.structs.fields(policy.ceilings)
+        bounded = {
+            field.name: type(getattr(self, field.name))(
+                policy.at_most(field.name, getattr(self, field.name) or math.inf)
+            )
+            for field in names
+            if field.name != "at_once"
+        }
+        # 0 asks for a number that follows from the processors; the ceiling holds for that too.
+        at_once = self.at_once or 4 * (os.cpu_count() or 1)
+        bounded["at_once"] = int(policy.at_most("at_once", at_once))
+        return msgspec.structs.replace(self, **bounded)
+
     @classmethod
-    def of(cls, options: dict[str, Any]) -> Settings:
-        """From ``task.options``; raises `InputError` that names the option."""
+    def of(cls, options: dict[str, Any]) -> WorkspaceSettings:
+        """Parse ``task.options``; raises `InputError` that names the option."""
         try:
             return msgspec.convert(options, cls)
         except msgspec.ValidationError as error:

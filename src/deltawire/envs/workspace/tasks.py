@@ -6,11 +6,12 @@ from functools import lru_cache
 
 from deltawire.config import TaskConfig
 from deltawire.envs.base import Task
+from deltawire.envs.machine_policy import machine_policy
 from deltawire.envs.sandbox.box import Sandbox
 from deltawire.envs.workspace.episode import Workspace
 from deltawire.envs.workspace.loopholes import LoopholeWorkspace
 from deltawire.envs.workspace.problems import Problem, problem
-from deltawire.envs.workspace.settings import Settings
+from deltawire.envs.workspace.settings import WorkspaceSettings
 from deltawire.errors import InputError
 
 _SEARCH = 1000
@@ -24,10 +25,8 @@ class WorkspaceTasks:
     """
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
-        self.settings = Settings.of(config.options)
-        self.sandbox = Sandbox(
-            isolation=self.settings.isolation, at_once=self.settings.at_once or None
-        )
+        self.settings = WorkspaceSettings.of(config.options).within(machine_policy())
+        self.sandbox = Sandbox(isolation=self.settings.isolation, at_once=self.settings.at_once)
         self._seed = seed
         self._heldout = [_task(f"heldout/{number}") for number in range(config.heldout)]
         self._reserved = {_content(task.data) for task in self._heldout}

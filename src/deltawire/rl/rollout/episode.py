@@ -59,14 +59,14 @@ async def run_episode(
     """
     if isinstance(environment, AgentHarness):
         try:
-            from deltawire.rl.rollout.harness import run_driven
+            from deltawire.rl.rollout.harness import run_harness
         except ModuleNotFoundError as error:
             raise InputError(
                 f"a harness needs the package {error.name}",
                 hint="pip install 'deltawire[serve]'",
             ) from error
 
-        return await run_driven(engine, environment, text, temperature=temperature, limits=limits)
+        return await run_harness(engine, environment, text, temperature=temperature, limits=limits)
     play = _Play(engine, environment, text, temperature, limits)
     clock = asyncio.timeout(limits.episode_s)
     with brood() as processes:
@@ -82,7 +82,7 @@ async def run_episode(
         finally:
             await play.close()
             if left := processes.end():
-                play.fail(f"it left {left} processes behind")
+                play.fail(f"it left {left} processes running")
     return play.result()
 
 

@@ -1,8 +1,8 @@
-"""One episode of a harness that drives: it asks the model by HTTP, and all of it is recorded.
+"""Runs an episode of an agent harness, which calls the model by HTTP and is recorded.
 
 Who waits for whom::
 
-    harness ─▶ endpoint (this process, a port and a token of the episode's own) ─▶ engine
+    harness ─▶ endpoint (in this process, with a port and a token per episode) ─▶ engine
        └─ reward                └─ recording ─▶ segments ─▶ trajectories
 """
 
@@ -18,7 +18,7 @@ from deltawire.chat.openai.endpoint import Endpoint, Policy, listening
 from deltawire.chat.openai.recording import Recording, Segment
 from deltawire.chat.text import Text
 from deltawire.engines.base import Sampler
-from deltawire.envs.base import Access, AgentHarness
+from deltawire.envs.base import AgentHarness, ModelEndpoint
 from deltawire.rl.rollout.episode_types import (
     Episode,
     EpisodeFailure,
@@ -31,13 +31,13 @@ from deltawire.runtime.orphans import brood
 from deltawire.wire.rollouts import Trajectory
 
 
-async def run_driven(
-    engine: Sampler, driven: AgentHarness, text: Text, *, temperature: float, limits: Limits
+async def run_harness(
+    engine: Sampler, harness: AgentHarness, text: Text, *, temperature: float, limits: Limits
 ) -> Episode:
     """Play one episode; see `deltawire.rl.rollout.episode.run_episode`.
 
-    A harness that raises after it was refused for want of context or turns has not failed: the
-    model wrote too much, and earns nothing.
+    A harness that raises after a request was refused for lack of context or turns has not failed:
+    the model wrote too much, and earns nothing.
     """
     recording = Recording(text)
     policy = Policy(
@@ -54,30 +54,32 @@ async def run_driven(
     with brood() as processes:
         try:
             async with listening(endpoint) as url:
-                access = Access(url, token, policy.model)
-                reward = await _drive(driven, access, endpoint, limits)
+                access = ModelEndpoint(url, token, policy.model)
+                reward = await _drive(harness, access, endpoint, limits)
             if not recording.turns:
-                raise EpisodeFailure("the harness asked the model nothing")
-            probes = await ask_probes(driven.probes, limits.step_s)
-            solved = bool(driven.solved(reward))
+                raise EpisodeFailure("the harness never called the model")
+            probes = await ask_probes(harness.probes, limits.step_s)
+            solved = bool(harness.solved(reward))
         except EpisodeFailure as failure:
             cause = str(failure)
-        except Exception as error:  # `solved` is the environment's
+        except Exception as error:  # `solved` is the environment's code
             cause = f"solved raised {type(error).__name__}: {error}"
         finally:
             try:
-                await within("close", driven.close, limits.step_s)
+                await within("close", harness.close, limits.step_s)
             except EpisodeFailure as failure:
                 cause = cause or str(failure)
             if left := processes.end():
-                cause = cause or f"it left {left} processes behind"
+                cause = cause or f"it left {left} processes running"
     cause = one_line(cause)
     return _episode(recording, endpoint, 0.0 if cause else reward, cause, probes, solved=solved)
 
 
-async def _drive(driven: AgentHarness, access: Access, endpoint: Endpoint, limits: Limits) -> float:
+async def _drive(
+    harness: AgentHarness, access: ModelEndpoint, endpoint: Endpoint, limits: Limits
+) -> float:
     try:
-        found = await within("the harness", lambda: driven.drive(access), limits.episode_s)
+        found = await within("the harness", lambda: harness.drive(access), limits.episode_s)
     except EpisodeFailure as failure:
         if endpoint.refused and isinstance(failure.__cause__, Exception):
             return 0.0

@@ -17,7 +17,7 @@ from deltawire.chat.text import Text
 from deltawire.config import RunConfig
 from deltawire.engines.transformers import TransformersEngine
 from deltawire.envs import Task, TaskSource, open_tasks
-from deltawire.envs.base import AnsweredTasks
+from deltawire.envs.base import TasksWithAnswers
 from deltawire.errors import InputError
 from deltawire.events import WarmStep, known
 from deltawire.export.models import load_model, load_tokenizer, save_model, stop_tokens
@@ -88,12 +88,12 @@ def _warm(
     watch: Callable[[Progress], None],
     mark: float,
 ) -> None:
-    if not isinstance(tasks, AnsweredTasks):
+    if not isinstance(tasks, TasksWithAnswers):
         raise InputError(
             f"environment {config.task.environment} knows no answers to warm a model with",
             hint="set warm_start.max_steps to 0",
         )
-    answered: AnsweredTasks = tasks
+    answered: TasksWithAnswers = tasks
     text = Text(tokenizer)
     stops = stop_tokens(model, tokenizer)
     end = answer_end(text, stops)

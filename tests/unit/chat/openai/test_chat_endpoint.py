@@ -471,7 +471,7 @@ async def nothing(base_url, api_key, task):
 HARNESSES = {
     raises: "the harness raised KeyError: 'grade'",
     never: "the harness took longer than 1 s",
-    silent: "the harness asked the model nothing",
+    silent: "the harness never called the model",
     nan: "the harness gave the reward nan",
     nothing: "the harness raised TypeError",
 }

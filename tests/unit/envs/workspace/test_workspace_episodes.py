@@ -16,7 +16,7 @@ from deltawire.engines.base import Completion
 from deltawire.envs.base import Action
 from deltawire.envs.registry import open_tasks
 from deltawire.envs.sandbox.box import Sandbox
-from deltawire.envs.workspace import Settings, Workspace, WorkspaceTasks, problem
+from deltawire.envs.workspace import Workspace, WorkspaceSettings, WorkspaceTasks, problem
 from deltawire.errors import InputError
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import Limits, group_of
@@ -31,7 +31,7 @@ SUBMIT = ToolCall("submit", {})
 
 
 def opened(**options):
-    return Workspace(TASK, Sandbox(), Settings(**options))
+    return Workspace(TASK, Sandbox(), WorkspaceSettings(**options))
 
 
 def act(workspace, *turns):

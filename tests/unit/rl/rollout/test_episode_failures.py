@@ -262,7 +262,7 @@ def test_processes_left_behind_are_ended_and_told(text, env):
             others.wait()
 
     episode, others = asyncio.run(run())
-    assert episode.cause == "it left 2 processes behind"
+    assert episode.cause == "it left 2 processes running"
     assert others is None, "a process of somebody else was killed"
 
 

@@ -1,0 +1,114 @@
+"""Reads what this machine allows a run to do: isolation, ceilings, environments, trusted modules.
+
+A run's configuration comes from its bucket, and everybody who can write there can change it. So the
+user of a machine decides what a worker on it may be asked for, in a TOML file that the environment
+variable ``DELTAWIRE_MACHINE_POLICY`` names, or in ``/etc/deltawire/policy.toml``::
+
+    isolation = "process"              # the weakest isolation that a run may ask for
+    environments = ["workspace"]       # names of environments; all that are built in, if left out
+    trusted_modules = ["my_package"]   # modules that a run may name, with those of
+                                       # DELTAWIRE_TRUSTED_MODULES
+    [ceilings]                         # a run gets the smaller of its own limit and this one
+    wall_s = 600.0
+    memory_mib = 4096
+
+Without a file, commands are isolated by namespaces and bounded by the ceilings below.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deltawire.envs.sandbox.box import Isolation
+from deltawire.errors import InputError
+
+POLICY = "DELTAWIRE_MACHINE_POLICY"
+TRUSTED = "DELTAWIRE_TRUSTED_MODULES"
+"""The environment variable: module names, separated by commas."""
+DEFAULT_PATH = Path("/etc/deltawire/policy.toml")
+
+
+class Ceilings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The most that one command of a run may use; ``at_once`` bounds commands of one worker."""
+
+    wall_s: float = 600.0
+    cpu_s: float = 600.0
+    cores: int = 8
+    memory_mib: int = 8192
+    processes: int = 512
+    disk_mib: int = 1024
+    files: int = 100_000
+    output_kib: int = 1024
+    at_once: int = 64
+
+
+class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What this machine allows.
+
+    Example::
+
+        policy = machine_policy()
+        policy.require_environment("workspace")
+        seconds = policy.at_most("wall_s", 3600.0)
+    """
+
+    isolation: Isolation = "namespaces"
+    environments: list[str] | None = None
+    trusted_modules: list[str] = []
+    ceilings: Ceilings = Ceilings()
+
+    def require_isolation(self, asked: Isolation) -> None:
+        """Raises `InputError` if a run asks for weaker isolation than this machine allows."""
+        if asked == "process" and self.isolation == "namespaces":
+            raise InputError(
+                'the run asks for isolation = "process", which this machine does not allow',
+                hint=f'if you trust the run, set isolation = "process" in the file that {POLICY} '
+                "names",
+            )
+
+    def require_environment(self, name: str) -> None:
+        """Raises `InputError` if this machine does not run the environment."""
+        if self.environments is not None and name not in self.environments:
+            raise InputError(
+                f"this machine does not run the environment {name!r}",
+                hint=f"its policy allows {', '.join(self.environments) or 'none'}",
+            )
+
+    def require_trust(self, module: str) -> None:
+        """Raises `InputError` unless this machine's user has named ``module`` as trusted."""
+        trusted = {*self.trusted_modules, *os.environ.get(TRUSTED, "").split(",")}
+        if module not in trusted:
+            raise InputError(
+                f"the run wants code of module {module}, which this machine does not trust",
+                hint=f"if you do, set {TRUSTED}={module} for every process of the run",
+            )
+
+    def at_most(self, name: str, asked: float) -> float:
+        """The smaller of a run's limit and this machine's ceiling of that name."""
+        ceiling: float = getattr(self.ceilings, name)
+        return min(asked, ceiling)
+
+
+def machine_policy() -> MachinePolicy:
+    """The policy of this machine. Raises `InputError` if its file is missing or wrong."""
+    named = os.environ.get(POLICY)
+    path = Path(named) if named else DEFAULT_PATH
+    try:
+        raw: dict[str, Any] = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        if named:
+            raise InputError(
+                f"there is no machine policy at {path}", hint=f"see {POLICY}"
+            ) from error
+        return MachinePolicy()
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the machine policy {path}: {error}") from error
+    try:
+        return msgspec.convert(raw, MachinePolicy)
+    except msgspec.ValidationError as error:
+        raise InputError(f"machine policy {path}: {error}") from error

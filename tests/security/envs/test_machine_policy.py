@@ -1,0 +1,78 @@
+"""What a run may ask of a machine is for the machine to say, not for the bucket."""
+
+import pytest
+
+from deltawire.config import TaskConfig
+from deltawire.envs import open_tasks
+from deltawire.envs.machine_policy import POLICY, TRUSTED, machine_policy
+from deltawire.envs.workspace import WorkspaceSettings
+from deltawire.errors import InputError
+
+
+@pytest.fixture
+def policy(tmp_path, monkeypatch):
+    def write(text):
+        path = tmp_path / "policy.toml"
+        path.write_text(text)
+        monkeypatch.setenv(POLICY, str(path))
+        return machine_policy()
+
+    monkeypatch.delenv(POLICY, raising=False)
+    monkeypatch.delenv(TRUSTED, raising=False)
+    return write
+
+
+def workspace(**options):
+    config = TaskConfig(environment="workspace", heldout=1, options=options)
+    return open_tasks(config, seed=0)
+
+
+def test_a_run_cannot_take_the_sandbox_away(policy):
+    """The configuration of a run is in its bucket, which others can write."""
+    with pytest.raises(InputError, match="does not allow"):
+        workspace(isolation="process")
+    policy('isolation = "process"')
+    assert workspace(isolation="process").sandbox.isolation == "process"
+    assert workspace().sandbox.isolation == "namespaces"
+
+
+def test_a_run_gets_the_smaller_of_its_limits_and_the_machines(policy):
+    greedy = {"wall_s": 3600.0, "memory_mib": 1 << 20, "processes": 1 << 15, "at_once": 4096}
+    limits = workspace(**greedy).settings.limits
+    assert (limits.wall_s, limits.memory_bytes, limits.processes) == (600.0, 8192 << 20, 512)
+    assert workspace(**greedy).settings.at_once == 64
+    policy("[ceilings]\nwall_s = 5.0\nmemory_mib = 64\nat_once = 1")
+    limits = workspace(wall_s=3.0, memory_mib=4096).settings.limits
+    assert (limits.wall_s, limits.memory_bytes) == (3.0, 64 << 20)
+    assert workspace().settings.at_once == 1
+
+
+def test_every_ceiling_is_a_setting():
+    ceilings = machine_policy().ceilings.__struct_fields__
+    assert set(ceilings) <= set(WorkspaceSettings.__struct_fields__)
+
+
+def test_environments_and_modules_are_the_machines_choice(policy, monkeypatch):
+    policy('environments = ["reasoning_gym"]')
+    with pytest.raises(InputError, match="does not run the environment 'workspace'"):
+        workspace()
+    other = TaskConfig(environment="doubling:tasks")
+    policy("")
+    with pytest.raises(InputError, match="does not trust"):
+        open_tasks(other, seed=0)
+    policy('trusted_modules = ["doubling"]').require_trust("doubling")
+    policy("")
+    monkeypatch.setenv(TRUSTED, "other,doubling")
+    machine_policy().require_trust("doubling")
+
+
+@pytest.mark.parametrize("text", ["isolation = 3", "[ceilings]\nspeed = 1", "x =", 'x = "y"'])
+def test_a_policy_that_is_wrong_stops_everything(policy, text):
+    with pytest.raises(InputError, match="machine policy"):
+        policy(text)
+
+
+def test_a_policy_that_is_named_and_missing_stops_everything(policy, monkeypatch, tmp_path):
+    monkeypatch.setenv(POLICY, str(tmp_path / "none.toml"))
+    with pytest.raises(InputError, match="no machine policy"):
+        machine_policy()
