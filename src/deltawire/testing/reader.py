@@ -1,0 +1,593 @@
+"""An independent reader of runs, in plain Python: the format's document, executable.
+
+It shares no code with the rest of deltawire and needs the standard library and ``blake3`` only, so
+that tests can hold the real reader and writer to something that was written from the document. It
+is slow (about a microsecond per decision) and keeps whole tensors as lists of integers.
+
+Example::
+
+    from pathlib import Path
+    from deltawire.testing.reader import Reader
+
+    folder = Path("runs/golden")
+    reader = Reader(lambda key: (folder / key).read_bytes())
+    tensors = reader.read(8)  # name -> the bits of each element, flat, row-major
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+WIDTHS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64,
+}  # fmt: skip
+"""The bits of an element of each dtype."""
+
+M = 1 << 15
+MASK64 = (1 << 64) - 1
+LOW32 = (1 << 32) - 1
+CODEC = "dw1"
+
+Get = Callable[[str], bytes | None]
+Verify = Callable[[str, bytes, bytes], bool]
+
+
+class FormatError(ValueError):
+    """An object that breaks a rule of the format."""
+
+
+def require(condition: bool, what: str) -> None:
+    """Raise `FormatError` unless ``condition`` holds."""
+    if not condition:
+        raise FormatError(what)
+
+
+def open_sealed(
+    data: bytes, key: str, *, public_key: str = "", verify: Verify | None = None
+) -> dict[str, Any]:
+    """Return the members of a sealed object, its seal checked and, with ``verify``, its
+    signature."""
+    seal = re.fullmatch(rb',"blake3":"([0-9a-f]{64})"\}\n', data[-78:])
+    require(seal is not None, "no seal")
+    assert seal is not None
+    require(blake3(data[:-78]).hexdigest().encode() == seal[1], "the seal does not match")
+    if public_key and verify is not None:
+        signature = re.fullmatch(rb',"signature":"([0-9a-f]{128})"', data[-221:-78])
+        require(signature is not None, "not signed")
+        assert signature is not None
+        message = b"deltawire sealed object 1\0" + key.encode() + b"\0" + data[:-221]
+        require(data[:-221].endswith(b',"signer":"owner"'), "signed in another role")
+        signed = bytes.fromhex(signature[1].decode())
+        require(verify(public_key, signed, message), "the signature does not match")
+    members: dict[str, Any] = json.loads(data, object_pairs_hook=_distinct)
+    require(members.get("format") == 1, "another format")
+    return members
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    require(len({name for name, _ in pairs}) == len(pairs), "a member is stated twice")
+    return dict(pairs)
+
+
+def digest_of(name: str, elements: Iterable[tuple[int, int]], width: int) -> tuple[int, int]:
+    """Both lanes of the digest of (index, bits) pairs of the tensor ``name``."""
+    key = int.from_bytes(blake3(name.encode()).digest()[:8], "little")
+    lane0 = lane1 = 0
+    for index, bits in elements:
+        if width == 64:
+            units = ((2 * index, bits & LOW32), (2 * index + 1, bits >> 32))
+        else:
+            units = ((index, bits),)  # type: ignore[assignment]
+        for u, b in units:
+            x = key + (u + 1) * 0x9E3779B97F4A7C15 & MASK64
+            p = ((x & LOW32) ^ b) * ((x >> 32) | 1) & MASK64
+            q = p ^ p >> 29
+            lane0 += q
+            lane1 += (q & LOW32) * ((q >> 32) ^ (x & LOW32))
+    return lane0 & MASK64, lane1 & MASK64
+
+
+def add_digests(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """The sum of digests, lane by lane."""
+    lane0 = lane1 = 0
+    for first, second in parts:
+        lane0, lane1 = lane0 + first, lane1 + second
+    return lane0 & MASK64, lane1 & MASK64
+
+
+def to_hex(digest: tuple[int, int]) -> str:
+    """A digest as objects write it: lane 0, then lane 1."""
+    return f"{digest[0]:016x}{digest[1]:016x}"
+
+
+def from_hex(text: str) -> tuple[int, int]:
+    """The lanes of a digest that an object states."""
+    return int(text[:16], 16), int(text[16:], 16)
+
+
+class Bytes:
+    """Bytes that are taken from the front."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+
+    def take(self, size: int) -> bytes:
+        """The next ``size`` bytes."""
+        require(self.at + size <= len(self.data), "the bytes end too soon")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def number(self, size: int) -> int:
+        """A little-endian number of ``size`` bytes."""
+        return int.from_bytes(self.take(size), "little")
+
+    def varint(self) -> int:
+        """Seven bits a byte, the lowest first; the highest bit says that another byte follows."""
+        value = 0
+        for shift in range(0, 56, 7):
+            byte = self.number(1)
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise FormatError("a number of more than eight bytes")
+
+    def rest(self) -> bytes:
+        """Everything that is left."""
+        return self.take(len(self.data) - self.at)
+
+    def odds(self) -> list[int]:
+        """The odds of a yes in each of the 16 contexts."""
+        mask, odds = self.number(2), [0] * 16
+        for context in range(16):
+            if mask >> context & 1:
+                level = self.number(1)
+                size = level & 127
+                require(1 <= size <= 96, "a level that is refused")
+                part = size if size < 8 else (8 + size % 8) << size // 8 - 1
+                odds[context] = M - part if level & 128 else part
+        return odds
+
+
+class Planes:
+    """Decisions, read in the opposite order to that of writing."""
+
+    def __init__(self, data: bytes, lanes: int) -> None:
+        split = len(data) - 4 * lanes
+        require(split >= 0 and split % 2 == 0, "no room for the states")
+        self.lanes = lanes
+        self.words = list(struct.unpack(f"<{split // 2}H", data[:split]))
+        self.states = list(struct.unpack(f"<{lanes}I", data[split:]))
+        require(all(M <= x < 1 << 31 for x in self.states), "a state out of bounds")
+
+    def take(
+        self, contexts: Sequence[int], odds: list[int], start: int = 0, end: int | None = None
+    ) -> list[int]:
+        """Decisions ``start`` to ``end`` of a plane, the last one first."""
+        end = len(contexts) if end is None else end
+        bits = [0] * (end - start)
+        if not any(odds):
+            return bits
+        states, words, lanes = self.states, self.words, self.lanes
+        for i in range(end - 1, start - 1, -1):
+            x, zeros = states[i % lanes], M - odds[contexts[i]]
+            slot = x & M - 1
+            if slot >= zeros:
+                bits[i - start] = 1
+                x = (M - zeros) * (x >> 15) + slot - zeros
+            else:
+                x = zeros * (x >> 15) + slot
+            if x < M:
+                require(bool(words), "no words are left")
+                x = x << 16 | words.pop()
+            states[i % lanes] = x
+        return bits
+
+    def finish(self) -> None:
+        """Require that everything was read."""
+        require(not self.words and all(x == M for x in self.states), "not all was read")
+
+
+def lanes_of(count: int) -> int:
+    """How many lanes code a block of ``count`` elements."""
+    return 64 if count >= 1 << 20 else 16 if count >= 1 << 15 else 1
+
+
+def unpack(data: bytes, widths: Iterable[int]) -> list[int]:
+    """Numbers of so many bits each, packed the lowest bit first; nothing may be left but zeros
+    that fill the last byte."""
+    numbers, held, fill, at = [], 0, 0, 0
+    for width in widths:
+        while fill < width:
+            require(at < len(data), "packed bits end too soon")
+            held |= data[at] << fill
+            at, fill = at + 1, fill + 8
+        numbers.append(held & (1 << width) - 1)
+        held, fill = held >> width, fill - width
+    require(at == len(data) and held == 0, "packed bits are left")
+    return numbers
+
+
+def split_blocks(body: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """The blocks after their lengths."""
+    data = Bytes(body)
+    lengths = [data.number(4) for _ in sizes]
+    blocks = [data.take(length) for length in lengths]
+    require(not data.rest(), "bytes after the last block")
+    return blocks
+
+
+def sizes_of(count: int, block: int) -> list[int]:
+    """The elements of each block."""
+    return [min(block, count - at) for at in range(0, count, block)]
+
+
+LAYOUTS = {(0, 0), (3, 4), (2, 5), (10, 5), (7, 8), (23, 8), (52, 11)}
+
+
+def decode_delta(payload: bytes, base: Sequence[int], width: int) -> dict[int, int]:
+    """The new bits of the elements that change, by their index in ``base``."""
+    data = Bytes(payload)
+    require(data.take(4) == b"DWD1", "not a delta")
+    size, mode, mantissa, exponent = data.take(4)
+    columns, count = data.number(4), data.number(8)
+    require(8 * size == width and count == len(base) and mode in (0, 1), "of another base")
+    require((mantissa, exponent) in LAYOUTS, "an unknown layout")
+    require(not exponent or mantissa + exponent + 1 == width, "a layout of another width")
+    require(columns != 1 and columns <= 1 << 22, "no such rows")
+    body = data.rest()
+    if mode == 1:
+        require(len(body) == count * size, "a raw delta of another length")
+        fresh = [body[i : i + size] for i in range(0, len(body), size)]
+        bits = [int.from_bytes(each, "little") for each in fresh]
+        return {i: new for i, (old, new) in enumerate(zip(base, bits, strict=True)) if old != new}
+    block = columns * ((1 << 22) // columns) if columns else 1 << 22
+    changed, first = {}, 0
+    sizes = sizes_of(count, block)
+    for each, here in zip(split_blocks(body, sizes), sizes, strict=True):
+        old = base[first : first + here]
+        for place, bits_ in _decode_block(each, old, width, (mantissa, exponent), columns):
+            changed[first + place] = bits_
+        first += here
+    return changed
+
+
+def _decode_block(
+    block: bytes, base: Sequence[int], width: int, layout: tuple[int, int], columns: int
+) -> list[tuple[int, int]]:
+    data, (mantissa, exponent) = Bytes(block), layout
+    k = data.number(4)
+    require(k <= len(base), "more changes than elements")
+    if k == 0:
+        require(not data.rest(), "bytes after an empty block")
+        return []
+    top, planes = data.number(2), data.number(1)
+    require(top >> exponent == 0 and planes < width, "a header out of bounds")
+    flags = data.odds()
+    of_lengths = [data.odds() for _ in range(planes)]
+    details, signs = data.odds(), data.odds()
+    raw = data.take(data.number(4))
+    lanes = lanes_of(len(base))
+    reader = Planes(data.rest(), lanes)
+    mask = (1 << exponent) - 1
+    classes = [min(max(top + 1 - (old >> mantissa & mask), 0), 15) for old in base]
+    places = [i for i, bit in enumerate(reader.take(classes, flags)) if bit]
+    require(len(places) == k, "another number of changes")
+    lengths = dict.fromkeys(places, 1)
+    for b, odds in enumerate(of_lengths, start=1):
+        among = [i for i in places if lengths[i] >= b]
+        for i, bit in zip(among, reader.take([classes[i] for i in among], odds), strict=True):
+            lengths[i] += bit
+    longer = [i for i in places if lengths[i] > 1]
+    seconds = reader.take([min(lengths[i], 15) for i in longer], details)
+    rests = unpack(raw, [lengths[i] - 2 for i in longer])
+    magnitudes = dict.fromkeys(places, 1)
+    for i, second, rest in zip(longer, seconds, rests, strict=True):
+        magnitudes[i] = (2 | second) << lengths[i] - 2 | rest
+    falls = _decode_signs(reader, signs, places, columns)
+    reader.finish()
+    fresh = []
+    for i, fall in zip(places, falls, strict=True):
+        step = -magnitudes[i] if fall else magnitudes[i]
+        moved = (_ordered(base[i], width, exponent) + step) % (1 << width)
+        fresh.append((i, _unordered(moved, width, exponent)))
+    return fresh
+
+
+def _decode_signs(reader: Planes, odds: list[int], places: list[int], columns: int) -> list[int]:
+    counts: dict[int, int] = {}
+    falls = [0] * len(places)
+    for start in range((len(places) - 1) // reader.lanes * reader.lanes, -1, -reader.lanes):
+        step = range(start, min(start + reader.lanes, len(places)))
+        held = [counts.get(places[i] % columns, 0) if columns else 0 for i in step]
+        contexts = [0] * start + [min(abs(count), 7) for count in held]
+        bits = reader.take(contexts, odds, start, step.stop)
+        for i, bit, count in zip(step, bits, held, strict=True):
+            falls[i] = bit ^ (count < 0)
+        for i in step if columns else ():
+            column = places[i] % columns
+            moved = counts.get(column, 0) + (-1 if falls[i] else 1)
+            counts[column] = min(max(moved, -15), 15)
+    return falls
+
+
+def _ordered(bits: int, width: int, exponent: int) -> int:
+    sign = 1 << width - 1
+    if not exponent:
+        return bits
+    return bits ^ (2 * sign - 1) if bits & sign else bits | sign
+
+
+def _unordered(place: int, width: int, exponent: int) -> int:
+    sign = 1 << width - 1
+    if not exponent:
+        return place
+    return place & ~sign if place & sign else place ^ (2 * sign - 1)
+
+
+def decode_anchor(payload: bytes, count: int, width: int) -> list[int]:
+    """The bits of every element of a piece of an anchor."""
+    data = Bytes(payload)
+    require(data.take(4) == b"DWA1", "not an anchor")
+    size, mode, low, field = data.take(4)
+    require(8 * size == width and data.number(8) == count and mode in (0, 1), "of another piece")
+    require(1 <= field <= 8 and low + field <= width, "no such field")
+    body = data.rest()
+    if mode == 1:
+        require(len(body) == count * size, "a raw anchor of another length")
+        return [int.from_bytes(body[i : i + size], "little") for i in range(0, len(body), size)]
+    sizes = sizes_of(count, 1 << 20)
+    elements: list[int] = []
+    for block, here in zip(split_blocks(body, sizes), sizes, strict=True):
+        elements += _decode_whole(block, here, width, low, field)
+    return elements
+
+
+def _decode_whole(block: bytes, count: int, width: int, low: int, field: int) -> list[int]:
+    data = Bytes(block)
+    symbols = data.take(data.number(1))
+    require(len(symbols) <= 15 and all(s >> field == 0 for s in symbols), "no such symbols")
+    planes = [data.odds() for _ in range(4)]
+    escapes = data.take(data.number(4))
+    rest_width = width - field
+    rests = unpack(data.take(-(-count * rest_width // 8)), [rest_width] * count)
+    reader = Planes(data.rest(), lanes_of(count))
+    ranks = [0] * count
+    for plane in (3, 2, 1, 0):
+        bits = reader.take([rank >> plane + 1 for rank in ranks], planes[plane])
+        ranks = [rank | bit << plane for rank, bit in zip(ranks, bits, strict=True)]
+    reader.finish()
+    strange = iter(unpack(escapes, [field] * ranks.count(15)))
+    require(all(rank == 15 or rank < len(symbols) for rank in ranks), "a rank without a symbol")
+    elements = []
+    for rank, rest in zip(ranks, rests, strict=True):
+        symbol = next(strange) if rank == 15 else symbols[rank]
+        below, above = rest & (1 << low) - 1, rest >> low
+        elements.append(above << low + field | symbol << low | below)
+    return elements
+
+
+class ReadPiece(NamedTuple):
+    """A piece as its table states it."""
+
+    tensor: int
+    start: int
+    elements: int
+    blob: int
+    offset: int
+    length: int
+    sum: str
+    hash: str
+
+
+def decode_table(
+    data: bytes, stated: dict[str, Any], counts: Sequence[int], chunk: int
+) -> tuple[list[ReadPiece], list[tuple[str, int]]]:
+    """The pieces and the blobs (hash and size) of a piece table; ``counts`` are the elements of
+    the run's tensors."""
+    head = Bytes(data)
+    require(head.take(4) == b"DWT1", "not a piece table")
+    n, m = head.number(4), head.number(4)
+    require((n, m) == (stated["pieces"], stated["blobs"]), "the table of another payload")
+    entries = [
+        (head.number(4), head.number(8), head.number(4), head.take(16)) for _ in range(-(-n // 128))
+    ]
+    hashes = [head.take(16) for _ in range(-(-m // 1024))]
+    if "head" in stated:
+        require(_half(data[: head.at]) == bytes.fromhex(stated["head"]), "the head's hash")
+    pieces: list[ReadPiece] = []
+    for number, (tensor, start, size, found) in enumerate(entries):
+        segment = head.take(size)
+        require(_half(segment) == found, "a segment's hash")
+        here = min(128, n - 128 * number)
+        pieces += _decode_segment(segment, here, tensor, start, counts, chunk)
+    blobs: list[tuple[str, int]] = []
+    for number, found in enumerate(hashes):
+        segment = head.take(40 * min(1024, m - 1024 * number))
+        require(_half(segment) == found, "a segment's hash")
+        for hash_, size in struct.iter_unpack("<32sQ", segment):
+            blobs.append((hash_.hex(), size))
+    require(not head.rest(), "bytes after the table")
+    return pieces, blobs
+
+
+def _decode_segment(
+    data: bytes, here: int, tensor: int, end: int, counts: Sequence[int], chunk: int
+) -> list[ReadPiece]:
+    segment, pieces = Bytes(data), list[ReadPiece]()
+    blob = offset = 0
+    for number in range(here):
+        flags = segment.number(1)
+        require(flags < 16, "unknown flags")
+        start = end
+        if flags & 1:
+            gap, place = segment.varint(), segment.varint()
+            tensor, start = tensor + gap, place if gap else end + place
+        elif number and end == counts[tensor]:
+            later = [t for t in range(tensor + 1, len(counts)) if counts[t]]
+            require(bool(later), "a piece after the last tensor")
+            tensor, start = later[0], 0
+        require(tensor < len(counts), "no such tensor")
+        rest = min(chunk - start % chunk, counts[tensor] - start)
+        count = segment.varint() if flags & 2 else rest
+        if flags & 4:
+            blob, offset = segment.varint(), 0
+        if flags & 8:
+            offset = segment.varint()
+        length = segment.varint()
+        total, hash_ = segment.take(16).hex(), segment.take(16).hex()
+        pieces.append(ReadPiece(tensor, start, count, blob, offset, length, total, hash_))
+        end, offset = start + count, offset + length
+    require(not segment.rest(), "bytes after a segment's pieces")
+    return pieces
+
+
+def _half(data: bytes) -> bytes:
+    return blake3(data).digest()[:16]
+
+
+class Reader:
+    """Reads versions of a run, from ``get``, which returns the object at a key or None.
+
+    ``verify(public_key, signature, message)`` checks Ed25519, which the standard library has not;
+    without it, signatures are not checked.
+    """
+
+    def __init__(self, get: Get, *, verify: Verify | None = None) -> None:
+        self._get = get
+        self._verify = verify
+        self._key = ""
+        self.run = self.object("run.json")
+        self._key = self.run.get("public_key", "")
+        if self._key:
+            self.object("run.json")
+        self.names = [spec["name"] for spec in self.run["tensors"]]
+        require(len(set(self.names)) == len(self.names), "a tensor is listed twice")
+        unknown = {spec["dtype"] for spec in self.run["tensors"]} - WIDTHS.keys()
+        require(not unknown, f"unknown dtypes {sorted(unknown)}")
+        self.widths = [WIDTHS[spec["dtype"]] for spec in self.run["tensors"]]
+        self.counts = [prod(spec["shape"]) for spec in self.run["tensors"]]
+        self.chunk = self.run.get("chunk", 1 << 22)
+
+    def object(self, key: str) -> dict[str, Any]:
+        """The members of the sealed object at ``key``."""
+        data = self._get(key)
+        require(data is not None, f"{key} is missing")
+        assert data is not None
+        return open_sealed(data, key, public_key=self._key, verify=self._verify)
+
+    def manifest(self, version: int) -> dict[str, Any]:
+        """The manifest of ``version``, checked."""
+        found = self.object(f"weights/manifests/{version:010d}.json")
+        require((found["run"], found["version"]) == (self.run["id"], version), "of another run")
+        require(found.get("line", "main") == "main", "of another line")
+        return found
+
+    def compacted(self, target: int, base: int | None) -> dict[str, Any]:
+        """The compacted delta from ``base`` to ``target``, or its later anchor, checked."""
+        name = "anchor" if base is None else f"{base:010d}"
+        found = self.object(f"weights/compacted/{target:010d}-{name}.json")
+        stated = (found["run"], found["version"], found.get("base"))
+        require(stated == (self.run["id"], target, base), "of another version")
+        return found
+
+    def read(self, version: int) -> dict[str, list[int]]:
+        """The bits of every tensor at ``version``: the newest anchor at or before it, and the
+        deltas since."""
+        way = [self.manifest(version)]
+        while not way[-1].get("anchor"):
+            require(way[-1].get("base") is not None, "retention has taken this version")
+            way.append(self.manifest(way[-1]["base"]))
+        tensors = self.anchor(way[-1], way[-1]["anchor"])
+        for later, earlier in pairwise(reversed(way)):
+            require(earlier["base_digest"] == later["digest"], "of another base")
+            tensors = self.advance(tensors, earlier, earlier["delta"])
+        return dict(zip(self.names, tensors, strict=True))
+
+    def anchor(self, stated: dict[str, Any], ref: dict[str, Any]) -> list[list[int]]:
+        """Every tensor from an anchor."""
+        tensors: list[list[int]] = [[] for _ in self.names]
+        pieces = self.pieces(ref)
+        for piece, coded in pieces:
+            held, width = tensors[piece.tensor], self.widths[piece.tensor]
+            require(len(held) == piece.start, "an anchor with a gap")
+            held += decode_anchor(coded, piece.elements, width)
+            elements = enumerate(held[piece.start :], start=piece.start)
+            self._check_sum(piece, digest_of(self.names[piece.tensor], elements, width))
+        require([len(held) for held in tensors] == self.counts, "an anchor that is not whole")
+        self._check_digest((0, 0), [piece for piece, _ in pieces], stated)
+        return tensors
+
+    def advance(
+        self, base: list[list[int]], stated: dict[str, Any], ref: dict[str, Any]
+    ) -> list[list[int]]:
+        """Every tensor after a delta or a compacted delta."""
+        tensors = [list(elements) for elements in base]
+        pieces = self.pieces(ref)
+        for piece, coded in pieces:
+            end, name = piece.start + piece.elements, self.names[piece.tensor]
+            held, width = tensors[piece.tensor], self.widths[piece.tensor]
+            changed = decode_delta(coded, held[piece.start : end], width)
+            places = {piece.start + place: bits for place, bits in changed.items()}
+            old = digest_of(name, ((i, held[i]) for i in places), width)
+            new = digest_of(name, places.items(), width)
+            self._check_sum(piece, (new[0] - old[0] & MASK64, new[1] - old[1] & MASK64))
+            for place, bits in places.items():
+                held[place] = bits
+        self._check_digest(from_hex(stated["base_digest"]), [p for p, _ in pieces], stated)
+        return tensors
+
+    def pieces(self, ref: dict[str, Any]) -> list[tuple[ReadPiece, bytes]]:
+        """The pieces of a payload with their bytes, in the order of the table."""
+        codec = ref.get("codec", CODEC)
+        since = ref.get("codec_since")
+        newer = f"; release {since} or newer reads it" if since else ""
+        require(codec == CODEC, f"the codec {codec!r} is unknown{newer}")
+        table = ref["table"]
+        data = b64decode(table["inline"]) if "inline" in table else self._blob(table["blob"])
+        pieces, blobs = decode_table(data, table, self.counts, self.chunk)
+        require(sum(size for _, size in blobs) == ref["bytes"], "blobs of other sizes")
+        found = [self._blob(name) for name, _ in blobs]
+        require([len(blob) for blob in found] == [size for _, size in blobs], "a blob's size")
+        before = (0, 0)
+        coded = []
+        for piece in pieces:
+            end = piece.start + piece.elements
+            require(piece.elements >= 1 and piece.length >= 1, "an empty piece")
+            require(end <= self.counts[piece.tensor], "a piece outside of its tensor")
+            require(piece.start // self.chunk == (end - 1) // self.chunk, "a piece of two chunks")
+            require((piece.tensor, piece.start) >= before, "pieces do not ascend")
+            require(piece.blob < len(found), "no such blob")
+            data = found[piece.blob][piece.offset : piece.offset + piece.length]
+            require(len(data) == piece.length, "a piece outside of its blob")
+            require(_half(data).hex() == piece.hash, "a piece's hash")
+            before = (piece.tensor, end)
+            coded.append((piece, data))
+        return coded
+
+    def _blob(self, name: str) -> bytes:
+        data = self._get(f"weights/blobs/{name}")
+        require(data is not None, f"blob {name} is missing")
+        assert data is not None
+        require(blake3(data).hexdigest() == name, f"blob {name} is damaged")
+        return data
+
+    def _check_sum(self, piece: ReadPiece, found: tuple[int, int]) -> None:
+        require(to_hex(found) == piece.sum, f"a sum of tensor {self.names[piece.tensor]}")
+
+    def _check_digest(
+        self, base: tuple[int, int], pieces: list[ReadPiece], stated: dict[str, Any]
+    ) -> None:
+        total = add_digests([base, *(from_hex(piece.sum) for piece in pieces)])
+        require(to_hex(total) == stated["digest"], "the version's digest")
