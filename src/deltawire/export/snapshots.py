@@ -22,7 +22,12 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket
 from deltawire.sync import Checkout
 from deltawire.sync.huggingface.checkpoint_dir import read_checkpoint, weight_files
-from deltawire.sync.huggingface.safetensors_layout import LAYOUT, FilePlan, Layout, plan_files
+from deltawire.sync.huggingface.safetensors_layout import (
+    LAYOUT,
+    FilePlan,
+    SafetensorsLayout,
+    plan_files,
+)
 from deltawire.wire.run import Run
 
 FORMAT = "arc_v2"
@@ -100,7 +105,7 @@ def import_snapshot(snapshot: Path, base: Path, folder: Path) -> None:
     if folder.exists():
         raise InputError(f"{folder} is there already", hint="name a folder that is not")
     old = read_checkpoint(base)
-    layout = msgspec.json.decode(old.files[LAYOUT], type=Layout)
+    layout = msgspec.json.decode(old.files[LAYOUT], type=SafetensorsLayout)
     table = Run(name="", created_at=0.0, tensors=old.specs, digest="0" * 32)
     work = folder.parent / f".{folder.name}.import"
     shutil.rmtree(work, ignore_errors=True)
@@ -136,7 +141,7 @@ def _apply(library: Any, plan: FilePlan, diff: Path, base: Path, into: Path) -> 
         raise CorruptError(f"{diff} does not fit {base}: {error}") from error
     with into.open("wb") as file:
         file.write(plan.prefix)
-        for place in plan.places:
+        for place in plan.spans:
             tensor = new[place.name].contiguous().reshape(-1)
             data = tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
             if len(data) != place.end - place.begin:

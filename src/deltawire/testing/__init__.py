@@ -1,4 +1,4 @@
-"""For tests, deltawire's and others': a store suite, a store that fails, and a tiny run.
+"""Test tools for deltawire and for stores of others: a store suite, a failing store, a tiny run.
 
-``deltawire.testing.store_suite`` needs pytest; the rest needs nothing that deltawire does not.
+``deltawire.testing.store_suite`` needs pytest; the rest needs only what deltawire needs.
 """

@@ -1,9 +1,9 @@
-"""A bucket that fails on command, around one that works.
+"""Wraps a bucket so that it fails on command.
 
 bucket = FaultyBucket(open_bucket("memory://"))
 bucket.fail(at=3)                                  # the third operation from now, not done
-bucket.fail(at=3, done=True)                       # done, but the answer is lost
-bucket.fail("create", "weights/blobs/*", times=None, error=disk_full)   # from now on, for ever
+bucket.fail(at=3, done=True)                       # done, but its answer is lost
+bucket.fail("create", "weights/blobs/*", times=None, error=disk_full)   # from now on
 bucket.pause("create", "weights/manifests/*", wait=rival.publish)   # meanwhile, something else
 bucket.damage("weights/blobs/*", lambda data: flip_bit(data, 17))
 bucket.damage("*", half, at=3, times=1)            # the third answer from now is cut short
@@ -30,27 +30,27 @@ T = TypeVar("T")
 
 
 def no_answer(verb: str, key: str) -> DeltawireError:
-    """The store did not answer: whether the operation was done is not known."""
+    """Make the error of a store that did not answer: the operation may have been done."""
     return RetryError(f"cannot {verb}: injected timeout", key=key)
 
 
 def disk_full(verb: str, key: str) -> DeltawireError:
-    """The store refused for want of space."""
+    """Make the error of a store that has no space left."""
     return InputError(f"cannot {verb}: injected lack of space", key=key)
 
 
 def short_answer(verb: str, key: str) -> DeltawireError:
-    """The answer ended before the object did: what `Bucket` makes of its library's panic."""
+    """Make the error of an answer that ended before the object did."""
     return RetryError(f"cannot {verb}: the answer was cut short", key=key)
 
 
 def half(data: bytes) -> bytes:
-    """The first half of ``data``: a short body."""
+    """Return the first half of ``data``: a short body."""
     return data[: len(data) // 2]
 
 
 def flip_bit(data: bytes, number: int) -> bytes:
-    """``data`` with one bit turned over: bit ``number``, counted round and round."""
+    """Return ``data`` with bit ``number`` (modulo its length) inverted."""
     if not data:
         return data
     place, bit = divmod(number % (8 * len(data)), 8)
@@ -59,7 +59,7 @@ def flip_bit(data: bytes, number: int) -> bytes:
 
 @dataclass
 class _Rule:
-    """Which operations are meant: of a verb, on a key, the ``at``-th such and those behind it."""
+    """Selects operations: of a verb, on a key, the ``at``-th such and the next ``times`` ones."""
 
     verb: Verb | None
     key: str
@@ -71,8 +71,8 @@ class _Rule:
     change: Callable[[bytes], bytes] | None = None
     seen: int = 0
 
-    def strikes(self, verb: Verb, key: str) -> bool:
-        """Count an operation if it is one of these, and say whether it is struck."""
+    def applies(self, verb: Verb, key: str) -> bool:
+        """Count an operation if it is of this kind; return whether the rule applies to it."""
         if self.change is not None and verb not in ("get", "range"):
             return False
         if self.verb not in (None, verb) or not fnmatchcase(key, self.key):
@@ -82,10 +82,10 @@ class _Rule:
 
 
 class FaultyBucket(DelegatingBucket):
-    """Passes everything on to ``inner``, save what it was told to fail, delay, damage or hide.
+    """Fails, delays, damages or hides chosen operations on ``inner``.
 
-    ``operations`` lists every (verb, key) that was asked for, in order, failed ones too. Safe for
-    use by several threads.
+    ``operations`` lists every (verb, key) in order, failed ones too. Safe for use by several
+    threads.
     """
 
     def __init__(self, inner: Bucket) -> None:
@@ -107,10 +107,11 @@ class FaultyBucket(DelegatingBucket):
         done: bool = False,
         error: Callable[[str, str], DeltawireError] = no_answer,
     ) -> None:
-        """Fail the ``at``-th operation from now of this verb (None is any) on such a key (a
-        pattern as in a shell), and those behind it, ``times`` in all (None is for ever).
+        """Fail the ``at``-th operation from now of this verb on such a key, and those after it.
 
-        With ``done`` the operation takes place before ``error`` is raised.
+        ``key`` is a pattern as in a shell, ``verb`` None is any, and ``times`` limits how many fail
+        in all (None is no limit). With ``done`` the operation takes place before ``error`` is
+        raised.
         """
         self._add(_Rule(verb, key, at, times, done, error=error))
 
@@ -124,10 +125,10 @@ class FaultyBucket(DelegatingBucket):
         times: int | None = 1,
         done: bool = False,
     ) -> None:
-        """Call ``wait`` before such an operation (behind it with ``done``), and then go on.
+        """Call ``wait`` before such an operation (after it with ``done``), and then go on.
 
-        ``wait`` may sleep, wait for another thread, or do what somebody else would do meanwhile;
-        what its thread does in this bucket is neither struck nor listed in ``operations``.
+        ``wait`` may sleep, wait for another thread, or act as another process would meanwhile; what
+        its thread does in this bucket is neither failed nor listed in ``operations``.
         """
         self._add(_Rule(verb, key, at, times, done, wait=wait))
 
@@ -139,22 +140,24 @@ class FaultyBucket(DelegatingBucket):
         at: int = 1,
         times: int | None = None,
     ) -> None:
-        """Let reads return ``change`` of what lies at such a key, for good unless ``times`` says
-        how often. What lies there stays."""
+        """Make reads of such keys return ``change`` of the object, ``times`` times (None: always).
+
+        The stored object stays as it is.
+        """
         self._add(_Rule(None, key, at, times, change=change))
 
     def shuffle(self, *, seed: int) -> None:
-        """Let `list` answer in another order each time."""
+        """Make listings come in another order each time."""
         with self._lock:
             self._shuffled = random.Random(seed)
 
     def hide(self, key: str) -> None:
-        """Let `get`, `exists` and `list` not see such keys. What lies there stays."""
+        """Make such keys invisible to every read and listing; the objects stay."""
         with self._lock:
             self._hidden.append(key)
 
     def heal(self) -> None:
-        """Work again, in every way; ``operations`` stays."""
+        """Remove every rule; ``operations`` stays."""
         with self._lock:
             self._rules.clear()
             self._hidden.clear()
@@ -166,20 +169,20 @@ class FaultyBucket(DelegatingBucket):
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         """As `Bucket.get`."""
-        data, struck = self._do("get", key, lambda: self.inner.get(key, limit=limit))
+        data, applied = self._do("get", key, lambda: self.inner.get(key, limit=limit))
         if data is None or self._is_hidden(key):
             return None
-        for rule in struck:
+        for rule in applied:
             if rule.change is not None:
                 data = rule.change(data)
         return data
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
-        """As `Bucket.read_ranges`; damage is done to the whole object, then the ranges are cut."""
-        found, struck = self._do("range", key, lambda: self.inner.read_ranges(key, ranges))
+        """As `Bucket.read_ranges`; damage applies to the whole object, of which ranges are cut."""
+        found, applied = self._do("range", key, lambda: self.inner.read_ranges(key, ranges))
         if found is None or self._is_hidden(key):
             return None
-        changes = [rule.change for rule in struck if rule.change is not None]
+        changes = [rule.change for rule in applied if rule.change is not None]
         if not changes:
             return found
         data = self.inner.get(key, limit=1 << 40) or b""
@@ -213,27 +216,27 @@ class FaultyBucket(DelegatingBucket):
         return self._do(verb, key, operation)[0]
 
     def _do(self, verb: Verb, key: str, operation: Callable[[], T]) -> tuple[T, Sequence[_Rule]]:
-        """The operation's result, and the rules that struck it."""
+        """Return the operation's result and the rules that applied to it."""
         if self._is_waiting():
             return operation(), []
         with self._lock:
             self.operations.append((verb, key))
-            # Every rule counts every operation of its own, whichever of them strikes first.
-            struck = [rule for rule in self._rules if rule.strikes(verb, key)]
-        self._suffer(struck, verb, key, done=False)
+            # Every rule counts the operations it selects, also those that another rule fails.
+            applied = [rule for rule in self._rules if rule.applies(verb, key)]
+        self._apply(applied, verb, key, done=False)
         result = operation()
-        self._suffer(struck, verb, key, done=True)
-        return result, struck
+        self._apply(applied, verb, key, done=True)
+        return result, applied
 
-    def _suffer(self, struck: Sequence[_Rule], verb: Verb, key: str, *, done: bool) -> None:
-        for rule in struck:
+    def _apply(self, applied: Sequence[_Rule], verb: Verb, key: str, *, done: bool) -> None:
+        for rule in applied:
             if rule.wait is not None and rule.done == done:
                 self._waiting.add(threading.get_ident())
                 try:
                     rule.wait()
                 finally:
                     self._waiting.discard(threading.get_ident())
-        for rule in struck:
+        for rule in applied:
             if rule.error is not None and rule.done == done:
                 raise rule.error(verb, key)
 

@@ -1,15 +1,15 @@
-"""An HTTP proxy on loopback that drops, delays, cuts off and refuses: the network of a bad day.
+"""Simulates a bad network: an HTTP proxy on loopback that drops, delays, cuts and refuses.
 
 Who waits for whom::
 
     client ── request ──▶ proxy (one thread, one event loop) ── request ──▶ server
-           ◀── answer ───   strikes before, in the middle, or behind   ◀── answer ──
+           ◀── answer ───   fails before, in the middle or after       ◀── answer ──
 
     with FaultyProxy(server.endpoint, seed=3, rates={"lose": 0.1, "cut_answer": 0.1}) as proxy:
         bucket = server.open("s3://drills/run", endpoint=proxy.endpoint)
 
-Which request is struck, and how, follows from the seed, the request's method and path, and how
-often that request was made before; it does not depend on the order in which threads run.
+Which request fails, and how, follows from the seed, the request's method and path, and how often
+that request was made before; it does not depend on the order in which threads run.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from types import TracebackType
 from typing import Literal
 from urllib.parse import urlsplit
 
-Fault = Literal[
-    "refuse",  # the connection ends before the server hears of the request
-    "busy",  # 503, and the server has not heard of it
+NetworkFault = Literal[
+    "refuse",  # the connection ends before the server gets the request
+    "busy",  # 503, and the server did not get it
     "cut_request",  # the server gets half of the body, and then nothing
     "lose",  # the server has done it; the connection ends without an answer
     "busy_after",  # the server has done it; the answer is 503
     "cut_answer",  # the connection ends in the middle of the answer's body
-    "shorten",  # half of the answer's body, and a length that says this is all
-    "delay",  # a while goes by first
-    "stall",  # nothing at all, until the client gives up
+    "shorten",  # half of the answer's body, under a length to match
+    "delay",  # after a pause
+    "stall",  # no answer, until the client gives up
 ]
 
 _BUSY = (
@@ -45,11 +45,11 @@ _MAX_BODY_BYTES = 1 << 28
 
 
 class FaultyProxy:
-    """Passes requests on to ``upstream``, a URL like ``http://127.0.0.1:9000``.
+    """Forwards requests to ``upstream``, a URL like ``http://127.0.0.1:9000``.
 
-    ``rates`` gives each fault's share of the requests. With ``mercy`` a request is let through
-    once it was struck so many times in a row. `choose` can be replaced for other rules. ``struck``
-    lists every (fault, method, path) so far; ``requests`` counts them all.
+    ``rates`` gives each fault's share of the requests. With ``mercy`` a request succeeds once it
+    failed so many times in a row. `choose` can be replaced for other rules. ``struck`` lists every
+    (fault, method, path) so far; ``requests`` counts all requests.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FaultyProxy:
         upstream: str,
         *,
         seed: int = 0,
-        rates: Mapping[Fault, float] | None = None,
+        rates: Mapping[NetworkFault, float] | None = None,
         mercy: int | None = None,
         delay_s: float = 0.02,
     ) -> None:
@@ -72,18 +72,18 @@ class FaultyProxy:
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listening = threading.Event()
-        self.rates: dict[Fault, float] = dict(rates or {})
-        self.struck: list[tuple[Fault, str, str]] = []
+        self.rates: dict[NetworkFault, float] = dict(rates or {})
+        self.struck: list[tuple[NetworkFault, str, str]] = []
         self.requests = 0
         self.endpoint = ""
-        self.choose: Callable[[str, str, int], Fault | None] = self.draw
+        self.choose: Callable[[str, str, int], NetworkFault | None] = self.draw
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
         if not self._listening.wait(30):
             raise RuntimeError("the proxy does not listen")
 
-    def draw(self, method: str, path: str, number: int) -> Fault | None:
-        """The fault of the ``number``-th such request, by ``rates``."""
+    def draw(self, method: str, path: str, number: int) -> NetworkFault | None:
+        """Draw the fault of the ``number``-th such request, by ``rates``."""
         chance = random.Random(f"{self._seed} {method} {path} {number}").random()
         for fault, rate in self.rates.items():
             if chance < rate:
@@ -122,7 +122,7 @@ class FaultyProxy:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request; then the connection ends."""
+        """Serve one request; then the connection ends."""
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
@@ -161,7 +161,7 @@ class FaultyProxy:
         writer.write(answer)
         await writer.drain()
 
-    def _fault(self, method: str, path: str) -> Fault | None:
+    def _fault(self, method: str, path: str) -> NetworkFault | None:
         request = (method, path)
         fault = self.choose(method, path, self._seen[request])
         if self._mercy is not None and self._in_a_row[request] >= self._mercy:
@@ -174,13 +174,13 @@ class FaultyProxy:
         return fault
 
     async def _ask(self, head: bytes, body: bytes, *, whole: bool) -> bytes:
-        """The server's answer to a request, all of it; nothing if the request is not whole."""
+        """Return the server's whole answer to a request; nothing if the request is not whole."""
         reader, writer = await asyncio.open_connection(*self._upstream)
         try:
             writer.write(_closing(head) + body)
             await writer.drain()
             if not whole:
-                writer.write_eof()  # The server sees the end of the body before its time.
+                writer.write_eof()  # The server sees the body end early.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(reader.read(), self._delay_s)
                 return b""
@@ -197,13 +197,13 @@ def _content_length(head: bytes) -> int:
 
 
 def _closing(head: bytes) -> bytes:
-    """The head, asking for the connection to be closed behind the answer."""
+    """Return the head, asking to close the connection after the answer."""
     lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")]
     return b"\r\n".join([lines[0], b"Connection: close", *lines[1:]])
 
 
 def _half(answer: bytes, *, honest: bool, method: str) -> bytes:
-    """Half of the answer's body; with ``honest`` under a length to match."""
+    """Cut the answer's body in half; with ``honest`` under a length to match."""
     head, separator, body = answer.partition(b"\r\n\r\n")
     if method == "HEAD" or not body:
         return answer

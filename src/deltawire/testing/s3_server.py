@@ -1,13 +1,13 @@
-"""A real S3 server on a loopback port, as a child process that ends with its owner.
+"""Runs a real S3 server on a loopback port, as a child process that ends with its owner.
 
     with S3Server() as server:
         server.make_bucket("drills")
         bucket = server.open("s3://drills/some/run")
 
-Two implementations of the protocol serve, both from PyPI: MiniStack, whose requests run one at a
-time on an event loop, and moto. moto looks for the object of an ``If-None-Match: *`` put and writes
-it later, without a lock in between, so that of two creates at once both may win; behind one lock,
-as here, it keeps what S3 promises. Neither checks signatures, neither keeps anything on disk.
+There are two implementations of the protocol, both from PyPI: MiniStack, whose requests run one at
+a time on an event loop, and moto. moto looks for the object of an ``If-None-Match: *`` put and
+writes it later without a lock, so that two creates at once may both win; with one lock around it,
+as here, it keeps what S3 promises. Neither checks signatures or keeps anything on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Implementation = Literal["ministack", "moto"]
 
 START_S = 60.0
 STOP_S = 10.0
-_KEY = "testing"  # Nobody checks it.
+_KEY = "testing"  # The servers check no signatures.
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -84,7 +84,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which `open_bucket`, here or in another process, finds the server."""
+        """Return the variables by which `open_bucket` in any process finds the server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": _KEY,
@@ -119,7 +119,7 @@ class S3Server:
         )
 
     def close(self) -> None:
-        """End the server; all that it held is gone."""
+        """End the server; its objects are gone."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -154,10 +154,10 @@ def _serve_moto(listening: socket.socket) -> None:
     one_at_a_time = threading.Lock()
 
     def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        # The body comes first and outside of the lock: a client that stalls stalls only itself.
+        # Read the body before the lock: a client that stalls must not stall the others.
         length = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(length)
-        if len(body) != length:  # Cut off in between: as if it had never come.
+        if len(body) != length:  # Cut off: as if the request had never come.
             start_response("400 Bad Request", [("Content-Length", "0")])
             return []
         environ["wsgi.input"] = io.BytesIO(body)
@@ -175,15 +175,15 @@ def _serve_moto(listening: socket.socket) -> None:
 
 
 def _serve_ministack(listening: socket.socket) -> None:
-    # Only what a request needs: the emulator's other services, its timers and its look at the
-    # containers of this machine start with the lifespan, which is answered here instead.
+    # Start only what requests need: the emulator's other services, its timers and its search for
+    # containers start with the lifespan, which is answered here instead.
     os.environ.update(SERVICES="s3", LOG_LEVEL="WARNING")
     os.environ.update(dict.fromkeys(("S3_PERSIST", "PERSIST_STATE", "AUTH"), "0"))
     from hypercorn.asyncio import serve
     from hypercorn.config import Config
     from ministack.app import app
 
-    async def requests_alone(scope: Scope, receive: Receive, send: Send) -> None:
+    async def requests_only(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
             await app(scope, receive, send)
             return
@@ -197,12 +197,12 @@ def _serve_ministack(listening: socket.socket) -> None:
     config.bind = [f"fd://{listening.fileno()}"]
     config.loglevel = "WARNING"
     config.keep_alive_timeout = 75.0
-    served: Any = requests_alone
+    served: Any = requests_only
     asyncio.run(serve(served, config))
 
 
 def _end_with_owner() -> None:
-    """The owner holds the other end of the standard input, and never writes."""
+    """Exit when the owner, which never writes, closes the other end of the standard input."""
     os.read(sys.stdin.fileno(), 1)
     os._exit(0)
 
@@ -214,7 +214,7 @@ def main() -> None:
     implementation = parser.parse_args().implementation
     serve = {"ministack": _serve_ministack, "moto": _serve_moto}[implementation]
     threading.Thread(target=_end_with_owner, daemon=True).start()
-    # Connections wait in the listening socket's queue from here on, so nobody has to poll.
+    # Connections queue in the listening socket from here on, so clients need not poll.
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
         sys.stdout.write(f"{listening.getsockname()[1]}\n")
         sys.stdout.flush()

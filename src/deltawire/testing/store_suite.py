@@ -1,11 +1,11 @@
-"""What deltawire needs of a store, as tests: pass them, and a store of yours can be the wire.
+"""Tests what deltawire needs of a store; one that passes can carry runs.
 
     class TestMyStore(StoreSuite):
         @pytest.fixture
         def bucket(self):
             return Bucket(MyStore(...), "mine://somewhere", local=False)
 
-The bucket must be empty for each test, and one that several threads may use.
+The bucket must be empty for each test, and safe for use by several threads.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class StoreSuite:
     """Subclass it as ``Test…`` with a fixture ``bucket``: an empty `Bucket`."""
 
     def test_put_then_get(self, bucket: Bucket) -> None:
-        """A read sees a finished put, to the byte, also of nothing and of every byte."""
+        """A read sees a finished put, to the byte, also of an empty object and of every byte."""
         for number, data in enumerate((b"", b"\0", bytes(range(256)), b"x" * 300_000)):
             bucket.put(f"a/{number}", data)
             assert bucket.get(f"a/{number}", limit=len(data)) == data
 
     def test_get_of_nothing(self, bucket: Bucket) -> None:
-        """What is not there is None, also where it would be beside or above what is there."""
+        """A missing object is None, also next to, above and below existing ones."""
         bucket.put("a/b/c", b"1")
         for key in ("z", "a/z", "a/b", "a", "a/b/cc", "a/b/"):
             assert bucket.get(key, limit=10) is None, key
 
     def test_ranges(self, bucket: Bucket) -> None:
-        """Parts of an object, in the order asked for, far apart or overlapping; nothing short."""
+        """Ranges come in the order asked for, far apart or overlapping, and never short."""
         data = bytes(range(256)) * 5000
         bucket.put("a/b", data)
         wanted = [(0, 1), (1_200_000, 80_000), (5, 300), (100, 300), (1_279_999, 1)]
@@ -65,9 +65,9 @@ class StoreSuite:
                 bucket.read_ranges("a/large", wanted)
 
     def test_head_and_list_objects(self, bucket: Bucket) -> None:
-        """Size and age without reading; ages are of one clock, and a put makes young again.
+        """Size and age come without reading; ages are of one clock, and a put renews them.
 
-        S3 tells whole seconds of one object and may tell finer ones in a listing.
+        S3 gives whole seconds for one object and may give finer ones in a listing.
         """
         second_s = timedelta(seconds=1)
         bucket.put("a/1", b"123")
@@ -94,7 +94,7 @@ class StoreSuite:
         assert bucket.get("a", limit=100) == b"second"
 
     def test_get_limit(self, bucket: Bucket) -> None:
-        """An object of exactly the limit is read; one byte more is refused by name."""
+        """An object of exactly the limit is read; one byte more is refused, naming the key."""
         bucket.put("a/b", b"12345")
         assert bucket.get("a/b", limit=5) == b"12345"
         with pytest.raises(CorruptError, match="5 bytes exceeds the limit of 4") as caught:
@@ -102,13 +102,13 @@ class StoreSuite:
         assert caught.value.key == "a/b"
 
     def test_create_once(self, bucket: Bucket) -> None:
-        """The first create wins; a later one says so and harms nothing."""
+        """The first create wins; a later one returns False and changes nothing."""
         assert bucket.create("a", b"first") is True
         assert bucket.create("a", b"second") is False
         assert bucket.get("a", limit=100) == b"first"
 
     def test_create_after_put_and_after_delete(self, bucket: Bucket) -> None:
-        """A put holds a name against create, a delete frees it."""
+        """A put makes a create fail, a delete lets it succeed."""
         bucket.put("a", b"put")
         assert bucket.create("a", b"created") is False
         bucket.delete("a")
@@ -116,7 +116,7 @@ class StoreSuite:
         assert bucket.get("a", limit=100) == b"created"
 
     def test_create_race_has_one_winner(self, bucket: Bucket) -> None:
-        """Of writers that start together exactly one is told that it won, and its bytes stay."""
+        """Exactly one of several concurrent creates returns True, and its bytes stay."""
         writers = 6
         with ThreadPoolExecutor(writers) as pool:
             for round_ in range(8):
@@ -133,7 +133,7 @@ class StoreSuite:
                 assert bucket.get(key, limit=5000) == bytes([won.index(True)]) * 5000
 
     def test_put_is_atomic(self, bucket: Bucket) -> None:
-        """A reader beside a writer sees one whole object or another, never a mixture."""
+        """A concurrent reader sees one whole object or another, never a mixture."""
         sizes, rounds = (10, 200_000), 30
         bucket.put("a", bytes([0]) * sizes[0])
         done = threading.Event()
@@ -152,14 +152,14 @@ class StoreSuite:
             writing.result()
 
     def test_exists(self, bucket: Bucket) -> None:
-        """True for an object, false for nothing and for a mere prefix."""
+        """True for an object, False for a missing one and for a prefix."""
         bucket.put("a/b", b"")
         assert bucket.exists("a/b") is True
         assert bucket.exists("a/c") is False
         assert bucket.exists("a") is False
 
     def test_list_is_sorted_and_complete(self, bucket: Bucket) -> None:
-        """All keys under a prefix, by bytes, however they were written."""
+        """All keys under a prefix come sorted by bytes, in whatever order they were written."""
         wanted = [MANIFEST.format(number) for number in (0, 9, 10, 99, 100, 1000)]
         for key in reversed(wanted):
             bucket.put(key, b"")
@@ -169,7 +169,7 @@ class StoreSuite:
         assert bucket.list("") == ["weights/blobs/0", *wanted]
 
     def test_list_prefix_is_a_folder(self, bucket: Bucket) -> None:
-        """``w1/`` is not ``w10/``; a prefix of nothing lists nothing."""
+        """``w1/`` does not list ``w10/``; an unused prefix lists nothing."""
         for key in ("r/w1/1", "r/w10/1", "r/w1/2"):
             bucket.put(key, b"")
         assert bucket.list("r/w1/") == ["r/w1/1", "r/w1/2"]
@@ -177,7 +177,7 @@ class StoreSuite:
         assert bucket.list("nothing/") == []
 
     def test_list_after(self, bucket: Bucket) -> None:
-        """With ``after``, only what sorts behind it, be it there or not."""
+        """With ``after``, only keys that sort after it are listed, whether it exists or not."""
         for number in range(0, 10, 2):
             bucket.put(MANIFEST.format(number), b"")
         for after, wanted in ((3, [4, 6, 8]), (4, [6, 8]), (8, []), (100, [])):
@@ -185,14 +185,14 @@ class StoreSuite:
             assert found == [MANIFEST.format(number) for number in wanted], after
 
     def test_list_of_many(self, bucket: Bucket) -> None:
-        """More than one page of a store."""
+        """Listings are complete over more than one page of a store."""
         wanted = [MANIFEST.format(number) for number in range(1100)]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda key: bucket.put(key, b"x"), wanted))
         assert bucket.list("weights/manifests/") == wanted
 
-    def test_folders(self, bucket: Bucket) -> None:
-        """The names under a prefix that have keys under them, each once, and none below them."""
+    def test_list_prefixes(self, bucket: Bucket) -> None:
+        """Names under a prefix that have keys below are listed once each, without those keys."""
         for key in ("r/w10/1", "r/w1/1", "r/w1/2", "r/w1/x/3", "r/loose", "other/1"):
             bucket.put(key, b"")
         assert bucket.list_prefixes("r/") == ["w1", "w10"]
@@ -201,7 +201,7 @@ class StoreSuite:
         assert bucket.list_prefixes("nothing/") == []
 
     def test_delete(self, bucket: Bucket) -> None:
-        """Removes what is there and nothing else, and does not mind that it is not there."""
+        """A delete removes one object only; deleting a missing one is no error."""
         bucket.put("a/b", b"1")
         bucket.put("a/bb", b"2")
         bucket.delete("a/b")
@@ -210,7 +210,7 @@ class StoreSuite:
         assert bucket.list("a/") == ["a/bb"]
 
     def test_hostile_keys(self, bucket: Bucket) -> None:
-        """A key that climbs out, or is none, is refused and writes nothing."""
+        """A key that leaves the bucket, or is invalid, is refused and writes nothing."""
         for key in ("../out", "a/../../out", "a//b", "a/./b", "a\0b", "a\nb"):
             with pytest.raises(InputError, match="not a key") as caught:
                 bucket.put(key, b"1")

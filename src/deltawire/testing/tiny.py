@@ -1,7 +1,7 @@
-"""A run small enough to be published a thousand times in a test, and the audit of its bucket.
+"""Publishes and audits a run that is small enough for a thousand versions in one test.
 
-The weights of a version are a function of (seed, version) alone, so that any process can tell
-what a version must hold.
+The weights of a version are a function of seed and version, so that any process can compute what a
+version must hold.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ Weights = Mapping[str, NDArray[Any]]
 
 
 def weights(version: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:
-    """The tensors of a version, as unsigned bits in their shapes; about a tenth of the elements
-    changes from each version to the next, to any bits at all."""
+    """Compute the tensors of a version, as unsigned bits in their shapes.
+
+    About a tenth of the elements change from each version to the next, to random bits.
+    """
     tensors: dict[str, NDArray[Any]] = {}
     for number, spec in enumerate(TENSORS):
         rng = np.random.default_rng((seed, number))
@@ -59,7 +61,7 @@ def weights(version: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:
 
 
 def start_run(bucket: Bucket, *, seed: int = 0, chunk: int = CHUNK) -> Run:
-    """Create the run, or take it up again; no version is published."""
+    """Create the run, or return the one that is there; no version is published."""
     flat = {name: array.reshape(-1) for name, array in weights(0, seed=seed).items()}
     digest = codec.digest_model(flat).hex()
     run = Run(name="tiny", created_at=time.time(), tensors=TENSORS, digest=digest, chunk=chunk)
@@ -74,8 +76,10 @@ def start_publisher(
     compaction_strides: Sequence[int] = (),
     **options: Any,
 ) -> Publisher:
-    """A publisher that continues from whatever is committed, with the next epoch; ``options`` go
-    to `Publisher`."""
+    """Open a publisher that continues from what is committed, with the next epoch.
+
+    ``options`` go to `Publisher`.
+    """
     run = start_run(bucket, seed=seed)
     mirror = load_mirror(bucket, run)
     if mirror is None:
@@ -95,7 +99,7 @@ def start_publisher(
 
 
 def same_bits(left: Weights, right: Weights) -> bool:
-    """Whether two models hold the same bits under the same names; shapes do not count."""
+    """Return whether two models hold the same bits under the same names, in any shapes."""
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype
         and left[name].reshape(-1).tobytes() == right[name].reshape(-1).tobytes()
@@ -104,7 +108,7 @@ def same_bits(left: Weights, right: Weights) -> bool:
 
 
 def audit(bucket: Bucket, expected: Callable[[int], Weights]) -> int:
-    """Load every committed version afresh and compare it, bit for bit, with ``expected(version)``.
+    """Load every committed version and compare it, bit for bit, with ``expected(version)``.
 
     Returns the newest version, -1 if there is none. Raises `AssertionError` for a gap or for
     other bits, and whatever loading raises.

@@ -377,16 +377,16 @@ def _mapped(
             memory = mmap.mmap(file.fileno(), plan.bytes, access=access)
         maps.append(memory)
         raw = np.frombuffer(memory, np.uint8)
-        for place in plan.places:
-            dtype = codec.unsigned_of(specs[place.stored].dtype)
-            part = raw[place.begin : place.end]
-            aligned = place.begin % dtype.itemsize == 0
-            if place.stored not in tensors and aligned:
-                tensors[place.stored] = part.view(dtype)
+        for span in plan.spans:
+            dtype = codec.unsigned_of(specs[span.stored].dtype)
+            part = raw[span.begin : span.end]
+            aligned = span.begin % dtype.itemsize == 0
+            if span.stored not in tensors and aligned:
+                tensors[span.stored] = part.view(dtype)
                 continue
-            if place.stored not in tensors:
-                tensors[place.stored] = np.frombuffer(part.tobytes(), dtype).copy()
-            later.append((part, place.stored))
+            if span.stored not in tensors:
+                tensors[span.stored] = np.frombuffer(part.tobytes(), dtype).copy()
+            later.append((part, span.stored))
     mirror = Mirror({spec.name: tensors[spec.name] for spec in run.tensors}, -1, Digest(0, 0))
     try:
         yield mirror
@@ -416,19 +416,19 @@ def _digest_files(folder: Path, plans: list[FilePlan], run: Run) -> Digest:
     digests: dict[str, Digest] = {}
     for plan in plans:
         with (folder / plan.name).open("rb") as file:
-            for place in plan.places:
-                dtype = codec.unsigned_of(specs[place.stored].dtype)
-                file.seek(place.begin)
+            for span in plan.spans:
+                dtype = codec.unsigned_of(specs[span.stored].dtype)
+                file.seek(span.begin)
                 found, at = codec.ZERO, 0
-                for begin in range(place.begin, place.end, READ_BYTES):
-                    data = file.read(min(READ_BYTES, place.end - begin))
-                    if len(data) != min(READ_BYTES, place.end - begin):
+                for begin in range(span.begin, span.end, READ_BYTES):
+                    data = file.read(min(READ_BYTES, span.end - begin))
+                    if len(data) != min(READ_BYTES, span.end - begin):
                         raise CorruptError(f"{folder / plan.name} was cut short")
                     bits = np.frombuffer(data, dtype)
-                    found += codec.digest_bits(place.stored, bits, at)
+                    found += codec.digest_bits(span.stored, bits, at)
                     at += bits.size
-                if digests.setdefault(place.stored, found) != found:
-                    raise CorruptError(f"{place.name[:80]!r} differs from the tensor it is tied to")
+                if digests.setdefault(span.stored, found) != found:
+                    raise CorruptError(f"{span.name[:80]!r} differs from the tensor it is tied to")
     return sum(digests.values(), codec.ZERO)
 
 

@@ -25,7 +25,7 @@ from deltawire.sync.huggingface.safetensors_layout import (
     LAYOUT,
     SUFFIX,
     FilePlan,
-    Layout,
+    SafetensorsLayout,
     WeightFile,
     decode_layout,
     default_layout,
@@ -132,7 +132,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     headers = [WeightFile(name, _header(path / name)) for name in names]
     found = safetensors_in([path / name for name in names])
     specs = sorted((tensor.spec for tensor in found), key=lambda spec: spec.name)
-    layout = Layout(files=headers)
+    layout = SafetensorsLayout(files=headers)
     try:
         plans = plan_files(layout, Run(name="", created_at=0.0, tensors=specs, digest="0" * 32))
     except CorruptError as error:
@@ -234,6 +234,8 @@ def read_files(bucket: Bucket, files: list[ModelFile], *, version: int) -> dict[
 
     Raises `CorruptError` for a name that is invalid or not carried, before anything is fetched.
     """
+    if len({file.name.casefold() for file in files}) != len(files):
+        raise CorruptError("two files of one name", run=bucket.url, version=version)
     for file in files:
         if not may_be_carried(file.name) and file.name != LAYOUT:
             raise CorruptError(
@@ -266,7 +268,9 @@ def may_be_carried(name: str) -> bool:
 
 
 def _other_files(path: Path, weights: set[str]) -> tuple[dict[str, bytes], list[str]]:
-    files, left_out = {}, []
+    files: dict[str, bytes] = {}
+    left_out: list[str] = []
+    taken = {name.casefold() for name in weights}
     for file in sorted(path.iterdir()):
         if file.name in weights:
             continue
@@ -275,6 +279,9 @@ def _other_files(path: Path, weights: set[str]) -> tuple[dict[str, bytes], list[
             continue
         if file.stat().st_size > MAX_FILE_BYTES:
             raise InputError(f"{file} exceeds {MAX_FILE_BYTES} bytes")
+        if file.name.casefold() in taken:
+            raise InputError(f"{file}: another name differs in case only")
+        taken.add(file.name.casefold())
         files[file.name] = file.read_bytes()
     return files, left_out
 

@@ -1,8 +1,9 @@
-"""How a published directory lays its tensors out in safetensors files: their headers, as they were.
+"""Describes how a published directory lays its tensors out in safetensors files.
 
-A model file like the others, under a name of its own, so that whoever follows the run can write
-files that equal the published ones byte for byte. It comes out of a bucket: names of files are one
-plain word, and what the headers say is held against the run's table before a file is made.
+A layout holds the files' headers as they were, so that followers can write files that equal the
+published ones byte for byte. It is a model file like the others, under a name of its own. It comes
+out of a bucket: file names are one plain word, and what the headers say is compared with the run's
+table before a file is made.
 """
 
 from __future__ import annotations
@@ -28,21 +29,26 @@ MAX_WEIGHT_FILES = 1 << 14
 SUFFIX = ".safetensors"
 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
+_DEVICE = re.compile(r"(CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9])\Z")
 
 
 def plain_name(name: str) -> bool:
-    """Whether ``name`` is one word that is a file's name everywhere, and no path."""
-    return bool(_NAME.match(name)) and not name.endswith(".")
+    """Return whether ``name`` is one word that every system takes for a file's name.
+
+    Names of Windows' devices, such as ``con.json``, are not.
+    """
+    stem = name.partition(".")[0].upper()
+    return bool(_NAME.match(name)) and not name.endswith(".") and not _DEVICE.match(stem)
 
 
 class WeightFile(msgspec.Struct, frozen=True):
-    """One safetensors file: its name, and its header's text, blanks at the end included."""
+    """One safetensors file: its name and its header's text, with the blanks at the end."""
 
     name: Annotated[str, Meta(max_length=128)]
     header: Annotated[str, Meta(max_length=MAX_HEADER_BYTES)]
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class SafetensorsLayout(msgspec.Struct, frozen=True, kw_only=True):
     """All safetensors files of a directory."""
 
     format: int = FORMAT
@@ -50,9 +56,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor's bytes lie in its file. ``name`` is the file's word for it, ``stored`` the
-    run's: another one, if the run stores the tensor that it is tied to."""
+class TensorSpan:
+    """The bytes of a tensor in its file.
+
+    ``name`` is its name in the file, ``stored`` that in the run: another one, if the run stores the
+    tensor that it is tied to.
+    """
 
     name: str
     stored: str
@@ -62,40 +71,42 @@ class Place:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file to be written: ``prefix``, then the tensors at their places, ``bytes`` in all."""
+    """A file to write: ``prefix``, then the tensors, ``bytes`` in all."""
 
     name: str
     prefix: bytes
-    places: tuple[Place, ...]
+    spans: tuple[TensorSpan, ...]
     bytes: int
 
 
-def encode_layout(layout: Layout) -> bytes:
-    """The model file."""
+def encode_layout(layout: SafetensorsLayout) -> bytes:
+    """Return the content of the model file."""
     return msgspec.json.encode(layout) + b"\n"
 
 
-def plan_files(layout: Layout, table: Run) -> list[FilePlan]:
-    """The files that a layout describes. Raises `CorruptError` unless together they hold every
-    tensor of the run once (under its own name or that of one tied to it, or both), in its shape
-    and dtype, without a gap."""
-    names = [file.name for file in layout.files]
+def plan_files(layout: SafetensorsLayout, table: Run) -> list[FilePlan]:
+    """Plan the files that a layout describes.
+
+    Raises `CorruptError` unless together they hold every tensor of the run once (under its own name
+    or that of one tied to it, or both), in its shape and dtype, without a gap.
+    """
+    names = [file.name.casefold() for file in layout.files]
     if len(set(names)) != len(names):
-        raise CorruptError("layout: two files of one name")
+        raise CorruptError("layout: two files of one name, which some systems do not tell by case")
     specs = {spec.name: spec for spec in table.tensors}
     plans = [_plan(file, specs, table.aliases) for file in layout.files]
-    written = [place.name for plan in plans for place in plan.places]
+    written = [span.name for plan in plans for span in plan.spans]
     if len(set(written)) != len(written):
         raise CorruptError("layout: a tensor lies in two places")
-    stored = {place.stored for plan in plans for place in plan.places}
+    stored = {span.stored for plan in plans for span in plan.spans}
     if absent := sorted(specs.keys() - stored):
         raise CorruptError(f"layout: tensor {absent[0][:80]!r} lies nowhere")
     return plans
 
 
 def decode_layout(data: bytes, *, table: Run, run: str, key: str) -> list[FilePlan]:
-    """Parse a layout and hold it against the run's table; raises `CorruptError`."""
-    layout = decode_json(data, Layout, run=run, key=key)
+    """Parse a layout and compare it with the run's table; raises `CorruptError`."""
+    layout = decode_json(data, SafetensorsLayout, run=run, key=key)
     if layout.format != FORMAT:
         raise CorruptError(f"layout: format {layout.format}", run=run, key=key)
     try:
@@ -104,9 +115,11 @@ def decode_layout(data: bytes, *, table: Run, run: str, key: str) -> list[FilePl
         raise CorruptError(error.message, run=run, key=key) from error
 
 
-def default_layout(table: Run) -> Layout:
-    """One file of all tensors in the order of the table, for a run that no directory began. Tied
-    tensors are written under each of their names, because loaders differ in which they want."""
+def default_layout(table: Run) -> SafetensorsLayout:
+    """Lay out all tensors in one file, in the order of the table, for a run without directories.
+
+    Tied tensors are written under each of their names, because loaders differ in which they want.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     specs = {spec.name: spec for spec in table.tensors}
@@ -122,7 +135,7 @@ def default_layout(table: Run) -> Layout:
         at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)
     text += " " * (-len(text.encode()) % 8)
-    return Layout(files=[WeightFile("model" + SUFFIX, text)])
+    return SafetensorsLayout(files=[WeightFile("model" + SUFFIX, text)])
 
 
 def _plan(file: WeightFile, specs: dict[str, TensorSpec], aliases: dict[str, str]) -> FilePlan:
@@ -139,7 +152,7 @@ def _plan(file: WeightFile, specs: dict[str, TensorSpec], aliases: dict[str, str
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CorruptError(f"layout: {file.name} has a damaged header") from error
     prefix = len(header).to_bytes(8, "little") + header
-    places, at = [], 0
+    spans, at = [], 0
     for begin, end, name, entry in found:
         stored = name if name in specs else aliases.get(name, "")
         spec = specs.get(stored)
@@ -149,6 +162,6 @@ def _plan(file: WeightFile, specs: dict[str, TensorSpec], aliases: dict[str, str
             raise CorruptError(f"layout: tensor {name[:80]!r} is not the run's")
         if begin != at or end - begin != spec.count * ITEMSIZE[spec.dtype]:
             raise CorruptError(f"layout: tensor {name[:80]!r} leaves a gap or overlaps another")
-        places.append(Place(name, stored, len(prefix) + begin, len(prefix) + end))
+        spans.append(TensorSpan(name, stored, len(prefix) + begin, len(prefix) + end))
         at = end
-    return FilePlan(file.name, prefix, tuple(places), len(prefix) + at)
+    return FilePlan(file.name, prefix, tuple(spans), len(prefix) + at)

@@ -41,7 +41,7 @@ from deltawire.sync.publish.commit import (
 from deltawire.sync.publish.encoding import BLOB_BYTES
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.sync.publish.safetensors_files import StoredTensor
-from deltawire.sync.publish.tied_tensors import place_of
+from deltawire.sync.publish.tied_tensors import memory_key
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec
 from deltawire.wire.seal import Signer
@@ -248,8 +248,8 @@ class Publisher:
             first = given.setdefault(stored, value)
             if first is value:
                 continue
-            place = place_of(value)
-            if place is None or place != place_of(first):  # Another memory, of the same bits?
+            memory = memory_key(value)
+            if memory is None or memory != memory_key(first):  # Other memory, maybe the same bits.
                 tied.append((stored, value))
         if given.keys() != staging.tensors.keys():
             odd = sorted(given.keys() ^ staging.tensors.keys())

@@ -15,7 +15,7 @@ from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.sync.publish.safetensors_files import StoredTensor
-from deltawire.sync.publish.tied_tensors import Place, place_of
+from deltawire.sync.publish.tied_tensors import MemoryKey, memory_key
 from deltawire.wire.run import ModelFile, Run, TensorSpec, chunk_for
 from deltawire.wire.seal import Signer
 
@@ -24,14 +24,14 @@ def table_of(tensors: Mapping[str, Any]) -> tuple[list[TensorSpec], dict[str, st
     """Return the tensor table of a mapping, in name order, and the aliases of its tied tensors.
 
     Tensors are tied if they are the same contiguous memory in the same shape; the first name in
-    order is the one that is kept. Raises `InputError` for what has no place on the wire.
+    order is the one that is kept. Raises `InputError` for what has no memory on the wire.
     """
     specs, aliases = [], {}
-    seen: dict[Place, str] = {}
+    seen: dict[MemoryKey, str] = {}
     for name in sorted(tensors):
-        place = place_of(tensors[name])
-        if place is not None and seen.setdefault(place, name) != name:
-            aliases[name] = seen[place]
+        memory = memory_key(tensors[name])
+        if memory is not None and seen.setdefault(memory, name) != name:
+            aliases[name] = seen[memory]
             continue
         shape = tuple(int(size) for size in tensors[name].shape)
         specs.append(TensorSpec(name, shape, codec.dtype_of(tensors[name])))

@@ -1,4 +1,4 @@
-"""Tensors that are one memory under several names."""
+"""Recognizes tensors that are the same memory under several names."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import numpy as np
 
 from deltawire import codec
 
-Place = tuple[int, tuple[int, ...], str]
+MemoryKey = tuple[int, tuple[int, ...], str]
 
 
-def place_of(tensor: Any) -> Place | None:
-    """Where a contiguous tensor of some elements begins, its shape and dtype: tied tensors have the
-    same. Any other has none: a transposed view begins where what it transposes does, and may have
-    its shape. Raises `InputError` for a dtype that has no place on the wire."""
+def memory_key(tensor: Any) -> MemoryKey | None:
+    """Return where a contiguous tensor begins, its shape and dtype: tied tensors have the same.
+
+    None for an empty tensor, and for one that is not contiguous: a transposed view begins where the
+    tensor that it transposes does, and may have its shape. Raises `InputError` for a dtype that
+    deltawire cannot publish.
+    """
     if isinstance(tensor, np.ndarray):
         memory = tensor.__array_interface__["data"][0] if tensor.flags.c_contiguous else None
     elif hasattr(tensor, "data_ptr") and tensor.is_contiguous():

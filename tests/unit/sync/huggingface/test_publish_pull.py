@@ -27,7 +27,7 @@ from deltawire.sync import (
 from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.huggingface.checkpoint_dir import INDEX, read_checkpoint
 from deltawire.sync.huggingface.safetensors_layout import (
-    Layout,
+    SafetensorsLayout,
     WeightFile,
     encode_layout,
     plan_files,
@@ -474,11 +474,12 @@ def test_a_layout_from_a_hostile_bucket_makes_no_file(files: list[tuple[str, str
 
     table = Run(name="", created_at=0, tensors=[TensorSpec("a", (2,), "F32")], digest="0" * 32)
     with pytest.raises(CorruptError):
-        plan_files(Layout(files=[WeightFile(*file) for file in files]), table)
+        plan_files(SafetensorsLayout(files=[WeightFile(*file) for file in files]), table)
 
 
 @pytest.mark.parametrize(
-    "name", ["../evil.json", "/etc/x.json", "a/b.json", "x.py", "", "x.json\n"]
+    "name",
+    ["../evil.json", "/etc/x.json", "a/b.json", "x.py", "", "x.json\n", "con.json", "Com1.txt"],
 )
 def test_file_names_from_a_hostile_bucket_are_no_paths(tmp_path: Path, name: str) -> None:
     from deltawire.sync.huggingface.checkpoint_dir import read_files
@@ -527,7 +528,7 @@ def test_the_whole_model_is_readable_by_those_who_want_no_directory(tmp_path: Pa
     mirror = load_mirror(bucket, run)
     assert mirror is not None
     assert {n: b.tobytes() for n, b in mirror.tensors.items()} == contents(1)
-    assert encode_layout(Layout(files=[])).endswith(b"\n")
+    assert encode_layout(SafetensorsLayout(files=[])).endswith(b"\n")
 
 
 def test_a_readme_added_to_an_old_checkpoint_publishes_nothing(tmp_path: Path) -> None:
@@ -754,3 +755,16 @@ def test_odd_shapes_are_one_clear_error(tmp_path: Path, shape: object) -> None:
     (path / "model.safetensors").write_bytes(data)
     with pytest.raises(CheckpointDirError, match="is no safetensors file"):
         read_checkpoint(path)
+
+
+def test_names_that_differ_in_case_only_are_refused_on_both_sides(tmp_path: Path) -> None:
+    from deltawire.sync.huggingface.checkpoint_dir import read_files
+    from deltawire.wire.run import ModelFile
+
+    path = write_directory(tmp_path / "c", 0)
+    (path / "Config.json").write_text("{}")
+    with pytest.raises(CheckpointDirError, match="differs in case only"):
+        read_checkpoint(path)
+    twins = [ModelFile(name, "0" * 64, 1) for name in ("a.json", "A.json")]
+    with pytest.raises(CorruptError, match="two files of one name"):
+        read_files(open_bucket("memory://"), twins, version=0)
