@@ -1,11 +1,14 @@
-# make demo   sets everything up and runs asynchronous RL on this machine
-# make test   sets everything up and checks everything
+# make demo           sets everything up and runs asynchronous RL on this machine
+# make test           sets everything up and checks everything but the drills
+# make drills         kills, cuts off and damages runs; DRILLS=5 does each drill five times
 # make test-engines   follows runs with vLLM, for every family of models, on one rank and on two
-# make fuzz   fuzzes the native kernels, each target for SECONDS=600
+# make fuzz           fuzzes the native kernels, each target for SECONDS=600
 BIN := .venv/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
+# A file's tests share servers and models, so a file stays in one process.
+PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder --strict-skips
 
-.PHONY: setup demo test test-engines engines lint format bench fuzz clean
+.PHONY: setup demo test drills test-engines engines lint format bench fuzz clean
 
 setup: .venv/.ready
 
@@ -16,14 +19,17 @@ demo: setup
 	@$(BIN)/deltawire run examples/demo.toml --out runs/demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
-# vLLM's CPU build in an environment of its own; `make test` builds it on first use too.
+drills: setup
+	$(PYTEST) -m 'drills and not matrix' --drills $(or $(DRILLS),1)
+
+# vLLM's CPU build has its own environment; `make drills` builds it on first use too.
 engines:
 	@sh scripts/setup-vllm.sh
 
 test-engines: setup engines
-	DELTAWIRE_ENGINES=1 $(BIN)/python -m pytest tests/engines/test_vllm.py
+	$(BIN)/python -m pytest -m "drills or matrix" tests/engines/test_vllm.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -16,10 +16,26 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from skip_list import SkipList
 
 # Without a GPU Triton's kernels are interpreted. It has to know before anything imports it.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+ROOT = Path(__file__).parent
+SKIPS = ROOT / "skips.toml"
+SLOW_FIRST = (
+    "engines/test_vllm.py",
+    "e2e",
+    "crash/rl",
+    "crash/runtime",
+    "unit/envs",
+    "property/codec",
+    "unit/benchmarks",
+    "engines",
+    "crash/sync/publish",
+    "crash/sync/maintain",
+)
 
 # For stores on loopback: as patient as any other, but quick about it.
 QUICK_RETRIES = {
@@ -39,8 +55,29 @@ def pytest_addoption(parser):
         type=int,
         default=int(os.environ.get("DELTAWIRE_DRILLS", "1")),
         metavar="N",
-        help="how often to do each drill, each time with a seed of its own (DELTAWIRE_DRILLS)",
+        help="how often to run each drill, with another seed each time (DELTAWIRE_DRILLS)",
     )
+    parser.addoption(
+        "--strict-skips",
+        action="store_true",
+        help="fail if a test is skipped that tests/skips.toml does not list with its reason",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("strict_skips"):
+        config.pluginmanager.register(SkipList(SKIPS), "skip-list")
+
+
+def pytest_collection_modifyitems(items):
+    """Start the slow files first: the last file that a process gets ends the whole session."""
+    order = {name: place for place, name in enumerate(SLOW_FIRST)}
+
+    def place(item):
+        path = item.path.relative_to(ROOT).as_posix()
+        return min((order[name] for name in order if path.startswith(name)), default=len(order))
+
+    items.sort(key=place)
 
 
 def pytest_generate_tests(metafunc):

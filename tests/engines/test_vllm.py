@@ -21,7 +21,7 @@ MATRIX = [
 
 LIVE = "test_followed_weights.py"
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.drills]
 
 
 @pytest.fixture(scope="session")
@@ -68,17 +68,13 @@ def test_vllm_serve_is_moved_by_its_own_calls(vllm_python):
     run_tests(vllm_python, "test_served_over_http.py", "-k", "own_calls")
 
 
-@pytest.mark.skipif(
-    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
-)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "ranks"), MATRIX)
 def test_every_family_follows_its_run(vllm_python, family, ranks):
     run_tests(vllm_python, LIVE, "--family", family, "--tensor-parallel", str(ranks))
 
 
-@pytest.mark.skipif(
-    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
-)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("family", "parallel"),
     [
@@ -93,46 +89,34 @@ def test_a_run_is_followed_however_the_model_is_shared_out(vllm_python, family, 
     run_tests(vllm_python, LIVE, "--family", family, *parallel)
 
 
-@pytest.mark.skipif(
-    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
-)
+@pytest.mark.matrix
 def test_kernels_replaced_on_a_cpu_compute_what_vllm_means(vllm_python):
     run_tests(vllm_python, "test_unpacked_kernels.py")
 
 
-@pytest.mark.skipif(
-    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
-)
+@pytest.mark.matrix
 def test_weights_that_vllm_rearranges_are_refused(vllm_python):
     run_tests(vllm_python, "test_refused_weights.py")
 
 
-@pytest.mark.skipif(
-    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
-)
+@pytest.mark.matrix
 def test_vllm_serve_follows_its_run(vllm_python):
     run_tests(vllm_python, "test_served_over_http.py", "-k", "not own_calls")
 
 
-@pytest.mark.skipif(
-    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
-)
+@pytest.mark.matrix
 def test_vllm_is_hot_loaded_as_the_hosted_services_are(vllm_python):
     run_tests(vllm_python, "test_hot_load.py")
 
 
-@pytest.mark.skipif(
-    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
-)
+@pytest.mark.matrix
 def test_a_killed_worker_costs_no_wrong_token(vllm_python):
     run_tests(
         vllm_python, "test_worker_killed.py", "--family", "qwen3_moe", "--tensor-parallel", "2"
     )
 
 
-@pytest.mark.skipif(
-    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
-)
+@pytest.mark.matrix
 def test_the_example_serves_what_it_trains(vllm_python):
     example = ROOT / "examples" / "vllm" / "run.py"
     done = subprocess.run(
@@ -142,9 +126,7 @@ def test_the_example_serves_what_it_trains(vllm_python):
     assert "all of an answer by version 5" in done.stdout
 
 
-@pytest.mark.skipif(
-    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
-)
+@pytest.mark.matrix
 def test_the_benchmark_of_swaps_gives_its_figures(vllm_python):
     done = subprocess.run(
         [
@@ -192,9 +174,7 @@ k3 = 1e-6
 """
 
 
-@pytest.mark.skipif(
-    "DELTAWIRE_ENGINES" not in os.environ, reason="the whole matrix: make test-engines"
-)
+@pytest.mark.matrix
 def test_a_run_samples_from_vllm_and_leaves_no_server_behind(vllm_python, tmp_path):
     (tmp_path / "run.toml").write_text(RUN)
     done = subprocess.run(

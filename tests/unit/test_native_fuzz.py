@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.drills
+
 FUZZ = Path(__file__).parents[2] / "native" / "fuzz"
 SECONDS = 10
 BUILD_SECONDS = 900

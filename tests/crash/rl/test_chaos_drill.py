@@ -11,6 +11,8 @@ import os
 import pytest
 from chaos import MORE_VERSIONS, drill
 
+pytestmark = pytest.mark.drills
+
 HOUR_S = 3600.0
 STRIKES = 4
 

@@ -14,6 +14,8 @@ from deltawire.store import open_bucket
 from deltawire.sync import newest_version, read_run
 from deltawire.testing.tiny import audit, start_publisher, weights
 
+pytestmark = pytest.mark.drills
+
 LAST = 7
 
 

@@ -17,6 +17,8 @@ from deltawire.sync import Subscriber, load_mirror, read_run
 from deltawire.testing.proxy import FaultyProxy
 from deltawire.testing.tiny import same_bits, start_publisher
 
+pytestmark = pytest.mark.drills
+
 LAST = 9
 FAULTS = ["refuse", "busy", "cut_request", "lose", "busy_after", "cut_answer", "delay"]
 MOST_ERRORS = 10_000

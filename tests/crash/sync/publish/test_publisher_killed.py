@@ -20,7 +20,10 @@ SCRIPT = Path(__file__).parents[3] / "support/publishers_to_kill.py"
 KILLS = 100
 KILLS_A_RUN = 5
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork and no SIGKILL")
+pytestmark = [
+    pytest.mark.drills,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork and no SIGKILL"),
+]
 
 
 class Driver:
