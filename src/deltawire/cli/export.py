@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         if version is None:
             raise InputError("the run has no version yet", hint="wait for one", run=bucket.url)
         made = export_snapshot(
-            bucket, run, version, Path(arguments.directory), base=arguments.base, tell=bar.begin
+            bucket, run, version, Path(arguments.directory), base=arguments.base, log=bar.begin
         )
     body = msgspec.to_builtins(made)
     print(msgspec.json.encode({k: v for k, v in body.items() if v}).decode())  # noqa: T201

@@ -1,14 +1,17 @@
-"""Hugging Face model directories: reading, writing, and carrying them through a bucket.
+"""Reads and writes Hugging Face model directories, and carries their files through a bucket.
 
-Weights are read from safetensors alone and no code of a model's own is ever run.
+Weights are read from safetensors only, and a model's own code is never run: neither Python files
+that its configuration names nor kernels that the library would fetch from a hub.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import get_blob
 from deltawire.wire.payload import BlobRef
-from deltawire.wire.run import Run
+from deltawire.wire.run import Run, TensorSpec
 
 MAX_MODEL_FILE_BYTES = 256 << 20
 
@@ -38,16 +41,23 @@ CARRIED = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-"""The only file names that are ever read from, or written to, a model directory by name."""
+"""The only files that are read from, or written to, a model directory by name."""
+
+_IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
+_BUILT_IN = frozenset({None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"})
+"""Implementations in the library itself. It takes any other name for a kernel on a hub, and runs
+that kernel's code."""
+
+_CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the library's progress bars and warnings out of our own output."""
+    """Suppresses the library's progress bars and warnings."""
     level = transformers.utils.logging.get_verbosity()
-    speech: Any = transformers.utils.logging
-    speech.set_verbosity(logging.ERROR)
-    speech.disable_progress_bar()
+    library: Any = transformers.utils.logging
+    library.set_verbosity(logging.ERROR)
+    library.disable_progress_bar()
     try:
         yield
     finally:
@@ -55,16 +65,14 @@ def _quiet() -> Iterator[None]:
 
 
 def check_directory(path: Path) -> None:
-    """Raises `InputError` unless ``path`` looks like a model directory with weights in it, for
-    which no code of its own is needed."""
+    """Raises `InputError` unless ``path`` is a model directory with weights that needs no code of
+    the model's own."""
     if not path.is_dir():
-        raise InputError(f"there is no model directory {path}", hint="is model.path right?")
+        raise InputError(f"there is no model directory {path}", hint="check model.path")
     if not (path / "config.json").is_file():
         raise InputError(f"{path} has no config.json", hint="give a Hugging Face model directory")
     if not any(path.glob("*.safetensors")):
-        raise InputError(
-            f"{path} has no weights", hint="deltawire reads *.safetensors; convert other formats"
-        )
+        raise InputError(f"{path} has no weights", hint="convert them to *.safetensors")
     _check_settings(path)
 
 
@@ -74,13 +82,34 @@ def _check_settings(path: Path) -> None:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path / 'config.json'} cannot be read: {_first_line(error)}") from error
     if not isinstance(settings, dict):
-        raise InputError(f"{path / 'config.json'} is no JSON object")
-    if "auto_map" in settings:
-        raise InputError(f"the model in {path} wants code of its own, which deltawire never runs")
+        raise InputError(f"{path / 'config.json'} is not a JSON object")
+    if found := _foreign_code(settings):
+        raise InputError(
+            f"config.json in {path} asks for code from outside the library: {found[:200]}",
+            hint="deltawire never runs such code; remove the member, or use another model",
+        )
+
+
+def _foreign_code(value: Any) -> str:
+    """Returns the first member, at any depth, that would make the library load foreign code."""
+    if isinstance(value, list):
+        return next((found for one in value if (found := _foreign_code(one))), "")
+    if not isinstance(value, dict):
+        return ""
+    for name, member in value.items():
+        if name == "auto_map":
+            return "auto_map"
+        if _IMPLEMENTATION.fullmatch(name):
+            named = member.values() if isinstance(member, dict) else [member]
+            if any(not isinstance(one, str | None) or one not in _BUILT_IN for one in named):
+                return f"{name} = {json.dumps(member)}"
+        elif found := _foreign_code(member):
+            return found
+    return ""
 
 
 def load_model(path: Path) -> Any:
-    """The causal LM of a directory, float32, on the CPU; raises `InputError`."""
+    """Loads the causal LM of a directory in float32 on the CPU; raises `InputError`."""
     check_directory(path)
     try:
         with _quiet():
@@ -96,7 +125,7 @@ def load_model(path: Path) -> Any:
             )
     except Exception as error:  # the library raises whatever its dependencies do
         raise InputError(f"cannot load the model in {path}: {_first_line(error)}") from error
-    # In place of a tensor that is missing, or does not fit, the library makes up a random one.
+    # The library makes up random values for a tensor that is missing or does not fit.
     made_up = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     if made_up:
         raise InputError(
@@ -107,7 +136,7 @@ def load_model(path: Path) -> Any:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a directory; raises `InputError`."""
+    """Loads the tokenizer of a directory; raises `InputError`."""
     try:
         with _quiet():
             return AutoTokenizer.from_pretrained(
@@ -118,8 +147,8 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
-    """Write a directory that `load_model` and `load_tokenizer` read, parameters as bf16 and saved
-    buffers as they are: families keep biases of routers in float32."""
+    """Writes a directory that `load_model` and `load_tokenizer` read: parameters as bf16, saved
+    buffers as they are, since families keep biases of routers in float32."""
     path.mkdir(parents=True, exist_ok=True)
     with _quiet():
         tokenizer.save_pretrained(path)
@@ -132,10 +161,12 @@ def save_model(model: Any, tokenizer: Any, path: Path) -> None:
             if name not in tied
         }
         model.save_pretrained(path, state_dict=state)
+    config = path / "config.json"
+    config.write_bytes(_with_dtype(config.read_bytes(), "bfloat16"))
 
 
 def read_files(path: Path) -> dict[str, bytes]:
-    """The carried files of a directory: all that a worker needs besides weights."""
+    """Reads the carried files of a directory: all that a worker needs besides weights."""
     files = {}
     for name in CARRIED:
         file = path / name
@@ -146,8 +177,35 @@ def read_files(path: Path) -> dict[str, bytes]:
     return files
 
 
+def published_files(path: Path, tensors: Sequence[TensorSpec]) -> dict[str, bytes]:
+    """Reads the carried files of a directory, with the dtype in ``config.json`` that most published
+    elements have: whoever pulls the version would otherwise convert it when loading."""
+    files = read_files(path)
+    elements: Counter[str] = Counter()
+    for spec in tensors:
+        elements[spec.dtype] += spec.count
+    dtype = _CONFIG_DTYPES.get(max(elements, key=lambda name: elements[name], default=""))
+    if dtype is not None and "config.json" in files:
+        files["config.json"] = _with_dtype(files["config.json"], dtype)
+    return files
+
+
+def _with_dtype(config: bytes, dtype: str) -> bytes:
+    """Returns a ``config.json`` that states ``dtype``, in the configurations within it too."""
+
+    def stating(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        inner = {name: stating(member) for name, member in value.items()}
+        before = inner.pop("torch_dtype", None) or inner.get("dtype")
+        return inner | {"dtype": dtype} if before in _CONFIG_DTYPES.values() else inner
+
+    settings = stating(json.loads(config)) | {"dtype": dtype}
+    return json.dumps(settings, indent=2, ensure_ascii=False).encode()
+
+
 def write_files(files: dict[str, bytes], path: Path) -> None:
-    """Write carried files into a folder; raises `CorruptError` for any other name."""
+    """Writes carried files into a folder; raises `CorruptError` for any other name."""
     for name, data in files.items():
         if name not in CARRIED:
             raise CorruptError(f"{name[:80]!r} is not a model file that a run may carry")
@@ -155,7 +213,8 @@ def write_files(files: dict[str, bytes], path: Path) -> None:
 
 
 def empty_model(path: Path) -> Any:
-    """The causal LM that a directory's ``config.json`` describes, float32, weights unset."""
+    """Builds the causal LM that a directory's ``config.json`` describes, in float32, with weights
+    unset."""
     _check_settings(path)
     try:
         with _quiet(), no_init_weights():
@@ -173,8 +232,8 @@ def empty_model(path: Path) -> Any:
 
 
 def serve_as(model: Any, precision: str) -> Any:
-    """Let a model compute in ``float32`` or ``bfloat16``. Only parameters are rounded: what is kept
-    beside them, rotary frequencies for example, loses whole positions in bf16."""
+    """Lets a model compute in ``float32`` or ``bfloat16``. Rounds parameters only: in bf16, rotary
+    frequencies and the like would lose whole positions."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -182,7 +241,7 @@ def serve_as(model: Any, precision: str) -> Any:
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Every token id at which generation ends."""
+    """Returns every token id that ends generation."""
     found: list[int] = []
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -196,9 +255,7 @@ def _first_line(error: Exception) -> str:
 
 
 def fetch_model_files(bucket: Bucket, run: Run) -> tempfile.TemporaryDirectory[str]:
-    """The run's model files (no weights) in a temporary folder, for the libraries that want one."""
-    from deltawire.export.models import MAX_MODEL_FILE_BYTES, write_files
-
+    """Writes the run's model files, without weights, into a temporary folder."""
     files = {}
     for file in run.model_files:
         if file.bytes > MAX_MODEL_FILE_BYTES:

@@ -1,10 +1,10 @@
-"""Snapshots as the hosted providers hot-load them: Hugging Face directories, whole or as a delta.
+"""Writes and reads snapshots in the layout that hosted providers hot-load.
 
 The layout is Fireworks' (docs.fireworks.ai, "RL rollout delta checkpoints"): a full snapshot is a
-directory of safetensors with ``model.weight.spec.json`` beside them; an incremental one has the
-same files, in which each tensor is the arc_v2 code (XOR, zstd) of what changed since another
-snapshot, with an Adler-32 of the result. It is written and read by the provider's own package.
-arc_v3 is not supported: its envelope is a pickle.
+directory of safetensors files and ``model.weight.spec.json``; an incremental one has the same
+files, in which each tensor is the arc_v2 code (XOR, zstd) of its changes since another snapshot,
+with an Adler-32 of the result. The provider's own package codes and decodes it. arc_v3 is not
+supported: its envelope is a pickle.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPEC = "model.weight.spec.json"
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """What the provider wants to hear with a snapshot: the body of its hot-load request."""
+    """The body of the provider's hot-load request for a snapshot."""
 
     identity: str
     incremental_snapshot_metadata: dict[str, str] | None = None
@@ -48,31 +48,31 @@ def export_snapshot(
     folder: Path,
     *,
     base: int | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> Snapshot:
-    """Write ``version`` as a snapshot to ``folder``, which must not be there yet: whole, or as a
-    delta to the snapshot of version ``base``.
+    """Writes ``version`` as a snapshot to ``folder``: whole, or as a delta to that of ``base``.
 
-    Snapshots are named after the run and the version. Raises `InputError` if the folder is there or
-    the package is missing, `CorruptError` if a version cannot be read.
+    Snapshots are named after the run and the version; ``log`` gets a line for each step. Raises
+    `InputError` if the folder exists or the package is missing, `CorruptError` if a version cannot
+    be read.
     """
     if folder.exists():
-        raise InputError(f"{folder} is there already", hint="name a folder that is not")
+        raise InputError(f"{folder} exists already", hint="name a new folder")
     library: Any = None if base is None else _library()
     work = folder.parent / f".{folder.name}.export"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        target = _write(bucket, run, version, work / "target", tell)
+        target = _write(bucket, run, version, work / "target", log)
         if base is not None:
-            source = _write(bucket, run, base, work / "base", tell)
+            source = _write(bucket, run, base, work / "base", log)
             if weight_files(source) != weight_files(target):
                 raise InputError(
-                    f"versions {base} and {version} have other files, which a delta cannot say",
+                    f"versions {base} and {version} have different files, unlike a delta",
                     hint="export the version whole",
                 )
             for name in weight_files(target):
-                tell(f"coding {name}")
+                log(f"coding {name}")
                 library.delta_compress_files_to_file(
                     src=str(source / name),
                     dst=str(target / name),
@@ -89,21 +89,21 @@ def export_snapshot(
     metadata = {
         "previous_snapshot_identity": snapshot_identity(run, base),
         "compression_format": FORMAT,
-        "checksum_format": "alder32",  # The provider's own spelling.
+        "checksum_format": "alder32",  # The provider spells it so.
     }
     return Snapshot(snapshot_identity(run, version), metadata)
 
 
 def import_snapshot(snapshot: Path, base: Path, folder: Path) -> None:
-    """Write to ``folder`` the whole directory that an incremental ``snapshot`` and the directory it
-    builds on make: files of the base's layout, ready to be published.
+    """Applies an incremental ``snapshot`` to its ``base`` directory and writes the whole result to
+    ``folder``, in the base's file layout, ready to be published.
 
-    For snapshots of a provider that is trusted: its package sets no limit to what they unpack to.
-    Raises `InputError` if they do not fit each other, `CorruptError` if a checksum does not.
+    Use it only for snapshots of a trusted provider: its package does not limit what they unpack to.
+    Raises `InputError` if snapshot and base do not fit, `CorruptError` if a checksum is wrong.
     """
     library = _library()
     if folder.exists():
-        raise InputError(f"{folder} is there already", hint="name a folder that is not")
+        raise InputError(f"{folder} exists already", hint="name a new folder")
     old = read_checkpoint(base)
     layout = msgspec.json.decode(old.files[LAYOUT], type=SafetensorsLayout)
     table = Run(name="", created_at=0.0, tensors=old.specs, digest="0" * 32)
@@ -113,7 +113,7 @@ def import_snapshot(snapshot: Path, base: Path, folder: Path) -> None:
     try:
         for plan in plan_files(layout, table):
             if not (snapshot / plan.name).is_file():
-                raise InputError(f"{snapshot} has no {plan.name}, which the base has")
+                raise InputError(f"{snapshot} lacks {plan.name}, which the base has")
             _apply(library, plan, snapshot / plan.name, base / plan.name, work / plan.name)
         for name, data in old.files.items():
             if (snapshot / name).is_file():
@@ -132,7 +132,7 @@ def _apply(library: Any, plan: FilePlan, diff: Path, base: Path, into: Path) -> 
 
     try:
         with warnings.catch_warnings():
-            # The package wraps read-only bytes in a tensor, which it does not write to.
+            # The package wraps read-only bytes in a tensor, but does not write to it.
             warnings.simplefilter("ignore", UserWarning)
             new = library.delta_decompress_dict_from_file(
                 src=load_file(base), diff_file=str(diff), compression_format=FORMAT
@@ -150,10 +150,10 @@ def _apply(library: Any, plan: FilePlan, diff: Path, base: Path, into: Path) -> 
 
 
 def _write(
-    bucket: Bucket, run: Run, version: int, folder: Path, tell: Callable[[str], None]
+    bucket: Bucket, run: Run, version: int, folder: Path, log: Callable[[str], None]
 ) -> Path:
-    """A version's directory, as real files of our own."""
-    tell(f"reading version {version}")
+    """Writes a version's directory, with files that nothing else shares."""
+    log(f"reading version {version}")
     link = folder.with_suffix(".pulled")
     with Checkout(bucket, run, link) as checkout:
         checkout.bring_to(version)
@@ -167,13 +167,13 @@ def _write_spec(run: Run, folder: Path) -> None:
 
 
 def snapshot_identity(run: Run, version: int) -> str:
-    """The name under which a version is exported and hot-loaded: one segment of a path."""
+    """Returns the name under which a version is exported and hot-loaded: one segment of a path."""
     name = "".join(letter if letter.isalnum() else "-" for letter in run.name) or "run"
     return f"{name}-{run.id[:8]}-{version:010d}"
 
 
 def snapshot_version(run: Run, identity: str) -> int:
-    """The version that `snapshot_identity` named so; a bare number names a version too.
+    """Returns the version that an identity names; a bare number names a version too.
 
     Raises `InputError` for any other identity.
     """
@@ -183,8 +183,8 @@ def snapshot_version(run: Run, identity: str) -> int:
         if not prefix or identity == snapshot_identity(run, version):
             return version
     raise InputError(
-        f"{identity[:256]!r} is no snapshot of this run",
-        hint=f"its versions are called {snapshot_identity(run, 0)} and on; a number will do",
+        f"{identity[:256]!r} is not a snapshot of this run",
+        hint=f"name a version as {snapshot_identity(run, 0)}, or by its number",
     )
 
 

@@ -75,7 +75,17 @@ def refuse_memory(bucket: Bucket) -> None:
         )
 
 
+def stay_off_the_hub() -> None:
+    """Keep the model libraries from fetching anything, unless the machine's owner has decided.
+
+    Models and configurations come from a bucket, which must not make this machine download files
+    or kernels. Call it before the libraries are imported, which read the variable then.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
 def _open_process(location: str, name: str, role: Role, options: ChildOptions) -> Process:
+    stay_off_the_hub()
     pin(options.cpus)
     bucket = open_bucket(location)
     refuse_memory(bucket)
@@ -142,6 +152,7 @@ def make_model(config: RunConfig, out: Path, *, bucket: str, supervised: bool) -
     """
     if not supervised and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"{out} exists already", hint="choose another --out, or remove it")
+    stay_off_the_hub()
     progress = open_bucket(bucket or "memory:///")
     process = Process(progress, "warm-start", "warm-start", supervised=supervised)
     from deltawire.rl.trainer.warm_start import run_warm_start

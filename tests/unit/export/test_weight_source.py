@@ -1,11 +1,13 @@
 """What a trainer publishes: the exporters, and that a new one needs a module and a line."""
 
 import copy
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from transformers import AutoConfig
 
 from deltawire.config import RunConfig, TrainConfig, parse_config
 from deltawire.errors import InputError
@@ -87,3 +89,22 @@ def test_a_new_exporter_is_a_module_and_a_line(tmp_path, tiny, monkeypatch):
     assert before == version_0.digest
     stepped(state.masters, 0)
     assert digest_of(state.masters.source) != before
+
+
+def test_the_configuration_states_the_published_dtype(tmp_path, tiny):
+    """Readers that load with ``dtype="auto"`` would convert a bf16 version to float32 otherwise."""
+    tiny.config.parts = {"torch_dtype": "float32", "quantized": {"dtype": "int8"}}
+    save_model(tiny, byte_tokenizer(), tmp_path / "model")
+    written = json.loads((tmp_path / "model" / "config.json").read_bytes())
+    assert written["dtype"] == "bfloat16"
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**written, "torch_dtype": "float32", "dtype": "float32"}))
+    for exporter, dtype in (("bf16", "bfloat16"), ("f32", "float32")):
+        train = msgspec.structs.replace(CONFIG.train, exporter=exporter)
+        bucket = open_bucket(str(tmp_path / exporter), create=True)
+        run = start_run(bucket, msgspec.structs.replace(CONFIG, train=train), tmp_path / "model")
+        with fetch_model_files(bucket, run) as folder:
+            config = json.loads((Path(folder) / "config.json").read_bytes())
+            assert AutoConfig.from_pretrained(folder).dtype == getattr(torch, dtype)
+        assert "torch_dtype" not in config
+        assert config["parts"] == {"dtype": dtype, "quantized": {"dtype": "int8"}}

@@ -11,7 +11,7 @@ from deltawire import codec
 from deltawire.config import RunConfig, differences
 from deltawire.envs import open_tasks
 from deltawire.errors import InputError
-from deltawire.export.models import load_model, load_tokenizer, read_files
+from deltawire.export.models import load_model, load_tokenizer, published_files
 from deltawire.export.source import bits_of, open_source
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
@@ -34,7 +34,7 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
     digest = codec.digest_model(bits)
     files = [
         ModelFile(name=name, blob=ref.hash, bytes=ref.bytes)
-        for name, data in read_files(model_directory).items()
+        for name, data in published_files(model_directory, specs).items()
         for ref in [put_blob(bucket, data)]
     ]
     run = create_run(
