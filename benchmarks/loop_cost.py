@@ -24,7 +24,7 @@ from deltawire.rl.control.credits import CreditIssuer, settle
 from deltawire.rl.control.drop_bias import causes_of, failures_of, families_of
 from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.rollout.episode import play_all, run_episode
-from deltawire.rl.rollout.episode_types import Limits, group_of
+from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
 from deltawire.store import Bucket, open_bucket
 from deltawire.train.batch import collate
 from deltawire.train.build import byte_tokenizer
@@ -100,7 +100,7 @@ class _NullWorker:
                 self._tasks.open(task),
                 self._text,
                 temperature=rollout.temperature,
-                limits=Limits.of(rollout),
+                limits=EpisodeLimits.of(rollout),
             )
             for task in tasks
             for _ in range(rollout.group_size)
@@ -211,7 +211,7 @@ def measure_rollouts_at_once(*, episodes: int = 200, turns: int = 50) -> AtOnce:
     tasks = ScriptedTasks(turns)
     engine = ScriptedEngine(slots=episodes)
     text = Text(byte_tokenizer())
-    limits = Limits(max_tokens=24, max_turns=turns, context=engine.capacity)
+    limits = EpisodeLimits(max_tokens=24, max_turns=turns, context=engine.capacity)
     plays = [
         functools.partial(
             run_episode,

@@ -33,7 +33,7 @@ from deltawire.errors import InputError
 from deltawire.export.models import load_model, load_tokenizer, stop_tokens
 from deltawire.export.source import bits_of
 from deltawire.rl.rollout.episode import run_episode
-from deltawire.rl.rollout.episode_types import Limits, group_of
+from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
 from deltawire.rl.trainer.warm_start import run_warm_start
 from deltawire.runtime.process import Process
 from deltawire.store import open_bucket
@@ -207,7 +207,7 @@ class _Session:
 
     async def _sample_group(self, engine: TransformersEngine, task: Task) -> Group:
         rollout = self.config.rollout
-        limits = Limits.of(rollout)
+        limits = EpisodeLimits.of(rollout)
         episodes = await asyncio.gather(
             *(
                 run_episode(

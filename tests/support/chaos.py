@@ -32,7 +32,7 @@ from deltawire.errors import DeltawireError
 from deltawire.events import Event, Life, decode_lines
 from deltawire.launch.session import Job, execute
 from deltawire.rl.evaluate.audit import Fates, audit_fates
-from deltawire.rl.trainer.verify_training import Replayed, replay
+from deltawire.rl.trainer.verify_training import TrainingVerification, replay
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version
@@ -115,7 +115,7 @@ class Report:
     interrupted: bool = False
     summary: Summary | None = None
     fates: Fates | None = None
-    replayed: Replayed | None = None
+    replayed: TrainingVerification | None = None
 
 
 class Chaos(threading.Thread):

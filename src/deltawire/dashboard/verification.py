@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 
 from deltawire.dashboard.wording import legible
-from deltawire.rl.trainer.verify_training import NAMED, Replayed
+from deltawire.rl.trainer.verify_training import NAMED, TrainingVerification
 
 
-def print_verification(found: Replayed, console: Console) -> None:
+def print_verification(found: TrainingVerification, console: Console) -> None:
     """Print the outcome, and the tensors that differ."""
     origin = f"from the state at version {found.origin}, on {found.groups} groups of the bucket"
     if found.exact:

@@ -60,7 +60,7 @@ class Point(msgspec.Struct, kw_only=True):
     excess: float = 0.0
 
 
-class Stream(msgspec.Struct, kw_only=True):
+class ProbeStream(msgspec.Struct, kw_only=True):
     """One probe in one family. ``number`` is its place in the order of opening.
 
     ``flagged_at`` is the version whose step flagged it, for good, ``flagged_after`` how many of
@@ -106,11 +106,11 @@ class ProbeState(msgspec.Struct, kw_only=True):
     since: Index = 0
     false_alarm: _Share = 0.01
     tolerance: _Share = 0.05
-    streams: Annotated[list[Stream], Meta(max_length=MAX_STREAMS)] = []
+    streams: Annotated[list[ProbeStream], Meta(max_length=MAX_STREAMS)] = []
     untracked: Annotated[int, Meta(ge=0)] = 0
 
     @property
-    def flagged(self) -> list[Stream]:
+    def flagged(self) -> list[ProbeStream]:
         """Those that are."""
         return [stream for stream in self.streams if stream.flagged_at is not None]
 
@@ -136,9 +136,9 @@ class Monitor:
         self.state = state if state is not None else fresh
         self._streams = {(s.family, s.probe): s for s in self.state.streams}
 
-    def see(self, group: Group, sequence: int, *, version: int) -> list[Stream]:
+    def see(self, group: Group, sequence: int, *, version: int) -> list[ProbeStream]:
         """One group that a step into ``version`` trains on; the streams that it flags."""
-        found: list[Stream] = []
+        found: list[ProbeStream] = []
         episodes = list(_episodes(group))
         for name in sorted({name for _, _, probes in episodes for name in probes}):
             rows = [(e, reward, probes[name]) for e, reward, probes in episodes if name in probes]
@@ -170,20 +170,20 @@ class Monitor:
             if stream.family == family
         )
 
-    def _stream(self, family: str, probe: str) -> Stream | None:
+    def _stream(self, family: str, probe: str) -> ProbeStream | None:
         stream = self._streams.get((family, probe))
         if stream is None:
             if len(self._streams) >= MAX_STREAMS:
                 self.state.untracked += 1
                 return None
-            stream = Stream(family=family, probe=probe, number=len(self._streams) + 1)
+            stream = ProbeStream(family=family, probe=probe, number=len(self._streams) + 1)
             self._streams[family, probe] = stream
             self.state.streams.append(stream)
         return stream
 
     def _fold(
         self,
-        stream: Stream,
+        stream: ProbeStream,
         rows: list[tuple[int, float, float]],
         group: Group,
         sequence: int,
@@ -230,7 +230,7 @@ def _episodes(group: Group) -> Iterator[tuple[int, float, dict[str, float]]]:
             yield episode, trajectory.reward, dict(trajectory.probes)
 
 
-def _plot(stream: Stream, point: Point) -> None:
+def _plot(stream: ProbeStream, point: Point) -> None:
     """Add one group to the curve; when it is full, neighbours are joined."""
     points = stream.points
     if points and points[-1].groups < stream.width:

@@ -11,7 +11,7 @@ import msgspec
 from deltawire.config import ProbesConfig
 from deltawire.errors import CorruptError, DeltawireError, RetryError, StoppedError
 from deltawire.events import Diverged, Event
-from deltawire.reward_monitor.monitor import ALL, Example, Monitor, Point, ProbeState, Stream
+from deltawire.reward_monitor.monitor import ALL, Example, Monitor, Point, ProbeState, ProbeStream
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.objects import FORMAT, decode_json, encode_json
@@ -24,8 +24,8 @@ LOOK_BACK = 64
 
 
 class StreamFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One `Stream`, for views and programs: ``reward``, ``value`` (the probe's) and ``excess`` are
-    means over all of its ``groups``; points hold sums over up to ``width`` groups each."""
+    """One `ProbeStream` for views and programs: ``reward``, ``value`` (the probe's) and ``excess``
+    are means over all of its ``groups``; points hold sums over up to ``width`` groups each."""
 
     family: str
     probe: str
@@ -144,7 +144,7 @@ class ProbeWatch:
         Records each divergence that they show. What is stored is the state before them, whose
         step is committed by now. Raises `StoppedError` if the configuration says to stop.
         """
-        found: list[Stream] = []
+        found: list[ProbeStream] = []
         due = self._clock() - self._written_at >= WRITE_EVERY_S
         if due and self._waiting is not None:
             self._store(self._waiting)
@@ -158,7 +158,7 @@ class ProbeWatch:
         if found and self._config.action == "stop":
             raise self._stopping(found[0])
 
-    def _stopping(self, stream: Stream) -> StoppedError:
+    def _stopping(self, stream: ProbeStream) -> StoppedError:
         names = ", ".join(example.name for example in stream.examples[-3:])
         return StoppedError(
             f"{apart(stream)}, for example in {names}",
@@ -182,14 +182,14 @@ class ProbeWatch:
         self._waiting = None
 
 
-def apart(stream: Stream) -> str:
+def apart(stream: ProbeStream) -> str:
     """What a flag says, in words."""
     family = f"family {stream.family or 'unnamed'!r}"
     where = "all tasks together" if stream.family == ALL else family
     return f"reward has come apart from probe {stream.probe!r} in {where}"
 
 
-def flagged_in(state: ProbeState | None) -> list[Stream]:
+def flagged_in(state: ProbeState | None) -> list[ProbeStream]:
     """The streams that are flagged."""
     return state.flagged if state is not None else []
 
@@ -203,7 +203,7 @@ def excesses(state: ProbeState | None) -> dict[str, float]:
     }
 
 
-def diverged(stream: Stream) -> Diverged:
+def diverged(stream: ProbeStream) -> Diverged:
     """The event that says so."""
     reward, probe, excess = stream.means
     assert stream.flagged_at is not None

@@ -61,20 +61,22 @@ class OrphanTracker:
         return [process for process in found if process != os.getpid()]
 
 
-_brood: contextvars.ContextVar[OrphanTracker | None] = contextvars.ContextVar("brood", default=None)
+_tracker: contextvars.ContextVar[OrphanTracker | None] = contextvars.ContextVar(
+    "orphans", default=None
+)
 _watching = False
 
 
 @contextlib.contextmanager
-def brood() -> Iterator[OrphanTracker]:
+def track_orphans() -> Iterator[OrphanTracker]:
     """Mark every process that is started inside."""
     _watch()
     mine = OrphanTracker()
-    token = _brood.set(mine)
+    token = _tracker.set(mine)
     try:
         yield mine
     finally:
-        _brood.reset(token)
+        _tracker.reset(token)
 
 
 def _watch() -> None:
@@ -87,7 +89,7 @@ def _watch() -> None:
 def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
     if event not in ("subprocess.Popen", "os.posix_spawn", "os.system"):
         return
-    mine = _brood.get()
+    mine = _tracker.get()
     # The process inherits what this one's environment is now, or the one that it was given.
     if mine is None:
         os.environ.pop(VARIABLE, None)

@@ -17,7 +17,7 @@ _RAMP = 30
 
 
 @dataclass(frozen=True)
-class Progress:
+class WarmStartProgress:
     """Where the warm start stands after ``step`` steps; ``accuracy`` is None between checks."""
 
     step: int
@@ -31,9 +31,9 @@ def warm_start(
     *,
     draw: Callable[[int], Sequence[Pair]],
     check: Callable[[], float],
-    tell: Callable[[Progress], None],
+    tell: Callable[[WarmStartProgress], None],
     stopping: Callable[[], bool],
-) -> Progress:
+) -> WarmStartProgress:
     """Minimise the answers' cross-entropy with AdamW until ``check`` reaches the configured
     accuracy, or for ``max_steps``, or until ``stopping``; returns where it ended.
 
@@ -42,7 +42,7 @@ def warm_start(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
     )
-    progress = Progress(0, float("nan"), None)
+    progress = WarmStartProgress(0, float("nan"), None)
     for step in range(config.max_steps):
         if stopping():
             break
@@ -55,7 +55,7 @@ def warm_start(
         optimizer.step()
         due = (step + 1) % config.check_every == 0 or step + 1 == config.max_steps
         accuracy = check() if due else None
-        progress = Progress(step + 1, float(loss.detach()), accuracy)
+        progress = WarmStartProgress(step + 1, float(loss.detach()), accuracy)
         tell(progress)
         if accuracy is not None and accuracy >= config.stop_at_accuracy:
             break

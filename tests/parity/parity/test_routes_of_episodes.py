@@ -16,7 +16,7 @@ from deltawire.envs import Environment, Turn
 from deltawire.parity.router_replay import route_shape
 from deltawire.parity.routes import unpack_routes
 from deltawire.rl.rollout.episode import run_episode
-from deltawire.rl.rollout.episode_types import Limits
+from deltawire.rl.rollout.episode_types import EpisodeLimits
 from deltawire.train.build import build_model
 from deltawire.wire.rollouts import Group, decode_group, encode_group
 
@@ -64,7 +64,7 @@ def play(model, byte_tokenizer, *, context=200, on_full="end"):
                 Talk(),
                 Text(byte_tokenizer),
                 temperature=1.0,
-                limits=Limits(9, 4, context, on_full=on_full),
+                limits=EpisodeLimits(9, 4, context, on_full=on_full),
             )
         )
         while not playing.done():
@@ -114,7 +114,7 @@ def test_a_turn_keeps_how_it_was_first_read(model, byte_tokenizer):
     )
 
     async def run():
-        limits = Limits(9, 2, 200)
+        limits = EpisodeLimits(9, 2, 200)
         text = Text(byte_tokenizer)
         playing = asyncio.ensure_future(
             run_episode(engine, Swapping(), text, temperature=1.0, limits=limits)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from deltawire.envs.sandbox import namespaces, seccomp
-from deltawire.envs.sandbox.box import Limits, Sandbox
+from deltawire.envs.sandbox.box import CommandLimits, Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 
@@ -30,7 +30,7 @@ print(seen)
 
 
 def run(command, limits=None):
-    return asyncio.run(Sandbox().run(command, {}, limits=limits or Limits()))
+    return asyncio.run(Sandbox().run(command, {}, limits=limits or CommandLimits()))
 
 
 def test_no_installed_package_is_visible():
@@ -83,14 +83,16 @@ while True:
 
 def test_time_of_children_that_nobody_waits_for_counts():
     """With SIGCHLD ignored, the kernel adds the time of a child to no counter of its parent's."""
-    limits = Limits(cpu_s=1.0, wall_s=20.0)
+    limits = CommandLimits(cpu_s=1.0, wall_s=20.0)
     ended = run(["python", "-I", "-S", "-c", BURN], limits)
     assert ended.cause == "cpu"
     assert ended.seconds < 15
 
 
 def test_an_idle_command_is_charged_nothing():
-    ended = run(["/bin/sh", "-c", "for n in 1 2 3 4 5 6; do sleep 0.3; done"], Limits(cpu_s=1.0))
+    ended = run(
+        ["/bin/sh", "-c", "for n in 1 2 3 4 5 6; do sleep 0.3; done"], CommandLimits(cpu_s=1.0)
+    )
     assert (ended.status, ended.cause) == (0, "")
 
 

@@ -19,7 +19,7 @@ from deltawire.dashboard.summary import summarize
 from deltawire.errors import RetryError
 from deltawire.events import Diverged, Published, Step
 from deltawire.launch.watching import ProbeTail
-from deltawire.reward_monitor.monitor import ALL, Monitor, Point, ProbeState, Stream
+from deltawire.reward_monitor.monitor import ALL, Monitor, Point, ProbeState, ProbeStream
 from deltawire.reward_monitor.watch import figures_of
 from deltawire.store import open_bucket
 from deltawire.wire import keys
@@ -228,7 +228,7 @@ def test_hostile_names_and_figures_stay_text():
 
 def test_curves_are_drawn_of_groups_not_of_points():
     """A point that holds three groups is three times as wide as one that holds one."""
-    one = Stream(family=ALL, probe="p", number=1, groups=4, reward=1.0, excess=1.0)
+    one = ProbeStream(family=ALL, probe="p", number=1, groups=4, reward=1.0, excess=1.0)
     one.points = [Point(version=1, groups=3), Point(version=2, groups=1, reward=1.0, excess=1.0)]
     card = probes_card(figures_of(ProbeState(streams=[one])))
     (area,) = re.findall(r'<path d="(.*?)" fill="var\(--apart\)"', card)

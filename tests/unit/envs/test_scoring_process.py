@@ -11,7 +11,7 @@ from deltawire.engines.base import Completion
 from deltawire.envs import Action, ReasoningTasks, reasoning
 from deltawire.envs.scoring_process import ScoringError, ScoringProcess, ScoringTimeoutError
 from deltawire.rl.rollout.episode import run_episode
-from deltawire.rl.rollout.episode_types import Limits
+from deltawire.rl.rollout.episode_types import EpisodeLimits
 
 HERE = "judged:"
 
@@ -109,7 +109,7 @@ def test_an_answer_that_takes_for_ever_earns_nothing(monkeypatch):
 def test_an_episode_does_not_take_the_child_that_it_started_with_it(byte_tokenizer):
     """What an episode leaves behind is killed; the child that scores is every episode's."""
     tasks = ReasoningTasks(TaskConfig(dataset="countdown", heldout=1), seed=0)
-    text, limits = Text(byte_tokenizer), Limits(8, 1, 2000)
+    text, limits = Text(byte_tokenizer), EpisodeLimits(8, 1, 2000)
 
     class Digit:
         async def generate(self, prompt, sampling, *, on_token=None):

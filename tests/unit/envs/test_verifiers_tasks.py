@@ -10,7 +10,7 @@ from deltawire.engines.base import Completion
 from deltawire.envs import open_tasks
 from deltawire.errors import InputError
 from deltawire.rl.rollout.episode import run_episode
-from deltawire.rl.rollout.episode_types import Limits
+from deltawire.rl.rollout.episode_types import EpisodeLimits
 
 pytest.importorskip("verifiers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -53,7 +53,7 @@ def test_an_environment_of_verifiers_gives_tasks_and_rewards(monkeypatch, byte_t
     assert [task.data for task in tasks.heldout()] == [0, 1]
     drawn = {tasks.draw("w", index).data for index in range(50)}
     assert drawn == {2, 3, 4}
-    limits = Limits(16, 8, 2048, step_s=60, episode_s=60)
+    limits = EpisodeLimits(16, 8, 2048, step_s=60, episode_s=60)
     for number, said, reward in [(1, "2", 1.0), (1, "7", 0.0), (0, "0", 1.0)]:
         episode = asyncio.run(
             run_episode(

@@ -12,13 +12,13 @@ from aiohttp import web
 
 from deltawire.chat.messages import Message
 from deltawire.chat.openai.chat import ChatRequest, spell_calls
-from deltawire.chat.openai.stops import Heard, safe
+from deltawire.chat.openai.stops import IncrementalText, safe
 from deltawire.chat.text import Text
 from deltawire.engines.base import Completion
 
 
 @dataclass(frozen=True)
-class Choice:
+class AnswerChoice:
     """One choice: the tokens that are kept, and how the client is told them. ``kept``, if it is
     told only what stands before a stop string, is all that the tokens say."""
 
@@ -32,7 +32,7 @@ class Choice:
         return "tool_calls" if self.reply.calls else self.completion.finish
 
 
-class Form:
+class AnswerForm:
     """The shape of one answer."""
 
     def __init__(self, asked: ChatRequest, number: int, model: str, prompt_tokens: int) -> None:
@@ -46,13 +46,13 @@ class Form:
             "model": model,
         }
 
-    def whole(self, choices: Sequence[Choice], text: Text) -> dict[str, Any]:
+    def whole(self, choices: Sequence[AnswerChoice], text: Text) -> dict[str, Any]:
         """The answer as one object."""
         rows = [self._row(index, choice, text) for index, choice in enumerate(choices)]
         return self.envelope(self.kind, rows, choices) | {"usage": self.usage(choices)}
 
     def envelope(
-        self, kind: str, rows: list[dict[str, Any]], choices: Sequence[Choice] = ()
+        self, kind: str, rows: list[dict[str, Any]], choices: Sequence[AnswerChoice] = ()
     ) -> dict[str, Any]:
         """What stands around every object; the fingerprint names the newest version that drew."""
         body = {**self._head, "object": kind, "choices": rows}
@@ -61,7 +61,7 @@ class Form:
             body["system_fingerprint"] = f"version-{max(versions)}"
         return body
 
-    def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+    def usage(self, choices: Sequence[AnswerChoice]) -> dict[str, int]:
         """Tokens read and drawn; the prompt counts once."""
         drawn = sum(len(choice.completion.tokens) for choice in choices)
         return {
@@ -70,7 +70,7 @@ class Form:
             "total_tokens": self._prompt_tokens + drawn,
         }
 
-    def _row(self, index: int, choice: Choice, text: Text) -> dict[str, Any]:
+    def _row(self, index: int, choice: AnswerChoice, text: Text) -> dict[str, Any]:
         row: dict[str, Any] = {"index": index, "finish_reason": choice.finish}
         if self.chat:
             message: dict[str, Any] = {
@@ -99,14 +99,14 @@ class Form:
         }
 
 
-class Stream:
+class AnswerStream:
     """An answer as server-sent events, its choices as they come.
 
     Where calls are told apart, all is held back until the end, since a call begins like any text;
     where there are stop strings, so is whatever one of them may begin with.
     """
 
-    def __init__(self, request: web.Request, form: Form, text: Text) -> None:
+    def __init__(self, request: web.Request, form: AnswerForm, text: Text) -> None:
         self.held_back = form.asked.calls
         self._form = form
         self._request = request
@@ -114,7 +114,7 @@ class Stream:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         count = form.asked.choices
-        self._heard = [Heard(text) for _ in range(count)]
+        self._heard = [IncrementalText(text) for _ in range(count)]
         self._said = [""] * count
         self._sent = [0] * count
         self._kind = "chat.completion.chunk" if form.chat else "text_completion"
@@ -131,7 +131,7 @@ class Stream:
         self._said[index] += self._heard[index].add(token)
         await self._say(index, safe(self._said[index], self._form.asked.stops))
 
-    async def end(self, choices: Sequence[Choice]) -> web.StreamResponse:
+    async def end(self, choices: Sequence[AnswerChoice]) -> web.StreamResponse:
         """What was held back, and why each choice ended."""
         for index, choice in enumerate(choices):
             if choice.reply.content.startswith(self._said[index][: self._sent[index]]):

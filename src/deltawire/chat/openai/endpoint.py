@@ -26,7 +26,7 @@ from typing import Any
 from aiohttp import web
 
 from deltawire.chat.messages import Message, shorten
-from deltawire.chat.openai.answers import Choice, Form, Stream
+from deltawire.chat.openai.answers import AnswerChoice, AnswerForm, AnswerStream
 from deltawire.chat.openai.chat import ChatRequest, read_chat, read_completion
 from deltawire.chat.openai.recording import Prompt, Recording
 from deltawire.chat.openai.stops import StopWatch, cut
@@ -126,8 +126,8 @@ class Endpoint:
         asked = replace(asked, messages=tuple(short))
         prompt, lead = self._prompt(asked, recording)
         sampling = self._sampling(asked, len(prompt.tokens))
-        form = Form(asked, next(self._requests), self._policy.model, len(prompt.tokens))
-        stream = Stream(request, form, self._text) if asked.stream else None
+        form = AnswerForm(asked, next(self._requests), self._policy.model, len(prompt.tokens))
+        stream = AnswerStream(request, form, self._text) if asked.stream else None
         self._drawing += asked.choices
         try:
             if stream is not None:
@@ -153,7 +153,7 @@ class Endpoint:
             lead,
         )
 
-    def _choice(self, asked: ChatRequest, lead: str, completion: Completion) -> Choice:
+    def _choice(self, asked: ChatRequest, lead: str, completion: Completion) -> AnswerChoice:
         """What was drawn, up to a stop string, and how the client is told it: calls apart, if it
         offered tools."""
         found = cut(self._text, completion.tokens, asked.stops)
@@ -168,12 +168,12 @@ class Endpoint:
         said = lead + (self._text.decode(completion.tokens) if found is None else found.said)
         kept = None if found is None else lead + found.kept
         if not (asked.calls or self._text.structured):
-            return Choice(completion, Message("assistant", said), kept)
+            return AnswerChoice(completion, Message("assistant", said), kept)
         parsed = self._text.read_calls(said, turn=next(self._turns), tools=asked.tools)
         if parsed.calls and not asked.calls:
-            return Choice(completion, Message("assistant", said), kept)
+            return AnswerChoice(completion, Message("assistant", said), kept)
         content = "\n".join(part for part in (parsed.content, *parsed.broken) if part)
-        return Choice(completion, Message("assistant", content, calls=parsed.calls), kept)
+        return AnswerChoice(completion, Message("assistant", content, calls=parsed.calls), kept)
 
     def _sampling(self, asked: ChatRequest, length: int) -> Sampling:
         policy = self._policy
@@ -192,7 +192,7 @@ class Endpoint:
         return Sampling(min(wanted, room), temperature)
 
     async def _draw(
-        self, tokens: list[int], sampling: Sampling, asked: ChatRequest, stream: Stream | None
+        self, tokens: list[int], sampling: Sampling, asked: ChatRequest, stream: AnswerStream | None
     ) -> list[Completion]:
         """Every choice, drawn side by side; a stream hears of their tokens as they come."""
         told: asyncio.Queue[tuple[int, int]] = asyncio.Queue()

@@ -57,7 +57,7 @@ class Prompt:
 
 
 @dataclass
-class Segment:
+class RecordedSegment:
     """A stretch of conversation: a prompt, and behind it what was drawn (``mask`` 1) and what
     others said (0)."""
 
@@ -118,10 +118,10 @@ class Recording:
             self._known["text", request.prompt + said] = answer
         self._answers.append(answer)
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[RecordedSegment]:
         """The answers as segments, each answer once, in order of their first answers."""
-        segments: list[Segment] = []
-        place: dict[int, Segment] = {}
+        segments: list[RecordedSegment] = []
+        place: dict[int, RecordedSegment] = {}
         for answer in self._answers:
             before = answer.before
             if before is not None and not before.continued:
@@ -130,7 +130,7 @@ class Recording:
                 _others(segment, answer.between)
             else:
                 prompt = [] if before is None else before.tokens
-                segment = Segment([*prompt, *answer.between])
+                segment = RecordedSegment([*prompt, *answer.between])
                 segments.append(segment)
             _drawn(segment, answer.completion)
             place[id(answer)] = segment
@@ -195,14 +195,14 @@ def _chat_key(tools: Sequence[Tool], messages: Sequence[Message]) -> _Key:
     return ("chat", schemas, *rows)
 
 
-def _others(segment: Segment, tokens: list[int]) -> None:
+def _others(segment: RecordedSegment, tokens: list[int]) -> None:
     segment.tokens += tokens
     segment.logprobs += [0.0] * len(tokens)
     segment.versions += [segment.versions[-1]] * len(tokens)
     segment.mask += [0] * len(tokens)
 
 
-def _drawn(segment: Segment, completion: Completion) -> None:
+def _drawn(segment: RecordedSegment, completion: Completion) -> None:
     segment.tokens += completion.tokens
     segment.logprobs += completion.logprobs
     segment.versions += completion.versions

@@ -22,7 +22,7 @@ class Cut(NamedTuple):
     kept: str
 
 
-class Heard:
+class IncrementalText:
     """The text of tokens as they come, in whole characters."""
 
     def __init__(self, text: Text) -> None:
@@ -47,7 +47,7 @@ class StopWatch:
     def __init__(self, text: Text, stops: Sequence[str]) -> None:
         self._text = text
         self._stops = stops
-        self._heard = Heard(text)
+        self._heard = IncrementalText(text)
         self._end = ""
 
     def add(self, token: int) -> bool:

@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 from deltawire.envs.sandbox.plan import (
     MAX_HEADER_BYTES,
+    CommandLimits,
     Files,
-    Limits,
     Request,
     Result,
     pack_request,
@@ -30,7 +30,7 @@ from deltawire.envs.sandbox.plan import (
 )
 from deltawire.errors import BugError, InputError, RetryError
 
-__all__ = ["Files", "Isolation", "Limits", "Outcome", "Sandbox", "check_files"]
+__all__ = ["CommandLimits", "Files", "Isolation", "Outcome", "Sandbox", "check_files"]
 
 Isolation = Literal["namespaces", "process"]
 
@@ -64,7 +64,7 @@ class Outcome:
     lost: int
 
 
-def check_files(files: Files, limits: Limits) -> None:
+def check_files(files: Files, limits: CommandLimits) -> None:
     """Raise `InputError` if a folder holds a path that is none, or more than the limits."""
     for path in files:
         if not valid_path(path):
@@ -125,7 +125,7 @@ class Sandbox:
         command: Sequence[str] | str,
         files: Files,
         *,
-        limits: Limits | None = None,
+        limits: CommandLimits | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Outcome:
         """Run a command (a string is the shell's) in a folder of ``files``.
@@ -133,7 +133,7 @@ class Sandbox:
         Cancelling ends the command. Raises `InputError` if this machine cannot isolate it or the
         files are none, `RetryError` if it could not be started this time.
         """
-        limits = limits or Limits()
+        limits = limits or CommandLimits()
         check_files(files, limits)
         words = ("/bin/sh", "-c", command) if isinstance(command, str) else tuple(command)
         loop = asyncio.get_running_loop()
@@ -142,7 +142,7 @@ class Sandbox:
             return await self._launch(words, files, limits, dict(environment or {}))
 
     def request(
-        self, command: tuple[str, ...], limits: Limits, environment: dict[str, str]
+        self, command: tuple[str, ...], limits: CommandLimits, environment: dict[str, str]
     ) -> Request:
         """What the launcher is asked for."""
         root = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -171,7 +171,11 @@ class Sandbox:
         )
 
     async def _launch(
-        self, command: tuple[str, ...], files: Files, limits: Limits, environment: dict[str, str]
+        self,
+        command: tuple[str, ...],
+        files: Files,
+        limits: CommandLimits,
+        environment: dict[str, str],
     ) -> Outcome:
         request = self.request(command, limits, environment)
         source = str(Path(__file__).resolve().parents[3])
@@ -234,7 +238,7 @@ async def _dismiss(launcher: asyncio.subprocess.Process) -> None:
 
 
 async def _answer(
-    reader: asyncio.StreamReader, limits: Limits
+    reader: asyncio.StreamReader, limits: CommandLimits
 ) -> tuple[Result, bytes, dict[str, bytes]]:
     """The launcher's frame, checked: it is ours, yet it repeats names that strangers chose."""
     import msgspec

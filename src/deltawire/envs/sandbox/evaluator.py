@@ -20,11 +20,11 @@ from typing import Any
 
 from deltawire.envs.sandbox.box import Sandbox
 from deltawire.envs.sandbox.evaluator_server import MAX_REPLY, MAX_TEXT
-from deltawire.envs.sandbox.plan import PACKAGES, Limits, pack
+from deltawire.envs.sandbox.plan import PACKAGES, CommandLimits, pack
 from deltawire.errors import InputError
 
 START_S = 60.0
-LIMITS = Limits(
+LIMITS = CommandLimits(
     wall_s=5.0,
     cpu_s=5.0,
     memory_bytes=1 << 30,
@@ -63,7 +63,7 @@ class Evaluator:
             evaluator.literal("[[1, 2], [3, 4]]")  # a list
     """
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
+    def __init__(self, limits: CommandLimits = LIMITS) -> None:
         self._limits = limits
         self._server: subprocess.Popen[bytes] | None = None
 

@@ -38,7 +38,7 @@ from deltawire.envs.sandbox import namespaces
 from deltawire.envs.sandbox.plan import (
     MAX_DEPTH,
     PRINTED_TIMES,
-    Limits,
+    CommandLimits,
     Request,
     Result,
     pack,
@@ -92,7 +92,7 @@ def write_files(root: Path, files: list[tuple[str, bytes]], uid: int | None) -> 
             os.chown(place, uid, uid)
 
 
-def collect(root: Path, limits: Limits) -> tuple[list[tuple[str, bytes]], int]:
+def collect(root: Path, limits: CommandLimits) -> tuple[list[tuple[str, bytes]], int]:
     """The regular files below ``root`` in order of their paths, and how much else there was.
 
     Links are not followed, pipes not opened, caches of compiled Python left behind. Nobody may be
@@ -164,7 +164,7 @@ class Usage:
     looked_at: float = field(default_factory=time.monotonic)
     running: set[str] = field(default_factory=set)
 
-    def broken(self, limits: Limits) -> str:
+    def broken(self, limits: CommandLimits) -> str:
         """The limit that they exceed now, or an empty string."""
         processes, memory, ticks = 0, 0, 0
         alive, running = set(), set()

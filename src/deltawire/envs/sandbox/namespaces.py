@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from deltawire.envs.sandbox import seccomp
-from deltawire.envs.sandbox.plan import PACKAGES, Limits, Request
+from deltawire.envs.sandbox.plan import PACKAGES, CommandLimits, Request
 
 _MOUNTS, _UTS, _IPC, _USER, _PROCESSES, _NETWORK, _CGROUP = (
     0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000, 0x02000000,
@@ -266,7 +266,7 @@ def _drop_capabilities() -> None:
     _call("capset", _libc().capset(header, none))
 
 
-def limit_command(limits: Limits, *, filtered: bool, niceness: int = 10) -> None:
+def limit_command(limits: CommandLimits, *, filtered: bool, niceness: int = 10) -> None:
     """Set the kernel's limits on this process and all it starts, and the filter of system calls
     if ``filtered``."""
 

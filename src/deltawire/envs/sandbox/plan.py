@@ -24,7 +24,7 @@ links, no empty folders."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class CommandLimits:
     """What one command may use, all its processes together unless it says otherwise.
 
     ``memory_bytes`` bounds each process's address space by the kernel and the resident sum by
@@ -59,7 +59,7 @@ class Request:
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    limits: Limits
+    limits: CommandLimits
     isolation: str
     user_namespace: bool
     uid: int | None
@@ -135,7 +135,7 @@ def read_header(read: Callable[[int], bytes]) -> dict[str, Any]:
 def request_of(header: Mapping[str, Any]) -> Request:
     """The request that a header holds."""
     raw = dict(header["request"])
-    raw["limits"] = Limits(**raw["limits"])
+    raw["limits"] = CommandLimits(**raw["limits"])
     raw["command"], raw["shown"] = tuple(raw["command"]), tuple(raw["shown"])
     return Request(**raw)
 

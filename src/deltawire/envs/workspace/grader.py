@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from deltawire.envs.sandbox.box import Files, Limits, Sandbox
+from deltawire.envs.sandbox.box import CommandLimits, Files, Sandbox
 from deltawire.envs.workspace.problems import Case
 
 _CALLS = """
@@ -51,7 +51,7 @@ class Verdict:
 
 
 async def grade(
-    sandbox: Sandbox, files: Files, sets: Sequence[Sequence[Case]], limits: Limits
+    sandbox: Sandbox, files: Files, sets: Sequence[Sequence[Case]], limits: CommandLimits
 ) -> Verdict:
     """Call every case of every set on a copy of ``files``, all in one process.
 

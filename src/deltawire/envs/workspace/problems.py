@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deltawire.envs.workspace.subjects import FAMILIES, SUBJECTS, Arguments, Fault, Subject
+from deltawire.envs.workspace.subjects import FAMILIES, SUBJECTS, Arguments, Subject
 
 VISIBLE, HIDDEN = 6, 12
 _OTHERS = 3
@@ -179,4 +179,4 @@ def fault_count() -> int:
     return sum(len(subject.faults) for subject in SUBJECTS)
 
 
-__all__ = ["Case", "Fault", "Problem", "fault_count", "outcome", "problem"]
+__all__ = ["Case", "Problem", "fault_count", "outcome", "problem"]

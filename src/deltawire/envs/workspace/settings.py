@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from deltawire.envs.machine_policy import MachinePolicy
-from deltawire.envs.sandbox.box import Isolation, Limits
+from deltawire.envs.sandbox.box import CommandLimits, Isolation
 from deltawire.errors import InputError
 
 Loophole = Literal["none", "editable_tests", "readable_answers", "printed_ok"]
@@ -44,9 +44,9 @@ class WorkspaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     loophole: Loophole = "none"
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> CommandLimits:
         """The limits of each command."""
-        return Limits(
+        return CommandLimits(
             wall_s=self.wall_s,
             cpu_s=self.cpu_s,
             cores=self.cores,

@@ -176,7 +176,7 @@ def shared_out(total, people):
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlantedFault:
     """One way to get a function wrong: its kind, and the text that is replaced by other text."""
 
     family: str
@@ -191,9 +191,9 @@ class Subject:
     function: Callable[..., Any]
     names: tuple[str, ...]
     arguments: Callable[[random.Random], Arguments]
-    faults: tuple[Fault, ...]
+    faults: tuple[PlantedFault, ...]
 
-    def source(self, name: str, fault: Fault | None = None) -> str:
+    def source(self, name: str, fault: PlantedFault | None = None) -> str:
         """The module's text, with the function under ``name`` and perhaps a fault in it."""
         text = inspect.getsource(self.function)
         if fault is not None:
@@ -257,9 +257,11 @@ SUBJECTS = (
         ("chunks", "in_pieces", "batched"),
         lambda rng: [_numbers(rng, 0, 9, 8), rng.randint(-1, 4)],
         (
-            Fault("boundary", "range(0, len(values), size)", "range(0, len(values) - 1, size)"),
-            Fault("guard", "size < 1", "size == 0"),
-            Fault("slip", "start : start + size", "start : size"),
+            PlantedFault(
+                "boundary", "range(0, len(values), size)", "range(0, len(values) - 1, size)"
+            ),
+            PlantedFault("guard", "size < 1", "size == 0"),
+            PlantedFault("slip", "start : start + size", "start : size"),
         ),
     ),
     Subject(
@@ -267,9 +269,9 @@ SUBJECTS = (
         ("merge_spans", "joined_spans", "union_of"),
         _spans,
         (
-            Fault("boundary", "first <= merged", "first < merged"),
-            Fault("slip", "max(merged[-1][1], last)", "last"),
-            Fault("order", "sorted(spans)", "spans"),
+            PlantedFault("boundary", "first <= merged", "first < merged"),
+            PlantedFault("slip", "max(merged[-1][1], last)", "last"),
+            PlantedFault("order", "sorted(spans)", "spans"),
         ),
     ),
     Subject(
@@ -277,8 +279,8 @@ SUBJECTS = (
         ("moving_sums", "window_sums", "sliding_sums"),
         lambda rng: [_numbers(rng, -5, 9, 7), rng.randint(-1, 4)],
         (
-            Fault("boundary", "len(values) - width + 1", "len(values) - width"),
-            Fault("guard", "width < 1", "width < 0"),
+            PlantedFault("boundary", "len(values) - width + 1", "len(values) - width"),
+            PlantedFault("guard", "width < 1", "width < 0"),
         ),
     ),
     Subject(
@@ -286,14 +288,14 @@ SUBJECTS = (
         ("roman", "numeral", "to_roman"),
         lambda rng: [rng.choice([rng.randint(-9, 60), rng.randint(1, 4400), rng.randint(0, 3)])],
         (
-            Fault("boundary", "number >= value", "number > value"),
-            Fault("guard", "1 <= number <= 3999", "0 <= number <= 3999"),
-            Fault(
+            PlantedFault("boundary", "number >= value", "number > value"),
+            PlantedFault("guard", "1 <= number <= 3999", "0 <= number <= 3999"),
+            PlantedFault(
                 "order",
                 '(50, "L"),\n        (40, "XL"),\n        (10, "X"),\n        (9, "IX"),',
                 '(50, "L"),\n        (10, "X"),\n        (40, "XL"),\n        (9, "IX"),',
             ),
-            Fault("slip", '(400, "CD")', '(400, "DC")'),
+            PlantedFault("slip", '(400, "CD")', '(400, "DC")'),
         ),
     ),
     Subject(
@@ -301,9 +303,9 @@ SUBJECTS = (
         ("parse_settings", "read_settings", "settings_in"),
         _settings,
         (
-            Fault("guard", "if not piece.strip():", "if not piece:"),
-            Fault("slip", 'piece.partition("=")', 'piece.rpartition("=")'),
-            Fault("order", "= value.strip()", "= name.strip()"),
+            PlantedFault("guard", "if not piece.strip():", "if not piece:"),
+            PlantedFault("slip", 'piece.partition("=")', 'piece.rpartition("=")'),
+            PlantedFault("order", "= value.strip()", "= name.strip()"),
         ),
     ),
     Subject(
@@ -311,10 +313,10 @@ SUBJECTS = (
         ("frequent_words", "top_words", "word_counts"),
         _words,
         (
-            Fault("boundary", "count >= least", "count > least"),
-            Fault("order", "(-pair[1], pair[0])", "(pair[0], -pair[1])"),
-            Fault("guard", "text.lower().split()", "text.split()"),
-            Fault("state", "counts.get(word, 0) + 1", "1"),
+            PlantedFault("boundary", "count >= least", "count > least"),
+            PlantedFault("order", "(-pair[1], pair[0])", "(pair[0], -pair[1])"),
+            PlantedFault("guard", "text.lower().split()", "text.split()"),
+            PlantedFault("state", "counts.get(word, 0) + 1", "1"),
         ),
     ),
     Subject(
@@ -322,9 +324,9 @@ SUBJECTS = (
         ("rotated", "turned", "shifted"),
         lambda rng: [_numbers(rng, 0, 9, 6), rng.randint(-7, 7)],
         (
-            Fault("guard", "    if not values:\n        return []\n", ""),
-            Fault("order", "steps %= len(values)", "steps = -steps % len(values)"),
-            Fault("state", "    steps %=", "    values.append(values.pop(0))\n    steps %="),
+            PlantedFault("guard", "    if not values:\n        return []\n", ""),
+            PlantedFault("order", "steps %= len(values)", "steps = -steps % len(values)"),
+            PlantedFault("state", "    steps %=", "    values.append(values.pop(0))\n    steps %="),
         ),
     ),
     Subject(
@@ -332,8 +334,8 @@ SUBJECTS = (
         ("place_for", "insertion_point", "where_to_insert"),
         lambda rng: [sorted(_numbers(rng, 0, 6, 8)), rng.randint(0, 7)],
         (
-            Fault("boundary", "values[middle] < wanted", "values[middle] <= wanted"),
-            Fault("slip", "0, len(values)", "0, max(0, len(values) - 1)"),
+            PlantedFault("boundary", "values[middle] < wanted", "values[middle] <= wanted"),
+            PlantedFault("slip", "0, len(values)", "0, max(0, len(values) - 1)"),
         ),
     ),
     Subject(
@@ -341,10 +343,12 @@ SUBJECTS = (
         ("book", "after_moves", "apply_moves"),
         _moves,
         (
-            Fault("state", "held = dict(stock or {})", "held = {} if stock is None else stock"),
-            Fault("boundary", "+ change < 0", "+ change <= 0"),
-            Fault("guard", " if count}", "}"),
-            Fault("slip", 'kind == "add"', 'kind != "take" or count > 2'),
+            PlantedFault(
+                "state", "held = dict(stock or {})", "held = {} if stock is None else stock"
+            ),
+            PlantedFault("boundary", "+ change < 0", "+ change <= 0"),
+            PlantedFault("guard", " if count}", "}"),
+            PlantedFault("slip", 'kind == "add"', 'kind != "take" or count > 2'),
         ),
     ),
     Subject(
@@ -352,9 +356,9 @@ SUBJECTS = (
         ("flattened", "levelled", "unnested"),
         _nested,
         (
-            Fault("boundary", "depth > 0", "depth >= 0"),
-            Fault("state", "depth - 1", "depth"),
-            Fault("slip", "flat.extend(", "flat.append("),
+            PlantedFault("boundary", "depth > 0", "depth >= 0"),
+            PlantedFault("state", "depth - 1", "depth"),
+            PlantedFault("slip", "flat.extend(", "flat.append("),
         ),
     ),
     Subject(
@@ -362,11 +366,11 @@ SUBJECTS = (
         ("newer", "compare_versions", "version_order"),
         _versions,
         (
-            Fault(
+            PlantedFault(
                 "order", "(ours > theirs) - (ours < theirs)", "(ours < theirs) - (ours > theirs)"
             ),
-            Fault("guard", "    theirs += [0] * (length - len(theirs))\n", ""),
-            Fault("slip", "[int(part) for part in left", "[len(part) for part in left"),
+            PlantedFault("guard", "    theirs += [0] * (length - len(theirs))\n", ""),
+            PlantedFault("slip", "[int(part) for part in left", "[len(part) for part in left"),
         ),
     ),
     Subject(
@@ -374,9 +378,9 @@ SUBJECTS = (
         ("shared_out", "split_evenly", "portions"),
         lambda rng: [rng.randint(-1, 30), rng.randint(0, 6)],
         (
-            Fault("boundary", "place < rest", "place <= rest"),
-            Fault("guard", "people < 1 or total < 0", "people < 1"),
-            Fault("order", "place < rest", "people - place <= rest"),
+            PlantedFault("boundary", "place < rest", "place <= rest"),
+            PlantedFault("guard", "people < 1 or total < 0", "people < 1"),
+            PlantedFault("order", "place < rest", "people - place <= rest"),
         ),
     ),
 )

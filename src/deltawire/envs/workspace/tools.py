@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deltawire.chat.messages import Tool
-from deltawire.envs.sandbox.box import Limits
+from deltawire.envs.sandbox.box import CommandLimits
 from deltawire.envs.sandbox.plan import footprint, valid_path
 
 MAX_HITS = 100
@@ -130,7 +130,7 @@ def search(files: Mapping[str, bytes], arguments: Mapping[str, Any]) -> str:
     return "\n".join(hits) or "nothing found"
 
 
-def edit_file(files: dict[str, bytes], arguments: Mapping[str, Any], limits: Limits) -> str:
+def edit_file(files: dict[str, bytes], arguments: Mapping[str, Any], limits: CommandLimits) -> str:
     """Change one place of a file, or write a new one; ``files`` is changed."""
     path, old, new = (text_argument(arguments, name) for name in ("path", "old", "new"))
     if not old:

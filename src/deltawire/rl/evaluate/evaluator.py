@@ -13,7 +13,7 @@ from deltawire.envs import Task
 from deltawire.errors import InputError
 from deltawire.events import Evaluated, decode_lines
 from deltawire.rl.rollout.episode import play_all, run_episode
-from deltawire.rl.rollout.episode_types import Episode, Limits
+from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy, swap
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
@@ -41,7 +41,7 @@ async def measure(
     as wrong; raises `InputError` if all of them fail.
     """
     rollout, samples = config.rollout, config.evaluate.samples
-    limits = Limits.of(rollout)
+    limits = EpisodeLimits.of(rollout)
     tasks = served.tasks.heldout()
 
     async def solve(temperature: float, times: int) -> float:

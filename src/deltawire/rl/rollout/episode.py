@@ -34,13 +34,13 @@ from deltawire.rl.rollout.episode_types import (
     MAX_MESSAGES,
     Episode,
     EpisodeFailure,
-    Limits,
+    EpisodeLimits,
     T,
     ask_probes,
     one_line,
     within,
 )
-from deltawire.runtime.orphans import brood
+from deltawire.runtime.orphans import track_orphans
 from deltawire.wire.rollouts import Trajectory
 
 
@@ -50,7 +50,7 @@ async def run_episode(
     text: Text,
     *,
     temperature: float,
-    limits: Limits,
+    limits: EpisodeLimits,
 ) -> Episode:
     """Play one episode to its end or its limits.
 
@@ -67,9 +67,9 @@ async def run_episode(
             ) from error
 
         return await run_harness(engine, environment, text, temperature=temperature, limits=limits)
-    play = _Play(engine, environment, text, temperature, limits)
+    play = _EpisodeRun(engine, environment, text, temperature, limits)
     clock = asyncio.timeout(limits.episode_s)
-    with brood() as processes:
+    with track_orphans() as processes:
         try:
             async with clock:
                 await play.run()
@@ -112,7 +112,7 @@ async def play_all(
 
 
 @dataclass
-class _Segment:
+class _EpisodeSegment:
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -148,7 +148,7 @@ class _Segment:
         return pack_parts(self.routes, positions=self.length - 1, experts=self.experts)
 
 
-class _Play:
+class _EpisodeRun:
     """The state of one episode."""
 
     def __init__(
@@ -157,7 +157,7 @@ class _Play:
         environment: Environment,
         text: Text,
         temperature: float,
-        limits: Limits,
+        limits: EpisodeLimits,
     ) -> None:
         self._cause = ""
         self._engine = engine
@@ -167,7 +167,7 @@ class _Play:
         self._limits = limits
         self._prompt: list[int] = []
         self._tools: tuple[Tool, ...] = ()
-        self._segments: list[_Segment] = []
+        self._segments: list[_EpisodeSegment] = []
         self._turns: list[list[int]] = []
         """Each turn that is still in the context, with the answer to it."""
         self._reserve = 0
@@ -181,7 +181,7 @@ class _Play:
         turn = await self._ask("reset", self._environment.reset)
         self._tools = self._plainly("tools", lambda: tuple(self._environment.tools))
         self._prompt = self._tokens(lambda: self._text.prompt(turn.messages, self._tools))
-        self._segments = [_Segment(self._prompt)]
+        self._segments = [_EpisodeSegment(self._prompt)]
         if self._limits.on_full == "summary":
             self._reserve = len(self._summary_request([])) + self._limits.summary_tokens
         for number in range(1, self._limits.max_turns + 1):
@@ -215,7 +215,7 @@ class _Play:
         cause = one_line(self._cause)
         reward = 0.0 if cause else self._reward
         drawn = [s for s in self._segments if 1 in s.mask]
-        segments = drawn or self._segments[:1] or [_Segment([])]
+        segments = drawn or self._segments[:1] or [_EpisodeSegment([])]
         return Episode(
             self._prompt,
             [self._trajectory(segment, reward, cause) for segment in segments],
@@ -223,7 +223,7 @@ class _Play:
             cause,
         )
 
-    def _trajectory(self, segment: _Segment, reward: float, cause: str) -> Trajectory:
+    def _trajectory(self, segment: _EpisodeSegment, reward: float, cause: str) -> Trajectory:
         own = segment.prompt if segment.prompt != self._prompt else None
         return Trajectory(
             np.array(segment.tokens, np.int32),
@@ -280,7 +280,7 @@ class _Play:
         while self._turns and sum(map(len, kept)) + len(self._turns[-1]) <= room // 2:
             kept.insert(0, self._turns.pop())
         self._turns = kept
-        self._segments.append(_Segment(self._prompt + [t for turn in kept for t in turn]))
+        self._segments.append(_EpisodeSegment(self._prompt + [t for turn in kept for t in turn]))
         return True
 
     def _summary_request(self, after: list[int]) -> list[int]:
@@ -294,7 +294,7 @@ class _Play:
         summary = await self._draw(self._limits.summary_tokens, 0)
         bridge = self._tokens(lambda: self._text.bridge(turn.messages, after=summary.tokens))
         prompt = [*self._prompt, *summary.tokens, *bridge]
-        self._segments.append(_Segment(prompt))
+        self._segments.append(_EpisodeSegment(prompt))
         return len(prompt) + self._reserve < self._limits.context
 
     def _tokens(self, encode: Callable[[], list[int]]) -> list[int]:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """Bounds of one episode: tokens a turn, turns, tokens in all (prompt included), seconds that
     one call of the environment and that the whole may take, characters of a message."""
 
@@ -44,7 +44,7 @@ class Limits:
     summary_prompt: str = "Summarize what was done and found so far; only this will be kept."
 
     @classmethod
-    def of(cls, rollout: RolloutConfig) -> Limits:
+    def of(cls, rollout: RolloutConfig) -> EpisodeLimits:
         """Those of a configuration."""
         return cls(
             rollout.max_tokens,

@@ -14,7 +14,7 @@ WINDOW = 64
 """Episodes, at least, over which the share of failed ones is judged."""
 
 
-class Failures:
+class FailureBudget:
     """A worker's count of failed episodes."""
 
     def __init__(self, rollout: RolloutConfig, worker: str) -> None:

@@ -15,24 +15,24 @@ from collections.abc import Mapping
 import numpy as np
 
 from deltawire.chat.openai.endpoint import Endpoint, Policy, listening
-from deltawire.chat.openai.recording import Recording, Segment
+from deltawire.chat.openai.recording import RecordedSegment, Recording
 from deltawire.chat.text import Text
 from deltawire.engines.base import Sampler
 from deltawire.envs.base import AgentHarness, ModelEndpoint
 from deltawire.rl.rollout.episode_types import (
     Episode,
     EpisodeFailure,
-    Limits,
+    EpisodeLimits,
     ask_probes,
     one_line,
     within,
 )
-from deltawire.runtime.orphans import brood
+from deltawire.runtime.orphans import track_orphans
 from deltawire.wire.rollouts import Trajectory
 
 
 async def run_harness(
-    engine: Sampler, harness: AgentHarness, text: Text, *, temperature: float, limits: Limits
+    engine: Sampler, harness: AgentHarness, text: Text, *, temperature: float, limits: EpisodeLimits
 ) -> Episode:
     """Play one episode; see `deltawire.rl.rollout.episode.run_episode`.
 
@@ -51,7 +51,7 @@ async def run_harness(
     endpoint = Endpoint(engine, text, policy, token=token, recording=recording)
     cause, reward, solved = "", 0.0, False
     probes: Mapping[str, float] = {}
-    with brood() as processes:
+    with track_orphans() as processes:
         try:
             async with listening(endpoint) as url:
                 access = ModelEndpoint(url, token, policy.model)
@@ -76,7 +76,7 @@ async def run_harness(
 
 
 async def _drive(
-    harness: AgentHarness, access: ModelEndpoint, endpoint: Endpoint, limits: Limits
+    harness: AgentHarness, access: ModelEndpoint, endpoint: Endpoint, limits: EpisodeLimits
 ) -> float:
     try:
         found = await within("the harness", lambda: harness.drive(access), limits.episode_s)
@@ -102,7 +102,7 @@ def _episode(
     *,
     solved: bool,
 ) -> Episode:
-    segments = recording.segments() or [Segment([])]
+    segments = recording.segments() or [RecordedSegment([])]
     prompt = segments[0].prompt
     trajectories = [
         Trajectory(

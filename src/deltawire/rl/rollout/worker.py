@@ -24,8 +24,8 @@ from deltawire.config import RunConfig
 from deltawire.engines.transformers import IDLE_S
 from deltawire.errors import RetryError
 from deltawire.rl.rollout.episode import run_episode
-from deltawire.rl.rollout.episode_types import Limits, group_of
-from deltawire.rl.rollout.failure_budget import Failures
+from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
+from deltawire.rl.rollout.failure_budget import FailureBudget
 from deltawire.rl.rollout.policy_server import (
     follow,
     serve_policy,
@@ -72,7 +72,7 @@ class Worker:
         self._drawn = 0
         self._groups: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
-        self._failures = Failures(config.rollout, process.name)
+        self._failures = FailureBudget(config.rollout, process.name)
         process.heartbeat.worker = self._status
 
     def _status(self) -> WorkerStatus:
@@ -179,7 +179,7 @@ class Worker:
             self._failure = self._failure or error
 
     async def _sample_group(self, number: int) -> None:
-        rollout, limits = self.config.rollout, Limits.of(self.config.rollout)
+        rollout, limits = self.config.rollout, EpisodeLimits.of(self.config.rollout)
         task = self.served.tasks.draw(f"{self.process.name}-{self.process.nonce}", number)
         episodes = await asyncio.gather(
             *(

@@ -105,7 +105,7 @@ def _masters_at(origin: Mirror, config: RunConfig, model: Any) -> MasterWeights:
 
 
 @dataclass
-class Redone:
+class RecomputedStep:
     """A step that was done over."""
 
     version: int
@@ -133,7 +133,7 @@ def metadata_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata,
     return metadata, Digest.from_hex(manifest.digest)
 
 
-def redo(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> Redone:
+def recompute_step(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> RecomputedStep:
     """Do the step behind ``state`` over, which moves it on by one version.
 
     Raises `CorruptError` if a group that it consumed is missing or is not the one it was.
@@ -158,7 +158,7 @@ def redo(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> Redone:
         torch.set_num_threads(threads)
     settle(state.ledger, metadata)
     state.version = version
-    return Redone(version, groups, result, digest_of(state.masters.source), published)
+    return RecomputedStep(version, groups, result, digest_of(state.masters.source), published)
 
 
 def groups_of(bucket: Bucket, run: Run, version: int) -> list[BufferedGroup]:

@@ -46,7 +46,7 @@ from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.rl.control.staleness import policy_of
 from deltawire.rl.trainer.bootstrap import start_run
-from deltawire.rl.trainer.resume import groups_of, redo, resume, seed_step
+from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_step
 from deltawire.runtime.event_archive import EventArchiver
 from deltawire.runtime.fleet import POLL_S, Fleet, read_trainer
 from deltawire.runtime.process import Process, open_run
@@ -136,7 +136,7 @@ class Trainer:
         start, same = state.version, True
         while state.version < head.version:
             with self.process.heartbeat.long_task("recompute"):
-                same = redo(self.bucket, self.run, self.config, state).equal
+                same = recompute_step(self.bucket, self.run, self.config, state).equal
         if start < head.version:
             self.process.record_life(
                 "started",

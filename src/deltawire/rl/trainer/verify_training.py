@@ -21,10 +21,10 @@ from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.export.source import bits_of
 from deltawire.rl.trainer.resume import (
-    Redone,
+    RecomputedStep,
     Resumed,
     metadata_at,
-    redo,
+    recompute_step,
     resume,
 )
 from deltawire.runtime.process import open_run
@@ -38,7 +38,7 @@ NAMED = 5
 
 
 @dataclass
-class Replayed:
+class TrainingVerification:
     """What was compared, and where it first differed.
 
     Versions ``first`` to ``last`` were done over, from the state at ``origin``; ``differs`` is the
@@ -75,7 +75,7 @@ def replay(
     last: int | None = None,
     dump: Dump | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
-) -> Replayed:
+) -> TrainingVerification:
     """Do versions up to ``last`` (the newest) over and compare each from ``first`` on.
 
     Starts from the newest checkpoint before ``first``, or from version 0; stops at the first
@@ -94,14 +94,14 @@ def replay(
     with fetch_model_files(bucket, run) as folder:
         model = empty_model(Path(folder))
     state = resume(bucket, run, config, model, newest=first - 1)
-    found = Replayed(state.version, first, last)
+    found = TrainingVerification(state.version, first, last)
     total = last - state.version
     while state.version < last:
         progress(state.version - found.origin, total)
         wanted = dump is not None and dump.version == state.version + 1
         if dump is not None and wanted:
             _dump_before(bucket, run, state, dump)
-        step = redo(bucket, run, config, state)
+        step = recompute_step(bucket, run, config, state)
         if dump is not None and wanted:
             _dump_step(dump, step, state)
         found.groups += len(step.groups)
@@ -132,7 +132,7 @@ def _check_range(bucket: Bucket, first: int, last: int, newest: int, dump: Dump 
         raise InputError(f"cannot write to {dump.folder}: {error.strerror}") from error
 
 
-def _explain(bucket: Bucket, run: Run, found: Replayed, state: Resumed) -> None:
+def _explain(bucket: Bucket, run: Run, found: TrainingVerification, state: Resumed) -> None:
     """Which tensors came out otherwise, and what is known about why."""
     assert found.differs is not None
     metadata, _ = metadata_at(bucket, run, found.differs)
@@ -171,7 +171,7 @@ def _dump_before(bucket: Bucket, run: Run, state: Resumed, dump: Dump) -> None:
         (dump.folder / f"group-{place:04d}-{worker}-{sequence}.msgpack").write_bytes(data)
 
 
-def _dump_step(dump: Dump, step: Redone, state: Resumed) -> None:
+def _dump_step(dump: Dump, step: RecomputedStep, state: Resumed) -> None:
     """What the step measured, and each of its groups in figures."""
     result: dict[str, Any] = {
         name: value for name, value in asdict(step.result).items() if isinstance(value, int | float)

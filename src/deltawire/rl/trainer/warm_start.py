@@ -22,10 +22,10 @@ from deltawire.errors import InputError
 from deltawire.events import WarmStep, known
 from deltawire.export.models import load_model, load_tokenizer, save_model, stop_tokens
 from deltawire.rl.rollout.episode import play_all, run_episode
-from deltawire.rl.rollout.episode_types import Episode, Limits
+from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.runtime.process import Process
 from deltawire.train.build import build_model, byte_tokenizer
-from deltawire.train.warm_start import Pair, Progress, warm_start
+from deltawire.train.warm_start import Pair, WarmStartProgress, warm_start
 
 VALIDATION = 100
 """Problems, neither trained on nor held out, on which the warm start decides when to stop."""
@@ -36,7 +36,7 @@ def run_warm_start(
     config: RunConfig,
     out: Path,
     *,
-    watch: Callable[[Progress], None] = lambda _: None,
+    watch: Callable[[WarmStartProgress], None] = lambda _: None,
 ) -> bool:
     """Build or load the model, warm it, and write it to ``out``, all of it or nothing, in the place
     of whatever is there; False if the process was asked to stop before.
@@ -85,7 +85,7 @@ def _warm(
     tasks: TaskSource,
     model: Any,
     tokenizer: Any,
-    watch: Callable[[Progress], None],
+    watch: Callable[[WarmStartProgress], None],
     mark: float,
 ) -> None:
     if not isinstance(tasks, TasksWithAnswers):
@@ -108,7 +108,7 @@ def _warm(
         drawn = (tasks.draw("warm-start", step * batch + i) for i in range(batch))
         return [pair(task) for task in drawn if answered.question(task) not in reserved]
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: WarmStartProgress) -> None:
         nonlocal mark
         process.heartbeat.progress("train")
         watch(progress)
@@ -155,7 +155,7 @@ async def _greedy_accuracy(
     engine = TransformersEngine(
         model, stop_tokens=stops, slots=len(problems), capacity=rollout.context
     )
-    limits = Limits.of(rollout)
+    limits = EpisodeLimits.of(rollout)
 
     def play(task: Task) -> Awaitable[Episode]:
         return run_episode(engine, tasks.open(task), text, temperature=0.0, limits=limits)

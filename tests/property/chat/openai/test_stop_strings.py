@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deltawire.chat.openai.stops import Heard, StopWatch, cut, safe
+from deltawire.chat.openai.stops import IncrementalText, StopWatch, cut, safe
 from deltawire.chat.text import Text
 from deltawire.train.build import byte_tokenizer
 
@@ -55,7 +55,7 @@ def test_a_watch_ends_nothing_early_and_misses_nothing(tokens, stops):
 @given(tokens=TOKENS, stops=STOPS)
 @settings(max_examples=200, deadline=None)
 def test_what_is_told_on_the_way_is_a_beginning_of_what_is_told_at_the_end(tokens, stops):
-    heard, said, told = Heard(TEXT), "", ""
+    heard, said, told = IncrementalText(TEXT), "", ""
     found = naive(tokens, stops)
     final = TEXT.decode(tokens) if found is None else found[1]
     for token in tokens:

@@ -11,7 +11,7 @@ from deltawire.chat.text import Text
 from deltawire.engines.base import Completion
 from deltawire.envs import Environment, Message, Task, Turn
 from deltawire.rl.rollout.episode import run_episode
-from deltawire.rl.rollout.episode_types import Limits, group_of
+from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
 from deltawire.train.build import byte_tokenizer
 from deltawire.wire.rollouts import decode_group, encode_group
 
@@ -77,7 +77,9 @@ def play(text, prompt, answers, drawn, **limits):
     engine = Script(drawn)
     settings = {"max_tokens": 8, "max_turns": 50, "context": 400, "summary_tokens": 5, **limits}
     episode = asyncio.run(
-        run_episode(engine, Echo(prompt, answers), text, temperature=1.0, limits=Limits(**settings))
+        run_episode(
+            engine, Echo(prompt, answers), text, temperature=1.0, limits=EpisodeLimits(**settings)
+        )
     )
     return engine, episode
 

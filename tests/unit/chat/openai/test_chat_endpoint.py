@@ -18,7 +18,7 @@ from deltawire.engines.transformers import TransformersEngine
 from deltawire.envs import Task
 from deltawire.envs.chat import ChatTasks
 from deltawire.rl.rollout.episode import play_all, run_episode
-from deltawire.rl.rollout.episode_types import Limits, group_of
+from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
 from deltawire.train.build import byte_tokenizer
 from deltawire.wire.rollouts import decode_group, encode_group
 
@@ -406,7 +406,7 @@ def play(text, engine, harness, **limits):
             tasks.open(tasks.draw("w", 0)),
             text,
             temperature=1.0,
-            limits=Limits(**settings),
+            limits=EpisodeLimits(**settings),
         )
     )
 
@@ -487,7 +487,7 @@ def test_a_harness_that_fails_has_its_cause(text, harness):
 
 def test_many_harnesses_share_the_embedded_engine(tiny, text):
     """Sixteen clients at once; what each has on record is what the policy draws alone."""
-    limits = Limits(6, 3, 200, step_s=60)
+    limits = EpisodeLimits(6, 3, 200, step_s=60)
     tasks = source(converse)
 
     async def run(count, slots):

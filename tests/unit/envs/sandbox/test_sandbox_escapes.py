@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from deltawire.envs.sandbox import plan
-from deltawire.envs.sandbox.box import Limits, Sandbox
+from deltawire.envs.sandbox.box import CommandLimits, Sandbox
 from deltawire.errors import InputError, RetryError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 MIB = 1 << 20
 
-QUICK = Limits(wall_s=20, memory_bytes=256 * MIB, disk_bytes=4 * MIB, processes=16, files=50)
+QUICK = CommandLimits(wall_s=20, memory_bytes=256 * MIB, disk_bytes=4 * MIB, processes=16, files=50)
 
 
 def _boxes():
@@ -188,7 +188,7 @@ while True:
     try: os.fork()
     except OSError: time.sleep(0.01)
 """
-    outcome = python(box, code, limits=Limits(wall_s=2, processes=16))
+    outcome = python(box, code, limits=CommandLimits(wall_s=2, processes=16))
     assert outcome.cause in ("time", "processes")
     assert outcome.status == -9
     assert _alive(mark) == []
@@ -258,7 +258,7 @@ def test_the_disk_is_bounded_in_bytes_files_and_holes(box):
 @linux
 def test_processor_time_is_bounded_across_processes(box):
     code = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
-    outcome = python(box, code, limits=Limits(wall_s=30, cpu_s=1))
+    outcome = python(box, code, limits=CommandLimits(wall_s=30, cpu_s=1))
     assert outcome.cause == "cpu"
     assert outcome.seconds < 25
 
@@ -279,7 +279,7 @@ python -c "open(b'bad\\xff', 'w'); open('new\\nline', 'w'); open('esc\\x1b', 'w'
 @linux
 def test_a_folder_without_an_end_is_cut(box):
     code = "import os\nfor _ in range(45): os.mkdir('d'); os.chdir('d'); open('f', 'w').close()"
-    outcome = python(box, code, limits=Limits(files=200))
+    outcome = python(box, code, limits=CommandLimits(files=200))
     assert 0 < len(outcome.files) <= plan.MAX_DEPTH
     assert outcome.lost >= 1
 
@@ -311,7 +311,7 @@ print('left', flush=True)
 def test_one_that_ignores_every_signal_ends_at_its_time(box):
     mark = f"deaf-{os.getpid()}"
     command = f"trap '' TERM INT HUP QUIT; setsid sleep 1000 {mark} & while :; do sleep 1; done"
-    outcome = run(box, command.replace(mark, ""), limits=Limits(wall_s=1))
+    outcome = run(box, command.replace(mark, ""), limits=CommandLimits(wall_s=1))
     assert (outcome.cause, outcome.status) == ("time", -9)
     assert _alive("sleep\x001000") == []
 
@@ -325,7 +325,7 @@ def test_its_first_process_cannot_be_ended_from_inside(box):
 
 
 def test_endless_output_is_cut_in_the_middle_or_ended(any_box):
-    limits = Limits(output_bytes=1000, wall_s=20)
+    limits = CommandLimits(output_bytes=1000, wall_s=20)
     outcome = run(any_box, "seq 1 20000", limits=limits)
     assert (outcome.status, outcome.cause) == (0, "")
     assert len(outcome.output) == 1000
@@ -398,7 +398,7 @@ def test_process_isolation_limits_though_it_does_not_isolate():
     outcome = run(box, "cat a; echo new > b; sleep 0.01 & exit 3", {"a": b"x"})
     assert (outcome.status, outcome.output) == (3, b"x")
     assert outcome.files == {"a": b"x", "b": b"new\n"}
-    assert run(box, "sleep 60", limits=Limits(wall_s=1)).cause == "time"
+    assert run(box, "sleep 60", limits=CommandLimits(wall_s=1)).cause == "time"
     assert b"MemoryError" in run(box, [sys.executable, "-c", "bytearray(4 << 30)"]).output
 
 
@@ -410,7 +410,7 @@ def test_paths_that_leave_the_folder_are_refused(path):
 
 def test_a_folder_beyond_its_limits_is_refused():
     with pytest.raises(InputError, match="5 bytes"):
-        run(Sandbox(isolation="process"), "true", {"a": b"12345"}, Limits(disk_bytes=4))
+        run(Sandbox(isolation="process"), "true", {"a": b"12345"}, CommandLimits(disk_bytes=4))
 
 
 @linux

@@ -19,7 +19,7 @@ from deltawire.envs.sandbox.box import Sandbox
 from deltawire.envs.workspace import Workspace, WorkspaceSettings, WorkspaceTasks, problem
 from deltawire.errors import InputError
 from deltawire.rl.rollout.episode import run_episode
-from deltawire.rl.rollout.episode_types import Limits, group_of
+from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
 from deltawire.wire.rollouts import decode_group, encode_group
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
@@ -87,7 +87,7 @@ def test_a_scripted_policy_solves_it_token_by_token(byte_tokenizer):
             workspace,
             Text(byte_tokenizer),
             temperature=1.0,
-            limits=Limits(max_tokens=4000, max_turns=50, context=100_000),
+            limits=EpisodeLimits(max_tokens=4000, max_turns=50, context=100_000),
         )
     )
     assert not episode.cause
@@ -265,7 +265,7 @@ def test_a_tiny_model_acts_in_it(byte_tokenizer, steps):
                 workspace,
                 text,
                 temperature=0.3,
-                limits=Limits(max_tokens=80, max_turns=4, context=2000),
+                limits=EpisodeLimits(max_tokens=80, max_turns=4, context=2000),
             )
         )
         while not episode.done():

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from deltawire.envs.sandbox.box import Limits, Sandbox
+from deltawire.envs.sandbox.box import CommandLimits, Sandbox
 from deltawire.envs.workspace import problem
 from deltawire.envs.workspace.grader import _answers, grade
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are 
 TASK = problem("grader/1")
 PATH, WRONG, RIGHT = TASK.repair
 NAME = PATH.split("/")[1].removesuffix(".py")
-LIMITS = Limits(wall_s=20)
+LIMITS = CommandLimits(wall_s=20)
 
 
 def verdict(files):
@@ -64,7 +64,7 @@ def test_no_forgery_earns_the_reward(code):
             Sandbox(),
             {**TASK.files, PATH: code.encode()},
             [TASK.hidden, TASK.heldout],
-            Limits(wall_s=3, cpu_s=3),
+            CommandLimits(wall_s=3, cpu_s=3),
         )
     )
     assert not forged.all_right(0)

@@ -16,9 +16,9 @@ from deltawire.engines.transformers import TransformersEngine
 from deltawire.envs import Environment, Message, Task, Turn
 from deltawire.errors import InputError
 from deltawire.rl.rollout.episode import play_all, run_episode
-from deltawire.rl.rollout.episode_types import Limits, group_of
-from deltawire.rl.rollout.failure_budget import WINDOW, Failures
-from deltawire.runtime.orphans import VARIABLE, brood
+from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
+from deltawire.rl.rollout.failure_budget import WINDOW, FailureBudget
+from deltawire.runtime.orphans import VARIABLE, track_orphans
 from deltawire.wire.rollouts import decode_group, encode_group
 
 
@@ -58,7 +58,7 @@ def play(environment, text, *, engine=None, **limits):
     settings = {"max_tokens": 4, "max_turns": 3, "context": 64, "step_s": 0.2, **limits}
     return asyncio.run(
         run_episode(
-            engine or Talker(), environment, text, temperature=1.0, limits=Limits(**settings)
+            engine or Talker(), environment, text, temperature=1.0, limits=EpisodeLimits(**settings)
         )
     )
 
@@ -253,7 +253,7 @@ def test_processes_left_behind_are_ended_and_told(text, env):
         environment = Messy()
         others = subprocess.Popen(["sleep", "600"])
         try:
-            limits = Limits(4, 1, 64, step_s=30)
+            limits = EpisodeLimits(4, 1, 64, step_s=30)
             episode = await run_episode(Talker(), environment, text, temperature=1.0, limits=limits)
             await environment.child.wait()
             return episode, others.poll()
@@ -278,7 +278,7 @@ def test_processes_that_end_by_themselves_are_no_failure(text):
 
 @needs_proc
 def test_marks_do_not_leak_into_processes_of_nobody(text):
-    with brood() as mine:
+    with track_orphans() as mine:
         subprocess.run(["true"], check=True)
         assert os.environ[VARIABLE] == mine.mark
     found = subprocess.run(["env"], check=True, capture_output=True, text=True).stdout
@@ -292,7 +292,7 @@ def test_a_cancelled_episode_frees_its_slot_and_closes(tiny, text):
     async def run():
         engine = TransformersEngine(tiny, stop_tokens=[], slots=1, capacity=64)
         environments = [Waiting() for _ in range(3)]
-        limits = Limits(40, 1, 64)
+        limits = EpisodeLimits(40, 1, 64)
         tasks = [
             asyncio.ensure_future(run_episode(engine, e, text, temperature=1.0, limits=limits))
             for e in environments
@@ -338,7 +338,7 @@ def test_two_hundred_episodes_of_fifty_turns_at_once(tiny, text):
 
     async def run():
         engine = TransformersEngine(tiny, stop_tokens=[], slots=64, capacity=160)
-        limits = Limits(1, turns, 160)
+        limits = EpisodeLimits(1, turns, 160)
 
         def one(number):
             return lambda: run_episode(engine, Long(number), text, temperature=1.0, limits=limits)
@@ -357,7 +357,7 @@ def test_two_hundred_episodes_of_fifty_turns_at_once(tiny, text):
 
 
 def failures(**settings):
-    return Failures(RolloutConfig(group_size=2, **settings), "w")
+    return FailureBudget(RolloutConfig(group_size=2, **settings), "w")
 
 
 def test_failures_are_counted_and_few_are_borne(text):

@@ -10,7 +10,7 @@ from deltawire.engines.base import Completion
 from deltawire.engines.transformers import TransformersEngine
 from deltawire.envs import Environment, Turn
 from deltawire.rl.rollout.episode import run_episode
-from deltawire.rl.rollout.episode_types import Limits
+from deltawire.rl.rollout.episode_types import EpisodeLimits
 from deltawire.wire.rollouts import Group, decode_group, encode_group
 
 
@@ -61,7 +61,7 @@ def text(byte_tokenizer):
 
 
 def play(engine, environment, text, *, tokens=8, turns=5, context=64, temperature=1.0):
-    limits = Limits(tokens, turns, context)
+    limits = EpisodeLimits(tokens, turns, context)
     return asyncio.run(
         run_episode(engine, environment, text, temperature=temperature, limits=limits)
     )
@@ -165,7 +165,7 @@ async def stepped(engine, *episodes):
 
 def test_many_episodes_share_an_engine(tiny, text):
     """Greedy episodes over several turns give the same tokens together as each alone."""
-    limits = Limits(6, 3, 90)
+    limits = EpisodeLimits(6, 3, 90)
 
     def episode(engine, number):
         environment = Conversation(f"and {number}?", "go on", prompt=f"question {number} ")
@@ -187,7 +187,7 @@ def test_many_episodes_share_an_engine(tiny, text):
 def test_a_cancelled_episode_leaves_the_others_alone(tiny, text):
     async def run():
         engine = TransformersEngine(tiny, stop_tokens=[], slots=2, capacity=64)
-        limits = Limits(10, 1, 64)
+        limits = EpisodeLimits(10, 1, 64)
         tasks = [
             asyncio.ensure_future(
                 run_episode(engine, Conversation(), text, temperature=1.0, limits=limits)
@@ -211,7 +211,7 @@ def test_a_cancelled_episode_leaves_the_others_alone(tiny, text):
 def test_cancelling_everything_ends_waiting_episodes(tiny, text):
     async def run():
         engine = TransformersEngine(tiny, stop_tokens=[], slots=1, capacity=64)
-        limits = Limits(10, 1, 64)
+        limits = EpisodeLimits(10, 1, 64)
         environments = [Conversation() for _ in range(3)]
         tasks = [
             asyncio.ensure_future(
