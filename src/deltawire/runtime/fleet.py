@@ -99,11 +99,13 @@ class Fleet:
 
     @property
     def workers(self) -> set[str]:
-        """Names of the workers that are alive; a stalled one finishes nothing and is left out."""
+        """Names of the workers that are alive and sample; a stalled one finishes nothing."""
         return {
             name
             for name, heartbeat in self.heartbeats.items()
-            if heartbeat.worker is not None and self.states[name] == "alive"
+            if heartbeat.worker is not None
+            and heartbeat.worker.phase == "sampling"
+            and self.states[name] == "alive"
         }
 
     @property

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
+import msgspec
+
 from deltawire.config import FaultsConfig
 from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.events import Role
@@ -65,6 +67,8 @@ class HeartbeatWriter:
         self.faults = FaultsConfig()
         self.lease = Lease(RetryingBucket(bucket), name, nonce)
         self.worker: Callable[[], WorkerStatus | None] = lambda: None
+        self.predecessor: Heartbeat | None = None
+        """The last heartbeat of the process that had the name before, once started."""
         self._bucket = bucket
         self._name = name
         self._role = role
@@ -85,6 +89,10 @@ class HeartbeatWriter:
         """Take the name from its previous holder, and write heartbeats from now on."""
         patient = RetryingBucket(self._bucket)
         before = read_heartbeat(patient, self._name) or read_tombstone(patient, self._name)
+        self.predecessor = before
+        if before is not None and before.worker is not None:
+            starting = msgspec.structs.replace(before.worker, phase="starting", attested=False)
+            self.worker = lambda: starting  # Until the worker itself knows more.
         self.lease.acquire(before.lease + 1 if before else 0)
         self._write(patient, ended=False)
         self._bucket = impatient(self._bucket)

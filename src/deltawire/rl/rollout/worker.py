@@ -33,6 +33,7 @@ from deltawire.rl.rollout.policy_server import (
 )
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.uploader import Uploader
+from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.wire import keys
 from deltawire.wire.run import Run
@@ -52,7 +53,7 @@ class Worker:
         self._reported_at = time.monotonic()
         self.config = config
         bucket = process.bucket
-        first = len(bucket.list(keys.rollouts_of(process.name)))
+        first = next_sequence(process)
         seed = int.from_bytes(process.nonce.encode()[:6], "little") ^ config.seed
         self.served, steps = serve_policy(
             process,
@@ -73,6 +74,7 @@ class Worker:
         self._groups: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._failures = FailureBudget(config.rollout, process.name)
+        self._allowed_lag = allowed_lag(config.train.max_staleness)
         process.heartbeat.worker = self._status
 
     def _status(self) -> WorkerStatus:
@@ -163,7 +165,7 @@ class Worker:
         free = concurrent - len(self._groups) * rollout.group_size
         while (
             self._started < granted
-            and self.served.live.version >= status.version
+            and status.version - self.served.live.version <= self._allowed_lag
             and (free >= rollout.group_size or not self._groups)
         ):
             free -= rollout.group_size
@@ -206,6 +208,32 @@ class Worker:
         self.attested = self.served.live.attest()
         self.phase = "finished"
         return True
+
+
+def allowed_lag(max_staleness: int) -> int:
+    """How many versions behind the trainer a worker may be when it starts a group.
+
+    The group's age when it is trained on is this lag, plus the versions that pass while it is
+    sampled and while it waits. The lag may use half of the bound. With a bound of 0 or 1 only the
+    newest version will do; with more, a worker whose link is slower than the publisher contributes.
+    """
+    return max_staleness // 2
+
+
+def next_sequence(process: Process) -> int:
+    """The number of the next group that a worker stores.
+
+    Groups may have been deleted, so they are not counted: it is the number after the last one that
+    is stored, or the one that the predecessor's last heartbeat names, if that is more. Numbers that
+    the trainer has not granted were not stored by a worker.
+    """
+    status = read_trainer(process.bucket)
+    granted = status.credits.get(process.name) if status is not None else None
+    found = process.bucket.list(keys.rollouts_of(process.name))
+    numbers = [group[1] + 1 for key in found if (group := keys.group_of(key)) is not None]
+    before = process.heartbeat.predecessor
+    claimed = before.worker.stored if before is not None and before.worker is not None else 0
+    return max([claimed, *(n for n in numbers if granted is None or n <= granted)])
 
 
 def run_worker(process: Process, *, patience_s: float, report: Callable[[str], None]) -> None:
