@@ -14,6 +14,7 @@ class SlowBucket(DelegatingBucket):
 
     def __init__(self, inner, seconds):
         super().__init__(inner)
+        self.local = False  # As a store in a network: readers ask for several objects at once.
         self.seconds = seconds
 
     def _call(self, verb, key, operation):

@@ -28,7 +28,7 @@ STEP_S = 0.3
 REQUEST_S = 0.2
 STALENESS = 4
 WANTED = 20
-LIMIT_S = 200.0
+LIMIT_S = 100.0
 
 
 @pytest.mark.timeout(LIMIT_S + 60)

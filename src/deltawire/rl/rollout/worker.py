@@ -40,6 +40,8 @@ from deltawire.wire.run import Run
 from deltawire.wire.status import TrainerStatus, WorkerPhase, WorkerStatus
 
 REPORT_EVERY_S = 10.0
+WAIT_S = 0.01
+"""The pause of an idle loop, which sees new versions and credits that threads have fetched."""
 
 
 class Worker:
@@ -155,7 +157,7 @@ class Worker:
             events.span("sample", began)
         else:
             # Environments that run elsewhere will need the engine at any moment.
-            await asyncio.sleep(IDLE_S if self._groups else self.process.bucket.poll_s / 4)
+            await asyncio.sleep(IDLE_S if self._groups else WAIT_S)
             events.span("wait", began)
 
     def _start_groups(self, status: TrainerStatus) -> None:

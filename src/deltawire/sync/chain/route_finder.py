@@ -29,6 +29,9 @@ from deltawire.wire.run import Run
 WINDOW = 32
 """Manifests read at a time on the way back to an anchor."""
 
+SHORT = 16
+"""Versions on a way that is taken without a listing, if all its manifests are known."""
+
 READERS = 8
 """Manifests read at once from a store that is not on this machine."""
 
@@ -84,10 +87,21 @@ class RouteFinder:
         over deltas and compacted deltas."""
         self._anchors = anchors
         self._back = False
+        if not self.bucket.local and self._knows_the_way():
+            # Few deltas, all known: a listing of shorter ways would cost more time than they save.
+            route = self._routes(self._known_edges()).route(self.goal)
+            if route is not None:
+                return route
         for search in (self._search_coarsely, self._search_finely, self._search_back):
             if (route := self._routes(search()).route(self.goal)) is not None:
                 return route
         return None
+
+    def _knows_the_way(self) -> bool:
+        if self.held is None or not 0 < self.goal - self.held <= SHORT:
+            return False
+        between = (self._manifests.get(v) for v in range(self.held + 1, self.goal + 1))
+        return all(found is not None and found.delta is not None for found in between)
 
     def find_newest(self, *, newer_than: int) -> Route | None:
         """Returns the cheapest route to the newest version below the goal that can be reached, if

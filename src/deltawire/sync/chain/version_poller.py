@@ -9,9 +9,11 @@ answer may be the store's and not the object's.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from deltawire.errors import CorruptError, ResyncError
@@ -32,6 +34,9 @@ LONGEST_PAUSE = 10.0
 
 JITTER = 0.25
 """Pauses vary by up to this share, so that many readers do not ask in step."""
+
+MOST_AHEAD = 16
+"""The most manifests that one poll asks for, of a store in a network."""
 
 LONGEST_RECHECK_S = 60.0
 """The longest time for which a manifest that could not be read is not read again."""
@@ -69,7 +74,10 @@ class VersionPoller:
         self.run = run
         self._clock = clock
         self._rng = rng
+        self.found: list[Manifest] = []
+        """The consecutive manifests after the version held, as the last poll read them."""
         self._polls = 0
+        self._ahead = 1
         self._progress_at = clock()
         self._rejected: dict[int, _Rejected] = {}
         self._run_meta: ObjectMeta | None = None
@@ -106,18 +114,41 @@ class VersionPoller:
         return found
 
     def _next(self, held: int, *, nearest: bool) -> Manifest | None:
-        following = self._read(held + 1, None) if held < keys.MAX_NUMBER else None
-        if following is not None and not following.pruned:
-            if nearest or held + 2 > keys.MAX_NUMBER:
-                return following
-            if not self.bucket.exists(keys.manifest(held + 2)):
-                return following
-            return self._newest_listed(held)
+        following = self._read_ahead(held, 1 if nearest else self._ahead)
+        if self.found:
+            newest = self.found[-1]
+            missing = len(self.found) < self._ahead
+            # A reader that was behind by so much may be again: the next poll asks for all at once.
+            self._ahead = 1 if self.bucket.local else min(len(self.found) + 1, MOST_AHEAD)
+            if nearest or missing or newest.version + 1 > keys.MAX_NUMBER:
+                return newest
+            if not self.bucket.exists(keys.manifest(newest.version + 1)):
+                return newest
+            found = self._newest_listed(held)
+            if found is not None and not self.bucket.local:
+                self._ahead = min(max(found.version - held, 1) + 1, MOST_AHEAD)
+            return found
+        self._ahead = 1
         self._polls += 1
         nothing = following is None and held + 1 not in self._rejected
         if nothing and self._polls % LIST_EVERY_POLLS != 1:
             return None
         return self._newest_listed(held)
+
+    def _read_ahead(self, held: int, count: int) -> Manifest | None:
+        """Reads the manifests after ``held`` until one is missing, into ``found``.
+
+        Returns the first one, which may be pruned.
+        """
+        versions = range(held + 1, min(held + count, keys.MAX_NUMBER) + 1)
+        if len(versions) < 2:
+            read = [self._read(version, None) for version in versions]
+        else:
+            with ThreadPoolExecutor(len(versions), thread_name_prefix="version-poller") as readers:
+                read = list(readers.map(lambda version: self._read(version, None), versions))
+        found = itertools.takewhile(lambda one: one is not None and not one.pruned, read)
+        self.found = [one for one in found if one is not None]
+        return read[0] if read else None
 
     def _newest_listed(self, held: int) -> Manifest | None:
         listed = committed_objects(self.bucket, newer_than=held if held >= 0 else None)

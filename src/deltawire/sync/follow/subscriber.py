@@ -24,6 +24,8 @@ from deltawire.sync.follow.load import (
     load_mirror,
 )
 from deltawire.sync.follow.mirror import Elements, Mirror, Patches, PiecePatch, empty_mirror
+from deltawire.sync.follow.read_ahead import READERS, ReadAhead
+from deltawire.wire.manifest import BlobRef
 from deltawire.wire.run import Run
 
 
@@ -79,6 +81,7 @@ class Subscriber:
         threads: int | None = None,
     ) -> None:
         self.bucket: Bucket = RetryingBucket.over(bucket)
+        self._blobs = ReadAhead(self.bucket)
         self.run = run
         self.mirror = mirror
         self.stepwise = stepwise
@@ -123,6 +126,7 @@ class Subscriber:
         for _ in range(MAX_REPLANS):
             edges = self._edges or self._find_edges(finder)
             try:
+                self._request_ahead(finder, edges)
                 count, update = self._cross(finder, edges, started)
             except CorruptError as error:
                 self._ban(finder, error)
@@ -305,7 +309,8 @@ class Subscriber:
                 self._new_finder(self.mirror.version)
             return None
         finder = self._new_finder(newest.version)
-        finder.know(newest)
+        for manifest in (*self._poller.found, newest):
+            finder.know(manifest)
         return finder
 
     def _find_edges(self, finder: RouteFinder) -> tuple[Edge, ...]:
@@ -325,6 +330,16 @@ class Subscriber:
         assert self._failing is not None
         finder.ban(self._failing, error)
 
+    def _request_ahead(self, finder: RouteFinder, edges: tuple[Edge, ...]) -> None:
+        """Requests the blobs of several steps at once, which an idle network answers together."""
+        blobs: list[BlobRef] = []
+        if not self.bucket.local:
+            for edge in edges[:READERS]:
+                self._failing = edge
+                if edge.target > self.mirror.version:
+                    blobs += finder.step(edge)[1].blobs
+        self._blobs.expect(blobs)
+
     def _cross(
         self, finder: RouteFinder, edges: tuple[Edge, ...], started: float
     ) -> tuple[int, Update]:
@@ -336,7 +351,7 @@ class Subscriber:
         step, payload = finder.step(edge)
         decode = jump if edge.kind == "anchor" else decode_delta
         pieces, held = decode(
-            self.bucket, self.run, step, payload, self.mirror, threads=self._threads
+            self._blobs, self.run, step, payload, self.mirror, threads=self._threads
         )
         return 1, self._update(step.version, step.digest, pieces, held, edge.bytes, started)
 

@@ -1,0 +1,53 @@
+"""Fetches the blobs of the next steps of a route in parallel, from a store in a network.
+
+A reader that is several versions behind would otherwise wait for one round trip a version, and a
+publisher that is faster than that could not be caught up with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from deltawire.store import Bucket
+from deltawire.store.delegating import DelegatingBucket
+from deltawire.wire import keys
+from deltawire.wire.manifest import BlobRef
+
+READERS = 8
+LARGEST_BYTES = 8 << 20
+"""Larger blobs take longer than a round trip, and are fetched when they are needed."""
+
+
+class ReadAhead(DelegatingBucket):
+    """Passes operations on to ``inner``; a `get` of an expected blob waits for its request.
+
+    At most `READERS` blobs of `LARGEST_BYTES` are held at once. A blob whose request failed is
+    requested again when it is needed.
+    """
+
+    def __init__(self, inner: Bucket) -> None:
+        super().__init__(inner)
+        self._requests: dict[str, Future[bytes | None]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    def expect(self, blobs: Iterable[BlobRef]) -> None:
+        """Request these blobs, in this order, and drop all others that were requested."""
+        wanted = [(keys.blob(ref.hash), ref.bytes) for ref in blobs if ref.bytes <= LARGEST_BYTES]
+        wanted = wanted[:READERS]
+        names = {key for key, _ in wanted}
+        self._requests = {key: one for key, one in self._requests.items() if key in names}
+        if len(wanted) < 2 or self.inner.local:
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="read-ahead")
+        for key, size in wanted:
+            if key not in self._requests:
+                self._requests[key] = self._threads.submit(self.inner.get, key, limit=size)
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        """As `Bucket.get`."""
+        request = self._requests.pop(key, None)
+        if request is not None and request.exception() is None:
+            return request.result()
+        return self.inner.get(key, limit=limit)
