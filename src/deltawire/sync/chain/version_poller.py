@@ -128,7 +128,7 @@ class VersionPoller:
             if found is not None and not self.bucket.local:
                 self._ahead = min(max(found.version - held, 1) + 1, MOST_AHEAD)
             return found
-        self._ahead = 1
+        self._ahead = max(1, self._ahead - 1)
         self._polls += 1
         nothing = following is None and held + 1 not in self._rejected
         if nothing and self._polls % LIST_EVERY_POLLS != 1:

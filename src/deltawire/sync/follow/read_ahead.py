@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from deltawire.store import Bucket
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.wire import keys
-from deltawire.wire.manifest import BlobRef
+from deltawire.wire.payload import BlobRef
 
 READERS = 8
 LARGEST_BYTES = 8 << 20

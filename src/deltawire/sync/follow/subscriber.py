@@ -12,6 +12,7 @@ from deltawire.codec import Digest, Patch
 from deltawire.errors import BugError, CorruptError, ResyncError, RetryError
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.chain.objects import newest_version
+from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge
 from deltawire.sync.chain.version_poller import VersionPoller
@@ -25,7 +26,7 @@ from deltawire.sync.follow.load import (
 )
 from deltawire.sync.follow.mirror import Elements, Mirror, Patches, PiecePatch, empty_mirror
 from deltawire.sync.follow.read_ahead import READERS, ReadAhead
-from deltawire.wire.manifest import BlobRef
+from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import Run
 
 
@@ -337,7 +338,9 @@ class Subscriber:
             for edge in edges[:READERS]:
                 self._failing = edge
                 if edge.target > self.mirror.version:
-                    blobs += finder.step(edge)[1].blobs
+                    ref = finder.step(edge)[1]
+                    table = ref.table_blob
+                    blobs += read_blobs(self.bucket, self.run, ref) if table is None else [table]
         self._blobs.expect(blobs)
 
     def _cross(
