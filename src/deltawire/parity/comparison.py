@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from deltawire.parity.divergence import Divergence, divergence
-from deltawire.parity.scorers import DrawnSequence, Precision, Scorer, Scores
+from deltawire.parity.scores import DrawnSequence, Precision, Scorer, Scores
 
 TOLERANCE: dict[Precision, float] = {"float32": 1e-5, "bfloat16": 3e-2}
 """The drift of a layer, relative to its output, that rounding to the coarser of two precisions

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -29,8 +28,8 @@ from deltawire.engines.transformers import TransformersEngine
 from deltawire.errors import InputError
 from deltawire.export.models import serve_as
 from deltawire.parity.router_replay import RouteReplay
+from deltawire.parity.scores import DrawnSequence, Precision, Scorer, Scores
 
-Precision = Literal["float32", "bfloat16"]
 Passes = Literal["whole", "decode"]
 
 PRECISIONS: dict[str, Precision] = {
@@ -45,67 +44,6 @@ SPELLING = (
     "transformers, then any of sdpa or eager, float32 or bf16, whole (one forward pass) or decode "
     "(token by token over a cache); or vllm, then float32 or bf16"
 )
-
-
-@dataclass(frozen=True)
-class DrawnSequence:
-    """A prompt and what was drawn behind it, token ids each."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-
-    @property
-    def read(self) -> list[int]:
-        """The tokens that are read: all but the last."""
-        return [*self.prompt, *self.tokens[:-1]]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """One sequence's: log-probabilities float64[T] and, if they were asked for and the engine has
-    them, what came into the first decoder layer and out of each, float32[L + 1, S, H], and the
-    expert choices int32[S, M, K]."""
-
-    logprobs_T: NDArray[np.float64]
-    hidden_LSH: Tensor | None = None
-    routes_SMK: NDArray[np.int32] | None = None
-
-
-class Scorer(Protocol):
-    """An engine that scores."""
-
-    @property
-    def name(self) -> str:
-        """As it was asked for."""
-        ...
-
-    @property
-    def precision(self) -> Precision:
-        """What it computes in."""
-        ...
-
-    def score(
-        self,
-        sequences: Sequence[DrawnSequence],
-        *,
-        layers: bool = False,
-        feed: Sequence[Scores] | None = None,
-        replay: Sequence[Scores] | None = None,
-    ) -> list[Scores]:
-        """Score every sequence.
-
-        With ``layers``, hidden states are told. With ``feed``, every decoder layer is given what
-        it was given there rather than what this engine computed, so that each layer's own error
-        shows. With ``replay``, the expert choices made there are taken. Raises `InputError` where
-        an engine cannot.
-        """
-        ...
-
-    def draw(
-        self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int
-    ) -> list[DrawnSequence]:
-        """Draw ``count`` tokens behind each prompt, at temperature 1."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from deltawire.errors import InputError
-from deltawire.parity.scorers import DrawnSequence, Precision, Scores
+from deltawire.parity.scores import DrawnSequence, Precision, Scores
 
 MODEL_SHARE = 0.5
 """Of an accelerator's memory; the other engine may be on it as well."""

@@ -24,7 +24,8 @@ from deltawire.codec import Bits
 from deltawire.codec.delta import cores
 from deltawire.errors import ResyncError
 from deltawire.placement.elements import array_of, tensor_of
-from deltawire.placement.on_device import Kernels, kernels_of, on_host
+from deltawire.placement.kernels import Kernels
+from deltawire.placement.on_device import kernels_of, on_host
 
 DRIFTED = "live bits are not the mirror's; attest, and load again"
 LOST = "new bits did not reach the weights"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,41 +14,10 @@ from deltawire.codec.digest import STEP
 from deltawire.errors import CorruptError
 from deltawire.placement.affine import AffineMap
 from deltawire.placement.elements import chunks
+from deltawire.placement.kernels import Kernels, signed
 from deltawire.placement.placement import Region
 
 _LOW = 0xFFFFFFFF
-
-
-class Found(NamedTuple):
-    """The outcome of an exchange: whether changes lay ``outside`` their storage, live bits had
-    ``drifted`` from the old ones (nothing was written then), or new bits were ``lost``."""
-
-    outside: bool
-    drifted: bool
-    lost: bool
-
-
-class Kernels(Protocol):
-    """Operations on a device that cover many storages in one launch."""
-
-    LARGEST: int
-    """The most elements of one part of a digest."""
-
-    def table(self, spans: Sequence[tuple[Tensor, int, int]]) -> Tensor:
-        """Builds the table of where changes ``first`` to ``last`` of each storage lie."""
-
-    def exchange(self, table: Tensor, index: Tensor, old: Tensor, new: Tensor) -> Found:
-        """Checks the old bits, writes the new ones unless any differed, and reads them back."""
-
-    def write(self, table: Tensor, index: Tensor, bits: Tensor) -> None:
-        """Writes bits unconditionally."""
-
-    def digest(
-        self, flat: Tensor, part: AffineMap, key: int, *, widened: bool, lanes: Tensor, odd: Tensor
-    ) -> bool:
-        """Adds the digest of a part to ``lanes``, int64[2, K], whose rows are summed, and sets
-        ``odd``, int32[1], if widened bits have a lower half. Returns False if there is no kernel
-        for such a part."""
 
 
 @cache
@@ -141,11 +108,6 @@ def lanes_of(name: str, positions: Tensor, bits: Tensor, width: int) -> Tensor:
     folded = product ^ _shifted(product, 29)
     second = (folded & _LOW) * (_shifted(folded, 32) ^ low)
     return torch.stack([folded.sum(), second.sum()])
-
-
-def signed(word: int) -> int:
-    """Returns a 64-bit word as a signed integer."""
-    return word - (1 << 64) if word >> 63 else word
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deltawire.codec.digest import STEP
 from deltawire.placement.affine import AffineMap
-from deltawire.placement.on_device import Found, signed
+from deltawire.placement.kernels import Found, signed
 
 BLOCK = 2048
 """Changes per program."""

@@ -23,8 +23,9 @@ from deltawire.codec.reference import digest_bits_reference
 from deltawire.errors import CorruptError, ResyncError
 from deltawire.placement.affine import AffineMap
 from deltawire.placement.elements import CARRIER, positions_of
+from deltawire.placement.kernels import Found
 from deltawire.placement.moves import DRIFTED, LOST, OUTSIDE, stage
-from deltawire.placement.on_device import Found, LiveDigest, lanes_of
+from deltawire.placement.on_device import LiveDigest, lanes_of
 from deltawire.placement.placed import PlacedWeights
 from deltawire.placement.placement import Region, probe
 

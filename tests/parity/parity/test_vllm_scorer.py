@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from deltawire.errors import InputError
-from deltawire.parity.scorers import DrawnSequence
+from deltawire.parity.scores import DrawnSequence
 from deltawire.parity.vllm_scorer import VllmScorer
 
 
