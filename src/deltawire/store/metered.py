@@ -26,8 +26,6 @@ class MeteredBucket(DelegatingBucket):
         super().__init__(inner)
         self.read_bytes = 0
         self.written_bytes = 0
-        self.read_keys: dict[str, int] = {}
-        """How many bytes of each key were read."""
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
 
@@ -35,33 +33,31 @@ class MeteredBucket(DelegatingBucket):
         """As `Bucket.get`."""
         data = self.inner.get(key, limit=limit)
         if data is not None:
-            self._count(key, read=len(data))
+            self._count(read=len(data))
         return data
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
         """As `Bucket.read_ranges`."""
         parts = self.inner.read_ranges(key, ranges)
         if parts is not None:
-            self._count(key, read=sum(map(len, parts)))
+            self._count(read=sum(map(len, parts)))
         return parts
 
     def put(self, key: str, data: bytes) -> None:
         """As `Bucket.put`."""
         self.inner.put(key, data)
-        self._count(key, written=len(data))
+        self._count(written=len(data))
 
     def create(self, key: str, data: bytes) -> bool:
         """As `Bucket.create`."""
         made = self.inner.create(key, data)
         if made:
-            self._count(key, written=len(data))
+            self._count(written=len(data))
         return made
 
-    def _count(self, key: str, *, read: int = 0, written: int = 0) -> None:
+    def _count(self, *, read: int = 0, written: int = 0) -> None:
         with self._lock:
             self.read_bytes += read
             self.written_bytes += written
-            if read:
-                self.read_keys[key] = self.read_keys.get(key, 0) + read
         if self._on_bytes is not None:
             self._on_bytes(read, written)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, FencedError, InputError
 from deltawire.store import Bucket, RetryingBucket
-from deltawire.sync.chain.objects import newest_version, read_manifest, read_run
+from deltawire.sync.chain.objects import committed_versions, read_manifest, read_run
 from deltawire.sync.chain.route_finder import READERS
 from deltawire.sync.follow.fetch import in_order
 from deltawire.sync.huggingface.checkpoint_dir import (
@@ -135,7 +136,8 @@ class CheckpointPublisher:
         self.run: Run | None = read_run(self.bucket, public_key=key)
         if self.run is not None and self.run.public_key and signer is None and not dry_run:
             raise InputError("the run is signed", hint="pass its private key", run=bucket.url)
-        self._versions: list[_Version] = []
+        self._versions: dict[int, _Version] = {}
+        """What tells each version that can be read, oldest first."""
         self._at = -1
         """With ``backwards``: the version that the directory before was, or has become."""
         if self.run is not None:
@@ -158,7 +160,7 @@ class CheckpointPublisher:
         if not self._versions:
             return None
         digest = self._digest(read_checkpoint(path)).hex()
-        found = [v for v, known in enumerate(self._versions) if known.digest == digest]
+        found = [v for v, known in self._versions.items() if known.digest == digest]
         return max(found, default=None)
 
     def publish(self, path: Path, *, in_name_order: bool = False) -> DirectoryResult:
@@ -181,13 +183,12 @@ class CheckpointPublisher:
             self._at = there
             return DirectoryResult(path, there, "there", digest.hex(), checkpoint.bytes)
         if in_name_order and not self._backwards and self._comes_before_published(path):
-            newest = len(self._versions) - 1
-            return DirectoryResult(path, newest, "older", digest.hex(), checkpoint.bytes)
+            return DirectoryResult(path, self._newest, "older", digest.hex(), checkpoint.bytes)
         if self._on_digest is not None:
             self._on_digest(path)
         stats = None if self._dry_run else self._commit(checkpoint, digest, files)
-        self._at = len(self._versions)
-        self._versions.append(_Version(digest.hex(), files, path.resolve().name))
+        self._at = self._newest + 1 if stats is None else stats.version
+        self._versions[self._at] = _Version(digest.hex(), files, path.resolve().name)
         if stats is not None and stats.bytes_anchor and self._retain:
             self._prune(stats.version)
         return DirectoryResult(
@@ -198,6 +199,11 @@ class CheckpointPublisher:
             checkpoint.bytes,
             stats,
         )
+
+    @property
+    def _newest(self) -> int:
+        """The newest version that can be read, -1 if there is none."""
+        return max(self._versions, default=-1)
 
     def _digest(self, checkpoint: Checkpoint) -> Digest:
         """Read a directory's weights for their digest, unless nothing changed since it was read."""
@@ -214,17 +220,17 @@ class CheckpointPublisher:
         The newest version's weights with other files make a new version; older weights with other
         files do not, because they would become the newest.
         """
+        exact = [v for v, known in self._versions.items() if known.has(digest, files)]
+        later = min((v for v in exact if v > self._at), default=None)
         if self._backwards:
-            later = range(self._at + 1, len(self._versions))
-            return next((v for v in later if self._versions[v].has(digest, files)), None)
-        same = [v for v, known in enumerate(self._versions) if known.digest == digest]
-        exact = [v for v in same if self._versions[v].has(digest, files)]
+            return later
+        same = [v for v, known in self._versions.items() if known.digest == digest]
         if exact or not same:
-            return next((v for v in exact if v > self._at), max(exact, default=None))
-        return None if same[-1] == len(self._versions) - 1 else same[-1]
+            return max(exact, default=None) if later is None else later
+        return None if max(same) == self._newest else max(same)
 
     def _comes_before_published(self, path: Path) -> bool:
-        names = [Path(known.name) for known in self._versions if known.name]
+        names = [Path(known.name) for known in self._versions.values() if known.name]
         return any(checkpoint_order(path) < checkpoint_order(name) for name in names)
 
     def _settle(self) -> None:
@@ -234,11 +240,14 @@ class CheckpointPublisher:
             return
         publisher.settle()
         self._stats.clear()
-        for version in range(len(self._versions), publisher.version + 1):
-            manifest = read_manifest(self.bucket, self.run, version)
+        for version in range(self._newest + 1, publisher.version + 1):
+            try:
+                manifest = read_manifest(self.bucket, self.run, version)
+            except CorruptError:
+                continue  # A number that the publisher passed over.
             if manifest is None or manifest.epoch != publisher.epoch:
                 raise self._fenced(version)
-            self._versions.append(_version_of(self.run, manifest))
+            self._versions[version] = _version_of(self.run, manifest)
 
     def _commit(
         self, checkpoint: Checkpoint, digest: Digest, files: list[ModelFile]
@@ -250,7 +259,7 @@ class CheckpointPublisher:
             publisher = self._publisher = self._open(checkpoint, files, metadata)
         assert self.run is not None
         if not self._stats:
-            if publisher.version + 1 != len(self._versions):
+            if publisher.version != self._newest:
                 raise self._fenced(publisher.version)
             publisher.publish(
                 checkpoint.tensors,
@@ -315,23 +324,24 @@ def _version_of(run: Run, manifest: Manifest) -> _Version:
     return _Version(manifest.digest, files, name if isinstance(name, str) else "")
 
 
-def _read_versions(bucket: Bucket, run: Run, report: Callable[[int, int], None]) -> list[_Version]:
-    """Read what tells every version that there is; ``report`` gets the number done and in all."""
-    newest = newest_version(bucket)
-    count = 0 if newest is None else newest + 1
+def _read_versions(
+    bucket: Bucket, run: Run, report: Callable[[int, int], None]
+) -> dict[int, _Version]:
+    """Read what tells every version; ``report`` gets the number of those done and of all.
 
-    def read(version: int) -> _Version:
-        manifest: Manifest | None = None
-        try:
-            manifest = read_manifest(bucket, run, version)
-        except CorruptError:
-            if version == newest:
-                raise  # The next version would build on it.
-        return _Version("", [], "") if manifest is None else _version_of(run, manifest)
+    Damaged manifests are no versions: the publisher goes on from the newest that can be read.
+    """
+    listed = sorted(committed_versions(bucket))
 
-    found: list[_Version] = []
+    def read(version: int) -> Manifest | None:
+        with suppress(CorruptError):
+            return read_manifest(bucket, run, version)
+        return None
+
+    found: dict[int, _Version] = {}
     with ThreadPoolExecutor(1 if bucket.local else READERS, thread_name_prefix="reader") as pool:
-        for version in in_order(pool, read, range(count), ahead=2 * READERS):
-            found.append(version)
-            report(len(found), count)
+        for done, manifest in enumerate(in_order(pool, read, listed, ahead=2 * READERS), 1):
+            if manifest is not None:
+                found[manifest.version] = _version_of(run, manifest)
+            report(done, len(listed))
     return found

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from history import snapshot
+from key_meter import KeyMeter
 
 from benchmarks.synthetic import SyntheticSteps
 from deltawire.errors import CorruptError, InputError, RetryError
@@ -58,7 +59,7 @@ def test_the_destination_is_the_source_byte_for_byte() -> None:
 def test_anchors_after_the_first_never_cross() -> None:
     inner, destination = open_bucket("memory://"), open_bucket("memory://")
     publish(inner, 0, 9, anchor_every=3)
-    source = MeteredBucket(inner)
+    source = KeyMeter(inner)
     relay(source, destination)
     run = read_run(inner)
     assert run is not None
@@ -120,7 +121,7 @@ def test_a_signed_run_verifies_at_the_destination_without_the_key() -> None:
 def test_folds_are_made_at_the_destination() -> None:
     inner, destination = open_bucket("memory://"), open_bucket("memory://")
     publish(inner, 0, 8)
-    source = MeteredBucket(inner)
+    source = KeyMeter(inner)
     carrier = Relay(source, destination, start=0, strides=(2, 4))
     carrier.advance()
     carrier.close()

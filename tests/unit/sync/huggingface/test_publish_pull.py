@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 import pytest
+from key_meter import KeyMeter
 
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import Bucket, MeteredBucket, open_bucket
@@ -308,7 +309,7 @@ def test_only_deltas_are_fetched_once_a_version_is_there(tmp_path: Path) -> None
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
     publish(inner, *paths, anchor_every=0)
     pull(inner, tmp_path / "out", 0)
-    bucket = MeteredBucket(inner)
+    bucket = KeyMeter(inner)
     pull(bucket, tmp_path / "out", 2)
     run = read_run(inner)
     assert run is not None
@@ -768,3 +769,15 @@ def test_names_that_differ_in_case_only_are_refused_on_both_sides(tmp_path: Path
     twins = [ModelFile(name, "0" * 64, 1) for name in ("a.json", "A.json")]
     with pytest.raises(CorruptError, match="two files of one name"):
         read_files(open_bucket("memory://"), twins, version=0)
+
+
+def test_damaged_and_junk_manifests_do_not_stop_a_publisher(tmp_path: Path) -> None:
+    """Neither a damaged newest version nor a key with a huge number, which nobody counts up to."""
+    bucket = open_bucket("memory://")
+    paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(4)]
+    publish(bucket, *paths[:3])
+    bucket.put(keys.manifest(2), b"junk")
+    bucket.put(keys.manifest(9_999_999_999), b"junk")
+    assert publish(bucket, *paths[:2], paths[3]) == [(0, False), (1, False), (3, True)]
+    pull(bucket, tmp_path / "out", 3)
+    assert files_in(tmp_path / "out") == files_in(paths[3])
