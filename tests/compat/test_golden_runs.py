@@ -45,7 +45,7 @@ def test_every_version(golden):
     bucket, expected = golden
     run = read_run(bucket, public_key=SIGNER.public_key)
     assert newest_version(bucket) == max(expected)
-    boundary = newest_retention_floor(bucket)
+    boundary = newest_retention_floor(bucket, run)
     assert boundary == 3
     for version, hashes in expected.items():
         manifest = read_manifest(bucket, run, version)

@@ -14,16 +14,16 @@ from deltawire.errors import CorruptError
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_manifest
-from deltawire.sync.maintain.fsck import Checked
+from deltawire.sync.maintain.fsck import CheckedRun
 from deltawire.wire import keys
 from deltawire.wire.run import Run
 
 
-def print_check(found: Checked, console: Console) -> None:
+def print_check(found: CheckedRun, console: Console) -> None:
     """Print the outcome of ``deltawire fsck``, a line for each fault."""
     console.print(
         f"{found.versions} versions ({found.pruned} pruned, {found.anchors} anchors), "
-        f"{found.folds} compacted deltas, {found.blobs} blobs of {byte_size(found.bytes)}"
+        f"{found.compacted} compacted deltas, {found.blobs} blobs of {byte_size(found.bytes)}"
     )
     if found.unreferenced:
         console.print(

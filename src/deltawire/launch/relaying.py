@@ -66,3 +66,7 @@ def _report(done: Relayed, bar: Bars, *, as_json: bool) -> None:
     line += f", {byte_size(done.anchor_copied)} of them an anchor" if done.anchor_copied else ""
     line += ", pruned" if done.pruned else ""
     bar.log(f"{line} ({byte_size(done.crossed / max(done.seconds, 1e-9))}/s)")
+    if done.alarm:
+        bar.log(f"warning: passed over a manifest at the source: {done.alarm}")
+    if done.compaction_error:
+        bar.log(f"warning: a compacted delta could not be made: {done.compaction_error}")

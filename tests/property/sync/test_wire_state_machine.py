@@ -180,7 +180,7 @@ class Wire(RuleBasedStateMachine):
     def go_on(self, who):
         if who == "retire":
             prune(self.inner, self.run, cutoff=self.committed(), grace_s=0)
-            self.closed = chain.newest_retention_floor(self.inner)
+            self.closed = chain.newest_retention_floor(self.inner, self.run)
         else:
             Relay(self.inner, self.region, strides=(), grace_s=0).advance()
 
@@ -289,7 +289,7 @@ class Wire(RuleBasedStateMachine):
         with suppress(RetryError, CorruptError):
             for _ in range(steps):
                 relay.step()
-            relay.tidy()
+            relay.prune()
         faulty.heal()
 
     @rule(relay=consumes(relays))
@@ -303,8 +303,8 @@ class Wire(RuleBasedStateMachine):
         assert newest_version(self.region) == self.committed()
         found = check_run(self.region)
         assert found.whole, found.faults
-        assert chain.newest_retention_floor(self.region) >= self.closed
-        first = max(found.boundary, found.first)
+        assert chain.newest_retention_floor(self.region, self.run) >= self.closed
+        first = max(found.floor, found.first)
         for version in range(first, self.committed() + 1):
             self.holds(load_mirror(self.region, self.run, at=version))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import blake3
 
@@ -13,6 +13,7 @@ from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, RetryPolicy
 from deltawire.wire import keys
+from deltawire.wire.coordination import MAX_FLOOR_BYTES, RetentionFloor
 from deltawire.wire.manifest import (
     MAX_MANIFEST_BYTES,
     CompactedDelta,
@@ -22,7 +23,7 @@ from deltawire.wire.manifest import (
 )
 from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import MAX_RUN_BYTES, Run, decode_run, encode_run
-from deltawire.wire.seal import Signer, check_signature
+from deltawire.wire.seal import Signer, check_signature, unseal
 from deltawire.wire.signing import verify
 
 T = TypeVar("T")
@@ -193,13 +194,63 @@ def committed_objects(bucket: Bucket, *, newer_than: int | None = None) -> dict[
     return found
 
 
-def newest_retention_floor(bucket: Bucket) -> int:
-    """Versions below this one are closed; 0 if none is."""
-    numbers = [(keys.trailing_number(key), key) for key in bucket.list(keys.RETENTION_FLOORS)]
-    # A stray copy closes nothing: publishers end at a boundary, and retention would not know it.
-    return max(
-        (n for n, key in numbers if n is not None and key == keys.retention_floor(n)), default=0
-    )
+class RetentionFloors(NamedTuple):
+    """The floors of a run: ``valid`` ones by version, and why others were ``refused``."""
+
+    valid: dict[int, ObjectMeta]
+    refused: list[CorruptError]
+
+    @property
+    def newest(self) -> int:
+        """Versions below this one are closed; 0 if none is."""
+        return max(self.valid, default=0)
+
+
+def read_retention_floors(bucket: Bucket, run: Run, *, unsigned: bool = False) -> RetentionFloors:
+    """Reads the retention floors of a run.
+
+    A floor closes versions for ever, so its key says nothing: it must be sealed, of this run,
+    signed in a signed run (unless ``unsigned``), and at a version that is committed.
+    """
+    found = RetentionFloors({}, [])
+    for entry in bucket.list_objects(keys.RETENTION_FLOORS):
+        number = keys.trailing_number(entry.key)
+        if number is None or entry.key != keys.retention_floor(number):
+            continue
+        try:
+            if _check_floor(bucket, run, number, unsigned=unsigned):
+                found.valid[number] = entry
+        except CorruptError as error:
+            found.refused.append(error)
+    return found
+
+
+def _check_floor(bucket: Bucket, run: Run, version: int, *, unsigned: bool) -> bool:
+    """Whether there is a floor at ``version``; raises `CorruptError` if it is none of this run."""
+    key = keys.retention_floor(version)
+    data = bucket.get(key, limit=MAX_FLOOR_BYTES)
+    if data is None:
+        return False  # Retention took it since it was listed.
+    if not unsigned:
+        check_signed(bucket, run, data, key)
+    floor = unseal(data, RetentionFloor, run=bucket.url, key=key)
+    if (floor.run, floor.version) != (run.id, version):
+        raise CorruptError("a retention floor of something else", run=bucket.url, key=key)
+    if not bucket.exists(keys.manifest(version)):
+        raise CorruptError(
+            "a retention floor at a version that is not committed",
+            hint="delete it: retention never raised it",
+            run=bucket.url,
+            version=version,
+            key=key,
+        )
+    return True
+
+
+def newest_retention_floor(bucket: Bucket, run: Run, *, unsigned: bool = False) -> int:
+    """Returns the version below which all are closed, 0 if none is (see
+    `read_retention_floors`)."""
+    return read_retention_floors(bucket, run, unsigned=unsigned).newest
 
 
 def put_blob(bucket: Bucket, data: bytes) -> BlobRef:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from deltawire.errors import CorruptError, ResyncError
 from deltawire.store import Bucket, ObjectMeta
@@ -55,6 +56,8 @@ class _Rejected:
 class VersionPoller:
     """Answers whether a run has a version newer than the one held.
 
+    ``read`` replaces `read_manifest`, for a caller that keeps more than the manifest.
+
     Example::
 
         poller = VersionPoller(bucket, run)
@@ -67,11 +70,13 @@ class VersionPoller:
         bucket: Bucket,
         run: Run,
         *,
+        read: Callable[[int], Manifest | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: Callable[[], float] = random.random,
     ) -> None:
         self.bucket = bucket
         self.run = run
+        self._read_manifest = read or partial(read_manifest, bucket, run)
         self._clock = clock
         self._rng = rng
         self.found: list[Manifest] = []
@@ -170,7 +175,7 @@ class VersionPoller:
                 rejected.meta = meta or rejected.meta
                 return None
         try:
-            manifest = read_manifest(self.bucket, self.run, version)
+            manifest = self._read_manifest(version)
         except CorruptError as error:
             attempts = 1 if rejected is None else rejected.attempts + 1
             pause_s = 0.0 if attempts == 1 else min(2.0 ** (attempts - 2), LONGEST_RECHECK_S)

@@ -1,15 +1,16 @@
-"""Folds: deltas over longer strides, made from what is committed, in nobody's way.
+"""Compacts committed deltas over longer strides, in the background.
 
-A fold of stride s leads from one multiple of s to the next. A reader far behind takes the longest
-strides it can, so that it fetches a number of objects that grows with the logarithm of its lag:
-with the strides 4, 16 and 64 at most 12 for 60 versions, whatever version it starts from.
+A compacted delta of stride s leads from one multiple of s to the next. A reader that lags takes the
+longest strides it can, so it fetches a number of objects that grows with the logarithm of its lag:
+with strides 4, 16 and 64 at most 12 for 60 versions, whatever version it starts from.
 
-A fold is made chunk by chunk: the chunk of the folder's own mirror, which stands at the newest
-multiple of the longest stride, is moved to the base and on to the target by the payloads in the
-bucket, each held against its sum, and the two are encoded. So it equals step-by-step replay by
+A compacted delta is made chunk by chunk: the compactor's own mirror stands at the newest multiple
+of the longest stride; its chunk is moved to the base and on to the target by the payloads in the
+bucket, each checked against its sum, and the two are encoded. So it equals step-by-step replay by
 construction, and takes the memory of one model and a few blobs. It is dropped if it is not smaller
-than what it spans. Folds are not needed by anything: whoever makes them may stop and start at any
-time, and two that make the same one do no harm, because it is create-if-absent.
+than what it spans. Nothing depends on compacted deltas: a compactor may stop and start at any time,
+one that cannot be made is left out, and two compactors that make the same one do no harm, because
+it is create-if-absent.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from collections.abc import Callable, Sequence
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, DeltawireError, InputError
-from deltawire.store import Bucket
-from deltawire.sync.chain.objects import check_signer, get_blob, with_retries
+from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync.chain.objects import check_signer, get_blob
 from deltawire.sync.chain.payloads import read_payload, store_payload, table_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge
@@ -40,15 +41,19 @@ from deltawire.wire.seal import Signer
 COMPACTION_STRIDES = (4, 16, 64)
 
 CACHE_BYTES = 256 << 20
-"""Blobs are kept up to this many bytes while the chunks that lie in them are folded."""
+"""Blobs are cached up to this many bytes while the chunks in them are compacted."""
 
+
+MAX_BACKLOG = 64
+"""Longest strides up to the newest version that are still compacted after a long gap."""
 
 Sealed = Callable[[int, int], "tuple[bytes, CompactedDelta] | None"]
-"""From base and target to a fold and the bytes that it is sealed in, None if there is none."""
+"""From base and target to the bytes of a sealed compacted delta and its content, None if there is
+none."""
 
 
-class _Blobs:
-    """The blobs read last."""
+class _BlobCache:
+    """The blobs that were read last."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -65,10 +70,12 @@ class _Blobs:
         return memoryview(blob)[piece.offset : piece.offset + piece.length]
 
 
-class _Way:
-    """Steps one behind the other, and their pieces by chunk."""
+class _Chain:
+    """Consecutive steps, and their pieces by chunk."""
 
-    def __init__(self, run: Run, survey: RouteFinder, edges: Sequence[Edge], blobs: _Blobs) -> None:
+    def __init__(
+        self, run: Run, finder: RouteFinder, edges: Sequence[Edge], blobs: _BlobCache
+    ) -> None:
         self._run = run
         self._blobs = blobs
         self._steps: list[
@@ -76,19 +83,19 @@ class _Way:
         ] = []
         self.bytes = sum(edge.bytes for edge in edges)
         for edge in edges:
-            step, ref = survey.step(edge)
-            payload = read_payload(survey.bucket, run, step, ref)
+            step, ref = finder.step(edge)
+            payload = read_payload(finder.bucket, run, step, ref)
             by_chunk: dict[tuple[int, int], list[Piece]] = {}
             for piece in payload.pieces:
                 by_chunk.setdefault((piece.tensor, piece.start // run.chunk), []).append(piece)
             self._steps.append((step, payload, by_chunk))
 
     def chunks(self) -> list[tuple[int, int]]:
-        """The chunks that any step changes, in the order of the table."""
+        """Returns the chunks that any step changes, in the order of the table."""
         return sorted({chunk for _, _, by_chunk in self._steps for chunk in by_chunk})
 
     def move(self, chunk: tuple[int, int], bits: Bits) -> None:
-        """Take ``bits``, a chunk of the base, to the target; raises `CorruptError`."""
+        """Moves ``bits``, a chunk of the base, to the target; raises `CorruptError`."""
         name = self._run.tensors[chunk[0]].name
         first = chunk[1] * self._run.chunk
         for step, payload, by_chunk in self._steps:
@@ -97,12 +104,20 @@ class _Way:
                 coded = self._blobs.coded(payload, piece, step.version)
                 patch, change = codec.decode_named(coded, name, part, start=piece.start, threads=1)
                 if change.hex() != piece.sum:
-                    raise CorruptError("a piece does not add up", version=step.version)
+                    raise CorruptError(
+                        "a piece's digest differs from the manifest", version=step.version
+                    )
                 codec.apply(patch, part)
 
 
 class Compactor:
-    """Makes the folds of a run that are due, from a mirror of its own."""
+    """Makes the compacted deltas of a run that are due, from a mirror of its own.
+
+    Example::
+
+        compactor = Compactor(bucket, run, (4, 16, 64), signer=signer)
+        compactor.compact_up_to(newest_version(bucket))
+    """
 
     def __init__(
         self,
@@ -115,13 +130,15 @@ class Compactor:
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
     ) -> None:
-        """``sealed`` gives a fold that somebody who has the key has sealed: then that is what is
+        """``sealed`` returns a compacted delta that a holder of the key has sealed: that one is
         published, once its blobs have been made here."""
         if sealed is None:
             check_signer(bucket, run, signer)
-        self.bucket = bucket
+        self.bucket = RetryingBucket.over(bucket)
         self.run = run
         self.strides = nested(strides)
+        self.failures: dict[tuple[int, int], CorruptError] = {}
+        """Compacted deltas that could not be made, by base and target: they are left out."""
         self._signer = signer
         self._sealed = sealed
         self._threads = threads
@@ -130,46 +147,57 @@ class Compactor:
         self._done = -1
 
     def compact_up_to(self, version: int) -> list[tuple[int, int]]:
-        """Make every fold that is due at ``version`` and not there yet; which ones it made.
+        """Makes every compacted delta that is due at ``version`` and missing. Returns base and
+        target of those it made.
 
-        Begins at the last multiple of the longest stride when it is first called. Raises
-        `RetryError` if the store does not answer, `CorruptError` if what is to be folded is
-        damaged or gone; then the same call may be made again.
+        Begins at the last multiple of the longest stride when it is first called. A compacted delta
+        over damaged or missing objects is left out and recorded in ``failures``: a later one may
+        span them. Raises `RetryError` if the store does not answer; the same call may then be
+        repeated.
         """
         if not self.strides or version < self.strides[0]:
             return []
-        longest = self.strides[-1]
-        if self._mirror is None or self._mirror.version < 0:
-            # From its very multiple on, a fold of the longest stride still has to be made there.
-            start = max(version - 1, 0) // longest * longest
-            self._mirror = load_mirror(
-                self.bucket, self.run, at=start, into=self._mirror, threads=self._threads
-            )
-            self._done = start
-        assert self._mirror is not None
+        shortest, longest = self.strides[0], self.strides[-1]
+        # At a multiple itself, the compacted delta of the longest stride is still to be made.
+        begin = max(version - 1, 0) // longest * longest
+        if self._done < 0 or begin - self._done > MAX_BACKLOG * longest:
+            self._done = begin
         made = []
-        for target in range(self._done + 1, version + 1):
+        for target in range(self._done // shortest * shortest + shortest, version + 1, shortest):
             made += [
                 (target - stride, target)
                 for stride in self.strides
-                if target % stride == 0 and self._fold(target - stride, target)
+                if target % stride == 0 and self._try(target - stride, target)
             ]
-            if target % longest == 0:
-                load_mirror(self.bucket, self.run, at=target, into=self._mirror)
             self._done = target
         return made
 
-    def _fold(self, base: int, target: int) -> bool:
+    def _try(self, base: int, target: int) -> bool:
+        try:
+            self._move_to(base // self.strides[-1] * self.strides[-1])
+            return self._compact(base, target)
+        except CorruptError as error:
+            self.failures[base, target] = error
+            return False
+
+    def _move_to(self, version: int) -> None:
+        """Moves the compactor's mirror to a multiple of the longest stride."""
+        if self._mirror is None or self._mirror.version != version:
+            self._mirror = load_mirror(
+                self.bucket, self.run, at=version, into=self._mirror, threads=self._threads
+            )
+
+    def _compact(self, base: int, target: int) -> bool:
         key = keys.compacted(base, target)
         assert self._mirror is not None
-        if self._mirror.version > base or self.bucket.exists(key):
+        if self.bucket.exists(key):
             return False
         sealed = None if self._sealed is None else self._sealed(base, target)
         if self._sealed is not None and sealed is None:
             return False
-        blobs = _Blobs(self.bucket)
-        to_base = self._way(self._mirror.version, base, blobs)
-        onward = self._way(base, target, blobs)
+        blobs = _BlobCache(self.bucket)
+        to_base = self._chain(self._mirror.version, base, blobs)
+        onward = self._chain(base, target, blobs)
         ends = RouteFinder(self.bucket, self.run, held=None, goal=target)
         first, last = ends.manifest(base), ends.manifest(target)
         if first is None or last is None:
@@ -191,9 +219,9 @@ class Compactor:
             return False
         fault = payload_fault(payload, self.run, base_digest=first.digest, to=last.digest)
         if fault:
-            raise BugError(f"a fold went wrong: {fault}", run=self.bucket.url, key=key)
+            raise BugError(f"a compacted delta is wrong: {fault}", run=self.bucket.url, key=key)
         ref = store_payload(self.bucket, self.run, payload, version=target)
-        fold = CompactedDelta(
+        compacted = CompactedDelta(
             run=self.run.id,
             version=target,
             base=base,
@@ -203,25 +231,26 @@ class Compactor:
             created_at=time.time(),
         )
         if sealed is not None and sealed[1].payload != ref:
-            return False  # Another coder made it: its blobs are not these.
-        data = sealed[0] if sealed is not None else encode_compacted(fold, signer=self._signer)
-        made = with_retries(lambda: self.bucket.create(key, data))
-        if blobs_stay(self.bucket, self.run, [*table_blobs([ref]), *payload.blobs]):
+            return False  # Made by another encoder, whose blobs differ from these.
+        data = sealed[0] if sealed is not None else encode_compacted(compacted, signer=self._signer)
+        made = self.bucket.create(key, data)
+        needed = [*table_blobs([ref]), *payload.blobs]
+        if blobs_stay(self.bucket, self.run, needed, unsigned=self._sealed is not None):
             return made
-        # Retention has taken them meanwhile. Nobody needs the fold, and it can be made anew.
-        with_retries(lambda: self.bucket.delete(key))
+        # Retention deleted them meanwhile. Nothing needs this object, and it can be made again.
+        self.bucket.delete(key)
         return False
 
-    def _way(self, base: int, target: int, blobs: _Blobs) -> _Way:
+    def _chain(self, base: int, target: int, blobs: _BlobCache) -> _Chain:
         if base == target:
-            return _Way(
+            return _Chain(
                 self.run, RouteFinder(self.bucket, self.run, held=base, goal=target), (), blobs
             )
-        survey = RouteFinder(self.bucket, self.run, held=base, goal=target)
-        route = survey.find(anchors=False)
+        finder = RouteFinder(self.bucket, self.run, held=base, goal=target)
+        route = finder.find(anchors=False)
         if route is None:
-            raise survey.error()
-        return _Way(self.run, survey, route.edges, blobs)
+            raise finder.error()
+        return _Chain(self.run, finder, route.edges, blobs)
 
     def _chunk(self, place: tuple[int, int]) -> tuple[Chunk, Bits]:
         assert self._mirror is not None
@@ -235,22 +264,23 @@ class Compactor:
 
 
 def nested(strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides in order. Raises `InputError` unless each is a multiple of the one before."""
+    """Returns strides in order; raises `InputError` unless each is a multiple of the one before."""
     ordered = tuple(sorted(strides))
     pairs = zip(ordered, ordered[1:] or ordered, strict=False)
     if any(small < 2 or large % small for small, large in pairs):
         raise InputError(
             f"strides {','.join(map(str, ordered))} are not multiples of each other",
-            hint="such as 4,16,64",
+            hint="give strides such as 4,16,64",
         )
     return ordered
 
 
 class CompactionThread:
-    """A thread that folds what is due whenever it is woken, beside a publisher or a relay.
+    """A thread next to a publisher or a relay that compacts what is due whenever it is woken.
 
-    What it fails with is kept in ``error`` and tried again when it is next woken: a fold that is
-    missing costs readers bytes and nothing else.
+    ``error`` is why the last attempt failed or left something out, None if it did not; ``on_error``
+    is called with each such error, from the thread. It is tried again at the next wake: a compacted
+    delta that is missing costs readers bytes and nothing else.
     """
 
     def __init__(
@@ -263,10 +293,11 @@ class CompactionThread:
         sealed: Sealed | None = None,
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
+        on_error: Callable[[DeltawireError], None] = lambda _: None,
     ) -> None:
         self.error: DeltawireError | None = None
         self.made: list[tuple[int, int]] = []
-        self._folder = Compactor(
+        self._compactor = Compactor(
             bucket,
             run,
             strides,
@@ -275,24 +306,25 @@ class CompactionThread:
             threads=threads,
             blob_bytes=blob_bytes,
         )
+        self._on_error = on_error
         self._version = -1
         self._wake = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def wake(self, version: int) -> None:
-        """``version`` is committed: fold what that makes due."""
-        if not self._folder.strides:
+        """Compacts what the commit of ``version`` makes due."""
+        if not self._compactor.strides:
             return
         with self._wake:
             self._version = version
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="folder", daemon=True)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="compactor", daemon=True)
                 self._thread.start()
             self._wake.notify()
 
     def close(self) -> None:
-        """Finish what is due and end the thread."""
+        """Finishes what is due and ends the thread."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -309,11 +341,19 @@ class CompactionThread:
                 if self._version == done:
                     return
                 done = self._version
-            try:
-                self.made += self._folder.compact_up_to(done)
-                self.error = None
-            except DeltawireError as error:
-                self.error = error
-            except Exception as error:  # A thread that ends in silence would fold no more.
-                self.error = BugError(f"cannot fold: {type(error).__name__}: {error}")
-                self.error.__cause__ = error
+            error = self._compact(done)
+            self.error = error
+            if error is not None:
+                self._on_error(error)
+
+    def _compact(self, version: int) -> DeltawireError | None:
+        try:
+            self._compactor.failures.clear()
+            self.made += self._compactor.compact_up_to(version)
+            return next(iter(self._compactor.failures.values()), None)
+        except DeltawireError as error:
+            return error
+        except BaseException as error:  # A thread that ends in silence would compact no more.
+            found = BugError(f"cannot compact: {type(error).__name__}: {error}")
+            found.__cause__ = error
+            return found

@@ -1,11 +1,12 @@
-"""Checking a run: every object it should have, every bit of it, and every way between versions.
+"""Checks a run: every object it should have, every bit of it, every route between versions.
 
-The run may be live: what is committed, pruned or folded while the check is under way is no fault.
+The run may be live: what is committed, pruned or compacted during the check is no fault.
 
-One pass, in the order of versions, with one mirror that moves along: each manifest, fold and blob
-is read once, however much of them is damaged. A version counts as reached if a sound anchor, or a
+One pass, in the order of versions, with one mirror that moves along: each manifest, compacted delta
+and blob is read once, however many are damaged. A version counts as reached if a sound anchor, or a
 sound step from a version that was reached, leads to it; only where the mirror has moved past the
-base of a fold that is needed is something fetched a second time.
+base of a compacted delta that is needed is something fetched a second time. Versions are those that
+a listing shows, and gaps between them are reported as gaps: keys may state any number.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
-from deltawire.store import Bucket
+from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.chain.objects import (
     committed_versions,
     get_blob,
-    newest_retention_floor,
     newest_version,
     read_compacted_delta,
     read_manifest,
+    read_retention_floors,
     read_run,
-    with_retries,
 )
 from deltawire.sync.chain.payloads import read_blobs, table_blobs
 from deltawire.sync.follow.fetch import decode_anchor, decode_delta, in_order, read_for
@@ -45,11 +46,11 @@ Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 
 READERS = 8
-"""So many small objects are read at a time from a store that is not at hand."""
+"""Small objects read at once from a store that is not on this machine."""
 
 
-class Step(NamedTuple):
-    """A way to a version from ``base`` (None: from nothing), the object at ``key`` that states it,
+class StatedStep(NamedTuple):
+    """A step to a version from ``base`` (None: from nothing), the object at ``key`` that states it,
     its payload, and the blobs that it needs."""
 
     base: int | None
@@ -60,9 +61,9 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Something missing or wrong. A ``warning`` costs readers bytes; an ``error`` costs them a
-    version."""
+class RunFault:
+    """Something missing or wrong. A ``warning`` costs readers bytes or nothing; an ``error`` costs
+    them a version."""
 
     level: Level
     key: str
@@ -71,27 +72,28 @@ class Fault:
 
 
 @dataclass
-class Checked:
+class CheckedRun:
     """What a check found. ``first`` is the oldest version that is here: where a relay began, 0 in
-    the run's own bucket. ``unreachable`` versions cannot be read in any way."""
+    the run's own bucket. ``newest`` is the newest whose manifest can be read. ``unreachable``
+    versions cannot be read by any route."""
 
     versions: int = 0
     first: int = 0
     newest: int | None = None
-    boundary: int = 0
+    floor: int = 0
     pruned: int = 0
     anchors: int = 0
-    folds: int = 0
+    compacted: int = 0
     blobs: int = 0
     bytes: int = 0
     unreferenced: int = 0
     unreferenced_bytes: int = 0
     unreachable: list[int] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[RunFault] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
-        """Whether every version that should be readable is."""
+        """Whether every version that should be readable is, and at least one if there is any."""
         return not any(fault.level == "error" for fault in self.faults)
 
 
@@ -101,20 +103,26 @@ def check_run(
     deep: bool = True,
     public_key: str = "",
     progress: Progress | None = None,
-) -> Checked:
-    """Check the run in a bucket. Nothing is written.
+) -> CheckedRun:
+    """Checks the run in a bucket. Writes nothing.
 
-    Without ``deep`` blobs are only looked for, by name and size; with it every blob is read, every
-    version is rebuilt in a mirror's memory and held against its digest. ``progress`` is called
+    Without ``deep`` blobs are only looked up, by name and size; with it every blob is read, every
+    version is rebuilt in a mirror's memory and compared with its digest. ``progress`` is called
     with what is being checked, how many are done and how many there are in all. Raises
-    `CorruptError` if there is no readable ``run.json``, `InputError` if there is no run at all,
+    `CorruptError` if ``run.json`` cannot be read, `InputError` if there is no run at all,
     `RetryError` if the store does not answer.
+
+    Example::
+
+        found = check_run(open_bucket("s3://bucket/run"))
+        assert found.whole, found.faults
     """
-    run = with_retries(lambda: read_run(bucket, public_key=public_key))
+    bucket = RetryingBucket.over(bucket)
+    run = read_run(bucket, public_key=public_key)
     if run is None:
-        if with_retries(lambda: newest_version(bucket)) is None:
-            raise InputError("there is no run here", hint="is the path right?", run=bucket.url)
-        raise CorruptError("a run's versions are here without it", run=bucket.url, key=keys.RUN)
+        if newest_version(bucket) is None:
+            raise InputError("there is no run here", hint="check the path", run=bucket.url)
+        raise CorruptError("versions of a run without run.json", run=bucket.url, key=keys.RUN)
     return _Check(bucket, run, progress or _silent).all(deep=deep)
 
 
@@ -126,69 +134,88 @@ class _Check:
     def __init__(self, bucket: Bucket, run: Run, progress: Progress) -> None:
         self.bucket = bucket
         self.run = run
-        self.found = Checked()
+        self.found = CheckedRun()
         self._progress = progress
+        self._listed: list[int] = []
         self._manifests: dict[int, Manifest] = {}
-        self._steps: dict[int, list[Step]] = {}
-        """By target: the delta and the folds that lead there from another version."""
-        self._anchors: dict[int, list[Step]] = {}
-        self._folds_from: dict[int, list[Step]] = {}
+        self._steps: dict[int, list[StatedStep]] = {}
+        """By target: the deltas that lead there from another version, compacted or not."""
+        self._anchors: dict[int, list[StatedStep]] = {}
+        self._compacted_from: dict[int, list[StatedStep]] = {}
         self._bad: set[str] = set()
-        """Blobs that are missing or damaged, and folds that do not join their versions."""
+        """Blobs that are missing or damaged, and compacted deltas that do not join versions."""
         self._read: set[str] = set()
-        """Blobs whose content is what their name says."""
-        self._told: set[tuple[str, int | None]] = set()
-        self._way: dict[int, Step] = {}
-        """By version: what led there. Those that are in it have been reached."""
+        """Blobs whose content matches their name."""
+        self._reported: set[tuple[str, int | None]] = set()
+        self._reached: dict[int, StatedStep] = {}
+        """By version that was reached: the step that led there."""
 
-    def all(self, *, deep: bool) -> Checked:
+    def all(self, *, deep: bool) -> CheckedRun:
         found = self.found
-        found.boundary = with_retries(lambda: newest_retention_floor(self.bucket))
-        versions = self._list_versions()
-        if not versions:
+        self._listed = sorted(committed_versions(self.bucket))
+        if not self._listed:
             return found
-        newest = found.newest = max(versions)
-        found.versions = newest + 1
-        self._read_manifests(versions)
-        self._read_folds()
+        found.versions = len(self._listed)
+        found.first = self._listed[0]
+        found.floor = self._read_floors(found.first)
+        self._read_manifests()
+        found.newest = max(self._manifests, default=None)
+        self._report_gaps()
+        self._read_compacted()
         self._look_for_blobs()
         if deep:
-            self._rebuild(newest)
+            self._rebuild()
             self._read_the_rest()
         else:
-            self._follow(newest)
-        for version in range(max(found.boundary, found.first), newest + 1):
-            if version not in self._way:
+            self._follow()
+        for version in self._listed:
+            if version >= found.floor and version not in self._reached:
                 found.unreachable.append(version)
-                self._fault("error", "", version, "nothing leads to this version")
+                self._fault("error", "", version, "no route leads to this version")
+        if not any(version in self._reached for version in self._manifests):
+            self._fault("error", keys.MANIFESTS, None, "no version of the run can be read")
         self._forget_pruned()
         return found
 
+    def _read_floors(self, first: int) -> int:
+        """Returns the newest floor, and reports those that are not retention's.
+
+        A relay, which has no key, records unsigned at which version it began: the first one here.
+        """
+        floors = read_retention_floors(self.bucket, self.run)
+        unsigned = read_retention_floors(self.bucket, self.run, unsigned=True)
+        began = first if first in unsigned.valid else 0
+        for error in floors.refused:
+            if not began or error.key != keys.retention_floor(began):
+                self._fault("warning", error.key, error.version, error.message)
+        return max(floors.newest, began)
+
     def _forget_pruned(self) -> None:
-        """Retention that ran meanwhile has made no faults."""
-        now = with_retries(lambda: newest_retention_floor(self.bucket))
-        if now <= self.found.boundary:
+        """Drops faults of versions that retention pruned during the check."""
+        now = read_retention_floors(self.bucket, self.run).newest
+        if now <= self.found.floor:
             return
-        self.found.boundary = now
+        self.found.floor = now
         kept = [f for f in self.found.faults if f.version is None or f.version >= now]
         self.found.faults = kept
         self.found.unreachable = [version for version in self.found.unreachable if version >= now]
 
     def _fault(self, level: Level, key: str, version: int | None, message: str) -> None:
-        if (key, version) not in self._told:
-            self._told.add((key, version))
-            self.found.faults.append(Fault(level, key, version, message))
+        if (key, version) not in self._reported:
+            self._reported.add((key, version))
+            self.found.faults.append(RunFault(level, key, version, message))
 
     def _level(self, version: int) -> Level:
-        """What is below the boundary is nobody's any more."""
-        return "error" if version >= self.found.boundary else "warning"
+        """Versions below the floor are closed: nothing needs them."""
+        return "error" if version >= self.found.floor else "warning"
 
     def _read_all(self, what: str, read: Callable[[T], object], items: list[T]) -> Iterator[object]:
-        """What ``read`` makes of each item, in order, or the `CorruptError` that it raised."""
+        """Yields what ``read`` returns for each item, in order, or the `CorruptError` that it
+        raised."""
 
         def one(item: T) -> object:
             try:
-                return with_retries(lambda: read(item))
+                return read(item)
             except CorruptError as error:
                 return error
 
@@ -199,30 +226,18 @@ class _Check:
                 yield result
         self._progress(what, len(items), len(items))
 
-    def _list_versions(self) -> set[int]:
-        return set(with_retries(lambda: committed_versions(self.bucket)))
-
-    def _read_manifests(self, versions: set[int]) -> None:
-        self.found.first = min(versions)
-        if self.found.first > self.found.boundary:
-            self._fault(
-                "error",
-                keys.manifest(self.found.first - 1),
-                None,
-                f"nothing below version {self.found.first} is here, and no boundary closes it",
-            )
-        wanted = list(range(self.found.first, max(versions) + 1))
+    def _read_manifests(self) -> None:
+        damaged: dict[int, str] = {}
         epoch = 0
         read = self._read_all(
-            "manifests", lambda v: read_manifest(self.bucket, self.run, v), wanted
+            "manifests", lambda v: read_manifest(self.bucket, self.run, v), self._listed
         )
-        for version, manifest in zip(wanted, read, strict=True):
-            key, level = keys.manifest(version), self._level(version)
-            if isinstance(manifest, CorruptError):
-                self._fault(level, key, version, manifest.message)
-            if manifest is None:
-                self._fault(level, key, version, "the manifest is missing")
+        for version, manifest in zip(self._listed, read, strict=True):
+            key = keys.manifest(version)
             if not isinstance(manifest, Manifest):
+                damaged[version] = (
+                    manifest.message if isinstance(manifest, CorruptError) else "it is missing"
+                )
                 continue
             self._manifests[version] = manifest
             self.found.pruned += manifest.pruned
@@ -239,60 +254,79 @@ class _Check:
             if not manifest.pruned and manifest.epoch < epoch:
                 self._fault("error", key, version, "its epoch is below that of the one before")
             epoch = max(epoch, manifest.epoch)
+        for version, message in damaged.items():
+            self._fault(self._level(version), keys.manifest(version), version, message)
 
-    def _read_folds(self) -> None:
+    def _report_gaps(self) -> None:
+        """Reports numbers without a manifest. Writers pass over one only if it is taken, so below
+        the newest version a gap is a loss."""
+        first, newest = self.found.first, self.found.newest
+        if first > self.found.floor:
+            message = f"nothing below version {first} is here, and no floor closes it"
+            self._fault("error", keys.manifest(first - 1), None, message)
+        for low, high in pairwise(self._listed):
+            if high == low + 1 or newest is None or high > newest:
+                continue
+            missing = "the manifest is missing"
+            if high > low + 2:
+                missing = f"the manifests of versions {low + 1} to {high - 1} are missing"
+            self._fault(self._level(high - 1), keys.manifest(low + 1), low + 1, missing)
+
+    def _read_compacted(self) -> None:
         names: list[tuple[int | None, int]] = []
-        for key in with_retries(lambda: self.bucket.list(keys.COMPACTED)):
+        for key in self.bucket.list(keys.COMPACTED):
             name = keys.compacted_of(key)
             if name is None:
-                self._fault("warning", key, None, "not the name of a fold")
+                self._fault("warning", key, None, "not the name of a compacted delta")
             else:
                 names.append(name)
         read = self._read_all(
-            "folds", lambda n: read_compacted_delta(self.bucket, self.run, *n), names
+            "compacted deltas", lambda n: read_compacted_delta(self.bucket, self.run, *n), names
         )
-        for name, fold in zip(names, read, strict=True):
+        for name, compacted in zip(names, read, strict=True):
             key = keys.compacted(*name)
-            if isinstance(fold, CorruptError):
-                self._fault("warning", key, name[1], fold.message)
-            if not isinstance(fold, CompactedDelta):
+            if isinstance(compacted, CorruptError):
+                self._fault("warning", key, name[1], compacted.message)
+            if not isinstance(compacted, CompactedDelta):
                 continue  # Damaged, or retention took it meanwhile.
-            ends = [(fold.version, fold.digest)]
-            ends += [] if fold.base is None else [(fold.base, fold.base_digest)]
+            ends = [(compacted.version, compacted.digest)]
+            ends += [] if compacted.base is None else [(compacted.base, compacted.base_digest)]
             if any(v in self._manifests and self._manifests[v].digest != d for v, d in ends):
-                self._fault("error", key, fold.version, "it does not join the versions it names")
+                self._fault(
+                    "error", key, compacted.version, "it does not join the versions that it names"
+                )
                 self._bad.add(key)
-            step = self._step(fold.base, fold, fold.payload, key)
-            if fold.base is None:
-                self._anchors.setdefault(fold.version, []).append(step)
+            step = self._step(compacted.base, compacted, compacted.payload, key)
+            if compacted.base is None:
+                self._anchors.setdefault(compacted.version, []).append(step)
             else:
-                self._steps.setdefault(fold.version, []).append(step)
-                self._folds_from.setdefault(fold.base, []).append(step)
-            self.found.folds += 1
+                self._steps.setdefault(compacted.version, []).append(step)
+                self._compacted_from.setdefault(compacted.base, []).append(step)
+            self.found.compacted += 1
 
     def _step(
         self, base: int | None, stated: Manifest | CompactedDelta, ref: PayloadRef, key: str
-    ) -> Step:
-        """A step with its blobs; one whose piece table is missing or damaged is a fault."""
-        step = Step(base, stated, ref, key, table_blobs([ref]))
+    ) -> StatedStep:
+        """Returns a step with its blobs; a piece table that is missing or damaged is a fault."""
+        step = StatedStep(base, stated, ref, key, table_blobs([ref]))
         try:
-            step.blobs.extend(with_retries(lambda: read_blobs(self.bucket, self.run, ref)))
+            step.blobs.extend(read_blobs(self.bucket, self.run, ref))
         except CorruptError as error:
             table = keys.blob(ref.table.blob) if ref.table.blob else key
             self._fault(self._level_of(step), table, stated.version, error.message)
             self._bad.add(table)
         return step
 
-    def _all_steps(self) -> Iterator[Step]:
+    def _all_steps(self) -> Iterator[StatedStep]:
         for steps in (*self._steps.values(), *self._anchors.values()):
             yield from steps
 
-    def _level_of(self, step: Step) -> Level:
-        fold = isinstance(step.stated, CompactedDelta)
-        return "warning" if fold else self._level(step.stated.version)
+    def _level_of(self, step: StatedStep) -> Level:
+        compacted = isinstance(step.stated, CompactedDelta)
+        return "warning" if compacted else self._level(step.stated.version)
 
     def _look_for_blobs(self) -> None:
-        there = {e.key: e.bytes for e in with_retries(lambda: self.bucket.list_objects(keys.BLOBS))}
+        there = {entry.key: entry.bytes for entry in self.bucket.list_objects(keys.BLOBS)}
         self.found.blobs, self.found.bytes = len(there), sum(there.values())
         wanted: set[str] = set()
         for level, ref, version in self._all_refs():
@@ -302,7 +336,7 @@ class _Check:
         self.found.unreferenced, self.found.unreferenced_bytes = len(spare), sum(spare)
 
     def _all_refs(self) -> Iterator[tuple[Level, BlobRef, int | None]]:
-        """Every blob that something refers to; those of anchors, deltas and folds last."""
+        """Yields every blob that something refers to; those of anchors and deltas last."""
         for file in self.run.model_files:
             yield "error", BlobRef(file.blob, file.bytes), None
         for version, manifest in self._manifests.items():
@@ -315,113 +349,113 @@ class _Check:
     def _look(self, level: Level, ref: BlobRef, version: int | None, there: dict[str, int]) -> None:
         key = keys.blob(ref.hash)
         size = there.get(key)
-        if size is None:  # Perhaps it came behind the listing.
-            size = with_retries(lambda: self.bucket.size(key))
+        if size is None:  # Perhaps it was put after the listing.
+            size = self.bucket.size(key)
         if size != ref.bytes:
             what = "missing" if size is None else f"of {size} bytes and not {ref.bytes}"
             self._fault(level, key, version, f"a blob is {what}")
             self._bad.add(key)
 
-    def _sound(self, step: Step) -> bool:
+    def _sound(self, step: StatedStep) -> bool:
         names = [keys.blob(ref.hash) for ref in step.blobs]
         return self._bad.isdisjoint([step.key, *names])
 
-    def _follow(self, newest: int) -> None:
-        """Which versions can be reached, by what was looked at and not by their bits."""
-        for version in range(self.found.first, newest + 1):
-            steps = [s for s in self._steps.get(version, ()) if s.base in self._way]
+    def _follow(self) -> None:
+        """Finds which versions can be reached, judging blobs by their sizes and not their bits."""
+        for version in self._listed:
+            steps = [s for s in self._steps.get(version, ()) if s.base in self._reached]
             for step in (*self._anchors.get(version, ()), *steps):
                 if version in self._manifests and self._sound(step):
-                    self._way[version] = step
+                    self._reached[version] = step
 
-    def _rebuild(self, newest: int) -> None:
-        """Every version, from the ones before, in one mirror that moves along."""
+    def _rebuild(self) -> None:
+        """Rebuilds every version from the ones before, in one mirror that moves along."""
         mirror = empty_mirror(self.run)
-        for version in range(self.found.first, newest + 1):
-            self._progress("versions", version, newest + 1)
+        for number, version in enumerate(self._listed):
+            self._progress("versions", number, len(self._listed))
             manifest = self._manifests.get(version)
             if manifest is None or manifest.pruned:
                 continue
             self._arrive(version, mirror)
             if mirror.version == version:
-                for step in self._folds_from.get(version, ()):
-                    self._try(step, lambda s=step: self._dry(s, mirror))  # type: ignore[misc]
-        self._progress("versions", newest + 1, newest + 1)
+                for step in self._compacted_from.get(version, ()):
+                    self._try(step, lambda s=step: self._decode(s, mirror))  # type: ignore[misc]
+        self._progress("versions", len(self._listed), len(self._listed))
 
     def _arrive(self, version: int, mirror: Mirror) -> None:
-        """Bring the mirror to a version by its delta, its anchors or a fold, and check them all."""
+        """Moves the mirror to a version by its deltas and anchors, and checks them all."""
         steps = self._steps.get(version, [])
         for step in steps:
             if isinstance(step.stated, Manifest) and step.base == mirror.version:
                 self._try(step, lambda s=step: self._move(s, mirror))  # type: ignore[misc]
         for step in self._anchors.get(version, ()):
-            self._try(step, lambda s=step: self._whole(s, mirror))  # type: ignore[misc]
+            self._try(step, lambda s=step: self._anchor(s, mirror))  # type: ignore[misc]
         for step in steps:
-            if mirror.version != version and step.base in self._way:
-                self._try(step, lambda s=step: self._go(s, mirror))  # type: ignore[misc]
+            if mirror.version != version and step.base in self._reached:
+                self._try(step, lambda s=step: self._go_around(s, mirror))  # type: ignore[misc]
 
-    def _try(self, step: Step, action: Callable[[], None]) -> None:
-        """Take a step, and say what is wrong with it; one that is known to be is not taken."""
+    def _try(self, step: StatedStep, action: Callable[[], None]) -> None:
+        """Checks a step and reports its fault; a step that is known to be bad is skipped."""
         if not self._sound(step):
             return
         try:
-            with_retries(action)
+            action()
         except CorruptError as error:
             key, version = error.key or step.key, step.stated.version
             self._fault(self._level_of(step), key, version, error.message)
             self._bad.add(key)
 
-    def _go(self, step: Step, mirror: Mirror) -> None:
-        """Around what is damaged, as a reader would: to the base of a step, if the mirror is not
-        there any more, and over it."""
-        way = [step]
-        while way[-1].base is not None and way[-1].base != mirror.version:
-            way.append(self._way[way[-1].base])
-        for one in reversed(way):
+    def _go_around(self, step: StatedStep, mirror: Mirror) -> None:
+        """Goes around damaged objects as a reader would: back to the base of a step, and over
+        it."""
+        route = [step]
+        while route[-1].base is not None and route[-1].base != mirror.version:
+            route.append(self._reached[route[-1].base])
+        for one in reversed(route):
             if one.base is None:
                 fetch_anchor(self.bucket, self.run, one.stated, one.payload, mirror)
             else:
                 self._move(one, mirror)
 
-    def _move(self, step: Step, mirror: Mirror) -> None:
+    def _move(self, step: StatedStep, mirror: Mirror) -> None:
         stated = step.stated
         pieces, held = decode_delta(self.bucket, self.run, stated, step.payload, mirror)
         mirror.move(pieces, stated.version, Digest.from_hex(stated.digest), held)
-        self._took(step)
+        self._record(step)
 
-    def _dry(self, step: Step, mirror: Mirror) -> None:
+    def _decode(self, step: StatedStep, mirror: Mirror) -> None:
         decode_delta(self.bucket, self.run, step.stated, step.payload, mirror)
         self._read |= {ref.hash for ref in step.blobs}
 
-    def _whole(self, step: Step, mirror: Mirror) -> None:
-        """An anchor: taken up if the mirror is not there yet, else compared with it."""
+    def _anchor(self, step: StatedStep, mirror: Mirror) -> None:
+        """Loads an anchor if the mirror is not at its version yet, otherwise compares the two."""
         stated, payload = step.stated, step.payload
         if mirror.version != stated.version:
             fetch_anchor(self.bucket, self.run, stated, payload, mirror)
-            self._took(step)
+            self._record(step)
             return
 
         def compare(name: str, start: int, bits: Bits) -> None:
             held = mirror.find(name, start, bits.size)
             if held is None or not np.array_equal(held, bits):
                 raise CorruptError(
-                    f"the anchor's tensor {name} is not what the deltas lead to",
+                    f"the anchor's tensor {name} differs from what the deltas lead to",
                     version=stated.version,
                 )
 
         whole = read_for(self.bucket, self.run, stated, payload, mirror)
         decode_anchor(self.bucket, self.run, stated, whole, mirror, compare)
-        self._took(step)
+        self._record(step)
 
-    def _took(self, step: Step) -> None:
-        """An anchor is the shortest way back to a version."""
-        if step.base is None or step.stated.version not in self._way:
-            self._way[step.stated.version] = step
+    def _record(self, step: StatedStep) -> None:
+        """Records that a step leads to its version; an anchor is the shortest way back to one."""
+        if step.base is None or step.stated.version not in self._reached:
+            self._reached[step.stated.version] = step
         self._read |= {ref.hash for ref in step.blobs}
 
     def _read_the_rest(self) -> None:
-        """Blobs that rebuilding had no use for, by their names: of steps from versions that are
-        not reached, and of files beside the weights."""
+        """Compares the other blobs with their names: those of steps from versions that were not
+        reached, and of files besides the weights."""
         rest = {
             ref.hash: (level, ref, version)
             for level, ref, version in self._all_refs()

@@ -1,27 +1,29 @@
-"""Keeping a region's bucket current: each delta crosses once, and a full model at most once.
+"""Keeps another region's bucket current: each delta crosses once, a full model at most once.
 
 Who waits for whom::
 
     source                      relay                                destination
-      manifest N+1 ───────────▶ (its bytes, as they are)
+      manifest N+1 ───────────▶ (its bytes, unchanged)
       blobs of the delta ─────▶ each once ─────────────────────────▶ blobs
                                 the mirror takes the delta, and
-                                makes the anchor's blobs anew ─────▶ blobs
+                                encodes the anchor's blobs again ──▶ blobs
                                                        last of all ▶ manifest N+1, the same bytes
 
-Manifests are copied byte for byte, so that their signatures hold at the destination as well; the
-relay has no key and needs none. An anchor's blobs are made from the relay's own mirror: coding is a
-function of the bits, so that they come out as the ones that the manifest names, and are held
-against those names before they are put. One that does not (its writer's coder was another) is
-copied, which is counted and told.
+Manifests are copied byte for byte, so their signatures hold at the destination as well; the relay
+has no key and needs none. An anchor's blobs are made from the relay's own mirror: encoding is a
+function of the bits, so they come out as the ones that the manifest names, and are compared with
+those names before they are put. One that differs (its writer had another encoder) is copied, which
+is counted and reported.
 
 Everything that the relay knows lies in the destination. Stopped anywhere, it finds the newest
-version there and goes on behind it; blobs of a version that is not committed yet are put again or
-found to be there. Folds are made at the destination, of its own deltas; in a signed run, where a
-fold needs the key, the source's are taken over once their blobs have been made.
+version there and continues after it; blobs of a version that is not committed yet are put again or
+found to be there. Compacted deltas are made at the destination, from its own deltas; in a signed
+run, where they need the key, the source's are copied once their blobs have been made.
 
-What retention closes at the source is closed at the destination too, on the newest anchor that is
-there, and its tombstones are the source's. So a region does not grow for ever.
+Versions that retention prunes at the source are pruned at the destination too, down to the newest
+anchor that is there, with the source's tombstones. So a region does not grow for ever. A manifest
+that the source has lost, or that cannot be read there, is passed over once a newer version can be
+read, and stays as the relay's ``alarm``.
 """
 
 from __future__ import annotations
@@ -38,27 +40,29 @@ from blake3 import blake3
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import Bucket
+from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.chain.objects import (
     check_signed,
+    committed_versions,
     get_blob,
     newest_retention_floor,
     newest_version,
     put_blob,
     read_manifest,
     read_run,
-    with_retries,
+    require_run,
 )
 from deltawire.sync.chain.payloads import read_blobs, read_payload, table_blobs
+from deltawire.sync.chain.version_poller import VersionPoller, newest_readable
 from deltawire.sync.follow.fetch import decode_delta, in_order, threads_of
 from deltawire.sync.follow.load import fetch_anchor, load_mirror
 from deltawire.sync.follow.mirror import Mirror, empty_mirror
 from deltawire.sync.huggingface.checkpoint_dir import files_of
 from deltawire.sync.maintain.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.sync.maintain.gc_intents import blobs_stay
-from deltawire.sync.maintain.retention import GRACE_S, Pruned, prune
+from deltawire.sync.maintain.retention import GRACE_S, Pruned, SealedElsewhere, prune
 from deltawire.wire import keys
-from deltawire.wire.coordination import RetentionFloor
+from deltawire.wire.coordination import MAX_FLOOR_BYTES, RetentionFloor
 from deltawire.wire.manifest import (
     MAX_MANIFEST_BYTES,
     CompactedDelta,
@@ -70,19 +74,20 @@ from deltawire.wire.payload import BlobRef, PayloadRef, Piece
 from deltawire.wire.run import MAX_RUN_BYTES, Run
 from deltawire.wire.seal import Signer, seal
 
-LOOK_EVERY_POLLS = 20
-
-TIDY_EVERY_S = 300.0
+PRUNE_EVERY_S = 300.0
 """How often, while nothing new is there, the source is asked what it has pruned."""
 
 PATIENCE = 16
-"""So many versions later a fold that the source of a signed run has not made is given up."""
+"""Versions after which a compacted delta that the source of a signed run has not made is given
+up."""
 
 
 @dataclass(frozen=True)
 class Relayed:
-    """What carrying one version over took. ``crossed`` bytes came from the source, of them
-    ``anchor_copied`` those of an anchor; ``anchor_made`` were made here instead."""
+    """What copying one version took. ``crossed`` bytes came from the source, of them
+    ``anchor_copied`` for an anchor; ``anchor_made`` were encoded here instead. ``alarm`` says which
+    manifest at the source could not be read, ``compaction_error`` why a compacted delta could not
+    be made."""
 
     version: int
     pruned: bool
@@ -90,17 +95,25 @@ class Relayed:
     anchor_made: int
     anchor_copied: int
     seconds: float
+    alarm: str = ""
+    compaction_error: str = ""
 
 
 class Relay:
-    """Carries a run from one bucket to another, version by version.
+    """Copies a run from one bucket to another, version by version.
 
     ``start`` is the version to begin with where the destination is empty: the newest anchor at or
-    before it, the newest of all if it is None. ``strides`` are those of the folds made at the
-    destination; in a signed run without ``signer``, of those the ones that the source has too.
-    Unless ``retain`` is false, versions that the source has pruned are pruned at the destination,
-    ``grace_s`` after they were closed there, whenever all that is at the source has been carried.
-    Not for use by several threads at once; two relays to one destination do no harm.
+    before it, the newest of all if it is None. ``strides`` are those of the compacted deltas made
+    at the destination; in a signed run without ``signer``, of those the ones that the source has
+    too. Unless ``retain`` is false, versions that the source has pruned are pruned at the
+    destination, ``grace_s`` after they were closed there, whenever everything at the source has
+    been copied. Not for use by several threads at once; two relays to one destination do no harm.
+
+    Example::
+
+        relay = Relay(open_bucket("s3://here/run"), open_bucket("gs://there/run"))
+        for done in relay.follow():
+            print(done.version, done.crossed)
     """
 
     def __init__(
@@ -124,96 +137,103 @@ class Relay:
                 hint="choose another destination",
                 run=source.url,
             )
-        self.source = source
-        self.destination = destination
+        self.source = RetryingBucket.over(source)
+        self.destination = RetryingBucket.over(destination)
         self._threads = threads
         self.crossed = 0
         """Bytes of manifests, blobs and run.json that came from the source, since this was made."""
-        self._polls = 0
         self._retain = retain
         self._grace_s = grace_s
-        self._tidy_at = 0.0
-        self._tidied = 0
-        self.run = self._take_run(public_key)
-        newest = with_retries(lambda: newest_version(destination))
-        self.mirror = self._resume(newest)
-        self._next = self._first(start) if newest is None else newest + 1
-        if newest is None and self._next:
-            self._begin_with(self._next)
+        self._prune_at = 0.0
+        self._pruned_below = 0
+        self._data: dict[int, bytes] = {}
+        self.run = self._copy_run(public_key)
+        self._keyless = bool(self.run.public_key) and signer is None
+        self._poller = VersionPoller(self.source, self.run, read=self._read)
+        self.mirror, self._done = self._resume()
+        if self._done < 0:
+            first = self._first(start)
+            self._done = first - 1
+            if first:
+                self._begin_with(first)
         self.compaction = CompactionThread(
-            destination,
+            self.destination,
             self.run,
             strides,
             signer=signer,
-            sealed=self._sealed_fold if self.run.public_key and signer is None else None,
+            sealed=self._sealed_at_source if self._keyless else None,
             threads=threads,
         )
 
     @property
     def version(self) -> int:
-        """The newest version that the destination can be read at, -1 before the first."""
+        """The newest version that can be read at the destination, -1 before the first."""
         return self.mirror.version
 
+    @property
+    def alarm(self) -> CorruptError | None:
+        """Why a manifest at the source could not be read, None if all could."""
+        return self._poller.alarm
+
     def advance(self, progress: Callable[[Relayed], None] | None = None) -> int:
-        """Carry over everything that is at the source by now; how many versions that was."""
+        """Copies everything that is at the source by now. Returns how many versions that was."""
         count = 0
         while (done := self.step()) is not None:
             count += 1
             if progress is not None:
                 progress(done)
-        self.tidy()
+        self.prune()
         return count
 
     def follow(self, *, stop: threading.Event | None = None) -> Iterator[Relayed]:
-        """Carry over version after version, waiting for the next, until ``stop`` is set."""
+        """Copies version after version, waiting for the next, until ``stop`` is set."""
         stop = stop or threading.Event()
         while not stop.is_set():
-            done = with_retries(self.step, pause=lambda s: _wait(stop, s))
+            done = self.step()
             if done is None:
-                if time.monotonic() > self._tidy_at:
-                    self._tidy_at = time.monotonic() + TIDY_EVERY_S
-                    self.tidy()
-                stop.wait(self.source.poll_s)
+                if time.monotonic() > self._prune_at:
+                    self._prune_at = time.monotonic() + PRUNE_EVERY_S
+                    self.prune()
+                stop.wait(self._poller.pause_s)
                 continue
             yield done
 
-    def tidy(self) -> Pruned | None:
-        """Retire at the destination what the source has pruned; None if that is nothing.
+    def prune(self) -> Pruned | None:
+        """Prunes at the destination what the source has pruned; None if that is nothing.
 
-        Raises as `retire` does; then the same call may be made again.
+        Raises as `retention.prune`; the same call may then be repeated.
         """
-        boundary = with_retries(lambda: newest_retention_floor(self.source)) if self._retain else 0
-        if not self._tidied < boundary <= self.mirror.version:
+        floor = newest_retention_floor(self.source, self.run) if self._retain else 0
+        if not self._pruned_below < floor <= self.mirror.version:
             return None
         found = prune(
             self.destination,
             self.run,
-            cutoff=boundary,
+            cutoff=floor,
             grace_s=self._grace_s,
-            tombstones=self._tombstone,
+            sealed=SealedElsewhere(self._tombstone, self._floor),
         )
-        if found.swept == found.boundary:
-            self._tidied = boundary  # Nothing is left to do until the source retires more.
+        if found.pruned_below == found.floor:
+            self._pruned_below = floor  # Nothing is left to do until the source prunes more.
         return found
 
     def close(self) -> None:
-        """Make the folds that are due, and end the thread that does."""
+        """Makes the compacted deltas that are due, and ends the thread that does."""
         self.compaction.close()
 
     def step(self) -> Relayed | None:
-        """Carry over the next version; None if it is not at the source yet.
+        """Copies the next version; None if there is none at the source yet.
 
-        Raises `CorruptError` if the source lost or damaged it, or the destination holds another
-        version of that number, `RetryError` if one of the stores does not answer; then the same
-        call may be made again.
+        Raises `CorruptError` if the source lost or damaged its blobs, or the destination holds
+        another version of that number, `RetryError` if one of the stores does not answer; the same
+        call may then be repeated.
         """
         started, crossed = time.perf_counter(), self.crossed
-        version = self._next
-        found = self._read(version)
+        found = self._next()
         if found is None:
-            self._check_lost(version)
             return None
         data, manifest = found
+        version = manifest.version
         made = copied = 0
         if not manifest.pruned:
             self._copy_files(manifest)
@@ -223,7 +243,7 @@ class Relay:
         self._commit(manifest, data)
         if not manifest.pruned:
             self._keep_blobs(manifest)
-        self._next = version + 1
+        self._done = version
         if self.mirror.version == version:
             self.compaction.wake(version)
         return Relayed(
@@ -233,71 +253,103 @@ class Relay:
             made,
             copied,
             time.perf_counter() - started,
+            alarm="" if self.alarm is None else str(self.alarm),
+            compaction_error=self._compaction_error(),
         )
 
+    def _compaction_error(self) -> str:
+        error = self.compaction.error  # What the source has not made yet is no error.
+        return "" if error is None or isinstance(error, RetryError) else str(error)
+
+    def _next(self) -> tuple[bytes, Manifest] | None:
+        """Returns the next version at the source that can be read, None if there is none yet."""
+        self._data.clear()
+        newest = self._poller.newer(self._done, nearest=True)
+        if newest is None:
+            return None
+        if newest.version == self._done + 1:
+            return self._data[newest.version], newest
+        # The next one is pruned, lost or damaged: the first of the others that can be read.
+        for version in committed_versions(self.source, newer_than=self._done):
+            try:
+                manifest = self._read(version)
+            except CorruptError:
+                continue
+            if manifest is not None:
+                return self._data[version], manifest
+        return None
+
     def _tombstone(self, version: int) -> bytes | None:
-        found = with_retries(lambda: self._read(version))
-        return found[0] if found is not None and found[1].pruned else None
+        found = self._read(version)
+        return self._data.pop(version) if found is not None and found.pruned else None
+
+    def _floor(self, version: int) -> bytes | None:
+        key = keys.retention_floor(version)
+        data = self.source.get(key, limit=MAX_FLOOR_BYTES)
+        if data is not None:
+            check_signed(self.source, self.run, data, key)
+        return data
 
     def _begin_with(self, version: int) -> None:
-        """Say at the destination that what is below ``version`` was never there."""
+        """Records at the destination that nothing below ``version`` was ever there."""
         key = keys.retention_floor(version)
         data = seal(RetentionFloor(run=self.run.id, version=version), key=key)
-        with_retries(lambda: self.destination.create(key, data))
+        self.destination.create(key, data)
 
-    def _take_run(self, public_key: str) -> Run:
-        """run.json as it is, once its files are there."""
-        run = with_retries(lambda: read_run(self.source, public_key=public_key))
-        if run is None:
-            raise InputError("there is no run", hint="is the path right?", run=self.source.url)
-        there = with_retries(lambda: read_run(self.destination, public_key=public_key))
+    def _copy_run(self, public_key: str) -> Run:
+        """Copies run.json unchanged, once its files are there."""
+        run = require_run(self.source, public_key=public_key)
+        there = read_run(self.destination, public_key=public_key)
         if there is not None and there.id != run.id:
             raise InputError(
                 "the destination holds another run",
-                hint="choose an empty one",
+                hint="choose an empty destination",
                 run=self.destination.url,
             )
         if there is None:
             data = self.source.get(keys.RUN, limit=MAX_RUN_BYTES)
             if data is None:
-                raise RetryError("run.json was there and is gone", run=self.source.url)
+                raise RetryError(
+                    "run.json was there and is missing now", run=self.source.url, key=keys.RUN
+                )
             check_signed(self.source, run, data, keys.RUN)
             self.crossed += len(data)
             self._copy_refs([BlobRef(file.blob, file.bytes) for file in run.model_files])
-            with_retries(lambda: self.destination.create(keys.RUN, data))
+            self.destination.create(keys.RUN, data)
         return run
 
-    def _resume(self, newest: int | None) -> Mirror:
-        """The newest version that is stored at the destination, read there and not at the
-        source."""
-        for version in range(-1 if newest is None else newest, -1, -1):
-            manifest = read_manifest(self.destination, self.run, version)
-            if manifest is None or not manifest.pruned:
-                try:
-                    mirror = load_mirror(
-                        self.destination, self.run, at=version, threads=self._threads
-                    )
-                except CorruptError:
-                    if manifest is None:
-                        raise
-                    # It may have been killed before it could look after its blobs.
-                    for ref in manifest.payloads:
-                        self._copy_refs(self._blobs(ref, version), version)
-                    mirror = load_mirror(
-                        self.destination, self.run, at=version, threads=self._threads
-                    )
-                assert mirror is not None
-                return mirror
-        return empty_mirror(self.run)
+    def _resume(self) -> tuple[Mirror, int]:
+        """Loads the newest version that the destination holds from there. Returns the mirror, and
+        the newest version that was copied (-1: none)."""
+        newest = newest_readable(self.destination, self.run)
+        if newest is None:
+            copied = newest_version(self.destination)
+            return empty_mirror(self.run), -1 if copied is None else copied
+        try:
+            mirror = load_mirror(
+                self.destination, self.run, at=newest.version, threads=self._threads
+            )
+        except CorruptError:
+            # An earlier relay may have been killed before it could check its blobs.
+            for ref in newest.payloads:
+                self._copy_refs(self._blobs(ref, newest.version), newest.version)
+            mirror = load_mirror(
+                self.destination, self.run, at=newest.version, threads=self._threads
+            )
+        assert mirror is not None
+        return mirror, newest.version
 
-    def _sealed_fold(self, base: int, target: int) -> tuple[bytes, CompactedDelta] | None:
-        """The source's fold, whose signature is good at the destination too; None if it has none.
-        It may come a little later than its version, and is waited for until it is long overdue."""
+    def _sealed_at_source(self, base: int, target: int) -> tuple[bytes, CompactedDelta] | None:
+        """Returns the source's compacted delta, whose signature holds at the destination too; None
+        if it has none. It may come a little later than its version, and is waited for until it is
+        long overdue."""
         key = keys.compacted(base, target)
-        data = with_retries(lambda: self.source.get(key, limit=MAX_MANIFEST_BYTES))
+        data = self.source.get(key, limit=MAX_MANIFEST_BYTES)
         if data is None:
-            if self._next - target <= PATIENCE:
-                raise RetryError("the fold is not at the source yet", run=self.source.url, key=key)
+            if self._done + 1 - target <= PATIENCE:
+                raise RetryError(
+                    "the compacted delta is not at the source yet", run=self.source.url, key=key
+                )
             return None
         self.crossed += len(data)
         check_signed(self.source, self.run, data, key)
@@ -307,89 +359,80 @@ class Relay:
         )
 
     def _first(self, start: int | None) -> int:
-        newest = with_retries(lambda: newest_version(self.source))
+        newest = newest_readable(self.source, self.run)
         if newest is None:
             return 0
-        for version in range(newest if start is None else min(start, newest), -1, -1):
-            found = self._read(version, count=False)
-            if found is not None and found[1].anchor is not None:
+        for version in sorted(committed_versions(self.source), reverse=True):
+            if version > (newest.version if start is None else min(start, newest.version)):
+                continue
+            try:
+                found = read_manifest(self.source, self.run, version)
+            except CorruptError:
+                continue
+            if found is not None and found.anchor is not None:
                 return version
-        if start is not None and start < newest:
+        if start is not None and start < newest.version:
             raise InputError(
                 f"no version up to {start} is stored whole at the source, or not any more",
-                hint="begin with a newer one, or with the newest there is",
+                hint="start with a newer version, or with the newest",
                 run=self.source.url,
             )
-        raise CorruptError("no version is stored whole", run=self.source.url)
+        raise CorruptError("no version is stored whole at the source", run=self.source.url)
 
-    def _read(self, version: int, *, count: bool = True) -> tuple[bytes, Manifest] | None:
-        """A manifest at the source, checked, and its bytes."""
+    def _read(self, version: int) -> Manifest | None:
+        """Reads a manifest at the source, and keeps its bytes in ``_data``."""
         key = keys.manifest(version)
         data = self.source.get(key, limit=MAX_MANIFEST_BYTES)
         if data is None:
             return None
-        self.crossed += len(data) if count else 0
         check_signed(self.source, self.run, data, key)
         manifest = decode_manifest(
             data, version=version, table=self.run, run=self.source.url, key=key
         )
-        return data, manifest
-
-    def _check_lost(self, version: int) -> None:
-        """A manifest that is not there, but one behind it is, was lost: do not wait for it."""
-        self._polls += 1
-        if self._polls % LOOK_EVERY_POLLS != 1:
-            return
-        newer = newest_version(self.source, newer_than=version)
-        if newer is not None and not self.source.exists(keys.manifest(version)):
-            raise CorruptError(
-                "the manifest is missing at the source, and newer ones are there",
-                hint="begin in an empty destination, at a newer anchor",
-                run=self.source.url,
-                version=version,
-                key=keys.manifest(version),
-            )
+        self.crossed += len(data)
+        self._data[version] = data
+        return manifest
 
     def _copy_files(self, manifest: Manifest) -> None:
         self._copy_refs([BlobRef(f.blob, f.bytes) for f in files_of(self.run, manifest)])
 
     def _blobs(self, ref: PayloadRef, version: int) -> list[BlobRef]:
-        """The blobs of a payload, by its piece table, which is copied first."""
+        """Returns the blobs of a payload, by its piece table, which is copied first."""
         tables = table_blobs([ref])
         self._copy_refs(tables, version)
         try:
-            return with_retries(lambda: read_blobs(self.destination, self.run, ref))
+            return read_blobs(self.destination, self.run, ref)
         except CorruptError:
-            # A table that was there before is trusted for its size only: copy it again.
+            # Of a table that was there before only the size was checked: copy it again.
             for table in tables:
-                self._carry(table, version)
-            return with_retries(lambda: read_blobs(self.destination, self.run, ref))
+                self._copy_blob(table, version)
+            return read_blobs(self.destination, self.run, ref)
 
     def _copy_refs(self, refs: list[BlobRef], version: int | None = None) -> None:
-        """Blobs that the destination lacks, each held against its name on its way."""
+        """Copies the blobs that the destination lacks, each checked against its name."""
         for ref in refs:
-            if with_retries(lambda r=ref: self.destination.size(keys.blob(r.hash))) != ref.bytes:  # type: ignore[misc]
-                self._carry(ref, version)
+            if self.destination.size(keys.blob(ref.hash)) != ref.bytes:
+                self._copy_blob(ref, version)
 
-    def _carry(self, ref: BlobRef, version: int | None) -> None:
-        data = with_retries(lambda: get_blob(self.source, ref, version=version))
+    def _copy_blob(self, ref: BlobRef, version: int | None) -> None:
+        data = get_blob(self.source, ref, version=version)
         self.crossed += len(data)
         put_blob(self.destination, bytes(data))
 
     def _move(self, manifest: Manifest) -> tuple[int, int]:
-        """Bring the mirror to the version, and its anchor's blobs to the destination: made here
-        if the delta leads there, else copied. How many bytes were made, and how many copied."""
+        """Moves the mirror to the version, and its anchor's blobs to the destination: encoded here
+        if the delta leads there, otherwise copied. Returns the bytes encoded and copied."""
         follows = manifest.delta is not None and manifest.base == self.mirror.version
         if follows:
             assert manifest.delta is not None
             try:
-                self._take_delta(manifest, manifest.delta)
+                self._apply_delta(manifest, manifest.delta)
             except CorruptError:
-                # Blobs that lay there before are believed by their size alone: once more, whole.
+                # Of blobs that lay there before only the size was checked: copy them again.
                 tables = table_blobs([manifest.delta])
                 for ref in [*tables, *self._blobs(manifest.delta, manifest.version)]:
-                    self._carry(ref, manifest.version)
-                self._take_delta(manifest, manifest.delta)
+                    self._copy_blob(ref, manifest.version)
+                self._apply_delta(manifest, manifest.delta)
         if manifest.anchor is None:
             return 0, 0
         if follows:
@@ -403,25 +446,25 @@ class Relay:
         return 0, self.crossed - before
 
     def _keep_blobs(self, manifest: Manifest) -> None:
-        """What retention at the destination took before the commit is carried or made again: blobs
-        that lay there already were counted on, and may have been nobody's."""
+        """Copies or encodes again what retention at the destination deleted before the commit:
+        blobs that lay there already were counted on, and perhaps nothing referred to them."""
         refs = table_blobs(manifest.payloads)
         for payload in manifest.payloads:
             refs += self._blobs(payload, manifest.version)
         refs += [BlobRef(file.blob, file.bytes) for file in files_of(self.run, manifest)]
-        if blobs_stay(self.destination, self.run, refs):
+        if blobs_stay(self.destination, self.run, refs, unsigned=self._keyless):
             return
         if manifest.anchor is not None and self.mirror.version == manifest.version:
             self._make_anchor(manifest, manifest.anchor)
         self._copy_refs(refs, manifest.version)
-        if not blobs_stay(self.destination, self.run, refs):
+        if not blobs_stay(self.destination, self.run, refs, unsigned=self._keyless):
             raise RetryError(
-                "blobs that were just put are gone again",
+                "blobs that were just put are missing again",
                 run=self.destination.url,
                 version=manifest.version,
             )
 
-    def _take_delta(self, manifest: Manifest, payload: PayloadRef) -> None:
+    def _apply_delta(self, manifest: Manifest, payload: PayloadRef) -> None:
         pieces, held = decode_delta(
             self.destination, self.run, manifest, payload, self.mirror, threads=self._threads
         )
@@ -430,30 +473,30 @@ class Relay:
     def _make_anchor(self, manifest: Manifest, stated: PayloadRef) -> tuple[int, int]:
         made = copied = 0
         self._blobs(stated, manifest.version)
-        anchor = with_retries(lambda: read_payload(self.destination, self.run, manifest, stated))
+        anchor = read_payload(self.destination, self.run, manifest, stated)
         pieces: dict[int, list[Piece]] = {}
         for piece in anchor.pieces:
             pieces.setdefault(piece.blob, []).append(piece)
         for number, ref in enumerate(anchor.blobs):
             if self.destination.size(keys.blob(ref.hash)) == ref.bytes:
                 continue
-            data = self._code(pieces.get(number, []))
+            data = self._encode(pieces.get(number, []))
             if data is not None and blake3(data).hexdigest() == ref.hash:
                 put_blob(self.destination, data)
                 made += len(data)
             else:
-                self._carry(ref, manifest.version)
+                self._copy_blob(ref, manifest.version)
                 copied += ref.bytes
         return made, copied
 
-    def _code(self, pieces: list[Piece]) -> bytes | None:
-        """An anchor's blob out of the mirror; None if it cannot be made of these pieces."""
+    def _encode(self, pieces: list[Piece]) -> bytes | None:
+        """Encodes an anchor's blob from the mirror; None if these pieces do not make one up."""
         ordered = sorted(pieces, key=lambda piece: piece.offset)
         count = threads_of(self._threads)
         parts: list[bytes] = []
         at = 0
         with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
-            coded = in_order(pool, self._code_piece, ordered, ahead=count)
+            coded = in_order(pool, self._encode_piece, ordered, ahead=count)
             for piece, part in zip(ordered, coded, strict=True):
                 if piece.offset != at or piece.length != len(part):
                     return None
@@ -461,18 +504,22 @@ class Relay:
                 at += len(part)
         return b"".join(parts)
 
-    def _code_piece(self, piece: Piece) -> bytes:
+    def _encode_piece(self, piece: Piece) -> bytes:
         spec = self.run.tensors[piece.tensor]
         bits = self.mirror.find(spec.name, piece.start, piece.count)
         assert bits is not None
         return codec.encode_full(bits, spec.dtype, threads=1)
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
-        """The manifest last, as it is. One that is there already is this one, or its tombstone."""
+        """Creates the manifest unchanged; one that is there must be the same, or its tombstone."""
         key = keys.manifest(manifest.version)
-        if with_retries(lambda: self.destination.create(key, data)):
+        if self.destination.create(key, data):
             return
-        there = with_retries(lambda: read_manifest(self.destination, self.run, manifest.version))
+        try:
+            there = read_manifest(self.destination, self.run, manifest.version)
+        except CorruptError:
+            self.destination.put(key, data)  # Nobody could read what lay there.
+            return
         if there is None or (
             (there.nonce, there.digest) != (manifest.nonce, manifest.digest)
             and not there.pruned
@@ -480,7 +527,7 @@ class Relay:
         ):
             raise CorruptError(
                 "the destination holds another version of this number",
-                hint="has somebody published there?",
+                hint="nothing else may publish to a relay's destination; start in an empty one",
                 run=self.destination.url,
                 version=manifest.version,
                 key=key,
@@ -488,11 +535,7 @@ class Relay:
 
 
 def _same_place(left: str, right: str) -> bool:
-    """Whether two URLs name one bucket. Those of memory name none."""
+    """Whether two URLs name the same bucket; two memory buckets never do."""
     if left.startswith("memory:"):
         return False
     return posixpath.normpath(left) == posixpath.normpath(right)
-
-
-def _wait(stop: threading.Event, seconds: float) -> None:
-    stop.wait(seconds)

@@ -306,7 +306,7 @@ class VersionWriter:
 
         Raises `FencedError` if the version was closed; missing blobs are uploaded again.
         """
-        if newest_retention_floor(self.bucket) > manifest.version:
+        if newest_retention_floor(self.bucket, self.run) > manifest.version:
             raise self.fence(manifest.version, "retention has closed this version meanwhile")
 
         def again() -> None:

@@ -36,10 +36,10 @@ def test_a_whole_run(bucket, deep):
     found = check_run(bucket, deep=deep, progress=lambda *told: seen.append(told))
     assert (found.whole, found.faults, found.unreachable) == (True, [], [])
     assert (found.versions, found.anchors, found.newest) == (LAST + 1, 3, LAST)
-    assert found.folds == len(bucket.list(keys.COMPACTED)) > 0
+    assert found.compacted == len(bucket.list(keys.COMPACTED)) > 0
     assert found.blobs == len(bucket.list(keys.BLOBS))
     assert found.unreferenced == 0
-    wanted = {"manifests": LAST + 1, "folds": found.folds} | (
+    wanted = {"manifests": LAST + 1, "compacted deltas": found.compacted} | (
         {"versions": LAST + 1} if deep else {}
     )
     for what, total in wanted.items():
@@ -114,7 +114,7 @@ def test_what_retention_took_is_no_fault(bucket):
     run = start_run(bucket)
     prune(bucket, run, cutoff=5, grace_s=0)
     found = check_run(bucket)
-    assert (found.faults, found.boundary, found.pruned) == ([], 4, 4)
+    assert (found.faults, found.floor, found.pruned) == ([], 4, 4)
     bucket.put(keys.blob("0" * 64), b"left by a publisher that died")
     found = check_run(bucket)
     assert (found.unreferenced, found.unreferenced_bytes, found.whole) == (1, 29, True)
@@ -128,7 +128,7 @@ def test_retention_meanwhile_makes_no_faults(bucket):
             prune(bucket, run, cutoff=LAST, grace_s=0)
 
     found = check_run(bucket, progress=strike)
-    assert (found.boundary, found.unreachable, found.whole) == (8, [], True)
+    assert (found.floor, found.unreachable, found.whole) == (8, [], True)
 
 
 @pytest.mark.parametrize("deep", [True, False])

@@ -153,7 +153,7 @@ def test_versions_that_retention_took_from_the_source_are_passed() -> None:
     publish(source, 5, 11, anchor_every=3)
     run = read_run(source)
     assert run is not None
-    assert prune(source, run, cutoff=9, grace_s=0).swept == 9
+    assert prune(source, run, cutoff=9, grace_s=0).pruned_below == 9
     assert relay(source, destination).version == 11
     assert relay(source, destination).version == 11
     mirror = load_mirror(destination, run)
@@ -174,17 +174,17 @@ def test_a_region_does_not_grow_for_ever() -> None:
     assert run is not None
     carrier = Relay(source, destination, strides=(), grace_s=0)
     assert carrier.advance() == 7
-    assert prune(source, run, cutoff=9, grace_s=3600).boundary == 9
+    assert prune(source, run, cutoff=9, grace_s=3600).floor == 9
     assert carrier.advance() == 0
     assert destination.list(keys.RETENTION_FLOORS) == [keys.retention_floor(9)]
     # Closed, but nothing is pruned at the source yet: all stays here too.
     assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
-    assert prune(source, run, cutoff=9, grace_s=0).swept == 9
+    assert prune(source, run, cutoff=9, grace_s=0).pruned_below == 9
     carrier.advance()
     assert contents(destination, keys.MANIFESTS) == contents(source, keys.MANIFESTS)
     assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
     assert check_run(destination).faults == []
-    assert carrier.tidy() is None  # It asks for no more than the source's boundary.
+    assert carrier.prune() is None  # It asks for no more than the source's boundary.
     carrier.close()
 
 
@@ -215,11 +215,11 @@ def test_a_region_that_began_later_retires_without_the_key(signed: bool) -> None
     carrier = Relay(source, destination, public_key=public_key, start=4, strides=(), grace_s=0)
     assert carrier.advance() == 9
     found = check_run(destination, public_key=public_key)
-    assert (found.faults, found.first, found.boundary) == ([], 3, 3)
+    assert (found.faults, found.first, found.floor) == ([], 3, 3)
     prune(source, publisher.run, cutoff=8, grace_s=0, signer=signer)
     carrier.advance()
     found = check_run(destination, public_key=public_key)
-    assert (found.faults, found.first, found.boundary, found.pruned) == ([], 3, 6, 3)
+    assert (found.faults, found.first, found.floor, found.pruned) == ([], 3, 6, 3)
     assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
     publisher.publish(weights(12))
     publisher.close()
@@ -249,7 +249,7 @@ def test_following_retention_may_fail_at_each_operation(
         faulty.fail(at=at, done=done, times=None)
         failed = False
         try:
-            carrier.tidy()
+            carrier.prune()
         except RetryError:
             failed = True
         faulty.heal()
@@ -257,7 +257,7 @@ def test_following_retention_may_fail_at_each_operation(
             mirror = load_mirror(destination, run, at=version)
             assert mirror is not None
             assert same_bits(mirror.tensors, weights(version))
-        carrier.tidy()
+        carrier.prune()
         carrier.close()
         for prefix in (keys.MANIFESTS, keys.BLOBS):
             assert contents(destination, prefix) == contents(inner, prefix)
@@ -431,3 +431,30 @@ def test_fifty_versions_move_a_fiftieth_of_fifty_models() -> None:
     )
     assert shares[0] <= 0.03
     assert shares[1] <= 0.01
+
+
+@pytest.mark.parametrize("trouble", ["junk", "lost", "far"])
+def test_a_manifest_that_cannot_be_read_at_the_source_is_passed_over(trouble: str) -> None:
+    """It is reported; versions after it are copied, and readers of the region reach the newest."""
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publisher = start_publisher(source, anchor_every=3)
+    for version in range(3):
+        publisher.publish(weights(version))
+        publisher.flush()
+    carrier = Relay(source, destination, start=0, strides=(), grace_s=0)
+    for version in range(3, 8):
+        publisher.publish(weights(version))
+        publisher.flush()
+    publisher.close()
+    if trouble == "lost":
+        source.delete(keys.manifest(4))
+    else:
+        source.put(keys.manifest(4 if trouble == "junk" else 9_999_999_999), b"junk")
+    done = []
+    carrier.advance(done.append)
+    carrier.close()
+    copied = [one.version for one in done]
+    passed_over = set() if trouble == "far" else {4}
+    assert copied == [v for v in range(8) if v not in passed_over]
+    assert any(one.alarm for one in done) == (trouble == "junk")
+    assert same_bits(load_mirror(destination, publisher.run).tensors, weights(7))

@@ -19,6 +19,8 @@ from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, no_answer
 from deltawire.testing.tiny import same_bits, start_publisher, start_run, weights
 from deltawire.wire import keys
+from deltawire.wire.coordination import RetentionFloor
+from deltawire.wire.seal import seal
 
 NEWEST = 10
 ANCHORS = (0, 4, 8)
@@ -52,6 +54,13 @@ def publish_and_wait(publisher, tensors):
     publisher.flush()
 
 
+def raise_floor(bucket, run, version, *, run_id=None):
+    """A floor as retention raises it, or one of another run."""
+    key = keys.retention_floor(version)
+    floor = RetentionFloor(run=run_id or run.id, version=version)
+    bucket.put(key, seal(floor, key=key))
+
+
 def stored(bucket):
     return {entry.key: entry.bytes for entry in bucket.inner.list_objects("")}
 
@@ -73,17 +82,17 @@ def test_hangs_on_the_newest_anchor_at_or_before_the_cutoff(bucket, cutoff):
     before = stored(bucket)
     found = prune(bucket, run, cutoff=cutoff, grace_s=0)
     anchor = max(a for a in ANCHORS if a <= cutoff)
-    assert (found.anchor, found.boundary, found.swept) == (anchor, anchor, anchor)
+    assert (found.anchor, found.floor, found.pruned_below) == (anchor, anchor, anchor)
     assert found.manifests == list(range(anchor))
     assert_kept(bucket, anchor)
     after = stored(bucket)
     gone = {key for key in before if key not in after}
-    assert gone == set(found.blobs) | set(found.folds)
+    assert gone == set(found.blobs) | set(found.compacted)
     assert found.bytes == sum(before[key] for key in found.blobs) > 0
     assert {keys.manifest(v) for v in range(NEWEST + 1)} <= after.keys()
     # A second time there is nothing left to do.
     again = prune(bucket, run, cutoff=cutoff, grace_s=0)
-    assert (again.manifests, again.folds, again.blobs) == ([], [], [])
+    assert (again.manifests, again.compacted, again.blobs) == ([], [], [])
     fill(bucket, NEWEST + 3)
     assert_kept(bucket, anchor)
 
@@ -114,14 +123,14 @@ def test_the_grace_period(bucket):
     run = start_run(bucket)
     before = stored(bucket)
     found = prune(bucket, run, cutoff=8, grace_s=3600)
-    assert (found.boundary, found.swept) == (8, 0)
-    assert (found.manifests, found.folds, found.blobs) == ([], [], [])
+    assert (found.floor, found.pruned_below) == (8, 0)
+    assert (found.manifests, found.compacted, found.blobs) == ([], [], [])
     # Closed, but all there: whoever planned before goes on fetching.
     assert before.items() <= stored(bucket).items()
     for version in range(NEWEST + 1):
         assert same_bits(load_mirror(bucket, run, at=version).tensors, weights(version))
     found = prune(bucket, run, cutoff=8, grace_s=0)
-    assert found.swept == 8
+    assert found.pruned_below == 8
 
 
 def test_a_dry_run_deletes_nothing_and_says_what_it_would(bucket):
@@ -136,7 +145,7 @@ def test_a_dry_run_deletes_nothing_and_says_what_it_would(bucket):
 
 def test_a_checkpoint_holds_its_version(bucket):
     run = start_run(bucket)
-    bucket.put(keys.checkpoint_commit(5), b"{}")
+    bucket.put(keys.checkpoint_commit(5), b'{"version":5}')
     assert prune(bucket, run, cutoff=NEWEST, grace_s=0).anchor == 4
     assert_kept(bucket, 4)
 
@@ -216,7 +225,8 @@ def test_a_commit_whose_boundary_could_not_be_asked_for_is_asked_again(bucket):
     publisher.publish(weights(NEWEST + 1))
     with pytest.raises(RetryError):
         publisher.flush()
-    bucket.put(keys.retention_floor(NEWEST + 2), b"")
+    raise_floor(bucket, publisher.run, NEWEST + 2)
+    bucket.put(keys.manifest(NEWEST + 2), b"another publisher's")
     with pytest.raises(FencedError, match="closed this version"):
         publisher.publish(weights(NEWEST + 2))
     publisher.close()
@@ -225,8 +235,8 @@ def test_a_commit_whose_boundary_could_not_be_asked_for_is_asked_again(bucket):
 def test_the_boundary_is_never_lowered(bucket):
     run = start_run(bucket)
     prune(bucket, run, cutoff=8, grace_s=0)
-    assert prune(bucket, run, cutoff=4, grace_s=0).boundary == 8
-    assert chain.newest_retention_floor(bucket) == 8
+    assert prune(bucket, run, cutoff=4, grace_s=0).floor == 8
+    assert chain.newest_retention_floor(bucket, run) == 8
     with pytest.raises(InputError):
         prune(bucket, run, cutoff=8, grace_s=-1)
 
@@ -256,3 +266,67 @@ def test_each_operation_in_turn(done, times):
         assert_kept(fresh, 8)
         assert not set(prune(fresh, run, cutoff=8, grace_s=0).blobs)
     assert at > 40
+
+
+@pytest.mark.parametrize("floor", ["empty", "another run's", "sealed, above the newest"])
+def test_an_object_at_a_floors_key_deletes_nothing(bucket, floor):
+    """An empty object once made the owner's own retention delete every version."""
+    run = start_run(bucket)
+    before = stored(bucket)
+    if floor == "empty":
+        bucket.put(keys.retention_floor(40), b"")
+    elif floor == "another run's":
+        raise_floor(bucket, run, 8, run_id="0" * 32)
+    else:
+        raise_floor(bucket, run, 40)
+    found = prune(bucket, run, cutoff=-1, grace_s=0)
+    assert (found.floor, found.pruned_below, found.manifests, found.blobs) == (0, 0, [], [])
+    assert any("retention-floor" in text for text in found.refused)
+    assert before.items() <= stored(bucket).items()
+    # The owner's own floor is raised over it, and its publisher is not stopped by it.
+    assert prune(bucket, run, cutoff=8, grace_s=0).pruned_below == 8
+    fill(bucket, NEWEST + 1)
+    assert_kept(bucket, 8)
+
+
+def test_a_floor_of_the_run_itself_deletes_no_more_than_can_be_missed_now(bucket):
+    """Whoever can write could raise one at the newest version of an unsigned run."""
+    run = start_run(bucket)
+    raise_floor(bucket, run, NEWEST)
+    found = prune(bucket, run, cutoff=5, grace_s=0)
+    assert (found.anchor, found.floor, found.pruned_below) == (4, NEWEST, 4)
+    assert same_bits(load_mirror(bucket, run, at=5).tensors, weights(5))
+
+
+def test_junk_does_not_steer_retention(bucket):
+    """Manifests above the newest, compacted deltas, intents, checkpoints: reported and ignored."""
+    run = start_run(bucket)
+    junk = [
+        keys.manifest(9_999_999_999),
+        keys.manifest(NEWEST + 3),
+        keys.compacted(None, 9_999_999_999),
+        keys.compacted(9, 10),
+        keys.compacted(9, 7),
+        keys.deletion_intent("junk"),
+        keys.checkpoint_commit(0),
+        f"{keys.CHECKPOINTS}0000000001/other",
+    ]
+    for key in junk:
+        bucket.put(key, b"junk")
+    found = prune(bucket, run, cutoff=8, grace_s=0)
+    assert (found.anchor, found.pruned_below) == (8, 8)
+    assert found.blobs
+    for key in (junk[0], junk[3], junk[6]):
+        assert any(key in text for text in found.refused), key
+    fill(bucket, NEWEST + 1)
+    for version in range(8, NEWEST + 1):
+        assert same_bits(load_mirror(bucket, run, at=version).tensors, weights(version))
+
+
+def test_names_of_missing_versions_are_filled_but_no_endless_range(bucket, monkeypatch):
+    run = start_run(bucket)
+    bucket.inner.delete(keys.manifest(2))
+    monkeypatch.setattr("deltawire.sync.maintain.retention.MAX_FILLED", 0)
+    assert 2 not in prune(bucket, run, cutoff=4, grace_s=0).manifests
+    monkeypatch.setattr("deltawire.sync.maintain.retention.MAX_FILLED", 1)
+    assert 2 in prune(bucket, run, cutoff=4, grace_s=0).manifests

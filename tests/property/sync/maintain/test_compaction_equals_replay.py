@@ -193,7 +193,7 @@ def test_folds_that_cannot_be_made_harm_nothing():
     for version in range(6):
         publisher.publish(weights(version))
     publisher.close()
-    assert "cannot fold: RuntimeError" in str(publisher.compaction.error)
+    assert "cannot compact: RuntimeError" in str(publisher.compaction.error)
     assert publisher.version == 5
     bucket.heal()
     again = start_publisher(bucket, anchor_every=0, compaction_strides=(2, 4))
@@ -202,3 +202,20 @@ def test_folds_that_cannot_be_made_harm_nothing():
     again.close()
     assert again.compaction.error is None
     assert {(4, 6), (6, 8), (4, 8)} & set(again.compaction.made)
+
+
+def test_a_lost_blob_costs_the_compacted_deltas_over_it_and_no_others():
+    """It once stopped compaction for ever, with an error that nobody read."""
+    bucket = open_bucket("memory://")
+    publisher = start_publisher(bucket, anchor_every=4)
+    for version in range(13):
+        publisher.publish(weights(version))
+    publisher.close()
+    for ref in read_manifest(bucket, publisher.run, 3).delta.blobs:
+        bucket.delete(keys.blob(ref.hash))
+    compactor = Compactor(bucket, publisher.run, (2, 4))
+    compactor.compact_up_to(2)
+    made = compactor.compact_up_to(12)
+    assert compactor.failures.keys() == {(2, 4), (0, 4)}
+    assert all("blob is missing" in error.message for error in compactor.failures.values())
+    assert {(4, 6), (6, 8), (4, 8), (8, 12)} <= set(made)

@@ -17,12 +17,15 @@ from deltawire.sync.chain.objects import (
     get_blob,
     newest_retention_floor,
     put_blob,
+    read_retention_floors,
     with_retries,
 )
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import audit, start_publisher, start_run, weights
 from deltawire.wire import keys
+from deltawire.wire.coordination import RetentionFloor
 from deltawire.wire.run import TensorSpec, encode_run
+from deltawire.wire.seal import seal
 
 
 @pytest.fixture
@@ -146,17 +149,36 @@ def test_a_run_that_nobody_could_read_is_not_begun(bucket, changes, what):
     assert bucket.list("") == []
 
 
-def test_a_boundary_is_nothing_but_its_key(bucket):
+def test_a_retention_floor_is_more_than_its_key(bucket):
+    """It must be sealed, of this run, at a committed version, and signed where the run is."""
     publisher = start_publisher(bucket)
     publisher.publish(weights(0))
     publisher.flush()
+    run = publisher.run
     for stray in ("0000000007.json.bak", "0000000008", "old/0000000009.json", "x.json"):
         bucket.put(f"{keys.RETENTION_FLOORS}{stray}", b"{}")
-    assert newest_retention_floor(bucket) == 0
+    assert read_retention_floors(bucket, run) == ({}, [])
     publisher.publish(weights(1))
-    publisher.close()  # A boundary above it would have fenced it.
-    bucket.put(keys.retention_floor(1), b"{}")
-    assert newest_retention_floor(bucket) == 1
+    publisher.flush()
+
+    def raise_floor(at, **changes):
+        key = keys.retention_floor(at)
+        floor = RetentionFloor(**{"run": run.id, "version": at, **changes})
+        bucket.put(key, seal(floor, key=key))
+
+    bucket.put(keys.retention_floor(40), b"")
+    raise_floor(41)
+    raise_floor(1, run="0" * 32)
+    raise_floor(0, version=7)
+    found = read_retention_floors(bucket, run)
+    assert (found.valid, found.newest, len(found.refused)) == ({}, 0, 4)
+    publisher.publish(weights(2))
+    publisher.close()  # One that counts would have fenced it.
+    raise_floor(1)
+    assert newest_retention_floor(bucket, run) == 1
+    signed = msgspec.structs.replace(run, public_key="0" * 64)
+    assert newest_retention_floor(bucket, signed) == 0
+    assert newest_retention_floor(bucket, signed, unsigned=True) == 1
 
 
 def test_a_manifest_that_is_not_there(bucket):
