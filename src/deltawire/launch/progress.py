@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from deltawire.errors import InputError
-from deltawire.sync.maintain.compaction import nested
+from deltawire.sync.publish.compaction import nested
 from deltawire.wire.seal import Signer
 
 

@@ -40,8 +40,8 @@ from deltawire.sync import (
     newest_version,
     read_manifest,
 )
+from deltawire.sync.chain import gc_intents as sweeps
 from deltawire.sync.chain import objects as chain
-from deltawire.sync.maintain import gc_intents as sweeps
 from deltawire.sync.maintain import retention
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.maintain.retention import prune

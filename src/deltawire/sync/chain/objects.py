@@ -22,7 +22,7 @@ from deltawire.wire.manifest import (
     decode_manifest,
 )
 from deltawire.wire.payload import BlobRef
-from deltawire.wire.run import MAX_RUN_BYTES, Run, decode_run, encode_run
+from deltawire.wire.run import MAX_RUN_BYTES, ModelFile, Run, decode_run, encode_run
 from deltawire.wire.seal import Signer, check_signature, unseal
 from deltawire.wire.signing import verify
 
@@ -301,3 +301,8 @@ def _get_in_ranges(bucket: Bucket, key: str, size: int) -> bytearray | None:
         for (start, length), part in zip(ranges, parts, strict=True):
             found[start : start + length] = part
     return found
+
+
+def files_of(run: Run, manifest: Manifest) -> list[ModelFile]:
+    """Return the other files of a version's directory."""
+    return run.model_files if manifest.model_files is None else manifest.model_files

@@ -40,11 +40,11 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.store.folder import flush_folder
-from deltawire.sync.chain.objects import newest_version, read_manifest
+from deltawire.sync.chain.objects import files_of, newest_version, read_manifest
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.follow.mirror_file import open_locked
-from deltawire.sync.huggingface.checkpoint_dir import files_of, plans_of, read_files
+from deltawire.sync.huggingface.checkpoint_dir import plans_of, read_files
 from deltawire.sync.huggingface.safetensors_layout import LAYOUT, FilePlan
 from deltawire.sync.publish.encoding import chunks_of, digest_chunks
 from deltawire.wire import keys

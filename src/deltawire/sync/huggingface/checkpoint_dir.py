@@ -39,7 +39,6 @@ from deltawire.sync.publish.safetensors_files import (
     StoredTensor,
     safetensors_in,
 )
-from deltawire.wire.manifest import Manifest
 from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import MAX_MODEL_FILES, ModelFile, Run, TensorSpec
 
@@ -222,11 +221,6 @@ def put_files(bucket: Bucket, files: Mapping[str, bytes]) -> None:
     """Store a directory's other files as blobs."""
     for data in files.values():
         put_blob(bucket, data)
-
-
-def files_of(run: Run, manifest: Manifest) -> list[ModelFile]:
-    """Return the other files of a version's directory."""
-    return run.model_files if manifest.model_files is None else manifest.model_files
 
 
 def read_files(bucket: Bucket, files: list[ModelFile], *, version: int) -> dict[str, bytes]:

@@ -18,13 +18,13 @@ from typing import Any, Literal, NamedTuple
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, FencedError, InputError
 from deltawire.store import Bucket, RetryingBucket
-from deltawire.sync.chain.objects import committed_versions, read_manifest, read_run
+from deltawire.sync.chain.gc_intents import blobs_stay
+from deltawire.sync.chain.objects import committed_versions, files_of, read_manifest, read_run
 from deltawire.sync.chain.route_finder import READERS
 from deltawire.sync.follow.fetch import in_order
 from deltawire.sync.huggingface.checkpoint_dir import (
     Checkpoint,
     check_alike,
-    files_of,
     put_files,
     read_checkpoint,
     same_files,
@@ -34,7 +34,6 @@ from deltawire.sync.huggingface.checkpoint_watcher import (
     checkpoint_order,
     fingerprint_of,
 )
-from deltawire.sync.maintain.gc_intents import blobs_stay
 from deltawire.sync.maintain.retention import GRACE_S, prune
 from deltawire.sync.publish.publisher import CommitStats, Publisher
 from deltawire.sync.publish.safetensors_files import CheckpointDirError

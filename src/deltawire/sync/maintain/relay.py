@@ -41,9 +41,11 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import (
     check_signed,
     committed_versions,
+    files_of,
     get_blob,
     newest_retention_floor,
     newest_version,
@@ -57,10 +59,8 @@ from deltawire.sync.chain.version_poller import VersionPoller, newest_readable
 from deltawire.sync.follow.fetch import decode_delta, in_order, threads_of
 from deltawire.sync.follow.load import fetch_anchor, load_mirror
 from deltawire.sync.follow.mirror import Mirror, empty_mirror
-from deltawire.sync.huggingface.checkpoint_dir import files_of
-from deltawire.sync.maintain.compaction import COMPACTION_STRIDES, CompactionThread
-from deltawire.sync.maintain.gc_intents import blobs_stay
 from deltawire.sync.maintain.retention import GRACE_S, Pruned, SealedElsewhere, prune
+from deltawire.sync.publish.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.wire import keys
 from deltawire.wire.coordination import MAX_FLOOR_BYTES, RetentionFloor
 from deltawire.wire.manifest import (

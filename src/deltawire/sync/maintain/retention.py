@@ -39,6 +39,7 @@ import msgspec
 from deltawire.codec import ZERO
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket
+from deltawire.sync.chain.gc_intents import delete_blobs, drop_dead_intents, store_clock
 from deltawire.sync.chain.objects import (
     check_signer,
     committed_objects,
@@ -49,7 +50,6 @@ from deltawire.sync.chain.objects import (
 from deltawire.sync.chain.payloads import all_blobs, read_blobs, table_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.version_poller import newest_readable
-from deltawire.sync.maintain.gc_intents import delete_blobs, drop_dead_intents, store_clock
 from deltawire.wire import keys
 from deltawire.wire.coordination import RetentionFloor
 from deltawire.wire.manifest import CompactedDelta, Manifest, encode_manifest

@@ -22,10 +22,10 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import RetryError
 from deltawire.store import Bucket
+from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import put_blob
 from deltawire.sync.follow.fetch import in_order, piece_hash, threads_of
 from deltawire.sync.follow.mirror import Bits, Mirror
-from deltawire.sync.maintain.gc_intents import blobs_stay
 from deltawire.wire.payload import BlobRef, Payload, Piece
 from deltawire.wire.run import Run
 

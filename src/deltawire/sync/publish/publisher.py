@@ -31,13 +31,13 @@ from deltawire.errors import CorruptError, FencedError, InputError
 from deltawire.store import Bucket
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
-from deltawire.sync.maintain.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.sync.publish.commit import (
     AnchorSchedule,
     Encoded,
     VersionWriter,
     create_manifest,
 )
+from deltawire.sync.publish.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.sync.publish.encoding import BLOB_BYTES
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.sync.publish.safetensors_files import StoredTensor

@@ -16,9 +16,9 @@ from shard_ranks import RANKS, close, publish_all, rank_publisher
 from deltawire.errors import RetryError
 from deltawire.store import open_bucket
 from deltawire.sync import Compactor, Relay, load_mirror, read_manifest, read_run
+from deltawire.sync.chain import gc_intents as sweeps
 from deltawire.sync.chain.objects import read_compacted_delta
 from deltawire.sync.chain.payloads import read_blobs
-from deltawire.sync.maintain import gc_intents as sweeps
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, no_answer

@@ -179,7 +179,7 @@ def test_a_fold_that_readers_would_refuse_is_not_published(monkeypatch):
         publisher.publish(weights(version))
     publisher.close()
     with monkeypatch.context() as patch:
-        patch.setattr("deltawire.sync.maintain.compaction.too_many", lambda payload: "too many")
+        patch.setattr("deltawire.sync.publish.compaction.too_many", lambda payload: "too many")
         assert Compactor(bucket, publisher.run, (2,)).compact_up_to(2) == []
     assert Compactor(bucket, publisher.run, (2,)).compact_up_to(2) == [(0, 2)]
 

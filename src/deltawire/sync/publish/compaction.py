@@ -24,13 +24,13 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, DeltawireError, InputError
 from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import check_signer, get_blob
 from deltawire.sync.chain.payloads import read_payload, store_payload, table_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
-from deltawire.sync.maintain.gc_intents import blobs_stay
 from deltawire.sync.publish.encoding import BLOB_BYTES, BlobWriter, Chunk, encode_chunk
 from deltawire.wire import keys
 from deltawire.wire.manifest import CompactedDelta, Manifest, encode_compacted
