@@ -161,7 +161,7 @@ class _NullTrainer:
         total = 0.0
         for part in batches:
             logprobs = part.sampler_logprobs_NC.clone().requires_grad_()
-            keep = meter.look(
+            keep = meter.measure(
                 logprobs, part.sampler_logprobs_NC, part.loss_mask_NC, part.versions_NC
             )
             loss = batch_loss(self._config, part, logprobs, totals, keep_N=keep).loss

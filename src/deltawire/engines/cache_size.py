@@ -37,7 +37,7 @@ def available_bytes(device: torch.device) -> int:
             if line.startswith("MemAvailable:"):
                 return min(int(line.split()[1]) << 10, _control_group_bytes())
     except OSError:
-        pass  # Not a Linux machine: its allocator is asked instead, by allocating.
+        pass  # Not Linux: no limit is known before an allocation fails.
     return 1 << 62
 
 

@@ -1,7 +1,7 @@
 """Publishes parameters cast to one dtype, and saved buffers as they are: ``bf16`` and ``f32``.
 
-Buffers keep their dtype because no master copy stands behind them: families keep the biases that
-balance their routers in float32.
+Buffers keep their dtype because they have no master copy: families keep the biases that balance
+their routers in float32.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def read_files(path: Path) -> dict[str, bytes]:
 
 def published_files(path: Path, tensors: Sequence[TensorSpec]) -> dict[str, bytes]:
     """Reads the carried files of a directory, with the dtype in ``config.json`` that most published
-    elements have: whoever pulls the version would otherwise convert it when loading."""
+    elements have: a reader of the version would otherwise convert it when loading."""
     files = read_files(path)
     elements: Counter[str] = Counter()
     for spec in tensors:

@@ -1,4 +1,4 @@
-"""How far sampler and trainer agree, and what is done where they do not."""
+"""Measures how far sampler and trainer agree, and limits how far they may not."""
 
 from deltawire.parity.divergence import Divergence, SequenceSums, divergence, sequence_sums
 from deltawire.parity.gate import BatchParity, Crossing, ParityMeter, numeric_mask

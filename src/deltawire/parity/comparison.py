@@ -1,4 +1,4 @@
-"""Two engines on the same sequences: how far they are apart, and where it begins.
+"""Compares two engines on the same sequences: how far apart they are, and where it begins.
 
 Shapes as in `deltawire.parity.scorers`.
 """
@@ -15,16 +15,15 @@ from deltawire.parity.divergence import Divergence, divergence
 from deltawire.parity.scores import DrawnSequence, Precision, Scorer, Scores
 
 TOLERANCE: dict[Precision, float] = {"float32": 1e-5, "bfloat16": 3e-2}
-"""The drift of a layer, relative to its output, that rounding to the coarser of two precisions
-explains: several units of it (2⁻⁸ in bf16), as errors of a few dozen layers add up like noise."""
+"""The relative drift of a layer's output that rounding to the coarser of two precisions explains:
+several units in the last place (2⁻⁸ in bf16), as errors of a few dozen layers add up like noise."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. ``drift`` is ‖right − left‖ / ‖left‖ of its output at a token, averaged
-    over tokens, and ``worst`` the largest; it contains all that earlier layers left. ``own`` is
-    the same where the layer was given exactly what it was given on the left, so that it is this
-    layer's alone."""
+    """One decoder layer. ``drift`` is ‖right − left‖ / ‖left‖ of its output, averaged over tokens,
+    and ``worst`` the largest of any token; both include what earlier layers added. ``own`` is the
+    mean where the layer was given the left engine's input, so it is due to this layer only."""
 
     number: int
     drift: float
@@ -34,9 +33,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``divergence`` takes the left engine for the sampler. ``replayed`` is the same where the
-    right one took the left one's expert choices, and ``flipped_M`` the shares of choices that
-    differ where it did not."""
+    """The outcome of `compare`. ``divergence`` treats the left engine as the sampler. ``replayed``
+    is the same with the left engine's expert choices on the right, and ``flipped_M`` the shares of
+    choices that differ without."""
 
     left: str
     right: str
@@ -48,12 +47,12 @@ class Comparison:
 
     @property
     def first_drift(self) -> Layer | None:
-        """The first layer whose output is farther off than the tolerance."""
+        """The first layer whose output exceeds the tolerance."""
         return next((layer for layer in self.layers if not layer.drift <= self.tolerance), None)
 
     @property
     def first_own(self) -> Layer | None:
-        """The first layer that is off by itself, given the same input."""
+        """The first layer that exceeds the tolerance when given the same input."""
         return next((layer for layer in self.layers if not layer.own <= self.tolerance), None)
 
 
@@ -66,8 +65,8 @@ def compare(
     replay: bool = False,
     tolerance: float | None = None,
 ) -> Comparison:
-    """Score the sequences with both, and say how far they are apart; raises `InputError` where an
-    engine cannot tell what is asked."""
+    """Scores the sequences with both engines and compares the results; raises `InputError` if an
+    engine cannot provide what is requested."""
     ours = left.score(sequences, layers=layers)
     theirs = right.score(sequences, layers=layers)
     coarser: Precision = "float32"
@@ -75,8 +74,8 @@ def compare(
         coarser = "bfloat16"
     found: tuple[Layer, ...] = ()
     if layers:
-        alone = right.score(sequences, layers=True, feed=ours)
-        found = _layers(ours, theirs, alone)
+        fed = right.score(sequences, layers=True, feed=ours)
+        found = _layers(ours, theirs, fed)
     return Comparison(
         left.name,
         right.name,
@@ -95,9 +94,9 @@ def _divergence(ours: Sequence[Scores], theirs: Sequence[Scores]) -> Divergence:
 
 
 def _layers(
-    ours: Sequence[Scores], theirs: Sequence[Scores], alone: Sequence[Scores]
+    ours: Sequence[Scores], theirs: Sequence[Scores], fed: Sequence[Scores]
 ) -> tuple[Layer, ...]:
-    drift, own = _drift(ours, theirs), _drift(ours, alone)
+    drift, own = _drift(ours, theirs), _drift(ours, fed)
     return tuple(
         Layer(number, float(there.mean()), float(there.max()), float(here.mean()))
         for number, (there, here) in enumerate(zip(drift, own, strict=True))
@@ -105,7 +104,7 @@ def _layers(
 
 
 def _drift(ours: Sequence[Scores], theirs: Sequence[Scores]) -> torch.Tensor:
-    """‖right − left‖ / ‖left‖ of each layer's output at each token: float64[L, tokens]."""
+    """Returns ‖right − left‖ / ‖left‖ of each layer's output at each token: float64[L, tokens]."""
     parts = []
     for one, other in zip(ours, theirs, strict=True):
         assert one.hidden_LSH is not None
@@ -116,8 +115,8 @@ def _drift(ours: Sequence[Scores], theirs: Sequence[Scores]) -> torch.Tensor:
 
 
 def _flipped(ours: Sequence[Scores], theirs: Sequence[Scores]) -> tuple[float, ...]:
-    """The share of the left engine's expert choices that the right one did not make, by expert
-    layer; empty where one of them told none."""
+    """Returns, by expert layer, the share of the left engine's choices that the right one did not
+    make; empty if one of them recorded none."""
     flips, count = np.zeros(0), 0
     for one, other in zip(ours, theirs, strict=True):
         if one.routes_SMK is None or other.routes_SMK is None:

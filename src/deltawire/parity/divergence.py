@@ -1,8 +1,8 @@
-"""How far the trainer's log-probabilities lie from those of the sampler that drew the tokens.
+"""Measures the distance of the trainer's log-probabilities from the sampler's.
 
-Shapes: N sequences, C tokens behind the prompt. With μ the sampler, π the trainer and tokens drawn
-from μ, all is said of the gap x = log π − log μ and of the ratio r = eˣ, in double precision: k3
-cancels to about the square of the gap.
+Shapes: N sequences, C tokens after the prompt. With μ the sampler, π the trainer and tokens drawn
+from μ, all figures are functions of the gap x = log π − log μ and the ratio r = eˣ, in double
+precision: k3 cancels to about the square of the gap.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 EXTREME_RATIO = 2.0
-"""A ratio beyond this, or below its inverse, is extreme. Source: Ma et al. 2025, "Stabilizing MoE
+"""A ratio above this, or below its inverse, is extreme. Source: Ma et al. 2025, "Stabilizing MoE
 reinforcement learning by aligning training and inference routers" (arXiv 2510.11370)."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Over ``tokens`` drawn tokens, in nats; of no token at all, as if both agreed.
+    """Figures over ``tokens`` drawn tokens, in nats; without any token, those of full agreement.
 
     ``k1`` = mean(−x) and ``k3`` = mean(r − 1 − x) estimate KL(μ‖π), the second never below 0.
     Source: Schulman, "Approximating KL divergence", 2020. ``k1_reverse`` = mean(r·x) and
     ``k3_reverse`` = mean(r·x − r + 1) estimate KL(π‖μ) from the same draws, weighted by r.
-    ``k3_swapped`` = mean(1/r − 1 + x) is k3 with the names exchanged. It estimates nothing under
-    these draws, and grows where the trainer finds a drawn token unlikely, as ``k3`` does where it
-    finds it likely; NeMo RL logs both for that reason.
+    ``k3_swapped`` = mean(1/r − 1 + x) is k3 with sampler and trainer exchanged. It estimates
+    nothing under these draws, but grows where the trainer finds a drawn token unlikely, as ``k3``
+    does where it finds one likely; NeMo RL logs both for that reason.
 
     ``mean_gap`` and ``largest_gap`` are of |x|, ``ratio_max`` is the largest r, ``extreme_share``
     the share of tokens with r beyond a bound or below its inverse. ``effective_share`` is the
@@ -50,9 +50,9 @@ class Divergence:
 
 @dataclass(frozen=True)
 class SequenceSums:
-    """What `Divergence` needs, summed over each sequence's own tokens: float64[N] each.
+    """The terms of `Divergence`, summed over each sequence's tokens: float64[N] each.
 
-    Sums of several micro-batches join by `joined`, and any selection of sequences is a divergence.
+    `joined` combines several micro-batches; any selection of sequences gives a divergence.
     """
 
     tokens_N: Tensor
@@ -69,7 +69,7 @@ class SequenceSums:
     log_squares_N: Tensor
 
     def total(self) -> Divergence:
-        """Over all sequences."""
+        """Returns the divergence over all sequences."""
         count = int(self.tokens_N.sum())
         if not count:
             return Divergence(0.0, 0.0, 0.0, 1.0)
@@ -93,11 +93,11 @@ class SequenceSums:
         )
 
     def each(self) -> list[Divergence]:
-        """Of every sequence alone."""
+        """Returns the divergence of each sequence."""
         return [self.of(row).total() for row in range(len(self.tokens_N))]
 
     def of(self, row: int) -> SequenceSums:
-        """One sequence."""
+        """Returns the sums of one sequence."""
         return SequenceSums(*(getattr(self, name)[row : row + 1] for name in _FIELDS))
 
 
@@ -105,7 +105,7 @@ _FIELDS = tuple(SequenceSums.__dataclass_fields__)
 
 
 def joined(parts: Iterable[SequenceSums]) -> SequenceSums:
-    """The sequences of several sums, one behind the other."""
+    """Concatenates the sequences of several sums."""
     kept = list(parts)
     return SequenceSums(*(torch.cat([getattr(part, name) for part in kept]) for name in _FIELDS))
 
@@ -113,9 +113,9 @@ def joined(parts: Iterable[SequenceSums]) -> SequenceSums:
 def sequence_sums(
     trainer_NC: Tensor, sampler_NC: Tensor, mask_NC: Tensor, *, extreme: float = EXTREME_RATIO
 ) -> SequenceSums:
-    """Compare log-probabilities of the tokens that were drawn, float[N, C] each.
+    """Compares log-probabilities of the drawn tokens, float[N, C] each.
 
-    Only tokens whose mask is not 0 count; what stands elsewhere may be anything, NaN included.
+    Only tokens whose mask is not 0 count; other values may be anything, NaN included.
     """
     drawn = mask_NC.bool()
     gap = trainer_NC.detach().double() - sampler_NC.double()
@@ -139,7 +139,7 @@ def sequence_sums(
 
 
 def _k3_reverse(gap: Tensor) -> Tensor:
-    """r·x − r + 1, without cancellation near x = 0 and without ∞ − ∞ where r overflows."""
+    """Computes r·x − r + 1 without cancellation near x = 0 and without ∞ − ∞ if r overflows."""
     near = gap.clamp(-1, 1)
     close = near.exp() * near - torch.expm1(near)
     far = torch.where(gap == -math.inf, 1.0, gap.exp() * (gap - 1) + 1)
@@ -147,7 +147,7 @@ def _k3_reverse(gap: Tensor) -> Tensor:
 
 
 def divergence(trainer_NC: Tensor, sampler_NC: Tensor, mask_NC: Tensor) -> Divergence:
-    """`sequence_sums` in all; the tensors may also be flat, float[C] each."""
+    """Returns the total of `sequence_sums`; the tensors may also be flat, float[C] each."""
     if mask_NC.ndim == 1:
         trainer_NC, sampler_NC, mask_NC = trainer_NC[None], sampler_NC[None], mask_NC[None]
     return sequence_sums(trainer_NC, sampler_NC, mask_NC).total()

@@ -1,10 +1,10 @@
-"""What every batch is held against before it is trained on.
+"""Checks every batch against the parity limits before it is trained on.
 
-A token that an older version drew differs for two reasons: the policy has moved on, and the
-arithmetic is another. Only the second is parity, so the two are measured apart: ``numeric`` over
-the tokens that the trained version itself drew behind a prefix of its own, ``drift`` over all.
-(A sequence that was in flight during a swap goes on over keys and values of the older version, so
-that its later tokens are of neither kind alone; they count as drift.)
+A token that an older version drew differs for two reasons: the policy has changed, and the
+arithmetic differs. Only the second is parity, so the two are measured separately: ``numeric`` over
+tokens that the trained version itself drew after a prefix that it drew too, ``drift`` over all.
+(A sequence in flight during a swap continues over keys and values of the older version, so its
+later tokens mix both reasons; they count as drift.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NONE = ParityLimits()
 
 @dataclass(frozen=True)
 class Crossing:
-    """A named threshold and the value that crossed it. ``value`` may be infinite or NaN."""
+    """A named limit and the value that crossed it, which may be infinite or NaN."""
 
     name: str
     value: float
@@ -40,9 +40,9 @@ class Crossing:
 
 @dataclass(frozen=True)
 class BatchParity:
-    """One batch. ``flipped_L`` is, for each expert layer, the share of the sampler's choices that
-    the trainer's own router did not make; empty where no choices were recorded. ``masked`` names
-    sequences taken out of the loss by their row in the batch."""
+    """The figures of one batch. ``flipped_L`` is, for each expert layer, the share of the sampler's
+    choices that the trainer's own router did not make; empty if none were recorded. ``masked``
+    lists the rows of sequences that were taken out of the loss."""
 
     numeric: Divergence
     drift: Divergence
@@ -52,7 +52,7 @@ class BatchParity:
     stopped: tuple[Crossing, ...] = ()
 
     def raise_if_stopped(self, *, run: str = "", version: int | None = None) -> None:
-        """Raises `StoppedError` if the batch must not be trained on."""
+        """Raises `StoppedError` if the batch crosses a limit of ``parity.stop``."""
         if self.stopped:
             raise StoppedError(
                 f"sampler and trainer disagree: {', '.join(map(str, self.stopped))}",
@@ -63,7 +63,7 @@ class BatchParity:
 
 
 def numeric_mask(versions_NC: Tensor, mask_NC: Tensor, *, version: int) -> Tensor:
-    """The drawn tokens with nothing but ``version`` in them and before them: bool[N, C]."""
+    """Returns the drawn tokens that, with all before them, ``version`` drew: bool[N, C]."""
     drawn = mask_NC.bool()
     foreign = (versions_NC != version) & drawn
     return drawn & (foreign.cumsum(1) == 0)
@@ -77,7 +77,7 @@ def crossings(
     *,
     min_tokens: int = 1,
 ) -> list[Crossing]:
-    """The limits that a batch, or one sequence, crosses. A value that is no number crosses any."""
+    """Returns the limits that a batch, or one sequence, crosses. NaN crosses every limit."""
     found = []
     for prefix, names, measured in (("", _NUMERIC, numeric), ("drift_", _DRIFT, drift)):
         for name in names:
@@ -96,10 +96,16 @@ def crossings(
 
 @dataclass
 class ParityMeter:
-    """Measures one batch over its micro-batches, and holds it against the limits.
+    """Measures one batch, micro-batch by micro-batch, and checks it against the limits.
 
-    ``version`` is the one being trained, before the step. Every micro-batch passes `look`, whose
-    answer belongs in the loss; `result` is then the whole batch's. Only sums are kept.
+    ``version`` is the one being trained, before the step. Only sums are kept.
+
+    Example::
+
+        meter = ParityMeter(config.parity, version)
+        for batch in micro_batches:
+            keep_N = meter.measure(trainer_NC, batch.sampler_NC, batch.mask_NC, batch.versions_NC)
+        meter.result().raise_if_stopped()
     """
 
     config: ParityConfig
@@ -111,7 +117,7 @@ class ParityMeter:
     _flips: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _damaged: int = 0
 
-    def look(
+    def measure(
         self,
         trainer_NC: Tensor,
         sampler_NC: Tensor,
@@ -150,13 +156,13 @@ class ParityMeter:
         return keep
 
     def add_flips(self, flipped_L: Tensor, choices_L: Tensor, *, damaged: int = 0) -> None:
-        """Add counts: expert choices that flipped, all that were compared, and sequences whose
-        choices could not be read, which is a warning whatever the limits."""
+        """Adds counts of flipped and of compared expert choices, and of sequences whose choices
+        could not be read, which is a warning regardless of the limits."""
         self._flips.append((flipped_L, choices_L))
         self._damaged += damaged
 
     def result(self) -> BatchParity:
-        """The whole batch."""
+        """Returns the figures of the whole batch."""
         numeric, drift = joined(self._numeric).total(), joined(self._drift).total()
         flipped: tuple[float, ...] = ()
         if self._flips:

@@ -1,4 +1,4 @@
-"""A measured batch as an event of the run record."""
+"""Converts a measured batch to an event of the run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from deltawire.parity.divergence import Divergence
 from deltawire.parity.gate import BatchParity
 
 MAX_NAMED = 64
-"""So many masked sequences are named in one event, to keep its line short."""
+"""The most masked sequences named in one event, to keep its line short."""
 
 _LARGEST = 1.7976931348623157e308
 
 
 def finite(value: float) -> float:
-    """The nearest number that JSON has; NaN becomes the largest double as well."""
+    """Returns the nearest number that JSON can represent; NaN becomes the largest double."""
     return min(max(value, -_LARGEST), _LARGEST) if value == value else _LARGEST  # noqa: PLR0124
 
 
 def parity_event(
     parity: BatchParity, *, process: str, at: float, version: int, names: Sequence[str]
 ) -> events.Parity:
-    """The event of the batch that made ``version``; ``names`` tells its sequences by row."""
+    """Returns the event of the batch that made ``version``; ``names`` are its sequences' names."""
     return events.Parity(
         process=process,
         at=at,

@@ -1,18 +1,17 @@
-"""Router replay: the trainer takes the experts that the sampler chose.
+"""Replays the sampler's expert choices in the trainer's forward pass (router replay).
 
-Two forward passes that agree to a rounding still choose other experts now and then, and another
-expert is another function: what was a rounding becomes a difference that later layers grow. So the
-sampler's choices travel with a trajectory and are taken again in the trainer's forward, while the
-gates are recomputed by the trainer's own router and carry gradients. Source: Ma et al. 2025,
+Two forward passes that agree up to rounding still choose different experts now and then, and
+another expert is another function: later layers amplify what was a rounding. So the sampler's
+choices travel with a trajectory and are used again in the trainer's forward pass, while the
+trainer's own router recomputes the gates, with gradients. Source: Ma et al. 2025,
 "Stabilizing MoE reinforcement learning by aligning training and inference routers" (R3,
 arXiv 2510.11370).
 
-The plausibility filter leaves out what the trainer finds too unlikely, as after many stale
-versions: a recorded expert counts only if its score is at least a share of the weakest score
-among the trainer's own choices; its place goes to the trainer's best choice that is not taken
-yet. Source: Composer 2 technical report (arXiv 2603.24477); the rule by a share of the weakest is
-that of prime-rl, pull request 2703. Where a router chooses by logits, the share is of their
-exponentials.
+The plausibility filter rejects choices that the trainer finds too unlikely, as after many stale
+versions: a recorded expert is used only if its score is at least a share of the weakest score among
+the trainer's own choices; otherwise the trainer's best unused choice replaces it. Source: Composer
+2 technical report (arXiv 2603.24477); the rule by a share of the weakest is that of prime-rl, pull
+request 2703. For a router that chooses by logits, the share applies to their exponentials.
 
 Shapes: R rows (tokens, flat), L layers, E experts, K chosen; B sequences of S tokens.
 """
@@ -37,19 +36,19 @@ _found: WeakKeyDictionary[nn.Module, Routers] = WeakKeyDictionary()
 
 
 def routers_of(model: nn.Module) -> Routers:
-    """The model's routers, found once; raises `InputError` as `Routers` does."""
+    """Returns the model's routers, cached; raises `InputError` as `Routers` does."""
     if model not in _found:
         _found[model] = Routers(model)
     return _found[model]
 
 
 def route_shape(routers: Routers) -> RouteShape:
-    """What packed choices of this model look like."""
+    """Returns the dimensions of this model's packed choices."""
     return RouteShape(routers.layers, routers.experts, routers.chosen)
 
 
 def replay_of(model: nn.Module, config: ParityConfig) -> RouteReplay | None:
-    """What ``parity.routes`` asks for; None if that is nothing."""
+    """Returns the replay that ``parity.routes`` configures; None if it is off."""
     if config.routes == "off":
         return None
     take = config.routes == "replay"
@@ -58,12 +57,17 @@ def replay_of(model: nn.Module, config: ParityConfig) -> RouteReplay | None:
 
 @dataclass
 class RouteReplay:
-    """Compares recorded choices with the trainer's own in a forward pass, and takes them if
-    ``take``.
+    """Compares recorded choices with the trainer's own in forward passes; uses them if ``take``.
 
     Counts add up over all passes: recorded choices that the trainer's own router did not make,
-    those that were not plausible, and all that were compared, int64[L] each; ``damaged`` sequences
-    told choices that are none, and are as if they told nothing.
+    those that were not plausible, and all that were compared, int64[L] each. ``damaged`` counts
+    sequences with invalid choices, which are treated as unrecorded.
+
+    Example::
+
+        replay = RouteReplay(Routers(model))
+        with replay.over(routes_BSLK):
+            model(input_ids=ids_BS)
     """
 
     routers: Routers
@@ -81,13 +85,13 @@ class RouteReplay:
     def padded(
         self, packed_N: Sequence[bytes], prompts_N: Tensor, prompt_mask_GP: Tensor, mask_NC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The choices of a batch as its forward passes read them: those of each prompt, int32
-        [G, P, L, K] padded on the left, and those of the tokens behind it, int32[N, C, L, K]
-        padded on the right.
+        """Unpacks a batch's choices as its forward passes read them: those of each prompt, int32
+        [G, P, L, K] padded on the left, and those of the tokens after it, int32[N, C, L, K] padded
+        on the right.
 
-        ``packed_N`` are `pack_routes`, empty where nothing was recorded; ``prompts_N`` is each
-        sequence's row among the G prompts. A prompt that several share takes the choices of the
-        first that has them.
+        ``packed_N`` are results of `pack_routes`, empty if nothing was recorded; ``prompts_N`` is
+        each sequence's row among the G prompts. A shared prompt gets the choices of the first
+        sequence that recorded them.
         """
         shape = route_shape(self.routers)
         tail = (shape.layers, shape.chosen)
@@ -108,14 +112,14 @@ class RouteReplay:
             if prompt not in known:
                 prompts[prompt, width - before :] = torch.from_numpy(routes[:before])
                 known.add(prompt)
-            behind = torch.from_numpy(routes[before:])
-            tokens[row, : len(behind)] = behind
+            following = torch.from_numpy(routes[before:])
+            tokens[row, : len(following)] = following
         return prompts, tokens
 
     @contextmanager
     def over(self, routes_BSLK: Tensor) -> Iterator[None]:
-        """One forward pass over B sequences of S tokens within; `NOT_RECORDED` where there is
-        nothing to compare, and where the trainer's own choice stands."""
+        """Applies choices to one forward pass over B sequences of S tokens; where they are
+        `NOT_RECORDED`, the trainer's own choice is kept and not compared."""
         rows_RLK = routes_BSLK.flatten(0, 1).long()
 
         def answer(layer: int) -> Choose:
@@ -127,15 +131,15 @@ class RouteReplay:
         with self.routers.answered(answer):
             yield
 
-    def _choose(self, layer: int, scores_RE: Tensor, own_RK: Tensor, told_RK: Tensor) -> Tensor:
-        told_RK = told_RK.to(own_RK.device)
-        recorded_R = (told_RK != NOT_RECORDED).all(1)
-        flipped_RK = (told_RK[:, :, None] != own_RK[:, None, :]).all(2)
+    def _choose(self, layer: int, scores_RE: Tensor, own_RK: Tensor, recorded_RK: Tensor) -> Tensor:
+        recorded_RK = recorded_RK.to(own_RK.device)
+        recorded_R = (recorded_RK != NOT_RECORDED).all(1)
+        flipped_RK = (recorded_RK[:, :, None] != own_RK[:, None, :]).all(2)
         self.flipped_L[layer] += int((flipped_RK & recorded_R[:, None]).sum())
         self.compared_L[layer] += int(recorded_R.sum()) * own_RK.shape[1]
         if not self.take:
             return own_RK
-        taken_RK = torch.where(recorded_R[:, None], told_RK, own_RK)
+        taken_RK = torch.where(recorded_R[:, None], recorded_RK, own_RK)
         if self.plausible:
             bounded = self.routers.by_layer[layer].bounded
             likely_RK = plausible(scores_RE, own_RK, taken_RK, self.plausible, bounded=bounded)
@@ -147,9 +151,9 @@ class RouteReplay:
 def plausible(
     scores_RE: Tensor, own_RK: Tensor, taken_RK: Tensor, share: float, *, bounded: bool
 ) -> Tensor:
-    """Which taken experts score at least ``share`` of the weakest own choice: bool[R, K].
+    """Returns which taken experts score at least ``share`` of the weakest own choice: bool[R, K].
 
-    What the router itself chose is always plausible.
+    The router's own choices are always plausible.
     """
     weakest_R1 = scores_RE.gather(1, own_RK).amin(1, keepdim=True)
     taken = scores_RE.gather(1, taken_RK)
@@ -158,12 +162,12 @@ def plausible(
 
 
 def refilled(scores_RE: Tensor, own_RK: Tensor, taken_RK: Tensor, kept_RK: Tensor) -> Tensor:
-    """The taken experts, and in the places that are not kept the best of the own choices that
-    are not taken yet, in order of their scores."""
+    """Replaces the taken experts that are not kept by the best own choices that are not taken yet,
+    in order of their scores."""
     there_RK = ((own_RK[:, :, None] == taken_RK[:, None, :]) & kept_RK[:, None, :]).any(2)
     worth_RK = scores_RE.gather(1, own_RK).masked_fill(there_RK, -math.inf)
     order_RK = worth_RK.sort(dim=1, descending=True, stable=True).indices
-    # Those there already come last even where the score of another is -inf as well.
+    # Experts that are taken already come last even if another score is -inf too.
     last_RK = there_RK.gather(1, order_RK).long().sort(dim=1, stable=True).indices
     order_RK = order_RK.gather(1, last_RK)
     spare_RK = own_RK.gather(1, order_RK)

@@ -1,7 +1,7 @@
-"""Expert choices of a sampled sequence, packed: the content of ``Trajectory.routes``.
+"""Packs the expert choices of a sampled sequence: the content of ``Trajectory.routes``.
 
-All integers are little-endian. A sequence has ``positions`` tokens that were read (its prompt, and
-its completion but for the last token, whose routes nobody ever computed):
+All integers are little-endian. A sequence has ``positions`` tokens that were read: its prompt, and
+its completion without the last token, whose routes were never computed:
 
 ====== ======== ==============================================================================
 offset bytes    content
@@ -18,9 +18,9 @@ offset bytes    content
                 router's order; each ``bits`` wide, filling each byte from its lowest bit
 ====== ======== ==============================================================================
 
-Bits that are left over are 0, and there is no byte more: a choice has one encoding. The K experts
-of a token and layer differ. A reader states L, E, K and P, which it knows from the model and the
-trajectory, before it takes memory for more than the header.
+Unused bits are 0, and no byte follows: a choice has exactly one encoding. The K experts of a token
+and layer differ. A reader states L, E, K and P, which it knows from the model and the trajectory,
+before it allocates memory for more than the header.
 
 Shapes: P positions, L layers, K chosen. Arrays are int32, -1 where nothing is recorded.
 """
@@ -44,14 +44,14 @@ MAX_CHOICES: Final = 1 << 28
 """Indices in one sequence: a million tokens through 32 layers of 8."""
 
 _CHUNK = 1 << 18
-"""Indices that are coded at a time: so many fill whole bytes."""
+"""Indices that are coded at a time: a multiple of 8, to fill whole bytes."""
 
 _HEADER = struct.Struct("<BBHHHII")
 
 
 @dataclass(frozen=True)
 class RouteShape:
-    """What of a model the packed form depends on: L, E and K."""
+    """The dimensions that the packed form depends on: L, E and K."""
 
     layers: int
     experts: int
@@ -59,12 +59,12 @@ class RouteShape:
 
     @property
     def bits(self) -> int:
-        """The width of an index."""
+        """The width of an index in bits."""
         return (self.experts - 1).bit_length()
 
 
 def pack_routes(routes_PLK: NDArray[np.int32], *, experts: int) -> bytes:
-    """Pack choices; raises `InputError` if they are none among ``experts``."""
+    """Packs choices; raises `InputError` if they are not among ``experts``."""
     positions, layers, chosen = routes_PLK.shape
     shape = RouteShape(layers, experts, chosen)
     if not (1 <= chosen <= experts <= MAX_EXPERTS and 1 <= layers < 1 << 16):
@@ -85,8 +85,8 @@ def pack_routes(routes_PLK: NDArray[np.int32], *, experts: int) -> bytes:
 
 
 def pack_parts(parts: Sequence[NDArray[np.int32]], *, positions: int, experts: int) -> bytes:
-    """Pack what was recorded part by part, one behind the other; what is missing at the end is not
-    recorded. Nothing at all packs as nothing."""
+    """Packs consecutive parts of a sequence; positions after the last part count as not recorded.
+    Without parts, returns nothing."""
     if not parts:
         return b""
     routes = np.full((positions, *parts[0].shape[1:]), NOT_RECORDED, np.int32)
@@ -95,14 +95,14 @@ def pack_parts(parts: Sequence[NDArray[np.int32]], *, positions: int, experts: i
 
 
 def unpack_routes(data: bytes, shape: RouteShape, *, positions: int) -> NDArray[np.int32]:
-    """The choices int32[P, L, K]; raises `CorruptError` for anything that `pack_routes` does not
-    write for this shape and as many positions."""
+    """Unpacks choices, int32[P, L, K]; raises `CorruptError` for anything that `pack_routes` would
+    not write for this shape and number of positions."""
     if len(data) < _HEADER.size:
-        raise CorruptError(f"expert choices: {len(data)} bytes are no header")
+        raise CorruptError(f"expert choices: {len(data)} bytes are shorter than the header")
     found = _HEADER.unpack_from(data)
     wanted = (LAYOUT, shape.bits, shape.chosen, shape.layers, 0, shape.experts, positions)
     if found != wanted:
-        raise CorruptError(f"expert choices: the header says {found}, the model {wanted}")
+        raise CorruptError(f"expert choices: the header has {found}, the model needs {wanted}")
     end = _HEADER.size + (positions + 7) // 8
     if len(data) < end or positions * shape.layers * shape.chosen > MAX_CHOICES:
         raise CorruptError(f"expert choices: {len(data)} bytes for {positions} positions")
@@ -112,18 +112,18 @@ def unpack_routes(data: bytes, shape: RouteShape, *, positions: int) -> NDArray[
     if len(data) != end + (count * shape.bits + 7) // 8:
         raise CorruptError(f"expert choices: {len(data)} bytes for {count} indices")
     if marks[positions:].any() or (shape.bits and data[-1] >> ((count * shape.bits - 1) % 8 + 1)):
-        raise CorruptError("expert choices: bits that are left over are not 0")
+        raise CorruptError("expert choices: unused bits are not 0")
     chosen = _indices(np.frombuffer(data, np.uint8, offset=end), count, shape.bits)
     chosen = chosen.reshape(-1, shape.layers, shape.chosen)
     if (chosen >= shape.experts).any() or (np.diff(np.sort(chosen, axis=2), axis=2) == 0).any():
-        raise CorruptError("expert choices: an index that is no expert, or one twice")
+        raise CorruptError("expert choices: an index is not an expert, or occurs twice")
     routes = np.full((positions, shape.layers, shape.chosen), NOT_RECORDED, np.int32)
     routes[recorded_P] = chosen
     return routes
 
 
 def _indices(data: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.int32]:
-    """``count`` integers of ``bits`` bits each, int32[count]."""
+    """Decodes ``count`` integers of ``bits`` bits each, int32[count]."""
     weights = 1 << np.arange(bits, dtype=np.int32)
     indices = np.zeros(count, np.int32)
     for start in range(0, count if bits else 0, _CHUNK):

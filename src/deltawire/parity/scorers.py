@@ -1,8 +1,8 @@
-"""Engines as things that score: given tokens, the log-probability of each behind its prompt.
+"""Scores given tokens with several engines: the log-probability of each token after its prompt.
 
-An engine is named by a word and how it is to compute, such as ``transformers:sdpa:bf16`` or
-``transformers:eager:float32:decode``; `SPELLING` lists the words. All of them score the same
-sequences, each alone and without padding, so that what differs is arithmetic.
+An engine is named by a word and options, such as ``transformers:sdpa:bf16`` or
+``transformers:eager:float32:decode``; `SPELLING` lists them. All engines score the same sequences,
+one at a time and without padding, so that only arithmetic differs.
 
 Shapes: P prompt tokens and T drawn tokens of one sequence; S = P + T − 1 positions are read.
 L decoder layers, H hidden size; of a model with experts, M expert layers and K chosen.
@@ -48,18 +48,18 @@ SPELLING = (
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """A parsed name of an engine."""
+    """The parsed name of an engine."""
 
     name: str
     kind: Literal["transformers", "vllm"]
     attention: str = ""
-    """Empty for what the model itself takes."""
+    """Empty for the model's default."""
     precision: Precision = "float32"
     passes: Passes = "whole"
 
 
 def parse_spec(text: str) -> ScorerSpec:
-    """Read an engine's name; raises `InputError` that says which word is wrong."""
+    """Parses an engine's name; raises `InputError` naming the invalid word."""
     kind, *words = text.split(":")
     if kind not in ("transformers", "vllm"):
         raise InputError(f"{text!r}: there is no engine {kind!r}", hint=f"use {SPELLING}")
@@ -75,7 +75,7 @@ def parse_spec(text: str) -> ScorerSpec:
             else ""
         )
         if not field or field in chosen:
-            what = "comes twice" if field else "means nothing here"
+            what = "occurs twice" if field else "is not known here"
             raise InputError(f"{text!r}: {word!r} {what}", hint=f"use {SPELLING}")
         chosen[field] = word
     return ScorerSpec(
@@ -88,19 +88,20 @@ def parse_spec(text: str) -> ScorerSpec:
 
 
 def open_scorer(spec: ScorerSpec, model: Any, folder: Path | None) -> Scorer:
-    """The engine of a name, on weights that it copies: ``model`` is float32, ``folder`` holds the
-    same on disk for engines of another process. Raises `InputError`."""
+    """Opens an engine on a copy of the weights: ``model`` is float32, and ``folder`` holds the same
+    on disk for engines in another process. Raises `InputError`."""
     if spec.kind == "vllm":
         from deltawire.parity.vllm_scorer import VllmScorer
 
         if folder is None:
-            raise InputError("vllm reads a model directory, and this model has none")
+            raise InputError("vllm needs a model directory, and this model has none")
         return VllmScorer(spec.name, folder, spec.precision)
     return TransformersScorer(spec, model)
 
 
 class TransformersScorer:
-    """A transformers causal LM in one precision, with one attention, by whole or cached passes."""
+    """Scores with a transformers causal LM, in one precision and with one attention, in one pass
+    over a sequence or token by token."""
 
     def __init__(self, spec: ScorerSpec, model: Any) -> None:
         self.spec = spec
@@ -152,7 +153,7 @@ class TransformersScorer:
     ) -> list[Scores]:
         """See `Scorer`."""
         if replay is not None and self._routers is None:
-            raise InputError(f"{self.name}: this model has no expert choices to take")
+            raise InputError(f"{self.name}: this model has no expert choices to replay")
         return [
             self._one(
                 sequence,
@@ -179,7 +180,7 @@ class TransformersScorer:
                 if layers:
                     fed = None if feed is None or feed.hidden_LSH is None else feed.hidden_LSH
                     given = None if fed is None else fed[:, step]
-                    seen = stack.enter_context(_layers_seen(self.model, given))
+                    seen = stack.enter_context(_layers_observed(self.model, given))
                 chosen = self._routed(stack, replay, step)
                 output = self.model(
                     input_ids=ids[:, step], past_key_values=cache, use_cache=cache is not None
@@ -187,36 +188,36 @@ class TransformersScorer:
             logits.append(output.logits[0].float())
             hidden += [torch.stack(seen)] if layers else []
             routes += [torch.stack(chosen, dim=1).to(torch.int32).numpy()] if chosen else []
-        behind = torch.cat(logits)[len(sequence.prompt) - 1 :].log_softmax(1).double()
+        following = torch.cat(logits)[len(sequence.prompt) - 1 :].log_softmax(1).double()
         tokens = torch.tensor(sequence.tokens)
         return Scores(
-            behind.gather(1, tokens[:, None])[:, 0].numpy(),
+            following.gather(1, tokens[:, None])[:, 0].numpy(),
             torch.cat(hidden, dim=1) if layers else None,
             np.concatenate(routes) if routes else None,
         )
 
     def _routed(self, stack: ExitStack, replay: Scores | None, step: slice) -> list[Tensor]:
-        """The choices of the pass to come, once it has been; empty without experts."""
+        """Returns a list that holds the next pass's choices once it ran; empty without experts."""
         if self._routers is None:
             return []
         if replay is not None and replay.routes_SMK is not None:
-            told = torch.from_numpy(replay.routes_SMK[step])[None]
-            stack.enter_context(RouteReplay(self._routers).over(told))
+            recorded = torch.from_numpy(replay.routes_SMK[step])[None]
+            stack.enter_context(RouteReplay(self._routers).over(recorded))
         return stack.enter_context(self._routers.recorded())
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers, in order; raises `InputError` if the model does not show them."""
+    """Returns the decoder layers in order; raises `InputError` if they are not exposed."""
     found = getattr(model.get_decoder(), "layers", None)
     if not isinstance(found, nn.ModuleList) or not len(found):
-        raise InputError(f"{type(model).__name__} does not show its layers")
+        raise InputError(f"{type(model).__name__} does not expose its decoder layers")
     return list(found)
 
 
 @contextmanager
-def _layers_seen(model: Any, feed_LSH: Tensor | None) -> Iterator[list[Tensor]]:
-    """Within, what comes into the first layer and out of each, float32[S, H], of one sequence; and
-    each layer is given what ``feed_LSH`` has for it."""
+def _layers_observed(model: Any, feed_LSH: Tensor | None) -> Iterator[list[Tensor]]:
+    """Yields a list that collects one sequence's input of the first layer and output of each,
+    float32[S, H]; ``feed_LSH`` replaces the input of each layer."""
     seen: list[Tensor] = []
 
     def before(number: int) -> Any:

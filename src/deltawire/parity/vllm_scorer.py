@@ -1,7 +1,6 @@
-"""vLLM as an engine to compare with: it scores a prompt's own tokens.
+"""Scores sequences with an offline vLLM, through the log-probabilities of prompt tokens.
 
-Token by token it is asked for nothing but the log-probability of the token that stands there, so
-that an answer is as long as the sequence.
+Only the log-probability of each given token is requested, so an answer is as long as its sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from deltawire.errors import InputError
 from deltawire.parity.scores import DrawnSequence, Precision, Scores
 
 MODEL_SHARE = 0.5
-"""Of an accelerator's memory; the other engine may be on it as well."""
+"""The share of an accelerator's memory to use; the other engine may be on it too."""
 
 
 class VllmScorer:
@@ -41,7 +40,7 @@ class VllmScorer:
                 enable_prefix_caching=False,
                 gpu_memory_utilization=MODEL_SHARE,
             )
-        except Exception as error:  # whatever it meets, the caller must choose another engine
+        except Exception as error:  # Whatever it is, the caller must choose another engine.
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise InputError(f"{name}: vLLM does not serve {folder}: {first[:300]}") from error
 
@@ -67,24 +66,26 @@ class VllmScorer:
         """See `deltawire.parity.scorers.Scorer`."""
         if layers or feed is not None or replay is not None:
             raise InputError(
-                f"{self.name} tells log-probabilities alone",
+                f"{self.name} provides log-probabilities only",
                 hint="compare layers and expert choices between two transformers engines",
             )
         sampling = self._vllm.SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False
         )
-        asked = [[*sequence.prompt, *sequence.tokens] for sequence in sequences]
+        inputs = [[*sequence.prompt, *sequence.tokens] for sequence in sequences]
         found = []
         for ids, one, sequence in zip(
-            asked, self._generate(asked, sampling), sequences, strict=True
+            inputs, self._generate(inputs, sampling), sequences, strict=True
         ):
             start = len(sequence.prompt)
-            told = one.prompt_logprobs[start:]
-            values = [entry[token].logprob for entry, token in zip(told, ids[start:], strict=True)]
+            entries = one.prompt_logprobs[start:]
+            values = [
+                entry[token].logprob for entry, token in zip(entries, ids[start:], strict=True)
+            ]
             found.append(Scores(np.array(values, np.float64)))
         return found
 
     def _generate(self, prompts: list[list[int]], sampling: Any) -> list[Any]:
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        made: list[Any] = self._llm.generate(asked, sampling, use_tqdm=False)
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        made: list[Any] = self._llm.generate(requests, sampling, use_tqdm=False)
         return made

@@ -116,10 +116,10 @@ class ReplicaSet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def hot_load(self, request: HotLoad) -> ReplicaSetState:
-        """Have every replica go to a version of the run; returns at once.
+        """Tells every replica to move to a version of the run; returns at once.
 
-        Raises `InputError` if the run has no such version, or the delta is said to build on
-        something that is not an older version of the run.
+        Raises `InputError` if the run has no such version, or the delta names a
+        base that is not an older version of the run.
         """
         version = snapshot_version(self.run, request.identity)
         base = request.incremental_snapshot_metadata

@@ -64,7 +64,7 @@ def train_step(
     with deterministic():
         for batch in batches:
             logprobs = token_logprobs(masters.model, batch, replay)
-            keep_N = meter.look(
+            keep_N = meter.measure(
                 logprobs,
                 batch.sampler_logprobs_NC,
                 batch.loss_mask_NC,

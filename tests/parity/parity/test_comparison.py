@@ -95,10 +95,10 @@ def test_scores_are_those_of_a_plain_forward(experts, drawn):
     [
         ("", "there is no engine ''"),
         ("sglang", "there is no engine 'sglang'"),
-        ("transformers:fp8", "'fp8' means nothing here"),
-        ("transformers:eager:sdpa", "'sdpa' comes twice"),
-        ("vllm:decode", "'decode' means nothing here"),
-        ("transformers:", "'' means nothing here"),
+        ("transformers:fp8", "'fp8' is not known here"),
+        ("transformers:eager:sdpa", "'sdpa' occurs twice"),
+        ("vllm:decode", "'decode' is not known here"),
+        ("transformers:", "'' is not known here"),
     ],
 )
 def test_a_wrong_engine_is_named(spec, says):

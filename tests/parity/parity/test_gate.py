@@ -19,7 +19,7 @@ def look(config, gaps, *, versions=None, mask=None, version=5):
     trainer = torch.tensor(gaps, dtype=torch.float64)
     drawn = torch.ones(trainer.shape) if mask is None else torch.tensor(mask)
     by = torch.full(trainer.shape, version) if versions is None else torch.tensor(versions)
-    keep = meter.look(trainer, torch.zeros_like(trainer), drawn, by)
+    keep = meter.measure(trainer, torch.zeros_like(trainer), drawn, by)
     return meter, keep.tolist()
 
 
@@ -100,7 +100,7 @@ def test_masking_takes_out_the_sequences_that_cross_and_no_other():
     assert keep == [1, 0, 0]
     more = torch.tensor([[0.0, 0.0], [4.0, 0.0]])
     same = torch.full((2, 2), 5)
-    assert meter.look(more, torch.zeros(2, 2), torch.ones(2, 2), same).tolist() == [1, 0]
+    assert meter.measure(more, torch.zeros(2, 2), torch.ones(2, 2), same).tolist() == [1, 0]
     assert meter.result().masked == (1, 2, 4)
 
 

@@ -59,7 +59,7 @@ def test_it_draws_as_many_as_asked(tmp_path):
 @pytest.mark.parametrize("more", [{"layers": True}, {"feed": []}, {"replay": []}])
 def test_what_it_cannot_tell_is_refused(tmp_path, more):
     scorer = VllmScorer("vllm", tmp_path, "float32")
-    with pytest.raises(InputError, match="log-probabilities alone"):
+    with pytest.raises(InputError, match="log-probabilities only"):
         scorer.score([], **more)
 
 

@@ -109,7 +109,7 @@ def test_whatever_is_read_is_one_packings_only_form(made, data):
 def test_choices_of_another_model_or_trajectory_are_refused(shape, positions):
     routes = np.tile(np.array([0, 7], np.int32), (5, 2, 1))
     packed = pack_routes(routes, experts=8)
-    with pytest.raises(CorruptError, match="the header says"):
+    with pytest.raises(CorruptError, match="the header has"):
         unpack_routes(packed, shape, positions=positions)
 
 

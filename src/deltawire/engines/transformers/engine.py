@@ -194,7 +194,7 @@ class TransformersEngine:
         return height * width * (self._cache.token_bytes or self._token_bytes)
 
     def _limit(self) -> int:
-        """The bytes that the cache may have: what it has, and its share of what is free."""
+        """Returns the bytes that the cache may have: its own, plus a share of what is free."""
         if self._cache_bytes is not None:
             return self._cache_bytes
         held = self._size(self._cache.height, self._cache.width)

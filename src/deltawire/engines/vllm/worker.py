@@ -1,4 +1,4 @@
-"""Adds deltawire's calls to vLLM's workers, for callers with a coordinator of their own.
+"""Adds deltawire's calls to vLLM's workers, for callers with their own coordinator.
 
 Start vLLM with ``--worker-extension-cls deltawire.engines.vllm.worker.DeltawireWorker`` and call
 the methods on all workers over ``collective_rpc``, in Ray or over HTTP.
