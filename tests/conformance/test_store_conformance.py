@@ -1,6 +1,6 @@
-"""Folder, memory and S3, the faulty bucket at rest and the proxy at rest keep what the wire needs.
+"""Folder, memory, S3, the faulty bucket and the proxy without faults pass the store suite.
 
-S3 is spoken over HTTP with two implementations of it.
+S3 is tested over HTTP with two implementations of it.
 """
 
 import threading
@@ -17,7 +17,7 @@ class TestFolder(StoreSuite):
     @pytest.fixture
     def bucket(self, tmp_path):
         yield open_bucket(str(tmp_path / "bucket"), create=True)
-        # Nothing that a test did has left the bucket, or left a staged upload behind in it.
+        # No test wrote outside the bucket or left a temporary file in it.
         assert [path.name for path in tmp_path.iterdir()] == ["bucket"]
         assert not list((tmp_path / "bucket").rglob("*#*"))
 
@@ -63,7 +63,7 @@ class TestS3BehindTheProxyAtRest(StoreSuite):
 
 
 class LooksBeforeItWrites(Bucket):
-    """A store whose create is two steps. All who look wait for each other before they write."""
+    """A store whose create is two steps: all writers look before any of them writes."""
 
     def __init__(self, writers):
         inner = open_bucket("memory://")
@@ -80,6 +80,6 @@ class LooksBeforeItWrites(Bucket):
 
 
 def test_a_create_in_two_steps_is_noticed():
-    """Such a server (moto without the lock around it) does not pass for a store."""
+    """Such a server (moto without the lock around it) does not pass the suite."""
     with pytest.raises(AssertionError):
         StoreSuite().test_create_race_has_one_winner(LooksBeforeItWrites(writers=6))

@@ -1,4 +1,4 @@
-"""What was tried, and what must hold of a bucket afterwards: for the drills."""
+"""Records what drills tried to publish, and checks the bucket afterwards."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ def weights(version, *, seed=0):
 
 
 class History:
-    """Trainers, one after another, on one bucket; and what each has tried to publish.
+    """Successive trainers on one bucket, and what each tried to publish.
 
     Every life has weights of its own, so that a version published by one and encoded against
     another's baseline could not go unnoticed.
@@ -42,7 +42,7 @@ class History:
         self.committed = {}
 
     def live(self):
-        """One trainer's life: from the head to the last version, or to the first error."""
+        """Runs one trainer from the head to the last version, or to the first error."""
         self.lives += 1
         publisher = start_publisher(self.bucket, anchor_every=3)
         try:
@@ -61,7 +61,7 @@ class History:
         assert publisher.publish(tensors, metadata={"life": self.lives}) == version
 
     def published(self, version, *, bucket=None):
-        """What a committed version must hold, by the life that its manifest names."""
+        """Returns what a committed version must hold, by the life that its manifest names."""
         bucket = bucket or self.bucket.inner
         life = read_manifest(bucket, read_run(bucket), version).metadata["life"]
         wanted = weights(version, seed=life if version else 0)
@@ -80,7 +80,7 @@ class History:
 
 
 def snapshot(bucket):
-    """A copy of all that lies in a bucket, in memory: each object is read once."""
+    """Copies a whole bucket into memory, reading each object once."""
     copy = open_bucket("memory://")
     names = bucket.list("")
     with ThreadPoolExecutor(4) as pool:
@@ -91,7 +91,7 @@ def snapshot(bucket):
 
 
 def check_bucket(bucket, expected):
-    """`tiny.audit`, and what it does not need: blobs that nobody reads yet, and the whole chain.
+    """Runs `tiny.audit`, and checks unreferenced blobs and the whole chain.
 
     Returns the newest version.
     """
@@ -117,7 +117,7 @@ def check_bucket(bucket, expected):
 
 
 def follow(bucket, start, last, expected):
-    """Join at a version and follow to the last; whatever is held on the way has the right bits."""
+    """Joins at a version and follows to the last; every version on the way has the right bits."""
     run = read_run(bucket)
     subscriber = Subscriber(bucket, run, load_mirror(bucket, run, at=start))
     while True:

@@ -24,7 +24,7 @@ def say(text):
 
 
 def publish(order):
-    """Publish for ever. Each life has weights of its own, but all begin with the same model."""
+    """Publishes until killed. Each life has its own weights; all begin with the same model."""
     bucket = FaultyBucket(open_bucket(order["location"], **order["options"]))
     if order["kill_at"] is not None:
         bucket.pause(

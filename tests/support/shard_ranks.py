@@ -1,4 +1,4 @@
-"""Ranks that publish shards of one model, as several tests start them."""
+"""Starts ranks that publish shards of one model, for several tests."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,7 +12,7 @@ RANKS = 3
 
 
 def cut(spec, rank):
-    """The range of a tensor that is a rank's: uneven, and not at the borders of chunks."""
+    """Returns a rank's range of a tensor: uneven, and not at the borders of chunks."""
     step = -(-spec.count // RANKS)
     return min(rank * step, spec.count), min((rank + 1) * step, spec.count)
 
@@ -45,7 +45,7 @@ def rank_publisher(bucket, rank, *, version=-1, digest=codec.ZERO, session="s0",
 
 
 def publish_all(publishers, version, seed=0):
-    """All ranks at once; what each of them raised, or None."""
+    """Publishes from all ranks at once; returns what each raised, or None."""
 
     def one(publisher):
         try:

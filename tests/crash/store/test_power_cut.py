@@ -117,7 +117,7 @@ def mounted(image, folder, *options):
 
 @pytest.fixture
 def disk(tmp_path):
-    """An ext4 file system in an image file, mounted; skips where nobody may mount one."""
+    """Mounts an ext4 file system in an image file; skips where that is not allowed."""
     image, folder = tmp_path / "disk.img", tmp_path / "mounted"
     folder.mkdir()
     if shutil.which("mkfs.ext4") is None or os.geteuid() != 0:
@@ -126,7 +126,7 @@ def disk(tmp_path):
         file.truncate(64 << 20)
     subprocess.run(["mkfs.ext4", "-q", "-F", image], check=True)
     if not mounted(image, folder):
-        pytest.skip("this machine lets nobody mount a file system")
+        pytest.skip("file systems cannot be mounted here")
     yield image, folder
     subprocess.run(["umount", "-l", folder], check=True)
 

@@ -1,7 +1,7 @@
-"""Publisher and subscriber over a network that drops, delays, cuts off and refuses.
+"""Publisher and subscriber over a network that drops, delays, cuts and refuses requests.
 
-The store is a real S3 server behind the proxy. Whatever the network does, an operation heals or
-says so; nothing wrong is committed, and nothing wrong is held.
+The store is a real S3 server, reached through the proxy. Every operation succeeds or raises;
+nothing wrong is committed, and nothing wrong is held.
 """
 
 import random
@@ -42,7 +42,7 @@ def place(request):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_struck_now_and_then_heals(s3_server, place, fault, drill_seed):
+def test_occasional_faults_are_retried(s3_server, place, fault, drill_seed):
     """Every third request, but never one more often than the client is patient.
 
     The store's library asks again for everything but a listing that is cut off in the middle. That
@@ -64,8 +64,8 @@ def test_what_is_struck_now_and_then_heals(s3_server, place, fault, drill_seed):
     assert history.audit() == LAST
 
 
-def test_a_network_without_mercy(server, place, drill_seed):
-    """Without the store library's retries, each life may end in an error; the chain goes on."""
+def test_faults_without_retries(server, place, drill_seed):
+    """Without the store library's retries each life may end in an error; the chain continues."""
     rates = dict.fromkeys(FAULTS, 0.05)
     near = server.open(place)
     history = History(near, last=LAST)
@@ -85,7 +85,7 @@ def test_a_network_without_mercy(server, place, drill_seed):
 
 
 def follow_through(far, near, history, rng):
-    """A reader behind the proxy: an error now and then, and otherwise the right bits."""
+    """Follow through the proxy: occasional errors, and otherwise the right bits."""
     run = read_run(near)
     mirror, errors = None, 0
     while True:
@@ -104,8 +104,8 @@ def follow_through(far, near, history, rng):
         subscriber.commit(update)
 
 
-def test_short_answers_that_http_calls_whole(server, place, drill_seed):
-    """Nothing below notices: lengths and digests do."""
+def test_short_answers_under_a_matching_length(server, place, drill_seed):
+    """Lower layers cannot notice; lengths and digests do."""
     near = server.open(place)
     history = History(near, last=LAST)
     history.live()
@@ -127,7 +127,7 @@ def test_short_answers_that_http_calls_whole(server, place, drill_seed):
 
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 def test_each_request_in_turn_is_dropped(s3_server, place, done):
-    """Behind the store's library, one request after another, with and without having been done."""
+    """One request after another is dropped, before or after it was done."""
     place += "-{}"
     with FaultyProxy(s3_server.endpoint) as proxy:
         History(s3_server.open(place.format("clean"), endpoint=proxy.endpoint), last=4).live()
@@ -160,7 +160,7 @@ def test_each_request_in_turn_is_dropped(s3_server, place, done):
         assert history.audit() == 4
 
 
-def test_a_network_that_is_gone_ends_a_publisher_with_an_error(s3_server, place):
+def test_a_lost_network_ends_a_publisher_with_an_error(s3_server, place):
     near = s3_server.open(place)
     with FaultyProxy(s3_server.endpoint) as proxy:
         far = s3_server.open(place, endpoint=proxy.endpoint, retry_config={"max_retries": 0})

@@ -1,4 +1,4 @@
-"""The folder bucket: what lies in its way, and what it leaves behind."""
+"""The folder bucket: obstacles, and leftovers of killed writers."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from deltawire.store.folder import ABANDONED_S
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+def test_a_named_pipe_is_refused_at_once(tmp_path):
     bucket = open_bucket(str(tmp_path))
     (tmp_path / "a").mkdir()
     os.mkfifo(tmp_path / "a" / "pipe")
@@ -23,7 +23,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     assert bucket.create("a/pipe", b"1") is False
 
 
-def test_what_killed_processes_leave_is_removed_when_it_is_old(tmp_path):
+def test_old_files_of_killed_processes_are_removed(tmp_path):
     (tmp_path / "a").mkdir()
     for name in ("1#17", "1#18", "kept"):
         (tmp_path / "a" / name).write_bytes(b"half")

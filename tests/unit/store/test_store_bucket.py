@@ -1,4 +1,4 @@
-"""Opening buckets, and what a store's errors become."""
+"""Opening buckets, and the translation of a store's errors."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ def test_missing_folder(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_create_makes_the_folder_and_takes_it_up_again(tmp_path):
+def test_create_makes_the_folder_or_opens_it(tmp_path):
     open_bucket(str(tmp_path / "a" / "b"), create=True).put("k", b"1")
     assert open_bucket(str(tmp_path / "a" / "b"), create=True).get("k", limit=1) == b"1"
 
@@ -36,19 +36,19 @@ def test_refused_locations(location):
     assert location in str(caught.value)
 
 
-def test_a_file_is_no_bucket(tmp_path):
+def test_a_file_is_not_a_bucket(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for create in (False, True):
         with pytest.raises(InputError):
             open_bucket(str(tmp_path / "file"), create=create)
 
 
-def test_memory_buckets_are_apart():
+def test_memory_buckets_are_separate():
     open_bucket("memory://").put("k", b"1")
     assert open_bucket("memory://").get("k", limit=1) is None
 
 
-def test_a_file_in_the_way_is_an_input_error(tmp_path):
+def test_a_file_in_place_of_a_folder_is_an_input_error(tmp_path):
     bucket = open_bucket(str(tmp_path))
     (tmp_path / "rollouts").write_bytes(b"")
     with pytest.raises(InputError, match="not a directory") as caught:

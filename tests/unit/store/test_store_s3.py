@@ -1,4 +1,4 @@
-"""S3 as people set it up: by the environment; and what its refusals become."""
+"""S3: configuration by the environment, and the translation of its errors."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -46,7 +46,7 @@ def test_all_from_the_environment(s3_server, environment, name, scheme):
     assert whole.get(f"from/{name}/{scheme}/a/b", limit=1) == b"1"
 
 
-def test_what_is_said_comes_before_the_environment(s3_server, environment):
+def test_options_come_before_the_environment(s3_server, environment):
     environment.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(RetryError):
         open_bucket("s3://drills/x", retry_config={"max_retries": 0}).put("k", b"")
@@ -57,8 +57,8 @@ def test_what_is_said_comes_before_the_environment(s3_server, environment):
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "exists"])
 @pytest.mark.parametrize("server", ["s3_server", "moto_server"])
-def test_a_bucket_that_is_not_there_is_no_missing_object(request, server, verb):
-    """Else a reader of a misspelt bucket would wait for its first version for ever."""
+def test_a_missing_bucket_is_not_a_missing_object(request, server, verb):
+    """Otherwise a reader of a misspelled bucket would wait for its first version for ever."""
     bucket = request.getfixturevalue(server).open("s3://drillz/run")
     with pytest.raises(InputError, match="no such bucket") as caught:
         VERBS[verb](bucket)
@@ -71,7 +71,7 @@ def test_a_key_that_names_the_error_is_a_missing_object(new_bucket):
 
 @pytest.fixture
 def answering():
-    """``answering(status, body)``: an endpoint that says the same to everybody."""
+    """``answering(status, body)`` starts an endpoint that gives every request this answer."""
     servers = []
 
     def start(status, body=b""):
@@ -121,7 +121,7 @@ def opened(server, endpoint):
         (429, RetryError),
     ],
 )
-def test_what_a_status_becomes(s3_server, answering, verb, status, kind):
+def test_errors_by_status(s3_server, answering, verb, status, kind):
     bucket = opened(s3_server, answering(status, b"<Error><Code>X</Code></Error>"))
     with pytest.raises(DeltawireError) as caught:
         VERBS[verb](bucket)
@@ -139,7 +139,7 @@ def test_what_a_status_becomes(s3_server, answering, verb, status, kind):
         (403, "ExpiredToken", RetryError, "expired"),
     ],
 )
-def test_what_a_code_becomes(s3_server, answering, status, code, kind, words):
+def test_errors_by_code(s3_server, answering, status, code, kind, words):
     body = f"<Error><Code>{code}</Code></Error>".encode()
     with pytest.raises(DeltawireError, match=words) as caught:
         opened(s3_server, answering(status, body)).put("k", b"1")
@@ -184,7 +184,7 @@ CONFLICT = (409, {}, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
 
 @pytest.mark.parametrize(("conflicts", "then", "made"), [(2, 200, True), (1, 412, False)])
 def test_a_conflict_is_tried_again(s3_server, conflicts, then, made):
-    """It decides nothing: taken for an answer, a commit that nobody made would count as lost."""
+    """A conflict decides nothing: taken as "exists", it would lose a commit that no one made."""
     asked = []
 
     def answer(command, path):
@@ -204,7 +204,7 @@ def test_a_conflict_for_ever_is_a_retry_error(s3_server, monkeypatch):
 
 @pytest.mark.parametrize(("size", "kind"), [(100_000, RetryError), (100, CorruptError)])
 def test_a_coalesced_range_that_comes_back_short(s3_server, size, kind):
-    """obstore panics at it, and a panic is no Exception: the reader's thread would just end."""
+    """obstore panics, and a panic is not an Exception: the reader's thread would just end."""
 
     def answer(command, path):
         headers = {"Last-Modified": "Sun, 22 Nov 2026 12:00:00 GMT", "ETag": '"1"'}
@@ -217,8 +217,8 @@ def test_a_coalesced_range_that_comes_back_short(s3_server, size, kind):
     assert type(caught.value) is kind
 
 
-def test_a_key_that_is_none_is_named_by_a_listing(s3_server):
-    """Another program put it there; only its name tells what to remove."""
+def test_a_listing_names_an_invalid_key(s3_server):
+    """Another program put it there; its name tells the user what to remove."""
     one = "<Contents><Key>{}</Key><LastModified>2026-11-22T12:00:00.000Z</LastModified>"
     one += '<ETag>"1"</ETag><Size>1</Size></Contents>'
     body = "<ListBucketResult><Name>b</Name><Prefix></Prefix><KeyCount>1</KeyCount>"
@@ -288,8 +288,8 @@ def test_a_profile_gives_what_the_environment_does_not(s3_server, environment, t
 
 
 @pytest.mark.parametrize("body", [b"", b"no xml", b"<?xml version='1.0'?><a>", b"\xff" * 2000])
-def test_a_listing_that_is_none(s3_server, answering, body):
-    """A captive portal's page, say: never taken for an empty bucket."""
+def test_an_invalid_listing_is_an_error(s3_server, answering, body):
+    """The page of a captive portal, for example, is not taken for an empty bucket."""
     with pytest.raises(RetryError):
         opened(s3_server, answering(200, body)).list("a/")
 

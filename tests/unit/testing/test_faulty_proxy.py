@@ -1,4 +1,4 @@
-"""The proxy does what it is told: what is done, what is answered, and that a seed repeats it."""
+"""The proxy's faults: their effects on the server and the client, and their seed."""
 
 import threading
 import time
@@ -25,8 +25,8 @@ FAULTS = {
 
 
 @pytest.fixture
-def behind(s3_server, request):
-    """``behind(proxy)``: the bucket through the proxy and the same one directly."""
+def through(s3_server, request):
+    """``through(proxy)``: the bucket through the proxy and the same one directly."""
 
     def open_both(proxy, retries=0, **client):
         url = f"s3://drills/proxy/{request.node.name}"
@@ -77,21 +77,21 @@ def test_each_fault(request, server, fault):
         assert found["get"] == BODY[: len(BODY) // 2]
 
 
-def test_at_rest_nothing_is_struck(s3_server, behind):
+def test_without_rates_nothing_fails(s3_server, through):
     with FaultyProxy(s3_server.endpoint) as proxy:
-        far, near = behind(proxy)
+        far, near = through(proxy)
         assert far.create("k", BODY)
         assert near.get("k", limit=len(BODY)) == far.get("k", limit=len(BODY)) == BODY
     assert proxy.struck == []
     assert proxy.requests == 2
 
 
-def test_a_seed_repeats_itself_whatever_the_threads_do(s3_server, behind):
+def test_a_seed_gives_the_same_faults_in_any_thread_order(s3_server, through):
     rates = {"refuse": 0.2, "lose": 0.2, "busy": 0.1}
 
     def struck(seed, threads):
         with FaultyProxy(s3_server.endpoint, seed=seed, rates=rates) as proxy:
-            far, _ = behind(proxy)
+            far, _ = through(proxy)
 
             def work(part):
                 for number in range(part, 40, threads):
@@ -114,23 +114,23 @@ def test_a_seed_repeats_itself_whatever_the_threads_do(s3_server, behind):
     assert 30 < len(first) < 90  # Of 120 requests, about half.
 
 
-def test_mercy_lets_a_request_through_in_the_end(s3_server, behind):
+def test_mercy_lets_a_request_through_in_the_end(s3_server, through):
     with FaultyProxy(s3_server.endpoint, rates={"busy": 1.0}, mercy=2) as proxy:
-        far, _ = behind(proxy)
+        far, _ = through(proxy)
         for _ in range(3):
             for _ in range(2):
                 with pytest.raises(RetryError):
                     far.put("k", b"1")
             far.put("k", b"1")
-        far, _ = behind(proxy, retries=2)
+        far, _ = through(proxy, retries=2)
         far.put("k", b"2")
     assert proxy.requests == 12
 
 
-def test_a_server_that_says_nothing_is_given_up(s3_server, behind):
-    """The client's own limit on time ends it; the proxy's end does not wait for it."""
+def test_a_silent_server_times_out(s3_server, through):
+    """The client's own timeout ends it; closing the proxy does not wait for it."""
     with FaultyProxy(s3_server.endpoint, rates={"stall": 1.0}) as proxy:
-        far, near = behind(proxy, timeout="200ms")
+        far, near = through(proxy, timeout="200ms")
         started = time.monotonic()
         with pytest.raises(RetryError):
             far.get("k", limit=1)

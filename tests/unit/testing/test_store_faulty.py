@@ -1,4 +1,4 @@
-"""The faulty bucket does what it is told: a crash test is worth no more than this."""
+"""The faulty bucket, on which every crash test depends."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_nth_operation_after_it_is_done(bucket):
     assert bucket.get("a", limit=1) == b"1"
 
 
-def test_for_ever_until_healed(bucket):
+def test_failing_until_healed(bucket):
     bucket.put("a", b"1")
     bucket.fail(at=2, times=None)
     assert bucket.exists("a")
@@ -69,7 +69,7 @@ def test_every_verb_can_fail(bucket):
     assert bucket.get("a", limit=1) == b"1"
 
 
-def test_damage_and_hide_are_of_the_answer_alone(bucket):
+def test_damage_and_hide_change_answers_only(bucket):
     bucket.put("a/1", b"data")
     bucket.damage("a/*", lambda data: data[:2])
     assert bucket.get("a/1", limit=4) == b"da"
@@ -91,8 +91,8 @@ def test_damage_of_one_answer(bucket):
 
 
 @pytest.mark.parametrize("done", [False, True])
-def test_something_else_happens_meanwhile(bucket, done):
-    """What happens in the pause is neither struck nor counted."""
+def test_another_writer_acts_during_a_pause(bucket, done):
+    """Operations during the pause neither fail nor count."""
     found = []
 
     def meanwhile():
@@ -109,7 +109,7 @@ def test_something_else_happens_meanwhile(bucket, done):
     assert bucket.list("") == ["a", "b"]
 
 
-def test_a_listing_in_another_order_each_time(bucket):
+def test_listings_in_random_order(bucket):
     keys = [f"a/{number:02}" for number in range(20)]
     for key in keys:
         bucket.put(key, b"")

@@ -1,7 +1,7 @@
 """Fail the store at each operation in turn, then audit the bucket.
 
-Whatever happened: each committed version holds what was published for it, no committed manifest
-ever changes, and a fresh publisher continues from the head.
+In every case each committed version holds what was published for it, no committed manifest
+changes, and a new publisher continues from the head.
 """
 
 from contextlib import suppress
@@ -54,7 +54,7 @@ def test_each_operation_in_turn(done, error, times):
         assert history.audit() == LAST
         lives.append(history.lives)
     retried = error is no_answer and times is not None
-    # Reads at the start are not retried; everything behind them is, and then nobody restarts.
+    # Reads at the start are not retried; everything after them is, and then no life is restarted.
     assert lives.count(2) >= (1 if retried else count - 5)
     assert lives.count(1) >= (count - 4 if retried else 0)
 
@@ -71,7 +71,7 @@ def test_lost_answers_cost_nothing_but_time(key, done):
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
-def test_the_read_back_may_fail_as_well(done):
+def test_the_read_back_may_fail_too(done):
     history = History(open_bucket("memory://"), last=LAST)
     history.lives = 1
     publisher = start_publisher(history.bucket, anchor_every=3)
@@ -91,7 +91,7 @@ def test_the_read_back_may_fail_as_well(done):
 @pytest.mark.parametrize("verb_and_key", [("put", "weights/blobs/*"), ("create", "*/manifests/*")])
 @pytest.mark.parametrize("at", [2, 3])
 def test_the_baseline_does_not_advance_before_the_commit(verb_and_key, at, error):
-    """The trainer goes on with other weights under the same number: readers get just those."""
+    """The trainer continues with other weights under the same number: readers get those."""
     history = History(open_bucket("memory://"), last=LAST)
     publisher = start_publisher(history.bucket, anchor_every=3)
     published = []
@@ -125,8 +125,8 @@ def test_the_baseline_does_not_advance_before_the_commit(verb_and_key, at, error
 
 
 @pytest.mark.parametrize("error", [no_answer, disk_full])
-def test_a_commit_that_is_not_known_of_never_forks(error):
-    """The manifest was created, no answer ever came: the publisher must not go on over it."""
+def test_an_unacknowledged_commit_never_forks(error):
+    """The manifest was created, but no answer came: the publisher must not overwrite it."""
     history = History(open_bucket("memory://"), last=LAST)
     publisher = start_publisher(history.bucket, anchor_every=3)
     publisher.publish(weights(0))
@@ -147,9 +147,9 @@ def test_a_commit_that_is_not_known_of_never_forks(error):
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 def test_each_operation_in_turn_on_a_real_store(new_bucket, kind, done):
-    """For ever, so that the trainer has to be started anew; then all is as on any other day.
+    """The failure persists, so that the trainer has to be restarted; then everything works.
 
-    On the slower store every other operation, before it or behind it.
+    On the slower store every other operation, before or after it is done.
     """
     first, stride = (1, 1) if kind == "folder" else (1 + done, 2)
     for at in range(first, operations_of_a_clean_life() + 1, stride):
@@ -164,7 +164,7 @@ def test_each_operation_in_turn_on_a_real_store(new_bucket, kind, done):
 
 
 def test_each_answer_in_turn_is_short():
-    """A short answer is an error or no matter; it never becomes a version."""
+    """A short answer is an error or has no effect; it never becomes a version."""
     troubled = 0
     for at in range(1, operations_of_a_clean_life() + 1):
         history = History(open_bucket("memory://"), last=LAST)
@@ -197,7 +197,7 @@ def test_listings_in_any_order():
 def test_a_rival_at_each_operation_in_turn():
     """Between any two operations of a trainer, another starts and commits a version.
 
-    Each number has one author, and whoever was overtaken is told so.
+    Each number has one author, and the publisher that was overtaken raises.
     """
     fenced = 0
     for at in range(1, operations_of_a_clean_life() + 1):
@@ -219,6 +219,6 @@ def test_a_rival_at_each_operation_in_turn():
             except FencedError:
                 fenced += 1
                 history.live()
-            # Overtaken behind its last operation, a trainer has nothing more to be told.
+            # A trainer that is overtaken after its last operation has nothing left to raise.
             assert history.audit() in (LAST, LAST + 1)
     assert fenced > 20

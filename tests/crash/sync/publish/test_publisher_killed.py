@@ -1,4 +1,4 @@
-"""A publisher killed at any moment leaves a whole chain, and its successor continues it."""
+"""A publisher that is killed at any moment leaves a complete chain for its successor."""
 
 import json
 import os
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class Driver:
-    """Has publishers forked, and kills them."""
+    """Starts publishers as forks, and kills them."""
 
     def __init__(self):
         self.process = subprocess.Popen(
@@ -80,7 +80,7 @@ def driver():
 
 @pytest.fixture(params=["folder", "s3"])
 def place(request, new_bucket):
-    """An empty bucket, and how another process opens it."""
+    """Returns an empty bucket, and how another process opens it."""
     options = {}
     if request.param == "s3":
         server = request.getfixturevalue("s3_server")
@@ -125,7 +125,7 @@ def test_killed_at_a_hundred_random_moments(driver, place, drill_seed):
         bucket, options = place()
         head = -1
         for life in range(KILLS_A_RUN):
-            # Within the two versions' time behind its start, or behind a version of its own.
+            # Within the time of two versions after its start, or after a version of its own.
             until = rng.choice([-1, head + 1, head + 2])
             pause_s = rng.uniform(0.0, 2 * version_s)
             known = driver.life(bucket, life, options=options, until=until, pause_s=pause_s)
@@ -149,9 +149,9 @@ def test_killed_at_a_hundred_random_moments(driver, place, drill_seed):
 
 
 def test_killed_at_each_operation(driver, place):
-    """The first life's 26 operations reach behind the third anchor."""
+    """The first life's 26 operations reach past the third anchor."""
     for at in range(1, 27):
-        # On the slower store one of the two: before it or behind it.
+        # On the slower store one of the two: before or after it.
         for done in (False, True) if place()[0].local else (at % 2 == 0,):
             bucket, options = place()
             known = driver.life(bucket, 1, options=options, kill_at=at, done=done)

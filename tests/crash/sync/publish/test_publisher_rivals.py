@@ -32,7 +32,7 @@ def bucket(request, tmp_path):
 
 
 def attempt(publisher, tensors):
-    """Whether the version was committed; False if another's was."""
+    """Return whether the version was committed; False if another publisher's was."""
     try:
         publisher.publish(tensors)
         publisher.flush()
@@ -91,8 +91,8 @@ def test_a_fenced_publisher_stays_fenced_and_harms_nothing(bucket):
     assert audit(bucket, weights) == 2
 
 
-def test_fenced_behind_a_lost_create(bucket):
-    """Ours failed before it was done, and the rival's came in between."""
+def test_fenced_after_a_lost_create(bucket):
+    """The create failed before it was done, and the rival's came in between."""
     mine = FaultyBucket(bucket)
     ours, theirs = start_publisher(mine), start_publisher(bucket)
 
@@ -107,8 +107,8 @@ def test_fenced_behind_a_lost_create(bucket):
     assert audit(bucket, weights) == 1
 
 
-def test_not_fenced_behind_a_lost_answer(bucket):
-    """Ours was done, the answer got lost, and the rival tried before we looked."""
+def test_not_fenced_after_a_lost_answer(bucket):
+    """The create was done, its answer was lost, and the rival tried before the read-back."""
     mine = FaultyBucket(bucket)
     ours, theirs = start_publisher(mine), start_publisher(bucket)
 

@@ -1,4 +1,4 @@
-"""Ranks that write apart: one manifest commits all of them, or none."""
+"""Ranks that write separately: one manifest commits all of them, or none."""
 
 import threading
 
@@ -64,7 +64,7 @@ def test_without_one_rank_nothing_is_committed(bucket, missing):
     assert all(isinstance(error, RetryError) for error in errors)
     assert newest_version(bucket) == 0
     assert {p.version for p in publishers} == {0}
-    # The session is over, and says so ever after.
+    # The session is over: every later call raises.
     with pytest.raises(RetryError):
         present[0].publish(shards(1, present[0].rank))
     digest = publishers[0].digest
@@ -80,7 +80,7 @@ def test_without_one_rank_nothing_is_committed(bucket, missing):
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_PIECES", 9), ("MAX_BLOBS", 2)])
 def test_more_than_readers_take_is_not_committed(bucket, monkeypatch, limit, value):
-    """Each rank keeps to the limits, and all of them together do not."""
+    """Each rank keeps the limits, but all of them together do not."""
     monkeypatch.setattr(f"deltawire.wire.payload.{limit}", value)
     publishers = [rank_publisher(bucket, rank, timeout_s=0.2) for rank in range(RANKS)]
     errors = publish_all(publishers, 0)
@@ -145,7 +145,7 @@ def test_a_session_is_used_once(bucket):
 
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 def test_each_operation_in_turn(done):
-    """Whatever fails once is retried, by whichever rank it hits."""
+    """An operation that fails once is retried, in whichever rank."""
     for at in range(1, 40, 3):
         bucket = FaultyBucket(open_bucket("memory://"))
         publishers = [rank_publisher(bucket, rank, threads=1) for rank in range(RANKS)]
@@ -173,7 +173,7 @@ def test_wrong_shards_are_refused(bucket):
 
 
 def test_a_rank_whose_mirror_differs_by_a_bit_commits_nothing(bucket):
-    """Its delta would lead readers elsewhere: nobody could decode the version."""
+    """Its delta would lead readers to other bits: no one could decode the version."""
     publishers = [rank_publisher(bucket, rank) for rank in range(RANKS)]
     assert publish_all(publishers, 0) == [None] * RANKS
     digest = publishers[0].digest

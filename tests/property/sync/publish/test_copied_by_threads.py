@@ -1,4 +1,4 @@
-"""Copies by many threads are copies; an interrupt leaves nobody writing."""
+"""Copies with several threads are exact; after an interrupt no thread writes."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from deltawire.sync.publish.parallel_copy import Copier
     st.integers(0, 1 << 30),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_sizes_by_any_number_of_threads(sizes, dtype, threads, part, seed):
+def test_any_sizes_with_any_number_of_threads(sizes, dtype, threads, part, seed):
     rng = np.random.default_rng(seed)
     sources = [np.frombuffer(rng.bytes(n * np.dtype(dtype).itemsize), dtype) for n in sizes]
     targets = [np.zeros_like(source) for source in sources]
@@ -34,7 +34,7 @@ def test_any_sizes_by_any_number_of_threads(sizes, dtype, threads, part, seed):
         assert np.array_equal(target, source)
 
 
-def test_what_fails_in_a_thread_is_raised(monkeypatch):
+def test_errors_in_a_thread_are_raised(monkeypatch):
     monkeypatch.setattr(copying, "_SINGLE_BYTES", 0)
     copier = Copier(2)
     with pytest.raises(ValueError, match="broadcast"):
@@ -42,7 +42,7 @@ def test_what_fails_in_a_thread_is_raised(monkeypatch):
     copier.close()
 
 
-def test_an_interrupt_leaves_nobody_writing(monkeypatch):
+def test_no_thread_writes_after_an_interrupt(monkeypatch):
     monkeypatch.setattr(copying, "_SINGLE_BYTES", 0)
     monkeypatch.setattr(copying, "PART_BYTES", 1)
     busy, begun = threading.Semaphore(0), []

@@ -1,5 +1,4 @@
-"""Directories go through a run and come out the same, byte for byte; what is wrong with one is one
-clear error; what was stopped goes on."""
+"""Publishing and pulling directories: byte for byte, with clear errors, over interruptions."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def contents(step: int) -> dict[str, bytes]:
 
 
 def safetensors(tensors: dict[str, bytes], *, order: list[str], metadata: dict[str, str]) -> bytes:
-    """A file by hand, so that nothing of it is any library's habit: order, blanks, metadata."""
+    """Writes a file by hand, with an order, blanks and metadata that no library would choose."""
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name in order:
@@ -140,7 +139,7 @@ def test_files_and_sharding_that_change_belong_to_their_version(tmp_path: Path) 
     assert check_run(bucket).unreferenced == 0
 
 
-def test_what_is_published_is_known_by_its_content(tmp_path: Path) -> None:
+def test_versions_are_recognized_by_content(tmp_path: Path) -> None:
     bucket = open_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
     again = write_directory(tmp_path / "c-3", 0)  # the trainer went back
@@ -205,7 +204,7 @@ def test_another_model_is_one_clear_error(
     assert publish(bucket, write_directory(tmp_path / "c-2", 2)) == [(1, True)]
 
 
-def test_a_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+def test_an_incomplete_file_is_refused(tmp_path: Path) -> None:
     path = write_directory(tmp_path / "c", 0)
     weights = path / "model.safetensors"
     whole = weights.read_bytes()
@@ -217,7 +216,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     assert read_checkpoint(path).bytes == sum(map(len, contents(0).values()))
 
 
-def test_code_pickles_and_the_trainers_state_are_not_carried(tmp_path: Path) -> None:
+def test_code_pickles_and_trainer_state_are_not_published(tmp_path: Path) -> None:
     path = write_directory(tmp_path / "c", 0)
     odd = ["modeling.py", "optimizer.pt", "trainer_state.json", ".hidden.json"]
     for name in odd:
@@ -234,7 +233,7 @@ def test_code_pickles_and_the_trainers_state_are_not_carried(tmp_path: Path) -> 
     ]
 
 
-def test_weights_that_change_while_they_are_published_are_no_version(
+def test_weights_that_change_while_they_are_published_are_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = open_bucket("memory://")
@@ -255,7 +254,9 @@ def test_weights_that_change_while_they_are_published_are_no_version(
         assert series.publish(second).version == 1
 
 
-def test_files_that_retention_took_from_a_stalled_publisher_are_put_again(tmp_path: Path) -> None:
+def test_files_taken_from_a_stalled_publisher_are_uploaded_again(
+    tmp_path: Path,
+) -> None:
     bucket = FaultyBucket(open_bucket("memory://"))
     first, second = (
         write_directory(tmp_path / f"c-{n}", n, config=f'{{"step": {n}}}') for n in range(2)
@@ -275,10 +276,10 @@ def test_files_that_retention_took_from_a_stalled_publisher_are_put_again(tmp_pa
     assert files_in(tmp_path / "out") == files_in(second)
 
 
-# --- the directory that is kept ------------------------------------------------------------------
+# --- pulled directories --------------------------------------------------------------------------
 
 
-def test_a_version_is_only_seen_whole_and_the_one_before_outlives_it(tmp_path: Path) -> None:
+def test_readers_see_complete_versions_and_the_previous_one_stays(tmp_path: Path) -> None:
     bucket = open_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(6)]
     publish(bucket, *paths)
@@ -323,7 +324,7 @@ def test_only_deltas_are_fetched_once_a_version_is_there(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("at", range(1, 12))
-def test_a_pull_that_is_stopped_goes_on(tmp_path: Path, at: int) -> None:
+def test_an_interrupted_pull_is_continued(tmp_path: Path, at: int) -> None:
     inner = open_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
     publish(inner, *paths, blob_bytes=512, chunk=64, anchor_every=0)
@@ -350,7 +351,7 @@ def test_a_pull_that_is_stopped_goes_on(tmp_path: Path, at: int) -> None:
         assert counted.read_bytes < whole.read_bytes
 
 
-def test_a_directory_that_somebody_changed_is_not_built_upon(tmp_path: Path) -> None:
+def test_a_changed_directory_is_not_used_as_a_base(tmp_path: Path) -> None:
     bucket = open_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(2)]
     publish(bucket, *paths)
@@ -364,10 +365,10 @@ def test_a_directory_that_somebody_changed_is_not_built_upon(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("at", range(1, 9))
-def test_a_full_disk_is_one_error_and_the_same_pull_goes_on_from_it(
+def test_a_full_disk_is_one_error_and_the_pull_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """Every write in turn meets a full disk, half of its bytes being there already."""
+    """Every write in turn meets a full disk after half of its bytes."""
     bucket = open_bucket("memory://")
     first = write_directory(tmp_path / "1", 0, sharded=True)
     publish(bucket, first)
@@ -403,7 +404,7 @@ def test_a_full_disk_is_one_error_and_the_same_pull_goes_on_from_it(
     assert files_in(tmp_path / "pulled") == files_in(first)
 
 
-def test_what_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
+def test_existing_files_are_not_touched(tmp_path: Path) -> None:
     bucket, other = open_bucket("memory://"), open_bucket("memory://")
     path = write_directory(tmp_path / "c", 0)
     publish(bucket, path)
@@ -470,7 +471,7 @@ SPEC = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         [("x.safetensors", "7")],
     ],
 )
-def test_a_layout_from_a_hostile_bucket_makes_no_file(files: list[tuple[str, str]]) -> None:
+def test_hostile_layouts_make_no_file(files: list[tuple[str, str]]) -> None:
     from deltawire.wire.run import TensorSpec
 
     table = Run(name="", created_at=0, tensors=[TensorSpec("a", (2,), "F32")], digest="0" * 32)
@@ -482,7 +483,7 @@ def test_a_layout_from_a_hostile_bucket_makes_no_file(files: list[tuple[str, str
     "name",
     ["../evil.json", "/etc/x.json", "a/b.json", "x.py", "", "x.json\n", "con.json", "Com1.txt"],
 )
-def test_file_names_from_a_hostile_bucket_are_no_paths(tmp_path: Path, name: str) -> None:
+def test_hostile_file_names_are_refused(tmp_path: Path, name: str) -> None:
     from deltawire.sync.huggingface.checkpoint_dir import read_files
     from deltawire.wire.run import ModelFile
 
@@ -490,10 +491,10 @@ def test_file_names_from_a_hostile_bucket_are_no_paths(tmp_path: Path, name: str
         read_files(open_bucket("memory://"), [ModelFile(name, "0" * 64, 1)], version=0)
 
 
-# --- the folder that grows -----------------------------------------------------------------------
+# --- watched folders -----------------------------------------------------------------------------
 
 
-def test_a_watched_folder_gives_whole_directories_in_order(tmp_path: Path) -> None:
+def test_a_watcher_yields_complete_directories_in_order(tmp_path: Path) -> None:
     now = 0.0
     watched = CheckpointWatcher(tmp_path, settle_s=5, clock=lambda: now)
 
@@ -521,7 +522,7 @@ def test_a_watched_folder_gives_whole_directories_in_order(tmp_path: Path) -> No
     assert [path.name for path in watched.passed_over] == ["checkpoint-900"]
 
 
-def test_the_whole_model_is_readable_by_those_who_want_no_directory(tmp_path: Path) -> None:
+def test_a_published_directory_can_be_loaded_as_a_mirror(tmp_path: Path) -> None:
     bucket = open_bucket("memory://")
     publish(bucket, *(write_directory(tmp_path / f"c-{n}", n) for n in range(2)))
     run = read_run(bucket)
@@ -638,7 +639,7 @@ def test_a_publish_after_a_lost_answer_reports_what_there_is(
     assert mirror.digest.hex() == again.digest
 
 
-def test_a_start_that_was_never_committed_says_what_to_do(tmp_path: Path) -> None:
+def test_an_uncommitted_start_is_explained(tmp_path: Path) -> None:
     bucket = FaultyBucket(open_bucket("memory://"))
     first, other = (write_directory(tmp_path / f"c-{n}", n) for n in range(2))
     bucket.fail("create", "*/manifests/*", times=None, error=disk_full)
@@ -729,7 +730,7 @@ def test_a_disk_that_fills_up_is_given_back(
     assert not (tmp_path / ".out.deltawire" / "building").exists()
 
 
-def test_a_checkpoint_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+def test_a_checkpoint_truncated_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     """Mapped into memory, it would end the process with a signal."""
     bucket = open_bucket("memory://")
     first, second = (write_directory(tmp_path / f"c-{n}", n) for n in range(2))
@@ -772,7 +773,7 @@ def test_names_that_differ_in_case_only_are_refused_on_both_sides(tmp_path: Path
 
 
 def test_damaged_and_junk_manifests_do_not_stop_a_publisher(tmp_path: Path) -> None:
-    """Neither a damaged newest version nor a key with a huge number, which nobody counts up to."""
+    """Neither a damaged newest version nor a key with a huge number stops it."""
     bucket = open_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(4)]
     publish(bucket, *paths[:3])

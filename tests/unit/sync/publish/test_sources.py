@@ -1,4 +1,4 @@
-"""What can be published, and how a run is opened: mappings, tied arrays, safetensors."""
+"""Opening runs and publishing mappings, tied arrays and safetensors files."""
 
 import json
 
@@ -71,8 +71,8 @@ def test_signed_from_end_to_end():
 
 @pytest.mark.parametrize("forger", [None, Ed25519Signer(b"x" * 32)], ids=["unsigned", "foreign"])
 @pytest.mark.parametrize("kind", ["run", "manifest", "fold"])
-def test_what_others_have_written_is_refused(forger, kind):
-    """Somebody who can write to the bucket replaces one object by one of his own, well formed."""
+def test_objects_of_another_writer_are_refused(forger, kind):
+    """An attacker with write access replaces one object by a well-formed one."""
     import msgspec
 
     from deltawire.sync import read_manifest

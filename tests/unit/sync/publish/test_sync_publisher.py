@@ -1,4 +1,4 @@
-"""The publisher: what it refuses, what it copies, what it says."""
+"""The publisher: refusals, copies, commits and statistics."""
 
 import itertools
 import threading
@@ -44,7 +44,7 @@ def publisher(bucket):
 
 
 def wrong(version):
-    """Models that are not the run's, each with what its refusal must name."""
+    """Yield models that are not the run's, each with the word that its refusal must name."""
     good = weights(version)
     name = "embed.weight"
     yield {k: v for k, v in good.items() if k != name}, name
@@ -78,7 +78,7 @@ def test_a_wrong_model_is_refused_and_nothing_is_harmed(bucket, publisher):
     assert audit(bucket, weights) == 1
 
 
-def test_what_the_caller_does_behind_publish_does_not_matter(bucket, publisher):
+def test_changes_to_the_arrays_after_publish_do_not_matter(bucket, publisher):
     gate = threading.Event()
     publisher._pool.submit(gate.wait)
     tensors = weights(0)
@@ -129,7 +129,7 @@ def test_no_change_at_all_is_a_version_too(bucket, publisher):
     assert audit(bucket, lambda version: weights(0)) == 2
 
 
-def test_receipts_tell_what_was_committed(bucket):
+def test_stats_describe_the_commit(bucket):
     receipts = []
     publisher = start_publisher(bucket)
     publisher._on_commit = receipts.append
@@ -153,7 +153,7 @@ def test_receipts_tell_what_was_committed(bucket):
     assert publisher.digest.hex() == receipts[-1].digest
 
 
-def test_annexes_are_committed_with_their_version(bucket, publisher):
+def test_metadata_is_committed_with_its_version(bucket, publisher):
     publisher.publish(weights(0), metadata={"step": 0})
     publisher.publish(weights(1), metadata={"consumed": [["w", 3]]})
     publisher.publish(weights(2))
@@ -176,7 +176,7 @@ def test_a_failure_is_raised_by_the_next_call_and_only_once(bucket, publisher):
     assert audit(bucket, lambda version: weights(3) if version else weights(0)) == 1
 
 
-def test_close_raises_what_was_under_way_and_ends_the_thread(bucket):
+def test_close_raises_the_pending_error_and_ends_the_thread(bucket):
     publisher = start_publisher(bucket)
     bucket.fail("create", times=None)
     publisher.publish(weights(0))
@@ -186,7 +186,7 @@ def test_close_raises_what_was_under_way_and_ends_the_thread(bucket):
     publisher.close()
 
 
-def test_the_receipts_failure_does_not_undo_the_version(bucket):
+def test_a_failing_callback_does_not_undo_the_version(bucket):
     publisher = start_publisher(bucket)
 
     def fail(receipt):
@@ -244,7 +244,7 @@ def test_nan_payloads_and_negative_zeros_survive(bucket, publisher):
 
 @pytest.mark.parametrize("there", [False, True], ids=["new", "existing"])
 def test_no_publish_touches_memory_for_the_first_time(there):
-    """A page that was never written costs the trainer several times its copy."""
+    """The first write to a page costs the trainer several times its copy."""
     resource = pytest.importorskip("resource")
     if not hasattr(resource, "RUSAGE_THREAD"):
         pytest.skip("page faults are not counted by thread here")
@@ -267,7 +267,7 @@ def test_no_publish_touches_memory_for_the_first_time(there):
 
 
 def test_the_first_version_must_be_the_runs(bucket, publisher):
-    """Readers hold version 0 against run.json: one that differs would lock them all out."""
+    """Readers compare version 0 with run.json: one that differs would stop all of them."""
     publisher.publish(weights(1))
     with pytest.raises(InputError, match=r"run\.json"):
         publisher.flush()
@@ -298,8 +298,8 @@ def test_an_interrupt_while_waiting_forgets_nothing(bucket, publisher, monkeypat
     assert audit(bucket, weights) == 2
 
 
-def test_an_attempt_given_up_for_lost_that_lands_late(bucket, publisher):
-    """Its create was on the way all the time: the weights behind it get the next number."""
+def test_an_unanswered_attempt_that_lands_late(bucket, publisher):
+    """Its create was delayed: the weights after it get the next number."""
     publisher.publish(weights(0))
     publisher.flush()
     held = []
@@ -312,7 +312,7 @@ def test_an_attempt_given_up_for_lost_that_lands_late(bucket, publisher):
     bucket.inner.create = real
     bucket.heal()
     assert publisher.publish(weights(1, seed=4)) == 1
-    # Only now does the first attempt reach the store, ahead of the second or behind it.
+    # Only now does the first attempt reach the store, before or after the second.
     first = real(*held[0])
     with pytest.raises(InputError, match="committed late") if first else nullcontext():
         publisher.flush()
@@ -354,7 +354,7 @@ def test_a_late_attempt_found_at_the_commit_is_adopted(bucket, publisher):
     assert audit(bucket, weights) == 2
 
 
-def test_a_fenced_publisher_says_so_at_once_ever_after(bucket, publisher):
+def test_a_fenced_publisher_raises_on_every_later_call(bucket, publisher):
     publisher.publish(weights(0))
     publisher.flush()
     rival = start_publisher(bucket)
@@ -407,7 +407,7 @@ def test_a_large_delta_is_many_blobs_of_bounded_size(bucket):
         ("sync.chain.objects.MAX_MANIFEST_BYTES", 500),
     ],
 )
-def test_what_no_reader_could_read_is_not_committed(bucket, monkeypatch, limit, value):
+def test_manifests_beyond_the_limits_are_not_committed(bucket, monkeypatch, limit, value):
     publisher = start_publisher(bucket)
     publisher.publish(weights(0))
     publisher.flush()
@@ -424,7 +424,7 @@ def test_what_no_reader_could_read_is_not_committed(bucket, monkeypatch, limit, 
 
 
 def test_tied_weights_that_differ_are_refused(bucket):
-    """The run has one tensor for both names: one of the two would be lost in silence."""
+    """The run has one tensor for both names: one of the two would be lost silently."""
     embed, other = np.arange(6.0).reshape(2, 3), np.ones(4)
     with closing(open_publisher(bucket, {"embed": embed, "head": embed, "x": other})) as publisher:
         assert publisher.run.aliases == {"head": "embed"}
