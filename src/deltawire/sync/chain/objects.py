@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import blake3
 
 from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import Bucket, ObjectMeta, RetryingBucket, RetryPolicy
+from deltawire.store import Bucket, ObjectMeta, RetryingBucket
 from deltawire.wire import keys
 from deltawire.wire.coordination import MAX_FLOOR_BYTES, RetentionFloor
 from deltawire.wire.manifest import (
@@ -26,14 +24,7 @@ from deltawire.wire.run import MAX_RUN_BYTES, ModelFile, Run, decode_run, encode
 from deltawire.wire.seal import Signer, check_signature, unseal
 from deltawire.wire.signing import verify
 
-T = TypeVar("T")
-
 _PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
-
-
-def with_retries(action: Callable[[], T], *, pause: Callable[[float], None] = time.sleep) -> T:
-    """Runs ``action`` by the default `RetryPolicy`. Prefer a `RetryingBucket`."""
-    return RetryPolicy(sleep=pause).run(action)
 
 
 def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from deltawire.errors import BugError, CorruptError, InputError, RetryError
+from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import open_bucket, retrying
 from deltawire.sync import (
     create_run,
@@ -18,7 +18,6 @@ from deltawire.sync.chain.objects import (
     newest_retention_floor,
     put_blob,
     read_retention_floors,
-    with_retries,
 )
 from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import audit, start_publisher, start_run, weights
@@ -211,36 +210,6 @@ def test_blobs_are_verified(bucket):
     bucket.put(keys.blob(ref.hash), b"some bytes and more")
     with pytest.raises(CorruptError, match="exceeds the limit"):
         get_blob(bucket, ref)
-
-
-def test_retries_are_bounded_and_pause_longer_each_time(monkeypatch):
-    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.1)
-    calls, pauses = [], []
-
-    def action():
-        calls.append(1)
-        raise RetryError("no")
-
-    with pytest.raises(RetryError):
-        with_retries(action, pause=pauses.append)
-    assert len(calls) == retrying.RETRIES + 1
-    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6])
-
-
-def test_retries_end_with_the_first_answer_and_pass_other_errors():
-    answers = iter([RetryError("no"), RetryError("no"), 7])
-
-    def action():
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    assert with_retries(action) == 7
-    answers = iter([BugError("x"), 7])
-    with pytest.raises(BugError):
-        with_retries(action)
-    assert next(answers) == 7
 
 
 def test_a_run_that_is_required_is_read_or_its_absence_is_an_error():
