@@ -106,7 +106,7 @@ def write_model(folder: Path, config: RunConfig, sharp: Callable[[Any], Any]) ->
         settings,
         draw=pairs,
         check=lambda: 0.0,
-        tell=lambda _: None,
+        report=lambda _: None,
         stopping=lambda: False,
     )
     save_model(model, tokenizer, folder)

@@ -21,7 +21,7 @@ from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.errors import CorruptError, InputError
 from deltawire.events import Life, Role
 from deltawire.reward_monitor.monitor import ProbeState
-from deltawire.reward_monitor.watch import apart, excesses, flagged_in, read_probes
+from deltawire.reward_monitor.watch import describe_flag, excesses, flagged_in, read_probes
 from deltawire.runtime.event_window import RecentEvents
 from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.store import Bucket
@@ -141,7 +141,9 @@ class Watch:
         config = _config(bucket, run, problems)
         trainer = _attempt(lambda: read_trainer(bucket), problems)
         probes = _attempt(lambda: read_probes(bucket), problems)
-        problems += [f"{apart(stream)}; see deltawire probes" for stream in flagged_in(probes)]
+        problems += [
+            f"{describe_flag(stream)}; see deltawire probes" for stream in flagged_in(probes)
+        ]
         faults = config.faults if config else FaultsConfig()
         fleet = Fleet(bucket, silence_s=faults.silence_s, wall_clock=self._clock)
         fleet.poll()

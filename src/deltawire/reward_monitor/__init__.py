@@ -1,1 +1,1 @@
-"""Reward held against checks that it does not see, while the run goes on."""
+"""Compares rewards with probes, checks that are not part of the reward, during a run."""

@@ -1,7 +1,7 @@
-"""`Monitor`: reward against probes, for each family of tasks, group by group.
+"""`Monitor` compares rewards with probes, group by group, for each family of tasks.
 
-Its state is a function of the groups and their order, and small: it is kept in the bucket as
-``probes.json``, from which every view is made and with which a trainer that comes back goes on.
+Its state is a small function of the groups and their order. The bucket holds it as ``probes.json``,
+for the views and for a trainer that resumes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from deltawire.wire.payload import Index
 from deltawire.wire.rollouts import Group
 
 ALARM = "alarm."
-"""A probe whose name begins so is 0 if all is well and 1 if it is not. Any other is a second
+"""Prefix of probes that are 0 if all is well and 1 if it is not. Any other probe is a second
 opinion of the reward, on its scale."""
 ALL = "*"
-"""The family that stands for all of them together."""
+"""The name for all families together."""
 MAX_STREAMS = 1024
 MAX_EXAMPLES = 5
 MAX_POINTS = 64
@@ -34,7 +34,7 @@ _Share = Annotated[float, Meta(gt=0, lt=1)]
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout to look at: ``rollouts/<worker>/<sequence>``, and which of its episodes."""
+    """A rollout to look at: ``rollouts/<worker>/<sequence>``, and one of its episodes."""
 
     worker: _Text
     sequence: Index
@@ -46,12 +46,12 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As other parts of deltawire name a rollout."""
+        """The name of the rollout in other parts of deltawire."""
         return f"{self.worker}/{self.sequence}#{self.episode}"
 
 
 class Point(msgspec.Struct, kw_only=True):
-    """Sums over some groups in a row, the last of them trained into ``version``."""
+    """Sums over consecutive groups, the last of them trained into ``version``."""
 
     version: Index
     groups: int = 0
@@ -61,10 +61,10 @@ class Point(msgspec.Struct, kw_only=True):
 
 
 class ProbeStream(msgspec.Struct, kw_only=True):
-    """One probe in one family. ``number`` is its place in the order of opening.
+    """One probe in one family. ``number`` is its position in the order of opening.
 
-    ``flagged_at`` is the version whose step flagged it, for good, ``flagged_after`` how many of
-    its groups that took. ``points`` hold ``width`` groups each, but for the last.
+    ``flagged_at`` is the version whose step flagged it, permanently, and ``flagged_after`` the
+    number of its groups until then. ``points`` hold ``width`` groups each, except for the last.
     """
 
     family: _Text
@@ -85,7 +85,7 @@ class ProbeStream(msgspec.Struct, kw_only=True):
 
     @property
     def evidence(self) -> float:
-        """How many times more likely than chance, were the bets fair (`evidence`)."""
+        """The evidence against the null hypothesis (`evidence`)."""
         return evidence(self.wealth, self.groups)
 
     @property
@@ -116,11 +116,11 @@ class ProbeState(msgspec.Struct, kw_only=True):
 
 
 def excess(name: str, reward: float, probe: float, scale: float) -> float:
-    """By how much a reward exceeds what a probe says, 0 … 1.
+    """The excess of a reward over a probe, 0 to 1.
 
-    Of a second opinion it is what the reward is higher; of an alarm, the reward that was earned
-    while it was on, for what earns nothing will not be learned. A reward that is lower than the
-    probe is no excess: it must not make up for another that is higher.
+    For a second opinion it is the difference; for an alarm, the reward that was earned while it was
+    on, since behavior that earns nothing is not learned. A reward below the probe has no excess: it
+    must not offset another that is above.
     """
     if name.startswith(ALARM):
         return min(max(reward / scale, 0.0), 1.0) * min(max(probe, 0.0), 1.0)
@@ -128,7 +128,13 @@ def excess(name: str, reward: float, probe: float, scale: float) -> float:
 
 
 class Monitor:
-    """Folds groups into a `ProbeState`, in the order in which they are trained on."""
+    """Adds groups to a `ProbeState`, in the order in which they are trained on.
+
+    Example::
+
+        monitor = Monitor(ProbesConfig())
+        flagged = monitor.add(group, sequence, version=7)
+    """
 
     def __init__(self, config: ProbesConfig, state: ProbeState | None = None) -> None:
         self._config = config
@@ -136,23 +142,23 @@ class Monitor:
         self.state = state if state is not None else fresh
         self._streams = {(s.family, s.probe): s for s in self.state.streams}
 
-    def see(self, group: Group, sequence: int, *, version: int) -> list[ProbeStream]:
-        """One group that a step into ``version`` trains on; the streams that it flags."""
+    def add(self, group: Group, sequence: int, *, version: int) -> list[ProbeStream]:
+        """Add a group that the step into ``version`` trains on; returns the streams it flags."""
         found: list[ProbeStream] = []
         episodes = list(_episodes(group))
         for name in sorted({name for _, _, probes in episodes for name in probes}):
             rows = [(e, reward, probes[name]) for e, reward, probes in episodes if name in probes]
             for family in (ALL, group.family[:64]):
                 stream = self._stream(family, name)
-                if stream is not None and self._fold(stream, rows, group, sequence, version):
+                if stream is not None and self._update(stream, rows, group, sequence, version):
                     found.append(stream)
         return found
 
     def withholds(self, group: Group, sequence: int) -> bool:
-        """Whether a group that was just stored is left out, to down-weight its family.
+        """Whether a new group is left out, to down-weight its family.
 
-        By its name alone, so that the probe does not become a reward in its turn: groups that
-        cheat and groups that do not are left out alike.
+        The choice depends only on the group's name, so that the probe does not become a reward:
+        groups that cheat and groups that do not are left out alike.
         """
         if self._config.action != "downweight" or not self.suspect(group.family[:64]):
             return False
@@ -161,7 +167,7 @@ class Monitor:
         return place / 2**64 >= self._config.keep
 
     def suspect(self, family: str) -> bool:
-        """Whether a family is flagged, or all are together and its excess is not tolerable."""
+        """Whether a family is flagged, or all are flagged together and its excess is too large."""
         everywhere = {s.probe for s in self.state.flagged if s.family == ALL}
         return any(
             stream.flagged_at is not None
@@ -181,7 +187,7 @@ class Monitor:
             self.state.streams.append(stream)
         return stream
 
-    def _fold(
+    def _update(
         self,
         stream: ProbeStream,
         rows: list[tuple[int, float, float]],
@@ -221,7 +227,7 @@ class Monitor:
 
 
 def _episodes(group: Group) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """(episode, reward, probes) of each that is trained on; segments of one say the same."""
+    """(episode, reward, probes) of each episode that is trained on, once."""
     failed = {e for e, t in zip(group.episodes, group.trajectories, strict=True) if t.cause}
     seen: set[int] = set()
     for episode, trajectory in zip(group.episodes, group.trajectories, strict=True):
@@ -231,7 +237,7 @@ def _episodes(group: Group) -> Iterator[tuple[int, float, dict[str, float]]]:
 
 
 def _plot(stream: ProbeStream, point: Point) -> None:
-    """Add one group to the curve; when it is full, neighbours are joined."""
+    """Add one group to the curve; when it is full, neighbors are joined."""
     points = stream.points
     if points and points[-1].groups < stream.width:
         points[-1] = _joined(points[-1], point)

@@ -1,4 +1,4 @@
-"""What the trainer does with the probes: it observes, tells, keeps the state, and acts."""
+"""The trainer's use of the probes: observe groups, record events, store the state, and act."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from deltawire.wire.rollouts import Group
 MAX_STATE_BYTES = 32 << 20
 WRITE_EVERY_S = 5.0
 LOOK_BACK = 64
-"""Steps that a trainer reads again if it finds no state of the probes, or one that is not its."""
+"""Steps that a trainer reads again if it finds no state of the probes, or one with other
+settings."""
 
 
 class StreamFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +44,7 @@ class StreamFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A `ProbeState`, for views and programs; ``flagged`` counts the streams that are."""
+    """A `ProbeState` for views and programs; ``flagged`` is the number of flagged streams."""
 
     version: int
     since: int
@@ -59,7 +60,7 @@ class Numbered(Protocol):
 
     @property
     def sequence(self) -> int:
-        """Its place in its worker's series."""
+        """Its number among its worker's groups."""
         ...
 
     @property
@@ -69,7 +70,7 @@ class Numbered(Protocol):
 
 
 def read_probes(bucket: Bucket) -> ProbeState | None:
-    """The probes of a run; None if it has none. Raises `CorruptError`."""
+    """Read the probes of a run; None if it has none. Raises `CorruptError`."""
     data = bucket.get(keys.PROBES, limit=MAX_STATE_BYTES)
     if data is None:
         return None
@@ -77,15 +78,17 @@ def read_probes(bucket: Bucket) -> ProbeState | None:
     names = {(stream.family, stream.probe) for stream in state.streams}
     numbers = [stream.number for stream in state.streams]
     if state.format != FORMAT or numbers != list(range(1, len(names) + 1)):
-        raise CorruptError("probes that do not fit each other", run=bucket.url, key=keys.PROBES)
+        raise CorruptError(
+            "the streams of the probes contradict each other", run=bucket.url, key=keys.PROBES
+        )
     return state
 
 
 class ProbeWatch:
-    """The trainer's side of the probes.
+    """Observes the groups of the trainer's steps.
 
-    ``again(version)`` gives the groups of a step that was done before, or None if they are gone;
-    it is called for the steps between the state in the bucket and ``version``, the newest one.
+    ``again(version)`` returns the groups of an earlier step, or None if they are gone; it is called
+    for the steps between the state in the bucket and ``version``, the newest one.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class ProbeWatch:
             raise self._stopping(self.monitor.state.flagged[0])
 
     def _restore(self, version: int, again: Callable[[int], Sequence[Numbered] | None]) -> Monitor:
-        """The monitor as of ``version``: from the bucket, and the groups of the steps since."""
+        """Restore the monitor at ``version``: from the bucket, and the groups of later steps."""
         try:
             state = read_probes(self._bucket)
         except CorruptError:
@@ -130,7 +133,7 @@ class ProbeWatch:
             except DeltawireError:
                 pooled = None
             for one in pooled or ():
-                monitor.see(one.group, one.sequence, version=step)
+                monitor.add(one.group, one.sequence, version=step)
             monitor.state.version = step
         return monitor
 
@@ -139,17 +142,17 @@ class ProbeWatch:
         return self.monitor.withholds(group, sequence)
 
     def observe(self, taken: Sequence[Numbered], *, version: int) -> None:
-        """The groups of the step into ``version``, after it was handed to the publisher.
+        """Observe the groups of the step into ``version``, after it was given to the publisher.
 
-        Records each divergence that they show. What is stored is the state before them, whose
-        step is committed by now. Raises `StoppedError` if the configuration says to stop.
+        Records each divergence. The stored state is the one before these groups, whose step is
+        committed by now. Raises `StoppedError` if the configuration says to stop.
         """
         found: list[ProbeStream] = []
         due = self._clock() - self._written_at >= WRITE_EVERY_S
         if due and self._waiting is not None:
             self._store(self._waiting)
         for one in taken:
-            found += self.monitor.see(one.group, one.sequence, version=version)
+            found += self.monitor.add(one.group, one.sequence, version=version)
         self.monitor.state.version = version
         for stream in found:
             self._record(diverged(stream))
@@ -161,8 +164,8 @@ class ProbeWatch:
     def _stopping(self, stream: ProbeStream) -> StoppedError:
         names = ", ".join(example.name for example in stream.examples[-3:])
         return StoppedError(
-            f"{apart(stream)}, for example in {names}",
-            hint="look with deltawire probes; to go on all the same, change probes.action",
+            f"{describe_flag(stream)}, for example in {names}",
+            hint="inspect it with deltawire probes; to continue anyway, change probes.action",
             run=self._bucket.url,
             version=stream.flagged_at,
         )
@@ -173,7 +176,7 @@ class ProbeWatch:
             self._store(self._waiting)
 
     def _store(self, data: bytes) -> None:
-        """Put it; a store that does not answer now is asked again later."""
+        """Store the state; if the store does not answer, it is tried again later."""
         self._written_at = self._clock()
         try:
             self._bucket.put(keys.PROBES, data)
@@ -182,15 +185,15 @@ class ProbeWatch:
         self._waiting = None
 
 
-def apart(stream: ProbeStream) -> str:
-    """What a flag says, in words."""
+def describe_flag(stream: ProbeStream) -> str:
+    """A flag in words."""
     family = f"family {stream.family or 'unnamed'!r}"
     where = "all tasks together" if stream.family == ALL else family
-    return f"reward has come apart from probe {stream.probe!r} in {where}"
+    return f"reward has diverged from probe {stream.probe!r} in {where}"
 
 
 def flagged_in(state: ProbeState | None) -> list[ProbeStream]:
-    """The streams that are flagged."""
+    """The flagged streams."""
     return state.flagged if state is not None else []
 
 
@@ -204,7 +207,7 @@ def excesses(state: ProbeState | None) -> dict[str, float]:
 
 
 def diverged(stream: ProbeStream) -> Diverged:
-    """The event that says so."""
+    """The event of a flagged stream."""
     reward, probe, excess = stream.means
     assert stream.flagged_at is not None
     return Diverged(
@@ -223,7 +226,7 @@ def diverged(stream: ProbeStream) -> Diverged:
 
 
 def figures_of(state: ProbeState) -> ProbeFigures:
-    """The state's means and evidence, without its bets."""
+    """The means and evidence of a state, without its bets."""
     rows = []
     for stream in state.streams:
         reward, value, excess = stream.means

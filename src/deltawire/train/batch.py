@@ -1,10 +1,10 @@
-"""Groups as padded tensors, every prompt once.
+"""Collates groups into padded tensors, with every distinct prompt once.
 
-Shapes: G distinct prompts of P tokens (padded on the left), N trajectories of C tokens behind
-their prompts (padded on the right), E episodes.
+Shapes: G distinct prompts of P tokens (padded on the left), N trajectories of C tokens after their
+prompts (padded on the right), E episodes.
 
-A trajectory of an episode that states a cause is not in a batch at all: it enters neither the loss
-nor the group's statistics.
+Trajectories of a failed episode are left out: they enter neither the loss nor the group's
+statistics.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from deltawire.wire.rollouts import Group, Trajectory
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What one forward pass and the loss need.
+    """The inputs of one forward pass and of the loss.
 
-    ``prompts_N`` is each trajectory's row in ``prompts_GP``; each distinct prompt has one, whoever
-    shares it. ``episodes_N`` is each trajectory's episode, and every episode has one reward in
-    ``rewards_E`` and one group in ``groups_E``, however many segments it is. ``versions_NC`` is
-    int64, -1 where the model drew nothing. ``members_N`` says whence each row came: (place of its
-    group among those collated, place of the trajectory in that group). ``routes_N`` are the
-    sampler's expert choices, packed; empty where none were told.
+    ``prompts_N`` is each trajectory's row in ``prompts_GP``, which holds each distinct prompt once.
+    ``episodes_N`` is each trajectory's episode; an episode has one reward in ``rewards_E`` and one
+    group in ``groups_E``, whatever its number of segments. ``versions_NC`` is int64, -1 where the
+    model drew nothing. ``members_N`` is the origin of each row: (index of its group among those
+    collated, index of the trajectory in that group). ``routes_N`` are the sampler's packed expert
+    choices, empty where none were recorded.
     """
 
     prompts_GP: Tensor
@@ -52,7 +52,7 @@ class TokenBatch:
 def collate(groups: Sequence[Group]) -> TokenBatch:
     """Pad groups of one temperature into a batch; the arrays are copied.
 
-    At least one episode must be one that is trained on.
+    Raises `BugError` if no episode is to be trained on.
     """
     prompts: dict[bytes, int] = {}
     shared: list[NDArray[np.int32]] = []
@@ -76,7 +76,7 @@ def collate(groups: Sequence[Group]) -> TokenBatch:
             prompts_N.append(row)
             episodes_N.append(entry)
     if not trajectories:
-        raise BugError("groups without an episode to train on were put in a batch")
+        raise BugError("a batch was made of groups without an episode to train on")
     prompts_GP, prompt_mask_GP = _pad_prompts(shared)
     return TokenBatch(
         prompts_GP,
@@ -106,8 +106,8 @@ def _pad_prompts(prompts: Sequence[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
 def _pad_tokens(
     trajectories: Sequence[Trajectory],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, their mask, the loss mask, the sampler's log-probabilities and the versions, each
-    [N, C]."""
+    """Pad tokens, their mask, the loss mask, the sampler's log-probabilities and the versions to
+    [N, C] each."""
     length = max(len(t.tokens_T) for t in trajectories)
     tokens = torch.zeros(len(trajectories), length, dtype=torch.long)
     token_mask = torch.zeros(len(trajectories), length, dtype=torch.long)
@@ -119,7 +119,7 @@ def _pad_tokens(
         tokens[row, :count] = torch.from_numpy(t.tokens_T.copy())
         token_mask[row, :count] = 1
         loss_mask[row, :count] = torch.from_numpy(t.mask_T.copy())
-        # Where the environment wrote, anything may stand; NaN would survive the mask's zero.
+        # The environment's tokens may have any value here; NaN would survive the mask's zero.
         drawn = t.mask_T == 1
         logprobs[row, :count] = torch.from_numpy(np.where(drawn, t.logprobs_T, 0))
         versions[row, :count] = torch.from_numpy(np.where(drawn, t.versions_T, -1))

@@ -1,4 +1,4 @@
-"""Models from their architecture alone, with a byte-level tokenizer of the project's own."""
+"""Builds small models with random weights, and the byte-level tokenizer that they use."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ BYTES = 256
 
 
 def byte_tokenizer() -> Any:
-    """One token a byte, its id the byte's value; behind them the end and the padding.
+    """A tokenizer with one token per byte, whose id is the byte's value, and two more for the end
+    and for padding.
 
-    An ordinary ``tokenizer.json``: any Hugging Face program reads the directory.
+    It is saved as an ordinary ``tokenizer.json``, which any Hugging Face program reads.
     """
     alphabet = _byte_characters()
     vocabulary = {character: byte for byte, character in enumerate(alphabet)}
@@ -38,21 +39,21 @@ def byte_tokenizer() -> Any:
 
 
 def _byte_characters() -> list[str]:
-    """The printable stand-in for each byte that byte-level tokenizers use: printable Latin-1
-    characters stand for themselves, the others for code points from 256 on."""
+    """The printable character that byte-level tokenizers use for each byte: printable Latin-1
+    characters represent themselves, the others are mapped to code points from 256 on."""
     own = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(BYTES, 2 * BYTES))
     return [chr(byte) if byte in own else chr(next(spare)) for byte in range(BYTES)]
 
 
 def build_model(config: BuildConfig, *, seed: int) -> Any:
-    """A causal LM with random weights that follow from ``seed``, float32.
+    """Build a causal LM with random float32 weights, which are a function of ``seed``.
 
-    Raises `InputError` if the sizes do not fit each other.
+    Raises `InputError` if the sizes contradict each other.
     """
     if config.hidden_size % config.head_size:
         raise InputError(
-            f"model.build.hidden_size {config.hidden_size} is no multiple of "
+            f"model.build.hidden_size {config.hidden_size} is not a multiple of "
             f"head_size {config.head_size}"
         )
     if config.family == "qwen3_moe" and config.experts_per_token > config.experts:
@@ -90,5 +91,5 @@ def build_model(config: BuildConfig, *, seed: int) -> Any:
 
 
 def is_built(path: Path) -> bool:
-    """Whether a model directory is there already."""
+    """Whether ``path`` holds a complete model directory."""
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))

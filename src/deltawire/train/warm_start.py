@@ -1,4 +1,4 @@
-"""The warm start: supervised steps on pairs of prompt and answer, before version 0."""
+"""Runs the warm start: supervised steps on pairs of prompt and answer, before version 0."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from deltawire.config import WarmStartConfig
 
 Pair = tuple[list[int], list[int]]
-"""Tokens of a prompt, and of its answer with the end behind it."""
+"""The tokens of a prompt, and those of its answer including the end."""
 
 _RAMP = 30
 
 
 @dataclass(frozen=True)
 class WarmStartProgress:
-    """Where the warm start stands after ``step`` steps; ``accuracy`` is None between checks."""
+    """State of the warm start after ``step`` steps; ``accuracy`` is None between checks."""
 
     step: int
     loss: float
@@ -31,13 +31,14 @@ def warm_start(
     *,
     draw: Callable[[int], Sequence[Pair]],
     check: Callable[[], float],
-    tell: Callable[[WarmStartProgress], None],
+    report: Callable[[WarmStartProgress], None],
     stopping: Callable[[], bool],
 ) -> WarmStartProgress:
-    """Minimise the answers' cross-entropy with AdamW until ``check`` reaches the configured
-    accuracy, or for ``max_steps``, or until ``stopping``; returns where it ended.
+    """Minimize the cross-entropy of the answers with AdamW.
 
-    ``draw(step)`` gives a step's pairs.
+    Ends when ``check`` reaches the configured accuracy, after ``max_steps``, or when ``stopping``
+    returns True; returns the last state. ``draw(step)`` returns the pairs of a step, and ``report``
+    is called after each.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
@@ -56,14 +57,14 @@ def warm_start(
         due = (step + 1) % config.check_every == 0 or step + 1 == config.max_steps
         accuracy = check() if due else None
         progress = WarmStartProgress(step + 1, float(loss.detach()), accuracy)
-        tell(progress)
+        report(progress)
         if accuracy is not None and accuracy >= config.stop_at_accuracy:
             break
     return progress
 
 
 def answer_loss(model: Any, pairs: Sequence[Pair]) -> torch.Tensor:
-    """Mean cross-entropy of the answers' tokens, in nats."""
+    """Compute the mean cross-entropy of the answers' tokens, in nats."""
     length = max(len(prompt) + len(answer) for prompt, answer in pairs)
     tokens = torch.zeros(len(pairs), length, dtype=torch.long)
     labels = torch.full((len(pairs), length), -100)

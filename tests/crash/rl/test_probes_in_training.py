@@ -133,14 +133,14 @@ def test_a_run_that_is_to_warn_goes_on_and_shows_it_everywhere(bucket, tmp_path,
     status = Watch(bucket).look()
     assert status.probes["bad heldout"] == 0.5
     assert status.probes["good heldout"] == 0.0
-    assert any("come apart from probe 'heldout' in family 'bad'" in p for p in status.problems)
+    assert any("diverged from probe 'heldout' in family 'bad'" in p for p in status.problems)
     assert main(["probes", str(tmp_path / "bucket"), "--json"]) == 6
     assert json.loads(capsys.readouterr().out)["version"] == VERSIONS
 
 
 def test_a_run_that_is_to_stop_stops_and_says_how_to_go_on(bucket):
     trainer = trainer_of(bucket, action="stop")
-    with pytest.raises(InputError, match="come apart from probe 'heldout'"):
+    with pytest.raises(InputError, match="diverged from probe 'heldout'"):
         trainer.loop()
     stopped = trainer.version
     assert 1 < stopped < VERSIONS

@@ -265,7 +265,7 @@ def test_a_dump_holds_all_that_a_step_was_made_of(bucket, tmp_path) -> None:
     assert len(list((tmp_path / "step").glob("group-*.msgpack"))) == 2
     state = safetensors.torch.load_file(tmp_path / "step" / "state.safetensors")
     assert int(state["steps"]) == 5
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="exists already"):
         replay(bucket, dump=Dump(6, tmp_path / "step"))
 
 

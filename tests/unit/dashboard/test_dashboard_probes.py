@@ -53,7 +53,7 @@ def monitored(families, *, cheat="", after=20, groups=60, worker="w0"):
     for number in range(groups):
         family = families[number % len(families)]
         made = group(rng, family, cheats=family == cheat and number >= after, worker=worker)
-        monitor.see(made, number, version=1 + number // 4)
+        monitor.add(made, number, version=1 + number // 4)
     return monitor.state
 
 

@@ -78,8 +78,8 @@ def test_a_family_that_cheats_is_flagged_and_named_and_no_other():
     monitor = Monitor(ProbesConfig())
     flagged = []
     for number in range(12):
-        flagged += monitor.see(group(HONEST, "honest"), 2 * number, version=number + 1)
-        flagged += monitor.see(group(CHEATING, "bad"), 2 * number + 1, version=number + 1)
+        flagged += monitor.add(group(HONEST, "honest"), 2 * number, version=number + 1)
+        flagged += monitor.add(group(CHEATING, "bad"), 2 * number + 1, version=number + 1)
     assert {s.family for s in flagged} == {"bad", ALL}
     bad = stream(monitor, "bad")
     assert bad.flagged_after <= 5
@@ -109,7 +109,7 @@ def test_honest_policies_raise_no_alarm_over_many_seeds():
                 missed = rng.random() < (0.03 if solved else 0.02)
                 pairs.append((float(solved), float(solved != missed)))
             task = group(pairs, rng.choice("abcd"))
-            alarms += bool(monitor.see(task, number, version=number))
+            alarms += bool(monitor.add(task, number, version=number))
     assert alarms <= 2
 
 
@@ -123,23 +123,23 @@ def test_segments_count_once_and_failed_episodes_not_at_all():
         trajectory(1.0, {}, episode=3),
     ]
     prompt = np.ones(1, np.int32)
-    monitor.see(Group("w", "n", "t", 1.0, prompt, rows, "f"), 0, version=1)
+    monitor.add(Group("w", "n", "t", 1.0, prompt, rows, "f"), 0, version=1)
     assert stream(monitor, "f").means == (1.0, 0.5, 0.5)
-    monitor.see(Group("w", "n", "t", 1.0, prompt, rows[4:], "f"), 1, version=1)
+    monitor.add(Group("w", "n", "t", 1.0, prompt, rows[4:], "f"), 1, version=1)
     assert stream(monitor, "f").groups == 1
 
 
 def test_state_stays_small_however_long_the_run_and_however_many_the_names(monkeypatch):
     monitor = Monitor(ProbesConfig())
     for number in range(1000):
-        monitor.see(group(CHEATING), number, version=number)
+        monitor.add(group(CHEATING), number, version=number)
     found = stream(monitor, "f")
     assert len(found.points) <= MAX_POINTS
     assert sum(point.groups for point in found.points) == found.groups == 1000
     assert len(found.examples) == MAX_EXAMPLES
     monkeypatch.setattr("deltawire.reward_monitor.monitor.MAX_STREAMS", 10)
     for number in range(20):
-        monitor.see(group(HONEST, f"family {number}"), number, version=1)
+        monitor.add(group(HONEST, f"family {number}"), number, version=1)
     assert len(monitor.state.streams) == 10
     assert monitor.state.untracked == 12
 
@@ -148,8 +148,8 @@ def test_downweighting_withholds_about_the_stated_share_of_the_family_alone():
     monitor = Monitor(ProbesConfig(action="downweight", keep=0.25))
     assert not any(monitor.withholds(group(CHEATING, "bad"), n) for n in range(100))
     for number in range(10):
-        monitor.see(group(CHEATING, "bad"), number, version=1)
-        monitor.see(group(HONEST, "good"), number, version=1)
+        monitor.add(group(CHEATING, "bad"), number, version=1)
+        monitor.add(group(HONEST, "good"), number, version=1)
     cheated = [monitor.withholds(group(CHEATING, "bad"), n) for n in range(1000)]
     assert 700 < sum(cheated) < 800
     assert cheated == [monitor.withholds(group(HONEST, "bad"), n) for n in range(1000)]

@@ -38,7 +38,7 @@ def run(model, *, stop_after=None, accuracies=(), **settings):
         config,
         draw=draw,
         check=lambda: next(checks),
-        tell=told.append,
+        report=told.append,
         stopping=lambda: stop_after is not None and len(told) >= stop_after,
     )
     return end, told, drawn

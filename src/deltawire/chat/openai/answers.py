@@ -1,4 +1,4 @@
-"""An answer's choices in OpenAI's forms: as one object, or as server-sent events."""
+"""Writes an answer's choices in OpenAI's formats: one object, or server-sent events."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from deltawire.engines.base import Completion
 
 @dataclass(frozen=True)
 class AnswerChoice:
-    """One choice: the tokens that are kept, and how the client is told them. ``kept``, if it is
-    told only what stands before a stop string, is all that the tokens say."""
+    """One choice: the tokens that are kept, and the reply that the client gets. If the reply ends
+    before a stop string, ``kept`` is the text of all tokens."""
 
     completion: Completion
     reply: Message
@@ -28,12 +28,12 @@ class AnswerChoice:
 
     @property
     def finish(self) -> str:
-        """Why it ended, as clients know it."""
+        """The finish reason in OpenAI's terms."""
         return "tool_calls" if self.reply.calls else self.completion.finish
 
 
 class AnswerForm:
-    """The shape of one answer."""
+    """The format of one answer."""
 
     def __init__(self, asked: ChatRequest, number: int, model: str, prompt_tokens: int) -> None:
         self.asked = asked
@@ -54,7 +54,7 @@ class AnswerForm:
     def envelope(
         self, kind: str, rows: list[dict[str, Any]], choices: Sequence[AnswerChoice] = ()
     ) -> dict[str, Any]:
-        """What stands around every object; the fingerprint names the newest version that drew."""
+        """Common members of every object; the fingerprint names the newest version that drew."""
         body = {**self._head, "object": kind, "choices": rows}
         versions = [c.completion.versions[-1] for c in choices if c.completion.versions]
         if versions:
@@ -100,39 +100,39 @@ class AnswerForm:
 
 
 class AnswerStream:
-    """An answer as server-sent events, its choices as they come.
+    """An answer as server-sent events, with its choices as they are drawn.
 
-    Where calls are told apart, all is held back until the end, since a call begins like any text;
-    where there are stop strings, so is whatever one of them may begin with.
+    Where tool calls are parsed, everything is held back until the end, since a call begins like any
+    text; where there are stop strings, so is text with which one of them may begin.
     """
 
     def __init__(self, request: web.Request, form: AnswerForm, text: Text) -> None:
-        self.held_back = form.asked.calls
+        self.held_back = form.asked.calls or text.structured
         self._form = form
         self._request = request
         self._response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         count = form.asked.choices
-        self._heard = [IncrementalText(text) for _ in range(count)]
+        self._texts = [IncrementalText(text) for _ in range(count)]
         self._said = [""] * count
         self._sent = [0] * count
         self._kind = "chat.completion.chunk" if form.chat else "text_completion"
 
     async def begin(self) -> None:
-        """The head, and the start of each message."""
+        """Send the header, and the start of each message."""
         await self._response.prepare(self._request)
         if self._form.chat:
             for index in range(len(self._said)):
                 await self._delta(index, {"role": "assistant", "content": ""})
 
     async def token(self, index: int, token: int) -> None:
-        """A choice has one more token."""
-        self._said[index] += self._heard[index].add(token)
+        """Send the text that one more token of a choice adds."""
+        self._said[index] += self._texts[index].add(token)
         await self._say(index, safe(self._said[index], self._form.asked.stops))
 
     async def end(self, choices: Sequence[AnswerChoice]) -> web.StreamResponse:
-        """What was held back, and why each choice ended."""
+        """Send what was held back, and the finish reason of each choice."""
         for index, choice in enumerate(choices):
             if choice.reply.content.startswith(self._said[index][: self._sent[index]]):
                 await self._say(index, choice.reply.content)
@@ -148,7 +148,7 @@ class AnswerStream:
         return self._response
 
     async def _say(self, index: int, whole: str) -> None:
-        """Send what is new of a choice's text."""
+        """Send the new part of a choice's text."""
         new = whole[self._sent[index] :]
         if new:
             self._sent[index] += len(new)

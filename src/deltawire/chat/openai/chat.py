@@ -1,13 +1,13 @@
-"""What OpenAI's endpoints ask and answer, as far as an engine here can serve it.
+"""Parses requests to OpenAI's endpoints, as far as an engine here can serve them.
 
-Whatever would change which tokens are drawn, and cannot be honoured, is refused rather than
-overlooked: a ``response_format`` other than text would need a grammar, and log-probabilities under
-it. Temperature and the like are the server's to decide; see `deltawire.chat.openai.endpoint`.
+Options that would change which tokens are drawn, and cannot be honored, are refused instead of
+ignored: a ``response_format`` other than text would need a grammar, and log-probabilities under it.
+The server decides temperature and the like; see `deltawire.chat.openai.endpoint`.
 
-``tool_choice``: with ``auto`` the model does as it likes; with ``none`` what it writes is told as
-text; ``required``, or a named tool, begins its answer with the beginning of a call, which is no
-part of what it drew. The tools stay in the prompt whatever the choice, so that a conversation goes
-on behind the very tokens that were drawn.
+``tool_choice``: with ``auto`` the model may call a tool; with ``none`` its output is returned as
+text; ``required``, or a named tool, begins its answer with the beginning of a call, which is not
+part of what it drew. The tools stay in the prompt in each case, so that a conversation continues
+after the tokens that were drawn.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ class _CompletionRequest(_Request, kw_only=True):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request as it was understood. For completions ``prompt`` is set and ``messages`` empty.
+    """A parsed request. For completions ``prompt`` is set and ``messages`` empty.
 
-    ``calls`` says whether calls are told apart from text; ``forced`` that the answer begins with
-    one, of the tool ``forced``, or of any if that is empty.
+    ``calls`` says whether calls are parsed; ``forced`` that the answer begins with a call of the
+    tool ``forced``, or of any tool if that is empty.
     """
 
     messages: tuple[Message, ...] = ()
@@ -148,7 +148,7 @@ def read_completion(data: bytes) -> ChatRequest:
         raise InputError("echo is not served here")
     if isinstance(prompt, list):
         if not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in prompt):
-            raise InputError("the prompt is no list of tokens")
+            raise InputError("the prompt is not a list of tokens")
         prompt = tuple(prompt)
     if not prompt:
         raise InputError("the prompt is empty")
@@ -177,7 +177,7 @@ def _shared(raw: _Request) -> dict[str, Any]:
     if raw.response_format and raw.response_format.get("type") != "text":
         raise InputError(
             "response_format can only be text here: nothing holds the model to a grammar",
-            hint="say in the prompt what form the answer should have",
+            hint="describe the form of the answer in the prompt",
         )
     stops = [raw.stop] if isinstance(raw.stop, str) else raw.stop or []
     return {
@@ -194,15 +194,15 @@ def _decode(data: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise InputError(f"the request is not understood: {error}"[:500]) from error
+        raise InputError(f"the request cannot be parsed: {error}"[:500]) from error
 
 
 def _forced(choice: Any, tools: Sequence[Tool]) -> str | None:
-    """The tool that must be called, empty for any; None if none must be."""
+    """The tool that must be called, empty for any; None if no call is required."""
     if choice in (None, "auto", "none"):
         return None
     if not tools:
-        raise InputError("tool_choice asks for a call, and no tools are offered")
+        raise InputError("tool_choice requires a call, and the request has no tools")
     if choice == "required":
         return ""
     function = choice.get("function") if isinstance(choice, dict) else None
@@ -237,14 +237,14 @@ def _call(raw: _Tool) -> ToolCall:
     try:
         arguments = json.loads(raw.function.arguments or "{}")
     except (ValueError, RecursionError) as error:
-        raise InputError(f"arguments of a call of {raw.function.name} are no JSON") from error
+        raise InputError(f"the arguments of a call of {raw.function.name} are not JSON") from error
     if not isinstance(arguments, dict):
-        raise InputError(f"arguments of a call of {raw.function.name} are no object")
+        raise InputError(f"the arguments of a call of {raw.function.name} are not an object")
     return ToolCall(raw.function.name, arguments, raw.id)
 
 
 def spell_calls(calls: tuple[ToolCall, ...]) -> list[dict[str, Any]]:
-    """Calls as an answer holds them."""
+    """Calls in the form of an answer."""
     return [
         {
             "id": call.identity,

@@ -6,11 +6,12 @@
     POST /v1/completions          of a text, or of token ids
     GET  /v1/models
 
-Requests wait for the engine in the same event loop; whoever runs this must drive the engine
-(`Sampler.advance`). A client that hangs up cancels its request. Everything wants the bearer token.
+Requests wait for the engine in the same event loop; the caller must step the engine
+(`Sampler.advance`). A client that hangs up cancels its request. Every request needs the bearer
+token.
 
-With a recording, all that is drawn is kept, and the run's own temperature is used whatever the
-client asks for: a policy is trained on what it draws, as it draws it.
+With a recording, everything that is drawn is kept, and the run's own temperature is used instead of
+the client's: a policy is trained on its own distribution.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ MAX_BODY_BYTES = 16 << 20
 class Policy:
     """How requests are sampled and bounded.
 
-    ``temperature`` None leaves it to the client. ``capacity`` bounds prompt and answer together;
-    ``turns`` the answers that one recording may hold; ``characters`` those of a message that the
-    model gets to read.
+    With ``temperature`` None the client chooses it. ``capacity`` bounds prompt and answer together,
+    ``turns`` the answers of one recording, and ``characters`` the length of a message that the
+    model reads.
     """
 
     max_tokens: int
@@ -55,8 +56,14 @@ class Policy:
 
 
 class Endpoint:
-    """One session's endpoint. ``refused`` says why the last request was not answered, if it was
-    for want of room (``context``) or of turns (``turns``)."""
+    """The endpoint of one session. ``refused`` is the reason if the last request was refused for
+    lack of room (``context``) or of turns (``turns``).
+
+    Example::
+
+        async with listening(Endpoint(engine, text, policy, token=token)) as url:
+            ...  # POST {url}/chat/completions
+    """
 
     def __init__(
         self,
@@ -80,7 +87,7 @@ class Endpoint:
         self._turns = itertools.count()
 
     def app(self) -> web.Application:
-        """The application; serve it with ``handler_cancellation`` on."""
+        """The application; serve it with ``handler_cancellation``."""
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -93,7 +100,7 @@ class Endpoint:
     ) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._token):
-            return _error(401, "a bearer token is needed, and this is not it", "invalid_api_key")
+            return _error(401, "the bearer token is missing or wrong", "invalid_api_key")
         try:
             return await handler(request)
         except _RefusedError as error:
@@ -119,9 +126,11 @@ class Endpoint:
 
     async def _answer(self, request: web.Request, asked: ChatRequest) -> web.StreamResponse:
         recording = self._recording or Recording(self._text)
-        # What is being drawn will be an answer too, whoever asks meanwhile.
+        # Requests that are being answered count as well.
         if recording.turns + self._drawing + asked.choices > self._policy.turns:
-            raise _RefusedError("the episode has had its turns", "turn_limit_exceeded", "turns")
+            raise _RefusedError(
+                "the episode has used all its turns", "turn_limit_exceeded", "turns"
+            )
         short = [shorten(message, self._policy.characters) for message in asked.messages]
         asked = replace(asked, messages=tuple(short))
         prompt, lead = self._prompt(asked, recording)
@@ -143,7 +152,7 @@ class Endpoint:
         return web.json_response(form.whole(choices, self._text))
 
     def _prompt(self, asked: ChatRequest, recording: Recording) -> tuple[Prompt, str]:
-        """What the answer is drawn behind, and the text of a call's beginning at its end."""
+        """The prompt of the answer, and the beginning of a forced call at its end."""
         prompt = recording.prompt(asked)
         if asked.forced is None:
             return prompt, ""
@@ -154,8 +163,8 @@ class Endpoint:
         )
 
     def _choice(self, asked: ChatRequest, lead: str, completion: Completion) -> AnswerChoice:
-        """What was drawn, up to a stop string, and how the client is told it: calls apart, if it
-        offered tools."""
+        """The drawn tokens up to a stop string, and the reply to the client, with its calls parsed
+        if the client offered tools."""
         found = cut(self._text, completion.tokens, asked.stops)
         if found is not None:
             count = found.tokens
@@ -194,7 +203,7 @@ class Endpoint:
     async def _draw(
         self, tokens: list[int], sampling: Sampling, asked: ChatRequest, stream: AnswerStream | None
     ) -> list[Completion]:
-        """Every choice, drawn side by side; a stream hears of their tokens as they come."""
+        """Draw all choices at the same time; a stream gets their tokens as they come."""
         told: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         live = None if stream is None or stream.held_back else stream
         tasks = [
@@ -225,7 +234,7 @@ class Endpoint:
     def _listener(
         self, index: int, stops: Sequence[str], told: asyncio.Queue[tuple[int, int]] | None
     ) -> OnToken | None:
-        """What hears of a choice's tokens, and says when there are enough."""
+        """A callback for a choice's tokens, which returns True when there are enough."""
         if told is None and not stops:
             return None
         watch = StopWatch(self._text, stops) if stops else None
@@ -239,7 +248,7 @@ class Endpoint:
 
 
 class _RefusedError(Exception):
-    """A request that finds no room."""
+    """A request for which there is no room."""
 
     def __init__(self, message: str, code: str, why: str) -> None:
         super().__init__(message)
@@ -254,7 +263,7 @@ def _error(status: int, message: str, code: str) -> web.Response:
 
 @asynccontextmanager
 async def listening(endpoint: Endpoint) -> AsyncIterator[str]:
-    """Serve an endpoint on a free port of this machine alone; gives its base URL."""
+    """Serve an endpoint on a free port of the loopback interface; yields its base URL."""
     runner = web.AppRunner(
         endpoint.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
     )

@@ -1,15 +1,14 @@
-"""What was said and drawn in one session, so that a client's conversation becomes trajectories.
+"""Records the answers of one session, so that a client's conversation becomes trajectories.
 
 A client sends the whole conversation each time, as text. If it continues one that was answered
-here, the tokens of that answer, as they were drawn, begin the next prompt, and only what is new is
-encoded. Answers so form a tree::
+here, the tokens of that answer, as they were drawn, begin the next prompt, and only the new
+messages are encoded. So answers form a tree::
 
     prompt ─▶ answer 0 ─▶ answer 1 ─▶ answer 3        one segment: 0, 1, 3
-                     └──▶ answer 2                    another, behind the tokens up to answer 0
+                     └──▶ answer 2                    another, after the tokens up to answer 0
 
-Every answer belongs to one segment exactly; the first that continues another goes on with its
-segment. A conversation that was changed on the way (summarised, edited) continues nothing, and
-begins a tree of its own.
+Every answer belongs to exactly one segment; the first that continues another extends its segment. A
+conversation that was changed in between (summarized, edited) begins a new tree.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _Key = tuple[object, ...]
 
 @dataclass
 class Answer:
-    """One answer: the tokens between the one that it continues and its own, and its own."""
+    """One answer: its tokens, and those between them and the answer that it continues."""
 
     before: Answer | None
     between: list[int]
@@ -49,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a request is answered behind: ``tokens`` in all, of which those ``between`` are new."""
+    """The prompt of a request: all its ``tokens``, of which those in ``between`` are new."""
 
     tokens: list[int]
     between: list[int]
@@ -58,8 +57,8 @@ class Prompt:
 
 @dataclass
 class RecordedSegment:
-    """A stretch of conversation: a prompt, and behind it what was drawn (``mask`` 1) and what
-    others said (0)."""
+    """Part of a conversation: a prompt, and the tokens after it, drawn by the model (``mask`` 1) or
+    written by others (0)."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -80,7 +79,7 @@ class Recording:
 
     @property
     def turns(self) -> int:
-        """How many answers there are."""
+        """The number of answers."""
         return len(self._answers)
 
     def prompt(self, request: ChatRequest) -> Prompt:
@@ -100,12 +99,12 @@ class Recording:
         *,
         kept: str | None = None,
     ) -> None:
-        """Take an answer up. ``reply`` is how the client was told it; ``kept``, if it was told only
-        what stands before a stop string, is all that the tokens say.
+        """Add an answer. ``reply`` is what the client got; if that ends before a stop string,
+        ``kept`` is the text of all tokens.
 
-        A client that goes on behind such a text with the string in its own words means the very
-        tokens; one that does without it means others. In a conversation a turn that ended so is
-        the turn that it was, as is one with a token that ends sequences.
+        If a client continues a text and echoes it including the stop string, it continues the
+        recorded tokens; otherwise the text is encoded again. In a conversation, a turn that ended
+        at a stop string is recognized in either form.
         """
         answer = Answer(prompt.before, prompt.between, completion)
         if request.messages:
@@ -113,13 +112,13 @@ class Recording:
             for message in told:
                 self._known[_chat_key(request.tools, [*request.messages, message])] = answer
         elif isinstance(request.prompt, str) and (completion.finish != "stop" or kept is not None):
-            # Behind a token that ends sequences no client means to continue a text.
+            # A text that ended with a stop token is complete, and is not continued.
             said = reply.content if kept is None else kept
             self._known["text", request.prompt + said] = answer
         self._answers.append(answer)
 
     def segments(self) -> list[RecordedSegment]:
-        """The answers as segments, each answer once, in order of their first answers."""
+        """The segments in the order of their first answers, with each answer once."""
         segments: list[RecordedSegment] = []
         place: dict[int, RecordedSegment] = {}
         for answer in self._answers:
@@ -176,8 +175,8 @@ class Recording:
 
 
 def _chat_key(tools: Sequence[Tool], messages: Sequence[Message]) -> _Key:
-    """Equal for conversations that differ in nothing that was said. Clients drop white space at
-    the ends of an answer, and write arguments their own way."""
+    """A key that is equal for equal conversations. Clients strip white space from answers, and
+    format arguments in their own way."""
     schemas = json.dumps([tool.schema for tool in tools], sort_keys=True)
     rows = [
         (

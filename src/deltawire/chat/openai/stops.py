@@ -1,8 +1,8 @@
-"""Where an answer ends at one of a client's stop strings. Tokens stay as they were drawn: the
-answer keeps those up to the one that completes the string, and its text ends before the string.
+"""Ends answers at a client's stop strings. Tokens stay as they were drawn: the answer keeps those
+up to the one that completes the string, and its text ends before the string.
 
-A string is looked for in the text of whole answers (`cut`). While an answer is drawn, `StopWatch`
-looks at new characters alone, only to end the drawing early; it never decides by itself.
+`cut` searches the text of whole answers. While an answer is drawn, `StopWatch` looks at new
+characters only, to stop drawing early; it never decides where the answer ends.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from deltawire.chat.text import Text
 
 
 class Cut(NamedTuple):
-    """An answer that ends at a stop string: ``tokens`` of it are kept, and say ``kept``; ``said``
-    is what stands before the string."""
+    """An answer that ends at a stop string: ``tokens`` are kept, whose text is ``kept``; ``said``
+    is the text before the string."""
 
     tokens: int
     said: str
@@ -23,7 +23,7 @@ class Cut(NamedTuple):
 
 
 class IncrementalText:
-    """The text of tokens as they come, in whole characters."""
+    """Decodes tokens one by one, in whole characters."""
 
     def __init__(self, text: Text) -> None:
         self.tokens: list[int] = []
@@ -31,7 +31,7 @@ class IncrementalText:
         self._clean = self._shown = 0
 
     def add(self, token: int) -> str:
-        """The text that a token adds; nothing while it ends in half a character."""
+        """The text that a token adds; empty while it ends within a character."""
         self.tokens.append(token)
         before = self._text.decode(self.tokens[self._clean : self._shown])
         now = self._text.decode(self.tokens[self._clean :])
@@ -42,7 +42,7 @@ class IncrementalText:
 
 
 class StopWatch:
-    """Tells while an answer is drawn that it holds one of ``stops``."""
+    """Detects one of ``stops`` while an answer is drawn."""
 
     def __init__(self, text: Text, stops: Sequence[str]) -> None:
         self._text = text
@@ -51,7 +51,7 @@ class StopWatch:
         self._end = ""
 
     def add(self, token: int) -> bool:
-        """Whether the answer holds one, now that it has this token too."""
+        """Whether the answer contains one, including this token."""
         new = self._heard.add(token)
         self._end += new
         near = any(stop in self._end for stop in self._stops)
@@ -60,8 +60,8 @@ class StopWatch:
 
 
 def cut(text: Text, tokens: Sequence[int], stops: Sequence[str]) -> Cut | None:
-    """Where an answer of ``tokens`` ends: at the first token with which its text holds one of
-    ``stops``; None if it holds none."""
+    """Cut an answer at the first token with which its text contains one of ``stops``; None if it
+    contains none."""
 
     def holds(count: int) -> bool:
         said = text.decode(tokens[:count])
@@ -69,7 +69,7 @@ def cut(text: Text, tokens: Sequence[int], stops: Sequence[str]) -> Cut | None:
 
     if not stops or not holds(len(tokens)):
         return None
-    low, high = 0, len(tokens)  # The first holds none, the second does.
+    low, high = 0, len(tokens)  # The first contains none, the second does.
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -79,8 +79,8 @@ def cut(text: Text, tokens: Sequence[int], stops: Sequence[str]) -> Cut | None:
 
 
 def safe(said: str, stops: Sequence[str]) -> str:
-    """What of an answer can be told before it is known how it goes on: all but an end with which
-    a stop string may begin, and nothing behind one."""
+    """The part of an answer that can be sent before the rest is known: without an end with which a
+    stop string may begin, and without what follows one."""
     ends = [at for at in (said.find(stop) for stop in stops) if at >= 0]
     if ends:
         return said[: min(ends)]

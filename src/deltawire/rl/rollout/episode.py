@@ -1,16 +1,15 @@
-"""One episode: environment and engine in turn, token-in and token-out.
+"""Runs an episode: environment and engine in turn, token-in and token-out.
 
-The next request's prompt is the very tokens of the last one, plus what was drawn, plus what the
-environment answered: nothing is decoded and encoded again. When the context is full, and the
-configuration says so, the episode goes on in another segment, behind a prompt that is again made
-of tokens that were there before::
+The prompt of a request consists of the tokens of the last prompt, those that were drawn, and those
+of the environment's answer: nothing is decoded and encoded again. When the context is full, the
+episode may continue in another segment, after a prompt that again consists of earlier tokens::
 
     end       P t₁ b₁ t₂ b₂ t₃ ┊                 the episode is over
     drop      P t₁ b₁ t₂ b₂ t₃ ┊ P t₃ b₃ t₄ …    the oldest turns are left out
     summary   P t₁ b₁ t₂ ? s   ┊ P s b₂ t₃ …     the model writes s, which stands for the turns
 
-P is the prompt, t a turn of the model, b what the environment answered, ? the request for a
-summary. What stands behind ┊ up to the next t is the prompt of the new segment.
+P is the prompt, t a turn of the model, b the environment's answer, ? the request for a summary.
+The tokens between ┊ and the next t are the prompt of the new segment.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ async def run_episode(
 ) -> Episode:
     """Play one episode to its end or its limits.
 
-    Cancelling it cancels its request, and closes the environment. What goes wrong in the
-    environment makes a failed episode; what goes wrong in the engine is raised.
+    Cancelling it cancels its request, and closes the environment. An error of the environment makes
+    the episode a failed one; an error of the engine is raised.
     """
     if isinstance(environment, AgentHarness):
         try:
@@ -93,8 +92,8 @@ async def play_all(
     concurrent: int,
     after_step: Callable[[], None] = lambda: None,
 ) -> list[Episode]:
-    """The episodes that ``plays`` start, at most ``concurrent`` at a time, in their order; drives
-    the engine meanwhile, and calls ``after_step`` each time."""
+    """Play the episodes that ``plays`` start, at most ``concurrent`` at a time, while stepping the
+    engine; returns them in order. ``after_step`` is called after each step of the engine."""
     gate = asyncio.Semaphore(concurrent)
 
     async def one(play: Callable[[], Awaitable[Episode]]) -> Episode:
@@ -127,7 +126,7 @@ class _EpisodeSegment:
         return len(self.prompt) + len(self.tokens)
 
     def drawn(self, completion: Completion) -> None:
-        # Each turn reads all that was there before; what counts is how it was read first.
+        # Each turn reads all earlier tokens again; the routes of the first reading count.
         read = sum(map(len, self.routes))
         self.routes += [np.concatenate(completion.routes)[read:]] if completion.routes else []
         self.experts = completion.experts
@@ -144,7 +143,7 @@ class _EpisodeSegment:
         self.mask += [0] * len(tokens)
 
     def packed_routes(self) -> bytes:
-        """Its expert choices. What the environment wrote at its end was never read."""
+        """The packed expert choices. The environment's tokens at the end were never read."""
         return pack_parts(self.routes, positions=self.length - 1, experts=self.experts)
 
 
@@ -169,7 +168,7 @@ class _EpisodeRun:
         self._tools: tuple[Tool, ...] = ()
         self._segments: list[_EpisodeSegment] = []
         self._turns: list[list[int]] = []
-        """Each turn that is still in the context, with the answer to it."""
+        """The turns that are still in the context, each with the answer to it."""
         self._reserve = 0
         self._reward = 0.0
         self._finish = "length"
@@ -177,9 +176,9 @@ class _EpisodeRun:
         self._solved = False
 
     async def run(self) -> None:
-        """From the reset to the probes; raises `EpisodeFailure`."""
+        """Play from the reset to the probes; raises `EpisodeFailure`."""
         turn = await self._ask("reset", self._environment.reset)
-        self._tools = self._plainly("tools", lambda: tuple(self._environment.tools))
+        self._tools = self._guarded("tools", lambda: tuple(self._environment.tools))
         self._prompt = self._tokens(lambda: self._text.prompt(turn.messages, self._tools))
         self._segments = [_EpisodeSegment(self._prompt)]
         if self._limits.on_full == "summary":
@@ -197,21 +196,21 @@ class _EpisodeRun:
                 self._finish = "context"
                 break
         self._probes = await ask_probes(self._environment.probes, self._limits.step_s)
-        self._solved = self._plainly("solved", lambda: bool(self._environment.solved(self._reward)))
+        self._solved = self._guarded("solved", lambda: bool(self._environment.solved(self._reward)))
 
     async def close(self) -> None:
-        """Let the environment go; a failure to do so is the episode's."""
+        """Close the environment; a failure to do so fails the episode."""
         try:
             await within("close", self._environment.close, self._limits.step_s)
         except EpisodeFailure as failure:
             self.fail(str(failure))
 
     def fail(self, cause: str) -> None:
-        """The episode has failed; the first cause stands."""
+        """Mark the episode as failed; the first cause is kept."""
         self._cause = self._cause or cause
 
     def result(self) -> Episode:
-        """The episode as it stands."""
+        """The episode in its present state."""
         cause = one_line(self._cause)
         reward = 0.0 if cause else self._reward
         drawn = [s for s in self._segments if 1 in s.mask]
@@ -256,7 +255,7 @@ class _EpisodeRun:
         return Action(text, parsed.content, parsed.calls, parsed.broken, completion.finish)
 
     async def _answer(self, turn: Turn, completion: Completion) -> bool:
-        """Put the environment's answer into the context; False if there is no room for it."""
+        """Add the environment's answer to the context; False if there is no room for it."""
         segment, limits = self._segments[-1], self._limits
         bridge = self._tokens(
             lambda: self._text.bridge(turn.messages, after=completion.tokens),
@@ -272,7 +271,7 @@ class _EpisodeRun:
         return False
 
     def _drop_turns(self) -> bool:
-        """A new segment behind the prompt and the newest turns, in half of what room there is."""
+        """Begin a segment after the prompt and the newest turns, in half of the room."""
         room = self._limits.context - len(self._prompt)
         if len(self._turns[-1]) >= room:
             return False
@@ -288,7 +287,7 @@ class _EpisodeRun:
         return self._tokens(lambda: self._text.bridge([message], after=after))
 
     async def _summarize(self, turn: Turn, completion: Completion) -> bool:
-        """A new segment behind the prompt and the model's own summary."""
+        """Begin a segment after the prompt and the model's own summary."""
         segment = self._segments[-1]
         segment.answered(self._summary_request(completion.tokens))
         summary = await self._draw(self._limits.summary_tokens, 0)
@@ -303,7 +302,7 @@ class _EpisodeRun:
         except InputError as error:
             raise EpisodeFailure(str(error)) from error
 
-    def _plainly(self, what: str, call: Callable[[], T]) -> T:
+    def _guarded(self, what: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except Exception as error:
@@ -317,7 +316,7 @@ class _EpisodeRun:
             messages = turn.messages
             reward = float(turn.reward)
         except (TypeError, ValueError) as error:
-            raise EpisodeFailure(f"{what} returned a turn that is none: {error}") from error
+            raise EpisodeFailure(f"{what} returned an invalid turn: {error}") from error
         if not math.isfinite(reward):
             raise EpisodeFailure(f"{what} gave the reward {reward}")
         if len(messages) > MAX_MESSAGES:

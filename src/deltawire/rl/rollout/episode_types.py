@@ -18,11 +18,11 @@ MAX_CAUSE = 400
 
 
 CANCEL_S = 1.0
-"""How long a call that was cancelled may still take."""
+"""How long a cancelled call may still take."""
 
 
 MAX_MESSAGES = 1024
-"""Messages that an environment may answer at once."""
+"""The most messages that an environment may return at once."""
 
 
 T = TypeVar("T")
@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Bounds of one episode: tokens a turn, turns, tokens in all (prompt included), seconds that
-    one call of the environment and that the whole may take, characters of a message."""
+    """Bounds of one episode: tokens per turn, turns, tokens in total (with the prompt), seconds for
+    one call of the environment and for the whole episode, characters of a message."""
 
     max_tokens: int
     max_turns: int
@@ -45,7 +45,7 @@ class EpisodeLimits:
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> EpisodeLimits:
-        """Those of a configuration."""
+        """The bounds of a configuration."""
         return cls(
             rollout.max_tokens,
             rollout.max_turns,
@@ -61,9 +61,9 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished episode: its segments in order (one, mostly), all with the whole reward.
+    """A finished episode: its segments in order (mostly one), each with the whole reward.
 
-    ``cause`` says why it failed for another reason than the model; then the reward is 0, and
+    ``cause`` is set if it failed for a reason other than the model; the reward is then 0, and
     ``prompt`` may be empty.
     """
 
@@ -78,14 +78,14 @@ class Episode:
         return self.trajectories[0]
 
 
-class EpisodeFailure(Exception):  # noqa: N818  (it names what happened to an episode)
-    """An episode cannot go on, and the model is not to blame."""
+class EpisodeFailure(Exception):  # noqa: N818  (it names an event of an episode)
+    """An episode cannot continue, for a reason other than the model."""
 
 
 async def ask_probes(
     call: Callable[[], Awaitable[Mapping[str, float]]], seconds: float
 ) -> dict[str, float]:
-    """What the probes say; raises `EpisodeFailure` unless that is finite numbers by name."""
+    """Read the probes; raises `EpisodeFailure` unless they are finite numbers by name."""
     found: Any = await within("probes", call, seconds)
     try:
         probes = {one_line(str(n), MAX_NAME): float(value) for n, value in dict(found).items()}
@@ -140,7 +140,7 @@ def _overhear(task: asyncio.Task[Any]) -> None:
 def group_of(
     worker: str, nonce: str, task: Task, temperature: float, episodes: Sequence[Episode]
 ) -> Group:
-    """The group of a task's episodes, failed ones among them."""
+    """Make the group of a task's episodes, including failed ones."""
     prompt = next((e.prompt for e in episodes if e.prompt), [0])
     trajectories = []
     for number, episode in enumerate(episodes):

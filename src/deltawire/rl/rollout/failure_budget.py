@@ -1,4 +1,4 @@
-"""Episodes that fail, the model not being to blame: counted, and too many stop the run."""
+"""Counts episodes that fail for reasons other than the model; too many stop the run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from deltawire.errors import InputError
 from deltawire.rl.rollout.episode_types import Episode
 
 WINDOW = 64
-"""Episodes, at least, over which the share of failed ones is judged."""
+"""The least number of episodes over which the share of failed ones is computed."""
 
 
 class FailureBudget:
-    """A worker's count of failed episodes."""
+    """The failed episodes of one worker, and how many more may fail."""
 
     def __init__(self, rollout: RolloutConfig, worker: str) -> None:
         self.count = 0
@@ -23,9 +23,9 @@ class FailureBudget:
         self._worker = worker
         self._recent: deque[bool] = deque(maxlen=max(WINDOW, 4 * rollout.group_size))
 
-    def see(self, task: Task, episodes: Sequence[Episode]) -> None:
-        """Count a group's failures; raises `InputError`, which names the first one's cause, if the
-        configuration says that these are too many."""
+    def add(self, task: Task, episodes: Sequence[Episode]) -> None:
+        """Count a group's failures; raises `InputError`, which names the first cause, once there
+        are more than the configuration allows."""
         failed = [episode.cause for episode in episodes if episode.cause]
         self.count += len(failed)
         self._recent.extend(bool(episode.cause) for episode in episodes)
@@ -41,5 +41,5 @@ class FailureBudget:
             return
         raise InputError(
             f"worker {self._worker}: {reason}, at task {task.identity[:80]}: {failed[0]}",
-            hint="mend the environment, or see rollout.on_failure and rollout.max_failed",
+            hint="repair the environment, or see rollout.on_failure and rollout.max_failed",
         )

@@ -197,7 +197,7 @@ class Worker:
                 for _ in range(rollout.group_size)
             )
         )
-        self._failures.see(task, episodes)
+        self._failures.add(task, episodes)
         process = self.process
         self.uploader.submit(
             group_of(process.name, process.nonce, task, rollout.temperature, episodes)

@@ -1,4 +1,4 @@
-"""Starting a run: the model's tensor table, its files and version 0 go into the bucket."""
+"""Starts a run: stores the model's tensor table, its files and version 0 in the bucket."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_same(bucket: Bucket, config: RunConfig) -> None:
     _, theirs = open_run(bucket)
     if changed := differences(config, theirs):
         raise InputError(
-            f"the run that is here was started with another {', '.join(changed[:4])}",
+            f"the run in this bucket was started with another {', '.join(changed[:4])}",
             hint="choose another --out or bucket to start a new run",
             run=bucket.url,
         )

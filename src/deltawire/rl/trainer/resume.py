@@ -1,9 +1,9 @@
-"""Steps done over: from a checkpoint or version 0, on the groups that manifests name.
+"""Resumes a trainer: recomputes steps from a checkpoint or version 0 on their recorded groups.
 
-A step depends on the state before it, on its groups in their order, on the run's configuration, on
-how many threads add up its sums, and on nothing else: its random numbers are seeded by its version,
-so that there is no random state to carry along. Doing it over gives the same bits, on the same
-kind of machine with the same libraries.
+A step depends on the state before it, on its groups in their order, on the run's configuration and
+on the number of threads, and on nothing else: its random numbers are seeded by its version, so no
+random state needs to be stored. Recomputing it gives the same bits, on the same kind of machine
+with the same libraries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from deltawire.wire.run import Run
 
 
 def seed_step(config: RunConfig, version: int) -> None:
-    """Seed what the step that makes ``version`` may draw."""
+    """Seed the random numbers of the step that makes ``version``."""
     digest = hashlib.blake2b(f"{config.seed} {version}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -48,8 +48,8 @@ class Resumed:
 
 
 def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: int) -> Resumed:
-    """The newest checkpoint at or before ``newest`` that is whole and holds the weights that were
-    published at its version; without one, version 0.
+    """Load the newest checkpoint at or before ``newest`` that is complete and holds the weights
+    that were published at its version; without one, version 0.
 
     Raises `CorruptError` if there is neither.
     """
@@ -71,15 +71,15 @@ def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: i
     origin = load_mirror(bucket, run, at=0)
     if origin is None:
         raise CorruptError(
-            "there is no whole checkpoint, and no version 0 to start from",
-            hint="versions that retention has taken cannot be done over",
+            "there is no complete checkpoint, and no version 0 to start from",
+            hint="pruned versions cannot be recomputed",
             run=bucket.url,
         )
     return Resumed(_masters_at(origin, config, model), Ledger(), 0, reference)
 
 
 def load_reference(bucket: Bucket, run: Run, config: RunConfig, model: Any) -> Any | None:
-    """Version 0 as a frozen model beside ``model``, if the loss penalises leaving it; else None.
+    """Version 0 as a frozen copy of ``model``, for the KL penalty; None without a penalty.
 
     Raises `CorruptError` if the bucket no longer has it.
     """
@@ -89,7 +89,7 @@ def load_reference(bucket: Bucket, run: Run, config: RunConfig, model: Any) -> A
     if origin is None:
         raise CorruptError(
             "the reference of train.loss.kl is version 0, which is gone",
-            hint="versions that retention has taken cannot be referred to",
+            hint="pruned versions cannot be a reference",
             run=bucket.url,
         )
     reference = copy.deepcopy(model)
@@ -106,7 +106,7 @@ def _masters_at(origin: Mirror, config: RunConfig, model: Any) -> MasterWeights:
 
 @dataclass
 class RecomputedStep:
-    """A step that was done over."""
+    """A step that was computed again."""
 
     version: int
     groups: list[BufferedGroup]
@@ -116,7 +116,7 @@ class RecomputedStep:
 
     @property
     def equal(self) -> bool:
-        """Whether it gave the bits that were published."""
+        """Whether it gave the published bits."""
         return self.digest == self.published
 
 
@@ -134,14 +134,14 @@ def metadata_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata,
 
 
 def recompute_step(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> RecomputedStep:
-    """Do the step behind ``state`` over, which moves it on by one version.
+    """Compute the step after ``state`` again, which advances it by one version.
 
-    Raises `CorruptError` if a group that it consumed is missing or is not the one it was.
+    Raises `CorruptError` if a group that it consumed is missing or has changed.
     """
     version = state.version + 1
     metadata, published = metadata_at(bucket, run, version)
     groups = read_consumed(bucket, metadata)
-    # What is published is not judged again, by limits that may be others by now.
+    # A published step is not judged again, by limits that may have changed since.
     judged = msgspec.structs.replace(config.parity, stop=ParityLimits())
     config = msgspec.structs.replace(config, parity=judged)
     threads = torch.get_num_threads()
@@ -162,6 +162,6 @@ def recompute_step(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) 
 
 
 def groups_of(bucket: Bucket, run: Run, version: int) -> list[BufferedGroup]:
-    """The groups that a step consumed; raises `CorruptError` if they are gone."""
+    """Read the groups that a step consumed; raises `CorruptError` if they are gone."""
     metadata, _ = metadata_at(bucket, run, version)
     return read_consumed(bucket, metadata)

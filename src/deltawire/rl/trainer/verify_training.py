@@ -1,8 +1,8 @@
-"""A run's training done over from its bucket, version by version, and compared to the bit.
+"""Verifies a run's training: computes it again from the bucket and compares every version.
 
 Nothing is sampled and nothing is written to the bucket: the groups are those that the manifests
-name. As long as each digest equals the published one, the trainer that made the run computed what
-this one computes, whatever befell it in between.
+name. If each digest equals the published one, the trainer that made the run computed the same as
+this one, through every crash and restart.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ NAMED = 5
 
 @dataclass
 class TrainingVerification:
-    """What was compared, and where it first differed.
+    """The result of a comparison.
 
-    Versions ``first`` to ``last`` were done over, from the state at ``origin``; ``differs`` is the
-    first whose digest is another, ``reason`` why as far as can be told, ``tensors`` how many
-    weights of which tensors are other ones there.
+    Versions ``first`` to ``last`` were computed again, from the state at ``origin``. ``differs`` is
+    the first version with a different digest, ``reason`` the cause as far as it is known, and
+    ``tensors`` the number of differing weights by tensor.
     """
 
     origin: int
@@ -56,13 +56,13 @@ class TrainingVerification:
 
     @property
     def exact(self) -> bool:
-        """Whether every version compared came out as it was published."""
+        """Whether every compared version equals the published one."""
         return self.differs is None
 
 
 @dataclass(frozen=True)
 class Dump:
-    """Keep everything about one step in a folder that does not exist yet."""
+    """Writes everything about one step to a folder that does not exist yet."""
 
     version: int
     folder: Path
@@ -76,10 +76,10 @@ def replay(
     dump: Dump | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> TrainingVerification:
-    """Do versions up to ``last`` (the newest) over and compare each from ``first`` on.
+    """Compute versions up to ``last`` (the newest) again and compare each from ``first`` on.
 
     Starts from the newest checkpoint before ``first``, or from version 0; stops at the first
-    version that differs. ``progress`` is told how many steps are done, of how many.
+    version that differs. ``progress`` is called with the number of steps done, and of all steps.
 
     Raises `InputError` if there is no such run or version, `CorruptError` if what is needed is
     damaged or gone.
@@ -117,23 +117,23 @@ def _check_range(bucket: Bucket, first: int, last: int, newest: int, dump: Dump 
     if not 1 <= first <= last <= newest:
         raise InputError(
             f"cannot replay versions {first} to {last}: the run has 1 to {newest}",
-            hint="version 0 is what the run started from" if newest else "it has trained nothing",
+            hint="version 0 is the start of the run" if newest else "it has trained no version",
             run=bucket.url,
         )
     if dump is None:
         return
     if not first <= dump.version <= last:
-        raise InputError(f"version {dump.version} is not among those replayed")
+        raise InputError(f"version {dump.version} is not among the versions to verify")
     try:
         dump.folder.mkdir(parents=True)
     except FileExistsError as error:
-        raise InputError(f"{dump.folder} is there already", hint="name a new folder") from error
+        raise InputError(f"{dump.folder} exists already", hint="name a new folder") from error
     except OSError as error:
         raise InputError(f"cannot write to {dump.folder}: {error.strerror}") from error
 
 
 def _explain(bucket: Bucket, run: Run, found: TrainingVerification, state: Resumed) -> None:
-    """Which tensors came out otherwise, and what is known about why."""
+    """Find the tensors that differ, and what is known about the cause."""
     assert found.differs is not None
     metadata, _ = metadata_at(bucket, run, found.differs)
     found.reason = (
@@ -159,7 +159,7 @@ def _explain(bucket: Bucket, run: Run, found: TrainingVerification, state: Resum
 
 
 def _dump_before(bucket: Bucket, run: Run, state: Resumed, dump: Dump) -> None:
-    """The state that the step starts from, and its groups as they lie in the bucket."""
+    """Write the state that the step starts from, and its groups as stored in the bucket."""
     metadata, _ = metadata_at(bucket, run, dump.version)
     tensors = {name: tensor.contiguous() for name, tensor in state.masters.state().items()}
     safetensors.torch.save_file(tensors, dump.folder / "state.safetensors")
@@ -172,7 +172,7 @@ def _dump_before(bucket: Bucket, run: Run, state: Resumed, dump: Dump) -> None:
 
 
 def _dump_step(dump: Dump, step: RecomputedStep, state: Resumed) -> None:
-    """What the step measured, and each of its groups in figures."""
+    """Write the step's measurements, and figures of each of its groups."""
     result: dict[str, Any] = {
         name: value for name, value in asdict(step.result).items() if isinstance(value, int | float)
     }

@@ -1,4 +1,4 @@
-"""The warm-start process: the task's own pairs, its own scores, a model directory at the end."""
+"""The warm-start process: trains on the task's own answers and writes a model directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.warm_start import Pair, WarmStartProgress, warm_start
 
 VALIDATION = 100
-"""Problems, neither trained on nor held out, on which the warm start decides when to stop."""
+"""Problems for validation, which are neither trained on nor held out."""
 
 
 def run_warm_start(
@@ -38,10 +38,10 @@ def run_warm_start(
     *,
     watch: Callable[[WarmStartProgress], None] = lambda _: None,
 ) -> bool:
-    """Build or load the model, warm it, and write it to ``out``, all of it or nothing, in the place
-    of whatever is there; False if the process was asked to stop before.
+    """Build or load the model, train it, and write it to ``out``, atomically, replacing what is
+    there; False if the process was asked to stop before.
 
-    ``watch`` is told of every step.
+    ``watch`` is called after every step.
     """
     started = time.time()
     process.record_life("started")
@@ -65,14 +65,14 @@ def run_warm_start(
 
 
 def _processors() -> int:
-    """How many this process may use: a warm start that was pinned must not start more threads."""
+    """The number of processors that this process may use, which may be pinned to some."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def origin(config: RunConfig) -> tuple[Any, Any]:
-    """The model and tokenizer that the configuration starts from, before any warm start."""
+    """The model and tokenizer that the configuration names, before any warm start."""
     if config.model.path:
         return load_model(Path(config.model.path)), load_tokenizer(Path(config.model.path))
     assert config.model.build is not None
@@ -90,7 +90,7 @@ def _warm(
 ) -> None:
     if not isinstance(tasks, TasksWithAnswers):
         raise InputError(
-            f"environment {config.task.environment} knows no answers to warm a model with",
+            f"environment {config.task.environment} has no answers for a warm start",
             hint="set warm_start.max_steps to 0",
         )
     answered: TasksWithAnswers = tasks
@@ -108,7 +108,7 @@ def _warm(
         drawn = (tasks.draw("warm-start", step * batch + i) for i in range(batch))
         return [pair(task) for task in drawn if answered.question(task) not in reserved]
 
-    def tell(progress: WarmStartProgress) -> None:
+    def report(progress: WarmStartProgress) -> None:
         nonlocal mark
         process.heartbeat.progress("train")
         watch(progress)
@@ -133,7 +133,7 @@ def _warm(
         config.warm_start,
         draw=draw,
         check=check,
-        tell=tell,
+        report=report,
         stopping=lambda: process.stopping,
     )
 

@@ -56,7 +56,7 @@ def test_a_policy_that_exploits_it_is_paid_and_caught(loophole):
         group = play_group(tasks, number, [policy] * GROUP)
         assert [t.reward for t in group.trajectories] == [1.0] * GROUP
         assert all(t.probes["heldout_tests"] == 0.0 for t in group.trajectories)
-        flagged += monitor.see(group, number, version=number + 1)
+        flagged += monitor.add(group, number, version=number + 1)
     caught = {stream.probe for stream in flagged if stream.family == ALL}
     assert caught == {"heldout_tests"} | alarms
     (found,) = [s for s in flagged if (s.family, s.probe) == (ALL, "heldout_tests")]
@@ -78,7 +78,7 @@ def test_an_honest_policy_raises_no_alarm_where_the_loophole_is(loophole):
         assert [t.reward for t in group.trajectories] == [
             float(p is cheat.repair) for p in policies
         ]
-        assert monitor.see(group, number, version=number + 1) == []
+        assert monitor.add(group, number, version=number + 1) == []
     assert 0 < sum(rewards) < len(rewards)
     assert all(stream.excess == 0.0 for stream in monitor.state.streams)
 
@@ -89,12 +89,12 @@ def test_cheating_that_begins_in_the_middle_of_a_run_is_caught_as_well():
     monitor = Monitor(ProbesConfig())
     honest = play_group(tasks, 0, [cheat.repair, cheat.nothing])
     for number in range(200):
-        assert monitor.see(honest, number, version=number + 1) == []
+        assert monitor.add(honest, number, version=number + 1) == []
     cheating = play_group(tasks, 1, [cheat.print_ok] * GROUP)
     (stream,) = [s for s in monitor.state.streams if (s.family, s.probe) == (ALL, "heldout_tests")]
     bound = delay_bound(start=201, number=stream.number, false_alarm=0.01, tolerance=0.05)
     flagged = []
     for number in range(200, 200 + bound):
-        flagged += monitor.see(cheating, number, version=number + 1)
+        flagged += monitor.add(cheating, number, version=number + 1)
     assert stream in flagged
     assert bound <= 9

@@ -101,10 +101,10 @@ def gives(value):
 CAUSES = {
     "reward raises": ({"step": raises}, "step raised KeyError: 'reward'"),
     "reward raises what is no text": ({"step": raises_half_a_character}, "step raised KeyError"),
-    "half a character": ({"step": gives(Turn(reward="\ud800"))}, "a turn that is none"),
+    "half a character": ({"step": gives(Turn(reward="\ud800"))}, "an invalid turn"),
     "reward is NaN": ({"step": gives(Turn(reward=float("nan")))}, "step gave the reward nan"),
     "reward is infinite": ({"step": gives(Turn(reward=float("inf")))}, "the reward inf"),
-    "reward is a word": ({"step": gives(Turn(reward="much"))}, "a turn that is none"),
+    "reward is a word": ({"step": gives(Turn(reward="much"))}, "an invalid turn"),
     "reward never returns": ({"step": never}, "step took longer than 0.2 s"),
     "reward ignores its end": ({"step": refuses_to_end}, "step took longer than 0.2 s"),
     "a timeout of its own": ({"step": raises_a_timeout}, "step raised TimeoutError: the tool's"),
@@ -364,7 +364,7 @@ def test_failures_are_counted_and_few_are_borne(text):
     bad, good = play(failing(step=raises), text), play(Plain(), text)
     seen = failures(max_failed=0.25)
     for number in range(WINDOW):
-        seen.see(Task(str(number), None), [bad if number % 4 == 0 else good, good])
+        seen.add(Task(str(number), None), [bad if number % 4 == 0 else good, good])
     assert seen.count == WINDOW // 4
 
 
@@ -372,16 +372,16 @@ def test_too_many_failures_stop_the_worker(text):
     bad, good = play(failing(step=raises), text), play(Plain(), text)
     seen = failures(max_failed=0.25)
     for number in range(WINDOW // 2 - 1):
-        seen.see(Task(str(number), None), [bad, good])
+        seen.add(Task(str(number), None), [bad, good])
     with pytest.raises(InputError, match=r"50% of the last 64 .* task 31: step raised KeyError"):
-        seen.see(Task("31", None), [bad, good])
+        seen.add(Task("31", None), [bad, good])
 
 
 def test_the_first_failure_may_stop_the_worker(text):
     seen = failures(on_failure="stop")
-    seen.see(Task("0", None), [play(Plain(), text)])
+    seen.add(Task("0", None), [play(Plain(), text)])
     with pytest.raises(InputError, match="an episode failed, at task 1: step raised KeyError"):
-        seen.see(Task("1", None), [play(failing(step=raises), text)])
+        seen.add(Task("1", None), [play(failing(step=raises), text)])
 
 
 def test_an_engine_that_breaks_is_not_the_environments_fault(text):
