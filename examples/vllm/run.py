@@ -1,9 +1,9 @@
-"""A vLLM that follows a trainer, both on this machine: which version made which tokens.
+"""Runs a trainer and a vLLM that follows it, and prints which version made which tokens.
 
     .venv-vllm/bin/python examples/vllm/run.py [FOLDER]
 
-The model is tiny and the steps are random; the server, the bucket and what goes through it are
-what a real run would have.
+The model is tiny and the steps are random; the server, the bucket and its objects are those of a
+real run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from deltawire.sync import open_publisher
 
 
 def served(model: Any) -> dict[str, torch.Tensor]:
-    """The weights as the checkpoint has them."""
+    """Return the weights as in the checkpoint."""
     return {
         name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.named_parameters()
     }
 
 
 def make_model(folder: Path) -> Any:
-    """A small Qwen3, written as Hugging Face does."""
+    """Write a small Qwen3 as a Hugging Face directory, and return it."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
@@ -53,15 +53,15 @@ def make_model(folder: Path) -> Any:
 
 @contextmanager
 def vllm_serve(model: Path, run: Path) -> Iterator[str]:
-    """``vllm serve MODEL --additional-config …`` on loopback; its address."""
+    """Run ``vllm serve MODEL --additional-config …`` on loopback; yields its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    told = json.dumps({"deltawire": {"run": str(run)}})
+    settings = json.dumps({"deltawire": {"run": str(run)}})
     command = [
         # What `vllm serve` starts; the command itself fails in the CPU build of 0.32.0.
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-        "--additional-config", told, "--host", "127.0.0.1", "--port", str(port),
+        "--additional-config", settings, "--host", "127.0.0.1", "--port", str(port),
         "--skip-tokenizer-init", "--enable-scale-out", "--dtype", "bfloat16", "--enforce-eager",
         "--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20),
     ]  # fmt: skip
@@ -85,7 +85,7 @@ def vllm_serve(model: Path, run: Path) -> Iterator[str]:
 
 
 def ask(address: str, prompt: list[int], count: int) -> dict[str, Any]:
-    """One answer, as tokens, with the versions that made them."""
+    """Return one answer: tokens, and the versions that made them."""
     body = {
         "token_ids": prompt,
         "sampling_params": {"temperature": 0.0, "max_tokens": count, "detokenize": False},
@@ -101,7 +101,7 @@ def ask(address: str, prompt: list[int], count: int) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Publish, serve, train on, and ask; raises `AssertionError` if no answer is the last's."""
+    """Publish, serve, train and sample; fails if the last version never makes a whole answer."""
     model = make_model(folder / "model")
     run = folder / "run"
     publisher = open_publisher(open_bucket(str(run), create=True), served(model))
