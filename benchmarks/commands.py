@@ -8,7 +8,7 @@ from importlib import import_module
 
 def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare every benchmark."""
-    for add in (_add_loop, _add_codec, _add_deltas, _add_swap, _add_sync):
+    for add in (_add_loop, _add_codec, _add_deltas, _add_swap, _add_sync, _add_train):
         add(benches)
 
 
@@ -117,4 +117,12 @@ def _add_sync(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     where.add_argument("--bucket", default="", help="a folder or URL to use (default: temporary)")
     where.add_argument("--s3", action="store_true", help="start an S3 server on loopback")
     parser.add_argument("--threads", type=int, help="to code with (default: all cores)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _add_train(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser("train", help="predicted memory of training steps, and measured")
+    parser.add_argument("--cases", type=int, default=8, help="steps to draw from the grid")
+    parser.add_argument("--seed", type=int, default=0, help="what draws them")
+    parser.add_argument("--real", action="store_true", help="two more with real allocations")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -1,0 +1,126 @@
+"""Training profiles as plain, versioned data: what the resolver found, ready for run.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from deltawire.errors import InputError
+from deltawire.plan.layout import Checkpointing, Mode, Offload, Optimizer, Packing, TrainingLayout
+
+PROFILE_VERSION = 1
+"""Raised whenever a field changes its meaning, so that an old profile is refused."""
+MAX_BYTES = 1 << 20
+
+Axis = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+Text = Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+class LayoutData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A layout's fields as they are stored; see `TrainingLayout`."""
+
+    data: Axis
+    replicate: Axis
+    tensor: Axis
+    expert: Axis
+    pipeline: Axis
+    context_parallel: Axis
+    context: Axis
+    sequences: Axis
+    accumulate: bool
+    checkpointing: Checkpointing
+    offload: Offload
+    optimizer: Optimizer
+    packing: Packing
+    lora_rank: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    lora_experts: bool
+    chunk: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+    imbalance: Annotated[float, msgspec.Meta(ge=1, le=1e6)]
+
+
+class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The next cheaper or faster choice, or why there is none."""
+
+    accelerators: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    note: Text
+    layout: LayoutData | None = None
+    peak_with_allowance: Bytes = 0
+    estimated_tokens_per_second: Amount = 0.0
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a model needs on given accelerators, per rank. Bytes are predicted, times estimated."""
+
+    version: int
+    name: Text
+    model: Text
+    mode: Mode
+    parameters: Bytes
+    trained_parameters: Bytes
+    accelerator: Text
+    accelerators: Axis
+    layout: LayoutData
+    peak_phase: Text
+    """The phase of a step with the largest memory."""
+    bytes_per_rank: dict[str, Bytes]
+    """By part in that phase; they add up to ``peak_bytes``."""
+    peak_bytes: Bytes
+    peak_with_allowance: Bytes
+    """With an allowance for fragmentation."""
+    usable_bytes: Bytes
+    host_bytes_per_rank: Bytes
+    binding: Text
+    """The constraint that keeps the layout from being faster."""
+    estimated_seconds_per_step: Amount
+    estimated_tokens_per_second: Amount
+    cheaper: Alternative | None = None
+    faster: Alternative | None = None
+    unsupported: list[Text] = []
+    """What deltawire's trainer does not do yet."""
+
+    def as_layout(self) -> TrainingLayout:
+        """Return the layout that the memory model takes."""
+        return TrainingLayout(mode=self.mode, **msgspec.structs.asdict(self.layout))
+
+
+def encode_profile(profile: Profile) -> bytes:
+    """Encode a profile as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(profile), indent=2)
+
+
+def decode_profile(raw: bytes, *, where: str) -> Profile:
+    """Decode a profile.
+
+    Raises `InputError`, naming ``where``, for anything else and for another version.
+    """
+    if len(raw) > MAX_BYTES:
+        raise InputError(f"{where} has {len(raw):,} bytes; a profile has at most {MAX_BYTES:,}")
+    try:
+        version = msgspec.json.decode(raw, type=_Version).version
+        if version != PROFILE_VERSION:
+            raise InputError(
+                f"{where} is a profile of version {version}; this deltawire reads version "
+                f"{PROFILE_VERSION}",
+                hint="resolve the shape again with deltawire shapes",
+            )
+        return msgspec.json.decode(raw, type=Profile)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
+        raise InputError(f"{where} is no training profile: {failure}") from None
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile from a file. Raises `InputError` if it cannot be read or is none."""
+    try:
+        with path.open("rb") as opened:
+            raw = opened.read(MAX_BYTES + 1)
+    except OSError as failure:
+        raise InputError(f"cannot read {path}: {failure.strerror or failure}") from None
+    return decode_profile(raw, where=str(path))

@@ -1,0 +1,137 @@
+"""Rows and lines for `deltawire shapes`: the catalogue, a model's needs and one profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deltawire.plan.accelerators import shipped_accelerators
+from deltawire.plan.architecture import Model
+from deltawire.plan.catalogue import catalogue, shipped_profiles
+from deltawire.plan.layout import MODES, Mode, Packing
+from deltawire.plan.profile import Alternative, Profile
+from deltawire.plan.resolver import (
+    DEFAULT_RANK,
+    GIB,
+    Accelerators,
+    Wish,
+    default_context,
+    resolve_training_profile,
+    smallest_count,
+    summarize,
+)
+
+
+def catalogue_rows() -> list[dict[str, str]]:
+    """One row for every shipped profile: each model as full policy, LoRA policy and reference."""
+    models = catalogue()
+    return [
+        {
+            "shape": profile.name,
+            "parameters": f"{profile.parameters / 1e9:,.1f} B",
+            "GiB per accelerator": f"{profile.peak_with_allowance / GIB:.0f}",
+            "layout": summarize(profile.as_layout()),
+            "config.json": "seen" if models[profile.model].verified else "from memory",
+        }
+        for profile in shipped_profiles()
+    ]
+
+
+def needs_rows(model: Model, packing: Packing, context: int | None) -> list[dict[str, str]]:
+    """Return the fewest accelerators of each shipped kind that hold a model in each mode."""
+    rows = []
+    for mode in MODES:
+        for name, kind in shipped_accelerators().items():
+            profile = smallest_profile(model, mode, packing, name, context)
+            rows.append(
+                {
+                    "mode": mode,
+                    "accelerators": f"{profile.accelerators} x {kind.name}" if profile else "none",
+                    "GiB each": f"{profile.peak_with_allowance / GIB:.0f}" if profile else "",
+                    "tokens/s (estimate)": (
+                        f"{profile.estimated_tokens_per_second:,.0f}" if profile else ""
+                    ),
+                    "layout": summarize(profile.as_layout()) if profile else "",
+                }
+            )
+    return rows
+
+
+def smallest_profile(
+    model: Model, mode: Mode, packing: Packing, accelerator: str, context: int | None = None
+) -> Profile | None:
+    """Resolve the profile with the fewest accelerators of one shipped kind, if any number does."""
+    kind = shipped_accelerators()[accelerator]
+    packed: Packing = packing if mode != "full" else "none"
+    length = context or default_context(model)
+    wish = Wish(
+        mode=mode,
+        context=length,
+        packing=packed,
+        lora_rank=DEFAULT_RANK if mode == "lora" else 0,
+    )
+    count = smallest_count(model, wish, kind)
+    if count is None:
+        return None
+    return resolve_training_profile(
+        model,
+        mode=mode,
+        accelerators=Accelerators(kind, count),
+        context=length,
+        packing=packed,
+        alternatives=False,
+    )
+
+
+def make_catalogue_profiles(accelerator: str) -> Iterator[Profile]:
+    """Resolve every model of the catalogue in every mode on the fewest of one accelerator."""
+    for entry in catalogue().values():
+        for mode in MODES:
+            found = smallest_profile(entry.describe(), mode, entry.native_packing, accelerator)
+            if found is not None:
+                yield found
+
+
+def profile_lines(profile: Profile) -> list[str]:
+    """Describe one profile in lines of text."""
+    memory = (
+        f"{profile.peak_with_allowance / GIB:,.1f} of {profile.usable_bytes / GIB:,.1f} GiB on the "
+        f"most loaded rank (predicted; {profile.peak_bytes / GIB:,.1f} without the allowance for "
+        f"fragmentation), in the phase {profile.peak_phase}"
+    )
+    time = (
+        f"{profile.estimated_seconds_per_step:,.2f} s per micro-batch of every rank, "
+        f"{profile.estimated_tokens_per_second:,.0f} tokens/s (estimate, not measured)"
+    )
+    lines = [
+        f"{profile.name} (profile version {profile.version})",
+        f"  parameters    {profile.parameters:,}, trained {profile.trained_parameters:,}",
+        f"  layout        {summarize(profile.as_layout())}",
+        f"  memory        {memory}",
+    ]
+    lines += [
+        f"    {part:<13} {size / GIB:>9,.2f} GiB" for part, size in profile.bytes_per_rank.items()
+    ]
+    lines += [
+        f"  host          {profile.host_bytes_per_rank / GIB:,.1f} GiB per accelerator",
+        f"  time          {time}",
+        f"  binding       {profile.binding}",
+        f"  next cheaper  {_alternative_line(profile.cheaper)}",
+        f"  next faster   {_alternative_line(profile.faster)}",
+    ]
+    if profile.unsupported:
+        lines.append(f"  not yet       the trainer lacks: {', '.join(profile.unsupported)}")
+    return lines
+
+
+def _alternative_line(other: Alternative | None) -> str:
+    if other is None:
+        return "not computed"
+    if other.layout is None:
+        return (
+            f"{other.accelerators} accelerators: {other.note}" if other.accelerators else other.note
+        )
+    return (
+        f"{other.accelerators} accelerators: {other.note}, "
+        f"{other.peak_with_allowance / GIB:,.1f} GiB each, "
+        f"{other.estimated_tokens_per_second:,.0f} tokens/s (estimate)"
+    )
