@@ -22,6 +22,7 @@ COMMANDS = (
     "replay",
     "probes",
     "metrics",
+    "shapes",
 )
 """One module here for each command, in the order of the help.
 
