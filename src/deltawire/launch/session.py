@@ -226,6 +226,11 @@ def _stages(
 def _make_model(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]) -> bool:
     """Make the model directory unless it exists; False if interrupted."""
     if not job.makes_model:
+        if not job.model.is_dir():
+            raise InputError(
+                f"model.path {job.model} is not a directory",
+                hint="give a model directory in the Hugging Face layout",
+            )
         return True
     job.model.parent.mkdir(parents=True, exist_ok=True)
     record = job.model.with_name(WARM_RECORD)

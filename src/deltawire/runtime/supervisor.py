@@ -56,6 +56,8 @@ from deltawire.wire import keys
 COMMAND = (sys.executable, "-m", "deltawire")
 
 MAX_LOG_BYTES = 1 << 20
+MAX_WORDS = 500
+"""Characters of a dead child's last words."""
 FULL_BYTES = 1 << 16
 """With less free space than this, a process that logged nothing was unable to."""
 RESTARTS = 20
@@ -219,6 +221,8 @@ class Supervisor:
         reason = f"signal {-code}" if code < 0 else f"exit code {code}"
         if child.killed_for:
             reason = f"killed: {child.killed_for}"
+        elif words := self._last_words(child):
+            reason += f": {words}"
         self._record(child, "died", reason)
         child.process = None
         lived = time.monotonic() - child.started_at
@@ -232,6 +236,17 @@ class Supervisor:
         pause = min(RESTART_PAUSE_S * max(child.failures, 1), LONGEST_PAUSE_S)
         child.retry_at = time.monotonic() + pause
 
+    def _last_error(self, child: Child) -> str:
+        """The error that a child reported last since it was started, empty if it reported none."""
+        lines = _end_of(self._logs / f"{child.name}.log", child.log_from)
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return errors[-1] if errors else ""
+
+    def _last_words(self, child: Child) -> str:
+        """The reported error, or the last line of the log, such as that of a traceback."""
+        lines = _end_of(self._logs / f"{child.name}.log", child.log_from)
+        return (self._last_error(child) or next(filter(None, reversed(lines)), ""))[:MAX_WORDS]
+
     def _record(self, child: Child, what: str, detail: str) -> None:
         life = Life(
             process=child.name,
@@ -244,10 +259,8 @@ class Supervisor:
 
     def _error(self, child: Child, code: int) -> ChildError:
         log = self._logs / f"{child.name}.log"
-        lines = _end_of(log, child.log_from)
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        if errors:
-            return ChildError(errors[-1], code)
+        if error := self._last_error(child):
+            return ChildError(error, code)
         reason = f"signal {-code}" if code < 0 else f"exit code {code}"
         if shutil.disk_usage(self._logs).free < FULL_BYTES:
             reason += f", and there is no space left on the disk of {self._logs}"

@@ -377,3 +377,30 @@ def test_a_process_that_ignores_sigterm_is_killed_in_a_hurry(bucket, tmp_path) -
     supervisor.stop(hurry=lambda: len(asked) > 2 or asked.append(1))
     assert len(asked) == 3
     assert not supervisor.running()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import sys; sys.exit('error: the model is not here')", "the model is not here"),
+        ("raise RuntimeError('out of memory')", "RuntimeError: out of memory"),
+        ("raise SystemExit(3)", "exit code 3"),
+    ],
+)
+def test_a_process_that_dies_at_start_is_shown_with_its_last_words(
+    bucket, tmp_path, monkeypatch, code, words
+) -> None:
+    """Within seconds, and not only after the last restart."""
+    monkeypatch.setattr(watching, "WATCH_S", 0.05)
+    supervisor = Supervisor(bucket, tmp_path / "logs", command=(sys.executable, "-c", code))
+    supervisor.start()
+    supervisor.add("child", "worker", [])
+    deadline = time.monotonic() + 20.0
+    try:
+        while not (died := [life for life in lives(bucket) if life.what == "died"]):
+            assert time.monotonic() < deadline
+            supervisor.check()
+            time.sleep(0.02)
+    finally:
+        supervisor.stop()
+    assert words in died[0].detail

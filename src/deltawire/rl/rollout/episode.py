@@ -305,7 +305,7 @@ class _EpisodeRun:
     def _guarded(self, what: str, call: Callable[[], T]) -> T:
         try:
             return call()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EpisodeFailure(f"{what} raised {type(error).__name__}: {error}") from error
 
     async def _ask(self, what: str, call: Callable[[], Awaitable[Turn]]) -> Turn:

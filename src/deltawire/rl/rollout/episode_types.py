@@ -104,7 +104,10 @@ async def within(what: str, call: Callable[[], Awaitable[T]], seconds: float) ->
     even end when it is cancelled is left alone."""
 
     async def calling() -> T:
-        return await call()
+        try:
+            return await call()
+        except SystemExit as error:  # The event loop would let it end the whole worker.
+            raise EpisodeFailure(f"{what} raised SystemExit: {error}") from error
 
     task = asyncio.ensure_future(calling())
     try:
@@ -120,7 +123,7 @@ async def within(what: str, call: Callable[[], Awaitable[T]], seconds: float) ->
     if task.cancelled():
         raise EpisodeFailure(f"{what} cancelled itself")
     if (error := task.exception()) is not None:
-        if not isinstance(error, Exception):
+        if isinstance(error, EpisodeFailure) or not isinstance(error, Exception):
             raise error
         raise EpisodeFailure(f"{what} raised {type(error).__name__}: {error}") from error
     return task.result()

@@ -62,7 +62,7 @@ async def run_harness(
             solved = bool(harness.solved(reward))
         except EpisodeFailure as failure:
             cause = str(failure)
-        except Exception as error:  # `solved` is the environment's code
+        except (Exception, SystemExit) as error:  # `solved` is the environment's code
             cause = f"solved raised {type(error).__name__}: {error}"
         finally:
             try:

@@ -98,6 +98,10 @@ def gives(value):
     return step
 
 
+async def exits(self, *arguments):
+    sys.exit(7)
+
+
 CAUSES = {
     "reward raises": ({"step": raises}, "step raised KeyError: 'reward'"),
     "reward raises what is no text": ({"step": raises_half_a_character}, "step raised KeyError"),
@@ -119,6 +123,9 @@ CAUSES = {
     "a probe is NaN": ({"probes": gives({"a": float("nan")})}, "probe a gave nan"),
     "too many probes": ({"probes": gives(dict.fromkeys(map(str, range(99)), 0.0))}, "99 values"),
     "tools raise": ({"tools": property(lambda self: 1 // 0)}, "tools raised ZeroDivisionError"),
+    "step exits": ({"step": exits}, "step raised SystemExit"),
+    "tools exit": ({"tools": property(lambda self: sys.exit(3))}, "tools raised SystemExit: 3"),
+    "solved exits": ({"solved": lambda self, reward: sys.exit()}, "solved raised SystemExit"),
     "solved raises": ({"solved": lambda self, reward: 1 // 0}, "solved raised ZeroDivision"),
 }
 
