@@ -27,6 +27,7 @@ RESUMABLE = frozenset(
         "faults.silence_s",
         "faults.stall_s",
         "faults.long_s",
+        "retain.rollouts",
     }
     | {
         f"parity.{action}.{name}"

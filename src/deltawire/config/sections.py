@@ -397,6 +397,13 @@ class FaultsConfig(Section, frozen=True, kw_only=True):
     """The longest time of any activity, and the limit of the first long one, such as loading."""
 
 
+class RetainConfig(Section, frozen=True, kw_only=True):
+    """What a run keeps; 0 keeps everything."""
+
+    rollouts: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """Keep the groups of this many versions, and always those after the oldest checkpoint."""
+
+
 class ProbesConfig(Section, frozen=True, kw_only=True):
     """Probes: an environment's checks that the reward does not see, and the action when reward and
     probe diverge (`deltawire.reward_monitor`)."""
@@ -428,3 +435,4 @@ class RunConfig(Section, frozen=True, kw_only=True):
     probes: ProbesConfig = ProbesConfig()
     parity: ParityConfig = ParityConfig()
     faults: FaultsConfig = FaultsConfig()
+    retain: RetainConfig = RetainConfig()

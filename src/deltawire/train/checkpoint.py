@@ -83,7 +83,7 @@ def _remove_old(bucket: Bucket) -> None:
 
     That includes parts whose commit is gone because an earlier removal was interrupted.
     """
-    kept = _versions(bucket)[-KEPT:]
+    kept = checkpoint_versions(bucket)[-KEPT:]
     for key in bucket.list(keys.CHECKPOINTS):  # Sorted: a commit comes before its parts.
         number = keys.trailing_number(key.rpartition("/")[0])
         if number is not None and kept and number < kept[0]:
@@ -96,7 +96,7 @@ def load_checkpoint(bucket: Bucket, *, newest: int) -> tuple[Commit, dict[str, T
     A damaged one is passed over for an older one.
     """
     bucket = RetryingBucket.over(bucket)
-    for version in reversed(_versions(bucket)):
+    for version in reversed(checkpoint_versions(bucket)):
         if version > newest:
             continue
         try:
@@ -135,7 +135,7 @@ def _load_part(bucket: Bucket, key: str, part: StatePart) -> dict[str, Tensor]:
         raise CorruptError(f"checkpoint: {error}", run=bucket.url, key=key) from error
 
 
-def _versions(bucket: Bucket) -> list[int]:
+def checkpoint_versions(bucket: Bucket) -> list[int]:
     """List the versions with a commit, oldest first."""
     found = []
     for key in bucket.list(keys.CHECKPOINTS):

@@ -8,6 +8,7 @@ from deltawire.errors import InputError
 
 RUN = "run.json"
 TRAINER = "trainer.json"
+RETAINED = "retained.json"
 PROBES = "probes.json"
 MANIFESTS = "weights/manifests/"
 BLOBS = "weights/blobs/"

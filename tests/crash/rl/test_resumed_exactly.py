@@ -20,8 +20,10 @@ from deltawire.config import BuildConfig, RunConfig, parse_config
 from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
 from deltawire.events import Step
 from deltawire.export.models import empty_model, fetch_model_files, save_model
+from deltawire.rl.control.rollout_retention import RolloutRetention, read_retained
 from deltawire.rl.evaluate import audit as auditing
-from deltawire.rl.evaluate.audit import audit_fates
+from deltawire.rl.evaluate.audit import all_metadata, audit_consumption, audit_fates
+from deltawire.rl.rollout.worker import next_sequence
 from deltawire.rl.trainer import resume as redoing
 from deltawire.rl.trainer import trainer as training
 from deltawire.rl.trainer.bootstrap import start_run
@@ -33,7 +35,7 @@ from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version, read_manifest, read_run
 from deltawire.train.build import build_model, byte_tokenizer
-from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
+from deltawire.train.checkpoint import checkpoint_versions, load_checkpoint, save_checkpoint
 from deltawire.train.step import train_step
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
@@ -387,3 +389,44 @@ def test_the_command(bucket, tmp_path, capsys) -> None:
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1
         assert says in lines[0]
+
+
+def stored_groups(bucket: Bucket) -> set[tuple[str, int]]:
+    found = {keys.group_of(key) for key in bucket.list(keys.ROLLOUTS)}
+    return {group for group in found if group is not None}
+
+
+def test_old_groups_are_deleted_and_the_audit_does_not_miss_them(bucket) -> None:
+    """Groups of versions after the oldest checkpoint stay: its steps may be recomputed."""
+    before = stored_groups(bucket)
+    trainer = trainer_of(bucket, checkpoint_every=2)
+    trainer.retention = RolloutRetention(bucket, trainer.run, keep=1)
+    trainer.loop()
+    kept = checkpoint_versions(bucket)
+    named = {v: set(metadata.settled_groups()) for v, metadata in all_metadata(bucket)}
+    assert read_retained(bucket).rollouts == kept[0] + 1 > 1
+    needed = set().union(*(groups for v, groups in named.items() if v > kept[0]))
+    deleted = before - stored_groups(bucket)
+    assert deleted == set().union(*(groups for v, groups in named.items() if v <= kept[0]))
+    assert needed.isdisjoint(deleted)
+    found = audit_consumption(bucket)
+    assert (found.lost, found.trimmed) == (0, len(deleted))
+    assert found.groups + found.trimmed == found.consumed == 2 * VERSIONS
+    assert next_sequence_of(bucket) == 2 * VERSIONS, "numbers are never used twice"
+
+
+def next_sequence_of(bucket: Bucket) -> int:
+    process = Process(bucket, "w0", "worker", supervised=True)
+    process.heartbeat.start()
+    process.heartbeat.close()
+    return next_sequence(process)
+
+
+def test_an_audit_reads_a_sample_and_finds_groups_that_were_exchanged(bucket) -> None:
+    train(bucket)
+    assert audit_consumption(bucket).groups == 2 * VERSIONS
+    found = audit_consumption(bucket, sampled=5)
+    assert (found.groups, found.consumed, found.lost) == (5, 2 * VERSIONS, 0)
+    for number in range(2 * VERSIONS):
+        bucket.put(keys.rollout("w0", number), encode_group(group(number + 100)))
+    assert audit_consumption(bucket, sampled=5).lost == 5

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from deltawire.errors import BugError, DeltawireError, FencedError, RetryError
+from deltawire.errors import BugError, DeltawireError, FencedError, InputError, RetryError
 from deltawire.events import Generated
 from deltawire.runtime.process import Process
 from deltawire.store import Bucket
@@ -40,7 +40,14 @@ class Uploader(threading.Thread):
         """Store queued groups until `close`."""
         while (group := self._queue.get()) is not None:
             try:
-                self._store(group, encode_group(group))
+                data = encode_group(group)
+                if len(data) > MAX_GROUP_BYTES:
+                    raise InputError(
+                        f"a group has {len(data)} bytes, the limit is {MAX_GROUP_BYTES}",
+                        hint="lower rollout.group_size or rollout.max_tokens",
+                        run=self._bucket.url,
+                    )
+                self._store(group, data)
             except DeltawireError as error:
                 self.error = error
                 return

@@ -44,6 +44,7 @@ from deltawire.rl.control.credits import CreditIssuer, settle
 from deltawire.rl.control.drop_bias import causes_of, failures_of, families_of
 from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.control.rollout_reader import Bounds
+from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.control.staleness import policy_of
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_step
@@ -59,7 +60,7 @@ from deltawire.sync import (
     load_mirror,
     read_manifest,
 )
-from deltawire.train.checkpoint import save_checkpoint
+from deltawire.train.checkpoint import checkpoint_versions, save_checkpoint
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
@@ -118,6 +119,7 @@ class Trainer:
         )
         self.reaper = Reaper(self.bucket)
         self.archiver = EventArchiver(self.bucket)
+        self.retention = RolloutRetention(self.bucket, run, keep=config.retain.rollouts)
         self.publisher = Publisher(
             self.bucket,
             run,
@@ -344,6 +346,8 @@ class Trainer:
                 digest=self.publisher.digest.hex(),
             )
             self._saved = self.version
+            kept = checkpoint_versions(self.bucket)
+            self.retention.trim(newest=self.version, oldest_checkpoint=min(kept))
 
     def _finish(self) -> None:
         with self.process.heartbeat.long_task("finish"):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from deltawire.errors import BugError
+from deltawire.errors import BugError, InputError
 from deltawire.rl.rollout.uploader import Uploader
 from deltawire.wire import keys
 from deltawire.wire.rollouts import Group, Trajectory
@@ -24,6 +24,18 @@ def uploader(bucket):
     return Uploader(
         bucket, "w", 0, SimpleNamespace(heartbeat=heartbeat, lease=lease, events=events)
     )
+
+
+def test_a_group_above_the_limit_is_refused_where_it_is_made(new_bucket, monkeypatch):
+    """The trainer would drop it as damaged, one group after the other, and never say so here."""
+    monkeypatch.setattr("deltawire.rl.rollout.uploader.MAX_GROUP_BYTES", 100)
+    thread = uploader(new_bucket("memory"))
+    thread.submit(group("large"))
+    thread.start()
+    thread.join(timeout=30)
+    assert isinstance(thread.error, InputError)
+    assert "the limit is 100" in str(thread.error)
+    assert "rollout.group_size" in thread.error.hint
 
 
 def test_a_group_that_cannot_be_stored_ends_the_uploader_with_an_error(new_bucket):

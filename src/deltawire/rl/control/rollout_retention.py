@@ -1,0 +1,71 @@
+"""Rollout retention: deletes groups that no step, checkpoint or configured rule needs any more."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from deltawire.errors import CorruptError
+from deltawire.store import Bucket
+from deltawire.sync import read_manifest
+from deltawire.wire import keys
+from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.objects import decode_json, encode_json
+from deltawire.wire.retained import MAX_RETAINED_BYTES, Retained
+from deltawire.wire.run import Run
+
+DELETERS = 16
+
+
+class RolloutRetention:
+    """Deletes the groups of old versions after a checkpoint.
+
+    Groups of the newest ``keep`` versions stay, and those of every version after the oldest
+    checkpoint, from which steps may have to be recomputed. 0 keeps everything. ``retained.json``
+    first states from which version on groups are kept, so that an audit does not take deleted
+    groups for lost ones; a deletion that was interrupted is completed by the next one.
+
+    Example::
+
+        RolloutRetention(bucket, run, keep=100).trim(newest=500, oldest_checkpoint=420)
+    """
+
+    def __init__(self, bucket: Bucket, run: Run, *, keep: int) -> None:
+        self._bucket = bucket
+        self._run = run
+        self._keep = keep
+
+    def trim(self, *, newest: int, oldest_checkpoint: int) -> int:
+        """Delete what is not kept; returns the number of groups. Raises `RetryError`."""
+        floor = min(newest - self._keep, oldest_checkpoint) + 1
+        first = read_retained(self._bucket).rollouts
+        if not self._keep or floor <= max(first, 1):
+            return 0
+        self._bucket.put(keys.RETAINED, encode_json(Retained(rollouts=floor)))
+        # The version before the old floor is repeated: its deletion may have been interrupted.
+        groups = [
+            group for version in range(max(first - 1, 1), floor) for group in self._of(version)
+        ]
+        with ThreadPoolExecutor(DELETERS, "rollout-retention") as threads:
+            list(threads.map(lambda group: self._bucket.delete(keys.rollout(*group)), groups))
+        return len(groups)
+
+    def _of(self, version: int) -> list[tuple[str, int]]:
+        try:
+            manifest = read_manifest(self._bucket, self._run, version)
+        except CorruptError:
+            return []
+        if manifest is None or manifest.pruned:
+            return []  # Its groups are no longer named anywhere, and stay.
+        metadata = CommitMetadata.of(manifest.metadata, run=self._bucket.url, version=version)
+        return list(metadata.settled_groups())
+
+
+def read_retained(bucket: Bucket) -> Retained:
+    """What the owner has deleted on purpose; nothing if ``retained.json`` cannot be read."""
+    try:
+        data = bucket.get(keys.RETAINED, limit=MAX_RETAINED_BYTES)
+        if data is None:
+            return Retained()
+        return decode_json(data, Retained, run=bucket.url, key=keys.RETAINED)
+    except CorruptError:
+        return Retained()
