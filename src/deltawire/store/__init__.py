@@ -5,7 +5,7 @@ from deltawire.store.delegating import DelegatingBucket
 from deltawire.store.folder import FolderBucket
 from deltawire.store.metered import MeteredBucket
 from deltawire.store.opening import open_bucket
-from deltawire.store.probe import check_create_if_absent
+from deltawire.store.probe import check_create_if_absent, overwrites_on_create
 from deltawire.store.retrying import RetryingBucket, RetryPolicy
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "RetryingBucket",
     "check_create_if_absent",
     "open_bucket",
+    "overwrites_on_create",
 ]

@@ -12,6 +12,22 @@ PROBES = "store-probes/"
 """Keys under which writers try the store; they are deleted at once."""
 
 
+def overwrites_on_create(bucket: Bucket, key: str) -> bool:
+    """Return whether a create of an existing object overwrites it.
+
+    Leaves the object as it is: what would overwrite it are its own bytes, so only immutable objects
+    may be tried. False too if the caller may not write there, or the object is missing.
+    """
+    if bucket.local:
+        return False
+    size = bucket.size(key)
+    data = None if size is None else bucket.get(key, limit=size)
+    try:
+        return data is not None and bucket.create(key, data)
+    except InputError:
+        return False
+
+
 def check_create_if_absent(bucket: Bucket) -> None:
     """Raise `InputError` if a second create of one key overwrites the first.
 

@@ -106,12 +106,27 @@ def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run
     if existing is None:
         raise RetryError("run.json was there and is missing now", run=bucket.url, key=keys.RUN)
     if existing.tensors != run.tensors or existing.digest != run.digest:
-        raise InputError(
-            "a run with another model is already here",
-            hint="choose another --out or bucket, or the model this run was started from",
+        raise another_model(bucket)
+    return existing
+
+
+def another_model(bucket: Bucket) -> InputError:
+    """Makes the error for a bucket whose run.json is of another model.
+
+    A start that ended before version 0 was committed leaves such a run.json, which no publisher of
+    other weights can continue: then the error says how to remove it.
+    """
+    if newest_version(bucket) is None:
+        return InputError(
+            "another model started a run here and never committed version 0",
+            hint="if no other process is starting this run, delete run.json and start again",
             run=bucket.url,
         )
-    return existing
+    return InputError(
+        "a run with another model is already here",
+        hint="choose another bucket, or the model this run was started from",
+        run=bucket.url,
+    )
 
 
 def _check_readable(bucket: Bucket, data: bytes) -> None:

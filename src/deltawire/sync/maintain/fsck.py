@@ -21,7 +21,7 @@ import numpy as np
 
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket, RetryingBucket, overwrites_on_create
 from deltawire.sync.chain.objects import (
     committed_versions,
     get_blob,
@@ -104,7 +104,8 @@ def check_run(
     public_key: str = "",
     progress: Progress | None = None,
 ) -> CheckedRun:
-    """Checks the run in a bucket. Writes nothing.
+    """Checks the run in a bucket. Changes nothing: of a remote store it tries whether a create of
+    run.json is refused, with run.json's own bytes.
 
     Without ``deep`` blobs are only looked up, by name and size; with it every blob is read, every
     version is rebuilt in a mirror's memory and compared with its digest. ``progress`` is called
@@ -152,6 +153,14 @@ class _Check:
 
     def all(self, *, deep: bool) -> CheckedRun:
         found = self.found
+        if overwrites_on_create(self.bucket, keys.RUN):
+            self._fault(
+                "error",
+                keys.RUN,
+                None,
+                "the store overwrites objects that must be created once (it ignores "
+                "If-None-Match): two publishers would fork the run",
+            )
         self._listed = sorted(committed_versions(self.bucket))
         if not self._listed:
             return found

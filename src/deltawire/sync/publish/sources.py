@@ -8,9 +8,14 @@ from typing import Any
 
 from deltawire import codec
 from deltawire.codec import Digest
-from deltawire.errors import InputError
 from deltawire.store import Bucket, RetryingBucket
-from deltawire.sync.chain.objects import create_run, newest_version, read_manifest, read_run
+from deltawire.sync.chain.objects import (
+    another_model,
+    create_run,
+    newest_version,
+    read_manifest,
+    read_run,
+)
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.sync.publish.publisher import Publisher
@@ -114,16 +119,11 @@ def _check_same_model(
     aliases: dict[str, str],
 ) -> None:
     """Raise `InputError` unless a publisher of ``tensors`` can continue or start ``run``."""
-    if newest_version(bucket) is not None:
-        fault = "a run with another model is already here"
-        hint = "choose another bucket, or the model this run was started from"
-        same = True
-    else:
-        fault = "run.json is there, of other weights, and version 0 was never committed"
-        hint = "if no other process is starting this run, delete run.json and start again"
-        same = run.tensors == specs and run.digest == _digest_of(tensors, specs).hex()
-    if not same or run.tensors != specs or run.aliases != aliases:
-        raise InputError(fault, hint=hint, run=bucket.url)
+    same = run.tensors == specs and run.aliases == aliases
+    if same and newest_version(bucket) is None:
+        same = run.digest == _digest_of(tensors, specs).hex()
+    if not same:
+        raise another_model(bucket)
 
 
 def _digest_of(tensors: Mapping[str, Any], specs: Sequence[TensorSpec]) -> Digest:

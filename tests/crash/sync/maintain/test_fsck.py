@@ -6,7 +6,7 @@ import pytest
 
 from deltawire.cli.main import main
 from deltawire.errors import CorruptError
-from deltawire.store import open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.sync import prune, read_manifest
 from deltawire.sync.chain.objects import read_compacted_delta
 from deltawire.sync.chain.payloads import read_blobs
@@ -228,3 +228,21 @@ def test_the_commands(bucket, capsys, tmp_path):
     bucket.inner.delete(keys.RUN)
     assert main(["fsck", str(tmp_path)]) == 3
     assert main(["log", str(tmp_path / "empty")]) == 2
+
+
+class Overwriting(Bucket):
+    """A store that ignores If-None-Match."""
+
+    def create(self, key, data):
+        self.put(key, data)
+        return True
+
+
+def test_a_store_that_overwrites_is_reported_and_not_changed():
+    inner = open_bucket("memory://")
+    start_publisher(inner).close()
+    before = inner.get(keys.RUN, limit=1 << 20)
+    for kind, faults in ((Bucket, 0), (Overwriting, 1)):
+        found = check_run(kind(inner.store, "s3://remote", local=False))
+        assert len([f for f in found.faults if "overwrites" in f.message]) == faults
+    assert inner.get(keys.RUN, limit=1 << 20) == before
