@@ -6,52 +6,74 @@ from pathlib import Path
 
 import pytest
 
+from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError
 from deltawire.store import open_bucket
-from deltawire.sync import (
-    Compactor,
-    Subscriber,
-    load_mirror,
-    newest_version,
-    read_manifest,
-    read_run,
-)
+from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest, read_run
 from deltawire.sync.chain.objects import newest_retention_floor, read_compacted_delta
+from deltawire.sync.chain.payloads import read_payload
 from deltawire.sync.follow.fetch import decode_delta
+from deltawire.sync.huggingface.checkout import Checkout
+from deltawire.testing.reader import FormatError, Reader
 from deltawire.wire import keys
+from deltawire.wire.coordination import decode_intent, decode_part
 from deltawire.wire.objects import FORMAT
-from deltawire.wire.signing import Ed25519Signer
+from deltawire.wire.signing import Ed25519Signer, verify
 
 GOLDEN = Path(__file__).parent / "golden"
 SIGNER = Ed25519Signer(b"a key for golden runs, no secret")
+FLOOR = 3
 
 
-@pytest.fixture(params=sorted(path.name for path in GOLDEN.iterdir()))
-def golden(request):
-    folder = GOLDEN / request.param
+def golden(name):
+    folder = GOLDEN / name
     expected = json.loads((folder / "expected.json").read_text())
     return open_bucket(str(folder / "bucket")), {int(v): hashes for v, hashes in expected.items()}
+
+
+def every(kind):
+    """The golden runs of a kind, of each format."""
+    return pytest.mark.parametrize("name", sorted(p.name for p in GOLDEN.glob(f"*-{kind}")))
 
 
 def assert_bits(mirror, hashes):
     assert {n: hashlib.sha256(b.tobytes()).hexdigest() for n, b in mirror.tensors.items()} == hashes
 
 
-def test_there_is_one_of_today():
-    assert f"format-{FORMAT}" in {path.name for path in GOLDEN.iterdir()}
+def plain_reader(name):
+    folder = GOLDEN / name / "bucket"
+
+    def get(key):
+        path = folder / key
+        return path.read_bytes() if path.is_file() else None
+
+    return Reader(get, verify=verify)
 
 
-def test_every_version(golden):
-    bucket, expected = golden
+def assert_plain(reader, version, hashes):
+    tensors = reader.read(version)
+    for name, spec in zip(reader.names, reader.run["tensors"], strict=True):
+        size = ITEMSIZE[spec["dtype"]]
+        data = b"".join(bits.to_bytes(size, "little") for bits in tensors[name])
+        assert hashlib.sha256(data).hexdigest() == hashes[name], name
+
+
+@pytest.mark.parametrize("kind", ["signed", "unsigned", "unknown-codec", "directory"])
+def test_there_is_one_of_today(kind):
+    assert (GOLDEN / f"format-{FORMAT}-{kind}").is_dir()
+
+
+@every("signed")
+def test_every_version(name):
+    bucket, expected = golden(name)
     run = read_run(bucket, public_key=SIGNER.public_key)
     assert newest_version(bucket) == max(expected)
-    boundary = newest_retention_floor(bucket, run)
-    assert boundary == 3
+    assert newest_retention_floor(bucket, run) == FLOOR
     for version, hashes in expected.items():
         manifest = read_manifest(bucket, run, version)
         assert (manifest.metadata, manifest.epoch) == ({"step": version}, 3)
-        assert manifest.pruned == (version < boundary)
-        if version < boundary:
+        assert manifest.pruned == (version < FLOOR)
+        if version < FLOOR:
             with pytest.raises(CorruptError, match="retention has pruned"):
                 load_mirror(bucket, run, at=version)
             continue
@@ -62,8 +84,19 @@ def test_every_version(golden):
     assert run.aliases == {"lm_head.weight": "embed.weight"}
 
 
-def test_every_fold_and_every_step(golden):
-    bucket, expected = golden
+@every("signed")
+def test_the_plain_reader_reads_every_version(name):
+    _, expected = golden(name)
+    reader = plain_reader(name)
+    for version in range(FLOOR, max(expected) + 1):
+        assert_plain(reader, version, expected[version])
+    with pytest.raises(FormatError, match="retention"):
+        reader.read(0)
+
+
+@every("signed")
+def test_every_fold_and_every_step(name):
+    bucket, expected = golden(name)
     run = read_run(bucket)
     folds = [keys.compacted_of(key) for key in bucket.list(keys.COMPACTED)]
     assert folds
@@ -82,18 +115,65 @@ def test_every_fold_and_every_step(golden):
         assert_bits(subscriber.mirror, expected[version])
 
 
-def test_parts_of_it(golden):
-    bucket, expected = golden
+@every("signed")
+def test_parts_of_it(name):
+    bucket, expected = golden(name)
     run = read_run(bucket)
-    mirror = load_mirror(bucket, run, wanted=["norm", "lm_head.weight"])
+    mirror = load_mirror(bucket, run, wanted=["norm", "lm_head.weight", "zähler/λ"])
     hashes = expected[max(expected)]
-    assert_bits(mirror, {name: hashes[name] for name in ("norm", "embed.weight")})
+    wanted = ("norm", "embed.weight", "zähler/λ")
+    assert_bits(mirror, {name: hashes[name] for name in wanted})
 
 
-def test_nothing_is_written_by_reading(golden):
-    bucket, _ = golden
+@every("signed")
+def test_nothing_is_written_by_reading(name):
+    bucket, _ = golden(name)
     before = bucket.list_objects("")
-    run = read_run(bucket)
-    load_mirror(bucket, run)
+    load_mirror(bucket, read_run(bucket))
     assert bucket.list_objects("") == before
-    Compactor(bucket, run, (), signer=SIGNER)
+
+
+@every("unsigned")
+def test_large_tensors_and_the_objects_of_writers(name):
+    """Blocks of every number of lanes, two blocks, escapes; an anchor made later."""
+    bucket, expected = golden(name)
+    run = read_run(bucket)
+    assert run.public_key == ""
+    for version, hashes in expected.items():
+        assert_bits(load_mirror(bucket, run, at=version), hashes)
+    later = read_compacted_delta(bucket, run, None, 1)
+    assert len(read_payload(bucket, run, later, later.payload).pieces) == len(run.tensors)
+    (part,) = bucket.list(keys.PARTS)
+    data = bucket.get(part, limit=1 << 20)
+    assert decode_part(data, version=3, rank=0, table=run, run="r", key=part).ranks == 2
+    (intent,) = bucket.list(keys.DELETION_INTENTS)
+    data = bucket.get(intent, limit=1 << 20)
+    assert decode_intent(data, table=run, run="r", key=intent).blobs == ["f" * 64]
+
+
+@every("unsigned")
+@pytest.mark.timeout(300)
+def test_the_plain_reader_reads_large_tensors(name):
+    _, expected = golden(name)
+    assert_plain(plain_reader(name), 1, expected[1])
+
+
+@every("unknown-codec")
+def test_an_unknown_codec_is_one_error(name):
+    bucket, expected = golden(name)
+    run = read_run(bucket)
+    with pytest.raises(CorruptError, match=r"'dw9'.*deltawire 9\.1 or newer"):
+        read_manifest(bucket, run, 1)
+    assert_bits(load_mirror(bucket, run, at=0), expected[0])
+    with pytest.raises(FormatError, match=r"'dw9'.*release 9\.1"):
+        plain_reader(name).read(1)
+
+
+@every("directory")
+def test_directories_come_out_byte_for_byte(name, tmp_path):
+    bucket, expected = golden(name)
+    with Checkout(bucket, read_run(bucket), tmp_path / "out") as checkout:
+        for version, hashes in expected.items():
+            checkout.bring_to(version)
+            found = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+            assert {n: hashlib.sha256(d).hexdigest() for n, d in found.items()} == hashes

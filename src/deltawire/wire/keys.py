@@ -23,6 +23,7 @@ TOMBSTONES = "ended/"
 LEASES = "leases/"
 CHECKPOINTS = "checkpoints/"
 EVENTS = "events/"
+ROLES = "roles/"
 ARCHIVE = "archive/"
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
@@ -156,6 +157,11 @@ def checkpoint_commit(version: int) -> str:
 def checkpoint_part(version: int, number: int) -> str:
     """The key of one part of the trainer's state at ``version``."""
     return f"{CHECKPOINTS}{_number(version)}/state-{_number(number)}.safetensors"
+
+
+def role(name: str) -> str:
+    """The key of the grant of a role."""
+    return f"{ROLES}{_checked(name)}.json"
 
 
 def events(stream: str, segment: int) -> str:

@@ -30,6 +30,7 @@ piece of its delta and one of its anchor, and readers fetch both tables."""
 
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Key = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+PublicKey = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Identity = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]

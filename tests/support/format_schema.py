@@ -1,0 +1,58 @@
+"""Writes docs/format.schema.json: the JSON Schema of every JSON object of the format.
+
+python tests/support/format_schema.py
+"""
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from deltawire.wire.coordination import DeletionIntent, Part, RetentionFloor
+from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.manifest import CompactedDelta, Manifest
+from deltawire.wire.roles import RoleGrant
+from deltawire.wire.run import Run
+from deltawire.wire.status import Heartbeat, TrainerStatus
+
+PATH = Path(__file__).parents[2] / "docs" / "format.schema.json"
+OBJECTS = {
+    "run.json": Run,
+    "weights/manifests/": Manifest,
+    "weights/compacted/": CompactedDelta,
+    "weights/parts/": Part,
+    "weights/retention-floors/": RetentionFloor,
+    "weights/deletion-intents/": DeletionIntent,
+    "roles/": RoleGrant,
+    "trainer.json": TrainerStatus,
+    "heartbeats/": Heartbeat,
+    "deltawire.step": CommitMetadata,
+}
+SEALED = (Run, Manifest, CompactedDelta, Part, RetentionFloor, DeletionIntent, RoleGrant)
+SEAL = {
+    "signer": {"type": "string", "maxLength": 96},
+    "signature": {"type": "string", "pattern": "^[0-9a-f]{128}$"},
+    "blake3": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+}
+
+
+def schema() -> str:
+    """The file's text. Patterns end in ``$``, as JSON Schema writes the end of a string."""
+    refs, parts = msgspec.json.schema_components(
+        list(OBJECTS.values()), ref_template="#/$defs/{name}"
+    )
+    for kind in SEALED:
+        part = parts[kind.__name__]
+        part["properties"] |= SEAL
+        part["required"] = sorted({*part["required"], "format", "blake3"})
+    whole = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Objects of a deltawire run, by key (a slash ends a prefix of keys) or record",
+        "objects": dict(zip(OBJECTS, refs, strict=True)),
+        "$defs": parts,
+    }
+    return json.dumps(whole, indent=1).replace("\\\\Z", "$") + "\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(schema())
