@@ -1,4 +1,4 @@
-"""vLLM itself, in an environment of its own that is built on first use and cached."""
+"""Runs vLLM's tests in a separate environment, built on first use and cached."""
 
 import contextlib
 import json
@@ -85,12 +85,12 @@ def test_every_family_follows_its_run(vllm_python, family, ranks):
     ],
     ids=["experts", "latent experts", "stages", "stages of experts"],
 )
-def test_a_run_is_followed_however_the_model_is_shared_out(vllm_python, family, parallel):
+def test_a_run_is_followed_however_the_model_is_sharded(vllm_python, family, parallel):
     run_tests(vllm_python, LIVE, "--family", family, *parallel)
 
 
 @pytest.mark.matrix
-def test_kernels_replaced_on_a_cpu_compute_what_vllm_means(vllm_python):
+def test_kernels_replaced_on_a_cpu_compute_what_vllm_specifies(vllm_python):
     run_tests(vllm_python, "test_unpacked_kernels.py")
 
 

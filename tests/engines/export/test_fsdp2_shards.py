@@ -73,7 +73,7 @@ def test_a_module_with_tied_weights():
     assert (held.view("i4") == live).all()
 
 
-def test_a_transposed_view_is_no_tied_weight():
+def test_a_transposed_view_is_not_a_tied_weight():
     """Of a square weight it has the address, the shape and the dtype."""
     model = torch.nn.ModuleDict(
         {"encode": torch.nn.Linear(4, 4, bias=False), "decode": torch.nn.Linear(4, 4, bias=False)}

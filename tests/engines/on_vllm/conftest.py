@@ -1,4 +1,4 @@
-"""Tests that need vLLM: run by `tests/engines/test_vllm.py` in an environment of their own."""
+"""Tests that need vLLM; `tests/engines/test_vllm.py` runs them in a separate environment."""
 
 import importlib.util
 import os

@@ -12,7 +12,7 @@ from shapes import VOCABULARY
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request gave: bits of the log-probabilities count, so they are kept as they are."""
+    """The result of one request, with log-probabilities kept to the bit."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]

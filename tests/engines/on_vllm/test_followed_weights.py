@@ -1,4 +1,4 @@
-"""A vLLM that follows a run: what it serves is the trainer's, whatever goes wrong."""
+"""A vLLM that follows a run serves the trainer's bits, whatever fails."""
 
 import itertools
 import json
@@ -61,7 +61,7 @@ def one_by_one(engine, questions):
 
 
 def whole(answer, version):
-    """Whether one version alone made the answer."""
+    """Whether a single version made the answer."""
     return answer.spans == ((version, 0, len(answer.tokens)),)
 
 
@@ -97,7 +97,7 @@ def test_random_versions_land_while_serving_bit_for_bit(engine, trainer, fresh, 
     assert [(a.tokens, a.logprobs) for a in served] == [(a.tokens, a.logprobs) for a in answers]
 
 
-def test_no_prompt_meets_the_cache_of_older_weights(engine, trainer):
+def test_no_prompt_uses_the_cache_of_older_weights(engine, trainer):
     if not engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching:
         pytest.skip("vLLM caches no prefixes for this model here")
     question = prompts(1, seed=1)
@@ -112,8 +112,8 @@ def test_no_prompt_meets_the_cache_of_older_weights(engine, trainer):
     assert engine.generate(question)[0].cached >= 64
 
 
-def test_a_sequence_that_runs_on_shares_nothing_with_later_ones(engine, trainer):
-    """Kept keys and values are of several versions: what they fill goes to nobody else."""
+def test_a_sequence_kept_over_a_swap_shares_nothing_with_later_ones(engine, trainer):
+    """Kept keys and values are of several versions, so no other request may use them."""
     question = prompts(1, seed=2, length=40)
     before = trainer.version
     trainer.publish()
@@ -126,7 +126,7 @@ def test_a_sequence_that_runs_on_shares_nothing_with_later_ones(engine, trainer)
     assert later.cached == 0 or mixed.spans[0][0] == trainer.version
 
 
-def test_a_corrupt_blob_is_never_served_and_the_next_anchor_leads_on(engine, trainer):
+def test_a_corrupt_blob_is_never_served_and_the_next_anchor_is_followed(engine, trainer):
     bucket = trainer.publisher.bucket
     held = trainer.version
     before = engine.generate(prompts(2))
@@ -165,7 +165,7 @@ def test_a_failing_rank_holds_all_back_and_the_next_try_succeeds(engine, trainer
     assert engine.call("weigh") != weights
 
 
-def test_one_turned_bit_is_found_on_the_rank_that_holds_it(engine, trainer, ranks):
+def test_one_flipped_bit_is_found_on_the_rank_that_holds_it(engine, trainer, ranks):
     engine.reach(trainer.version)
     weights = engine.call("weigh")
     for seed in range(4):
@@ -180,7 +180,7 @@ def test_one_turned_bit_is_found_on_the_rank_that_holds_it(engine, trainer, rank
         assert engine.call("deltawire_attest")[0]["sound"]
 
 
-def test_a_swap_finds_a_turned_bit_where_it_writes_and_mends_it(engine, trainer, ranks):
+def test_a_swap_finds_a_flipped_bit_where_it_writes_and_repairs_it(engine, trainer, ranks):
     for seed in range(100, 103):
         engine.call("plant_bit", ranks - 1, seed)
     version = trainer.publish()

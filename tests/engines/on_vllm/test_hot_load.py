@@ -1,4 +1,4 @@
-"""`deltawire serve` in front of a real `vllm serve`: loaded, ready by attestation, passed on to."""
+"""`deltawire serve` with a real `vllm serve`: hot-loading, readiness by attestation, proxying."""
 
 import json
 import os
@@ -22,7 +22,7 @@ HOT_LOAD = "/hot_load/v1/models/hot_load"
 
 
 class Front:
-    """The command ``deltawire serve`` on a port of its own choice."""
+    """The command ``deltawire serve`` on any free port."""
 
     def __init__(self, run, replica, log):
         self.log = log
@@ -74,7 +74,7 @@ def trainer(tmp_path, family):
     trainer.close()
 
 
-def test_a_snapshot_is_ready_when_vllm_serves_its_very_bits(trainer, tmp_path):
+def test_a_snapshot_is_ready_when_vllm_serves_its_exact_bits(trainer, tmp_path):
     url = trainer.publisher.bucket.url
     first = trainer.version
     digests = {first: trainer.publisher.digest.hex()}

@@ -1,4 +1,4 @@
-"""A vLLM that puts weights in another order for its kernels is not started over a run."""
+"""A vLLM that reorders weights for its kernels is refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``vllm serve`` itself, led over its own weight-transfer calls, and following by itself."""
+"""``vllm serve``, driven over its own weight-transfer calls, and following by itself."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from deltawire.store import open_bucket
 
 
 class Server:
-    """What ``vllm serve`` starts, on loopback, for as long as it is entered."""
+    """A ``vllm serve`` process on loopback, as a context manager."""
 
     def __init__(self, model, log, *arguments):
         with socket.socket() as probe:
@@ -142,9 +142,7 @@ def test_a_server_is_moved_by_vllms_own_calls(trainer, tmp_path):
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "drain"])
-def test_a_server_follows_and_requests_in_flight_are_dealt_with_as_asked(
-    trainer, tmp_path, in_flight
-):
+def test_a_server_follows_and_treats_requests_in_flight_as_configured(trainer, tmp_path, in_flight):
     run = trainer.publisher.bucket.url
     told = json.dumps({"deltawire": {"run": run, "in_flight": in_flight}})
     with Server(trainer.model, tmp_path / "log", "--additional-config", told) as server:

@@ -1,4 +1,4 @@
-"""What deltawire puts in place of vLLM's kernels for CPUs computes what they are meant to."""
+"""deltawire's replacements of vLLM's CPU kernels compute what vLLM specifies."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A worker that dies takes the engine with it, never a wrong token; a new engine goes on."""
+"""A worker that dies ends the engine without a wrong token, and a new engine continues."""
 
 import pytest
 from engine import Engine, prompts
@@ -42,8 +42,8 @@ def test_a_killed_worker_costs_the_engine_and_the_next_one_serves_the_newest(
         trainer.close()
 
 
-def test_an_engine_that_cannot_open_its_run_says_so_and_ends(family, ranks, tmp_path):
-    """vLLM's own client would wait for ever for a core that ended while it started."""
+def test_an_engine_that_cannot_open_its_run_reports_it_and_ends(family, ranks, tmp_path):
+    """vLLM's own client would wait forever for a core that ended while starting."""
     empty = open_bucket(str(tmp_path / "empty"), create=True)
     with pytest.raises(Exception, match="there is no run"):
         Engine(build(family, tmp_path / "model"), ranks=ranks, run=empty.url)

@@ -1,4 +1,4 @@
-"""Live bits on a device: exchanged all or none, digested where they lie, equal to the slow truth.
+"""Live bits on a device: exchanged all or none, digested in place, equal to the slow reference.
 
 Each test is done by torch alone and by Triton's kernels; on the CPU those are interpreted.
 """
@@ -90,7 +90,7 @@ def exchange(backend, move):
     st.floats(0.001, 1),
 )
 @settings(deadline=None, max_examples=25)
-def test_an_exchange_is_what_assignment_is_and_can_be_put_back(backend, seed, width, sizes, share):
+def test_an_exchange_equals_assignment_and_can_be_undone(backend, seed, width, sizes, share):
     rng = np.random.default_rng(seed)
     bits, flats = storages(rng, width, sizes)
     parts, expected = changes(rng, bits, share)
@@ -131,7 +131,7 @@ def test_a_drifted_bit_anywhere_leaves_every_storage_as_it_was(backend, seed, wi
 
 
 @backends
-def test_bits_that_do_not_stay_are_put_back(backend, monkeypatch):
+def test_bits_that_do_not_persist_are_restored(backend, monkeypatch):
     rng = np.random.default_rng(1)
     bits, flats = storages(rng, 2, [4000])
     parts, _ = changes(rng, bits, 0.5)

@@ -108,7 +108,7 @@ def test_probing_changes_no_live_bit_and_places_everything(kind, ranks):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_path_of_devices_equals_that_of_the_host(dtype, backend, monkeypatch):
+def test_the_device_path_equals_the_host_path(dtype, backend, monkeypatch):
     specs, modules, weights, mirror, parts = placed("experts", 2, dtype)
     _, others, twins, _, _ = placed("experts", 2, dtype)
     patches = next_version(mirror, specs, np.random.default_rng(9))[1]
@@ -145,7 +145,7 @@ def test_ranks_hold_no_more_than_their_pieces():
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_an_unfit_outcome_is_found_before_the_swap(ranks):
+def test_a_wrong_result_is_found_before_the_swap(ranks):
     specs, modules, weights, mirror, parts = placed("dense", ranks)
     before = [bits_of(module) for module in modules]
     newer, patches = next_version(mirror, specs, np.random.default_rng(5))
@@ -183,7 +183,7 @@ def test_a_drifted_bit_under_a_patch_stops_the_swap_before_it_writes():
     assert weights[0].version == 0
 
 
-def test_a_failure_while_scattering_puts_the_old_bits_back(monkeypatch):
+def test_a_failure_while_scattering_restores_the_old_bits(monkeypatch):
     specs, modules, weights, mirror, parts = placed("experts", 1)
     newer, patches = next_version(mirror, specs, np.random.default_rng(8))
     prepared = weights[0].prepare(patches, parts[0], 1, digest=newer.digest)

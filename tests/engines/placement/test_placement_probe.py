@@ -1,4 +1,4 @@
-"""What loaders do besides copying, one by one: placed if it can be, and said plainly if not."""
+"""Operations of loaders other than copying: placed where possible, and reported where not."""
 
 import numpy as np
 import pytest
@@ -188,7 +188,7 @@ def dequantised(live, name, weight):
         live["scaled"].copy_(weight.float() * 3)
 
 
-def test_what_is_computed_goes_the_dense_way():
+def test_computed_tensors_go_through_the_loader():
     engine, fresh = both(dequantised, plain=(4, 4), scaled=(6, 2))
     specs = specs_of(plain=(4, 4), quantised=(6, 2))
     with pytest.raises(InputError, match=r"quantised needs the model's loader: .*aten.mul"):

@@ -1,4 +1,4 @@
-"""Latent attention's products of its weights: reached by swaps, or the engine does not start."""
+"""Tensors derived by latent attention: views are reached by swaps, copies are refused."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_copies_of_what_is_loaded_are_refused(copied):
         refuse_stale_products(probed(weight, made))
 
 
-def test_other_weights_that_no_checkpoint_has_are_none_of_them():
+def test_other_derived_weights_are_not_refused():
     weight = torch.zeros(SPECS[0].shape, dtype=torch.bfloat16)
     made = {**products(weight), "attn.k_scale": torch.ones(1)}
     placement = probed(weight, made)

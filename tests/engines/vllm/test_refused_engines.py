@@ -1,4 +1,4 @@
-"""Engines that would serve something else than the run, for all that digests say: not started."""
+"""Engines that could serve other weights than the run's without a digest showing it are refused."""
 
 from types import SimpleNamespace
 
@@ -71,7 +71,7 @@ def test_weights_that_do_not_stay_as_loaded_are_refused(process, name, how):
         refuse_changed(found)
 
 
-def test_weights_that_only_move_stay_as_loaded():
+def test_weights_moved_to_other_memory_count_as_loaded():
     model = Experts()
     before = postprocess_check.parameter_sums(model)
     model.w13 = torch.nn.Parameter(model.w13.data.clone())
@@ -85,7 +85,7 @@ def test_weights_that_only_move_stay_as_loaded():
     refuse_changed(found)
 
 
-def test_the_sum_sees_order_within_and_across_what_is_summed_at_once(monkeypatch):
+def test_the_sum_depends_on_order_within_and_across_chunks(monkeypatch):
     bits = torch.randint(0, 1 << 15, (1000,), dtype=torch.int16)
     whole = postprocess_check._sum_of(bits)
     monkeypatch.setattr(postprocess_check, "_CHUNK_ELEMENTS", 64)
@@ -99,7 +99,7 @@ def test_the_sum_sees_order_within_and_across_what_is_summed_at_once(monkeypatch
     assert postprocess_check._sum_of(zeros) != postprocess_check._sum_of(-zeros)
 
 
-def test_what_nobody_watched_is_refused():
+def test_unobserved_post_processing_is_refused():
     assert postprocess_check.changes_after_loading(Experts()) is None
     with pytest.raises(InputError, match="was not observed"):
         refuse_changed(postprocess_check.changes_after_loading(Experts()))

@@ -1,4 +1,4 @@
-"""Routers of every family: their choices are told, and others are taken with gates recomputed."""
+"""Routers of every family: choices are recorded, and replaced with gates recomputed."""
 
 import families
 import pytest
@@ -32,11 +32,11 @@ def other_choice(routers, seed=0):
 
 
 def told(routers, choices):
-    """What was recorded as int64[B, S, L, K]."""
+    """The recorded choices as int64[B, S, L, K]."""
     return torch.stack([c.reshape(*ROWS, routers.chosen) for c in choices], 2)
 
 
-def test_every_family_tells_its_choices_and_takes_others(family):
+def test_every_family_records_its_choices_and_uses_others(family):
     model = families.build(family)
     routers = Routers(model)
     assert (routers.experts, routers.chosen) == (8, 2)
@@ -88,7 +88,7 @@ def naive_gates(family, router, scores, indices):
 
 
 @pytest.mark.parametrize("formula", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"])
-def test_gates_of_taken_experts_are_the_familys_own(formula):
+def test_gates_of_replayed_experts_follow_the_familys_formula(formula):
     model = families.build(formula)
     routers = Routers(model)
     router = routers.by_layer[-1].module
@@ -103,7 +103,7 @@ def test_gates_of_taken_experts_are_the_familys_own(formula):
 
 
 @pytest.mark.parametrize("other", families.OTHERS)
-def test_a_family_that_chooses_otherwise_is_refused(other):
+def test_a_family_that_chooses_in_another_way_is_refused(other):
     with pytest.raises(InputError, match=r"cannot be recorded.*parity\.routes"):
         Routers(families.build(other))
 
@@ -113,7 +113,7 @@ def test_a_model_without_experts_is_refused(tiny):
         Routers(tiny)
 
 
-def test_looking_leaves_the_model_as_it_was():
+def test_finding_routers_leaves_the_model_unchanged():
     model = families.build("mixtral")
     model.train()
     model.model.layers[0].eval()

@@ -1,4 +1,4 @@
-"""Two engines compared: what agrees, where a planted error begins, and every wrong word's error."""
+"""Two engines compared: agreement, the layer of a planted error, and errors of wrong words."""
 
 import copy
 import json
@@ -51,7 +51,7 @@ def test_other_arithmetic_in_float32_is_rounding(experts, drawn, spec):
 
 
 def test_the_layer_with_a_planted_error_is_named(experts, drawn):
-    """Layers behind it drift as well, and are innocent."""
+    """Later layers drift as well, but are not the cause."""
     wrong = copy.deepcopy(experts)
     with torch.no_grad():
         wrong.model.layers[2].self_attn.o_proj.weight.mul_(1.5)
@@ -75,7 +75,7 @@ def test_bf16_drifts_flips_experts_and_agrees_better_with_them_replayed(experts,
     assert found.replayed.k3 < found.divergence.k3
 
 
-def test_scores_are_those_of_a_plain_forward(experts, drawn):
+def test_scores_equal_an_uncached_forward(experts, drawn):
     (first, *_) = drawn
     ids = torch.tensor([[*first.prompt, *first.tokens]])
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_a_wrong_engine_is_named(spec, says):
         parse_spec(spec)
 
 
-def test_an_engine_that_is_not_there_says_so(experts, tmp_path):
+def test_an_engine_that_is_not_installed_is_named(experts, tmp_path):
     vllm = pytest.MonkeyPatch()
     vllm.setitem(__import__("sys").modules, "vllm", None)
     try:
@@ -143,7 +143,7 @@ def test_the_command_on_a_directory(directory, tmp_path, capsys):
     assert "layer" in printed
 
 
-def test_prompts_of_ones_own(directory, tmp_path, capsys):
+def test_prompts_from_a_file(directory, tmp_path, capsys):
     path = tmp_path / "prompts.txt"
     path.write_text("once upon a time\n[1, 2, 3]\n\n")
     arguments = ["parity", str(directory), "--prompts", str(path), "--tokens", "4", "--json"]
@@ -204,6 +204,6 @@ def test_wrong_input_is_one_error(directory, arguments, says, capsys):
     assert len(error.splitlines()) == 1
 
 
-def test_what_is_nothing_is_said_to_be(tmp_path, capsys):
+def test_a_place_that_is_nothing_is_named(tmp_path, capsys):
     assert main(["parity", str(tmp_path)]) == 2
     assert "neither a model directory, nor a run" in capsys.readouterr().err

@@ -21,7 +21,7 @@ def test_one_policy_has_no_divergence_from_itself(tiny, temperature):
     assert found.ratio_max == pytest.approx(1, abs=1e-4)
 
 
-def test_another_policy_shows(tiny):
+def test_another_policy_diverges(tiny):
     batch = collate(sampled_groups(tiny, 1.0))
     with torch.no_grad():
         tiny.model.layers[0].mlp.up_proj.weight.mul_(1.05)

@@ -28,7 +28,7 @@ def limits(**values):
 
 
 def only(**settings):
-    """A configuration that warns of nothing unless told to."""
+    """A configuration without default warnings."""
     return ParityConfig(**{"warn": limits(), **settings})
 
 
@@ -68,7 +68,7 @@ def test_every_threshold_is_tested():
     assert set(ParityLimits.__struct_fields__) == {*CROSSED, "flipped_share"}
 
 
-def test_stale_tokens_count_as_drift_alone():
+def test_stale_tokens_count_as_drift_only():
     """A sequence of an older version, and one that was in flight during the swap."""
     config = ParityConfig(warn=limits(k3=1e-9, drift_k3=1e-3), min_tokens=1)
     gaps = [[0.0, 0.0, 0.0], [0.5, 0.5, 0.5], [0.0, 0.5, 0.5]]
@@ -86,7 +86,7 @@ def test_what_the_environment_wrote_does_not_make_a_prefix_stale():
     assert result.numeric.tokens == 2
 
 
-def test_no_token_of_the_trained_version_warns_of_nothing():
+def test_without_tokens_of_the_trained_version_nothing_warns():
     config = ParityConfig(stop=limits(k3=1e-9, largest_gap=1e-9))
     result = look(config, [[3.0] * 40], versions=[[4] * 40])[0].result()
     assert result.numeric.tokens == 0
@@ -94,7 +94,7 @@ def test_no_token_of_the_trained_version_warns_of_nothing():
     assert [one.name for one in result.warnings] == ["drift_extreme_share"]
 
 
-def test_masking_takes_out_the_sequences_that_cross_and_no_other():
+def test_masking_takes_out_only_the_sequences_that_cross():
     config = ParityConfig(mask=limits(largest_gap=0.5))
     meter, keep = look(config, [[0.0, 0.1], [0.0, 0.9], [-0.7, 0.0]])
     assert keep == [1, 0, 0]
@@ -111,7 +111,7 @@ def test_few_tokens_have_no_mean_but_a_largest_gap():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_value_that_is_no_number_crosses(value):
+def test_nan_crosses_every_limit(value):
     config = ParityConfig(stop=limits(k3=1.0, drift_effective_share=0.1), min_tokens=1)
     result = look(config, [[value, 0.0]])[0].result()
     assert {one.name for one in result.stopped} >= {"k3"}
@@ -121,7 +121,7 @@ def test_a_value_that_is_no_number_crosses(value):
     assert back.stopped
 
 
-def test_flips_are_judged_by_their_worst_layer():
+def test_flips_are_checked_in_the_worst_layer():
     config = ParityConfig(warn=limits(flipped_share=0.2))
     meter, _ = look(config, [[0.0]])
     meter.add_flips(torch.tensor([1, 2]), torch.tensor([10, 10]))

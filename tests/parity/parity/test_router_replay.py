@@ -1,4 +1,4 @@
-"""Expert choices from the sampler to the trainer: told by the engine, packed, taken again."""
+"""Expert choices from sampler to trainer: recorded by the engine, packed, replayed."""
 
 import copy
 
@@ -75,7 +75,7 @@ def grouped(model, **options):
 
 
 @pytest.mark.parametrize("family", families.CACHED)
-def test_the_engine_tells_what_every_position_chose(family):
+def test_the_engine_records_the_choices_of_every_position(family):
     """Over its cache, in slots that others leave: the choices of one plain forward pass."""
     model = families.build(family)
     routers = Routers(model)
@@ -98,7 +98,7 @@ def test_recording_changes_no_token():
     assert all(not c.routes for c in silent)
 
 
-def test_the_trainers_shared_prompts_take_each_sequences_own_choices():
+def test_shared_prompts_use_each_sequences_own_choices():
     """Against one plain forward a trajectory, with choices that no router would have made."""
     model = families.build("qwen3_moe")
     routers, groups = Routers(model), grouped(model)
@@ -129,7 +129,7 @@ def test_the_trainers_shared_prompts_take_each_sequences_own_choices():
     assert (found - silent).abs().max() > 0.01
 
 
-def test_what_was_not_recorded_is_the_trainers_own():
+def test_unrecorded_choices_are_the_trainers_own():
     model = families.build("qwen3_moe")
     groups = grouped(model, record=False)
     batch = collate(groups)
@@ -139,7 +139,7 @@ def test_what_was_not_recorded_is_the_trainers_own():
     assert not replay.compared_L.any()
 
 
-def test_damaged_choices_are_as_if_not_told_and_said():
+def test_damaged_choices_count_as_unrecorded_and_warn():
     model = families.build("qwen3_moe")
     groups, silent = grouped(model), grouped(model)
     last = [t for group in groups for t in group.trajectories][-1]
@@ -178,7 +178,7 @@ def test_replay_lowers_the_mismatch_of_a_bf16_sampler(family):
     assert found[True].tokens == 12 * 40
 
 
-def test_a_training_step_counts_flips_and_takes_choices():
+def test_a_training_step_counts_flips_and_uses_choices():
     model = families.build("qwen3_moe")
     groups = grouped(model)
     for mode in ("off", "record", "replay"):
@@ -219,7 +219,7 @@ def test_the_plausibility_filter_is_the_naive_one(share, bounded):
     assert 0 < int((~likely).sum()) < likely.numel()
 
 
-def test_implausible_experts_are_not_taken_in_the_forward():
+def test_implausible_experts_are_not_used_in_the_forward():
     model = families.build("qwen3_moe")
     groups = grouped(model)
     for t in (t for group in groups for t in group.trajectories):

@@ -1,4 +1,4 @@
-"""An episode of several turns tells one choice for every position it read, as first read."""
+"""An episode of several turns records one choice per position, from its first reading."""
 
 import asyncio
 import copy
@@ -22,7 +22,7 @@ from deltawire.wire.rollouts import Group, decode_group, encode_group
 
 
 class Talk(Environment):
-    """Asks, answers twice, and goes on asking."""
+    """Asks, answers twice, and asks again."""
 
     def __init__(self):
         self.turns = 0
@@ -75,7 +75,7 @@ def play(model, byte_tokenizer, *, context=200, on_full="end"):
 
 
 @pytest.mark.parametrize(("context", "on_full"), [(200, "end"), (48, "drop")])
-def test_each_position_is_told_once(model, byte_tokenizer, context, on_full):
+def test_each_position_is_recorded_once(model, byte_tokenizer, context, on_full):
     episode = play(model, byte_tokenizer, context=context, on_full=on_full)
     assert len(episode.trajectories) == (1 if on_full == "end" else 2)
     routers = Routers(model)

@@ -1,4 +1,4 @@
-"""What is asked of vLLM and how its answer is read, with a stand-in that answers as vLLM does."""
+"""Requests to vLLM and its answers, with a stand-in that answers as vLLM does."""
 
 import sys
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def vllm(monkeypatch):
 
 
 @pytest.mark.usefixtures("vllm")
-def test_the_tokens_behind_the_prompt_are_scored(tmp_path):
+def test_the_tokens_after_the_prompt_are_scored(tmp_path):
     scorer = VllmScorer("vllm:bf16", tmp_path, "bfloat16")
     assert scorer._llm.settings["dtype"] == "bfloat16"
     first, second = scorer.score([DrawnSequence((1, 2), (3, 4, 5)), DrawnSequence((6,), (0,))])
@@ -47,7 +47,7 @@ def test_the_tokens_behind_the_prompt_are_scored(tmp_path):
 
 
 @pytest.mark.usefixtures("vllm")
-def test_it_draws_as_many_as_asked(tmp_path):
+def test_it_draws_as_many_as_requested(tmp_path):
     scorer = VllmScorer("vllm", tmp_path, "float32")
     assert scorer.draw([(1,), (2, 3)], count=2, seed=0) == [
         DrawnSequence((1,), (7, 8)),
@@ -57,7 +57,7 @@ def test_it_draws_as_many_as_asked(tmp_path):
 
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("more", [{"layers": True}, {"feed": []}, {"replay": []}])
-def test_what_it_cannot_tell_is_refused(tmp_path, more):
+def test_unsupported_requests_are_refused(tmp_path, more):
     scorer = VllmScorer("vllm", tmp_path, "float32")
     with pytest.raises(InputError, match="log-probabilities only"):
         scorer.score([], **more)

@@ -65,7 +65,7 @@ def balance(model, rate=0.05):
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_biases_reach_who_serves_and_decide_there(family, precision):
+def test_biases_reach_the_server_and_take_effect(family, precision):
     bucket = open_bucket("memory://")
     masters = masters_of(tiny(family))
     run, publisher = published(bucket, masters)
@@ -97,8 +97,8 @@ def test_biases_reach_who_serves_and_decide_there(family, precision):
     assert all(name.endswith(BIAS) for name in changed)
 
 
-def test_a_bias_that_was_changed_behind_its_back_is_found():
-    """As of any weight: by the digest, and before the next version lies over it."""
+def test_a_bias_changed_by_other_code_is_found():
+    """Like any weight: by the digest, before the next version overwrites it."""
     bucket = open_bucket("memory://")
     masters = masters_of(tiny("deepseek_v3"))
     run, publisher = published(bucket, masters)
@@ -121,7 +121,7 @@ def test_a_bias_that_was_changed_behind_its_back_is_found():
     assert live.attest() == publisher.digest
 
 
-def test_a_checkpoint_of_the_trainer_holds_them():
+def test_a_trainer_checkpoint_holds_buffers():
     masters, other = masters_of(tiny("glm4_moe")), masters_of(families.build("glm4_moe", seed=9))
     balance(masters.model)
     state = {name: tensor.clone() for name, tensor in masters.state().items()}
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_the_trainer_holds_them():
         other.restore({**state, lost: state[lost].bfloat16()})
 
 
-def test_a_directory_holds_them_unrounded(tmp_path):
+def test_a_model_directory_holds_buffers_unrounded(tmp_path):
     """A bias of 1e-3 that is moved by 1e-5 would not move in bf16."""
     model = tiny("glm4_moe")
     save_model(model, byte_tokenizer(), tmp_path)
@@ -161,7 +161,7 @@ class Odd(torch.nn.Module):
             self.register_buffer(name, buffer)
 
 
-def test_buffers_are_published_as_what_they_are():
+def test_buffers_are_published_in_their_own_dtype():
     bucket = open_bucket("memory://")
     masters = masters_of(Odd())
     run, publisher = published(bucket, masters)
@@ -187,7 +187,7 @@ def test_buffers_are_published_as_what_they_are():
     assert not torch.equal(served.scratch, masters.model.scratch)
 
 
-def test_what_cannot_be_published_is_refused_by_name():
+def test_unpublishable_state_is_refused_by_name():
     with pytest.raises(InputError, match="turns is torch"):
         CastWeights(Odd(turns=torch.ones(2, dtype=torch.complex64)), "BF16").specs()
 

@@ -38,7 +38,7 @@ def step(model, groups, parity=None, *, micro=16):
 
 
 @pytest.mark.parametrize("micro", [1, 16])
-def test_a_masked_sequence_moves_nothing_however_wrong_it_is(tiny, micro):
+def test_a_masked_sequence_has_no_gradient_however_wrong_it_is(tiny, micro):
     mask = ParityConfig(mask=ParityLimits(drift_largest_gap=1.0))
     slightly, badly = groups_of(tiny, spoil=(1, 6, 11)), groups_of(tiny, spoil=(1, 6, 11))
     badly[0].trajectories[1].logprobs_T[:] = -60
@@ -66,7 +66,7 @@ def test_a_stopped_step_leaves_the_weights_as_they_were(tiny):
         assert torch.equal(masters.source.tensors()[name], parameter)
 
 
-def test_what_the_engine_itself_drew_passes_the_strictest_gate(tiny):
+def test_the_engines_own_tokens_pass_the_strictest_gate(tiny):
     strict = ParityLimits(k3=1e-8, k3_swapped=1e-8, largest_gap=1e-3)
     result, _ = step(tiny, groups_of(tiny), ParityConfig(stop=strict, mask=strict))
     assert not result.parity.stopped

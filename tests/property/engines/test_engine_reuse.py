@@ -1,4 +1,4 @@
-"""What an engine keeps of conversations changes how much it reads, and nothing else.
+"""Reusing a conversation's cache changes how much is read, and nothing else.
 
 Random conversations, interleaved in few slots, some cancelled, weights swapped in between: each
 turn's tokens are those of an engine that reads every prompt from its beginning.
@@ -23,7 +23,7 @@ def engine_of(model, slots, *, reuse):
 
 
 def alone(engine, prompt, sampling):
-    """An answer, without letting anything else happen meanwhile."""
+    """An answer, with nothing else running meanwhile."""
     done = []
     engine.submit(prompt, sampling, done.append)
     while not done:
@@ -32,7 +32,7 @@ def alone(engine, prompt, sampling):
 
 
 async def converse(engine, plain, number, seed, check):
-    """One conversation; each answer is compared with the plain engine's, at the same weights."""
+    """One conversation; each answer equals that of an engine without reuse, at the same weights."""
     rng = random.Random(f"{seed} {number}")
     tokens = [rng.randrange(8, 250) for _ in range(rng.randrange(1, 9))]
     for _ in range(rng.randrange(1, 6)):
@@ -103,16 +103,16 @@ def turns(model, *, slots=4, swap=False, reuse=True):
     return asyncio.run(run())
 
 
-def test_a_next_turn_reads_only_what_is_new(tiny):
+def test_a_next_turn_reads_only_new_tokens(tiny):
     read, _ = turns(tiny)
     assert read == 3 * 20 + 3 * 3  # the last token drawn, and the two behind it
 
 
-def test_nothing_is_reused_of_another_version(tiny):
+def test_another_versions_cache_is_not_reused(tiny):
     read, _ = turns(tiny, swap=True)
     assert read == turns(tiny, reuse=False)[0] == 3 * 20 + 3 * 26
 
 
-def test_slots_that_others_need_are_given_up(tiny):
+def test_parked_slots_are_dropped_for_new_requests(tiny):
     read, _ = turns(tiny, slots=1)
     assert read >= 3 * 20 + 2 * 26

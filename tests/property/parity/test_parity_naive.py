@@ -101,7 +101,7 @@ def test_both_directions_estimate_the_divergence_itself(seed):
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=12))
-def test_a_token_is_numeric_only_behind_a_prefix_of_its_own_version(cells):
+def test_a_token_is_numeric_only_after_a_prefix_of_its_version(cells):
     versions, masks = (torch.tensor([part]) for part in zip(*cells, strict=True))
     found = numeric_mask(versions, masks, version=2)[0].tolist()
     seen_other = False
@@ -110,7 +110,7 @@ def test_a_token_is_numeric_only_behind_a_prefix_of_its_own_version(cells):
         assert numeric == (mask == 1 and not seen_other)
 
 
-def test_one_impossible_token_is_told_and_not_lost():
+def test_one_impossible_token_is_reported():
     """Ratios that overflow stay what they are: no figure turns into NaN and passes."""
     for trainer, sampler in ((-1.0, -3e38), (-3e38, -1.0), (-math.inf, -1.0)):
         gap = trainer - sampler

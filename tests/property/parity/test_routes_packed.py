@@ -1,4 +1,4 @@
-"""Packed expert choices: equal to a plain bit-by-bit twin, and nothing else is read."""
+"""Packed expert choices equal a bit-by-bit reference, and nothing else is accepted."""
 
 import struct
 
@@ -51,7 +51,7 @@ def naive_pack(routes, experts):
 
 @settings(max_examples=120, deadline=None)
 @given(choices())
-def test_packed_is_the_naive_packing_and_comes_back(made):
+def test_packing_equals_the_naive_one_and_round_trips(made):
     routes, experts = made
     positions, layers, chosen = routes.shape
     packed = pack_routes(routes, experts=experts)
@@ -66,7 +66,7 @@ def small_chunks(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_chunks_meet_without_a_seam():
+def test_chunk_boundaries_are_exact():
     rng = np.random.default_rng(0)
     routes = rng.permuted(np.tile(np.arange(6, dtype=np.int32), (9, 5, 1)), axis=2)[:, :, :3]
     packed = pack_routes(routes, experts=6)
@@ -76,7 +76,7 @@ def test_chunks_meet_without_a_seam():
 
 @settings(max_examples=150, deadline=None)
 @given(choices(), st.data())
-def test_whatever_is_read_is_one_packings_only_form(made, data):
+def test_each_choice_has_exactly_one_encoding(made, data):
     """Turned bits, cuts and additions are refused, or are the packing of other choices."""
     routes, experts = made
     positions, layers, chosen = routes.shape
@@ -113,7 +113,7 @@ def test_choices_of_another_model_or_trajectory_are_refused(shape, positions):
         unpack_routes(packed, shape, positions=positions)
 
 
-def test_a_header_takes_no_memory_for_what_it_claims():
+def test_a_header_alone_allocates_no_memory():
     huge = struct.pack("<BBHHHII", 1, 3, 2, 2, 0, 8, 2**32 - 1)
     with pytest.raises(CorruptError, match="bytes for"):
         unpack_routes(huge, RouteShape(2, 8, 2), positions=2**32 - 1)
@@ -129,6 +129,6 @@ def test_a_header_takes_no_memory_for_what_it_claims():
         (np.zeros((1, 1, 1), np.int32), 1 << 20),
     ],
 )
-def test_what_is_no_choice_is_not_packed(routes, experts):
+def test_invalid_choices_are_not_packed(routes, experts):
     with pytest.raises(InputError):
         pack_routes(routes, experts=experts)

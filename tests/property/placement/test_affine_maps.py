@@ -137,7 +137,7 @@ def compose(outer, inner):
 
 
 @given(chained())
-def test_composition_equals_going_by_way_of_the_buffer(found):
+def test_composition_equals_copying_through_the_buffer(found):
     inner, outer = found
     buffer = {target: source for source, target in pairs(inner)}
     expected = sorted((buffer[m], t) for m, t in pairs(outer) if m in buffer)

@@ -1,4 +1,4 @@
-"""The engine outside: what a server may say, what it is told, and what is left when it ends."""
+"""The vLLM client: answers of a server, requests to it, and what remains when it ends."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def sampling(engine: FakeEngine) -> AsyncIterator[RemoteSampler]:
             await sampler.close()
 
 
-def test_every_token_keeps_the_version_that_drew_it_and_the_temperature_is_asked_for() -> None:
+def test_every_token_keeps_its_version_and_the_temperature_is_passed_on() -> None:
     async def main() -> None:
         engine, heard = FakeEngine(), []
         async with sampling(engine) as sampler:
@@ -139,10 +139,10 @@ def test_every_token_keeps_the_version_that_drew_it_and_the_temperature_is_asked
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_an_engine_that_hangs_is_told_from_one_that_takes_long(
+def test_a_hanging_engine_is_distinguished_from_a_slow_one(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests have no limit of time; without new versions nothing else would ever ask."""
+    """Requests have no time limit; without new versions nothing else would contact the server."""
     monkeypatch.setattr(remote, "CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(remote, "ANSWER_WITHIN_S", 0.2)
 
@@ -194,7 +194,7 @@ def test_a_request_that_is_cancelled_is_closed_and_frees_its_place(all_at_once: 
     asyncio.run(main())
 
 
-def test_advancing_tells_of_tokens_once() -> None:
+def test_advance_counts_each_token_once() -> None:
     async def main() -> None:
         engine = FakeEngine()
         async with sampling(engine) as sampler:
@@ -244,7 +244,7 @@ def test_an_answer_that_contradicts_itself_is_refused(changes: dict[str, Any]) -
     asyncio.run(main())
 
 
-def test_refusals_and_failures_say_what_the_server_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_and_failures_quote_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         engine = FakeEngine()
         async with sampling(engine) as sampler:
@@ -270,7 +270,7 @@ def test_refusals_and_failures_say_what_the_server_said(monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
-def test_a_server_that_is_gone_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
+def test_a_server_that_exited_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
     async def main() -> None:
         path = str(tmp_path / "nobody")
         sampler = RemoteSampler(path, stop_tokens=[], slots=4, capacity=16, version=0)
@@ -284,7 +284,7 @@ def test_a_server_that_is_gone_is_an_error_and_not_a_wait(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("how", ["cannot", "lies"])
-def test_a_swap_that_fails_leaves_the_version_that_was(how: str) -> None:
+def test_a_failed_swap_keeps_the_old_version(how: str) -> None:
     async def main() -> None:
         engine = FakeEngine()
         async with serving(engine) as path:
@@ -328,7 +328,7 @@ def test_a_swap_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(main())
 
 
-def test_live_bits_that_are_not_the_versions_are_no_attestation() -> None:
+def test_live_bits_that_differ_from_the_version_fail_attestation() -> None:
     async def main() -> None:
         engine = FakeEngine()
         async with serving(engine) as path:
@@ -355,7 +355,7 @@ time.sleep(600)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for somebody to reap it."""
+    """Whether a process runs; one that has ended may not be reaped yet."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -377,7 +377,7 @@ def starter() -> Iterator[list[subprocess.Popen[bytes]]]:
             process.stdin.close()
 
 
-def test_what_is_guarded_ends_with_its_starter_however_that_dies(
+def test_a_guarded_command_ends_with_its_parent_however_that_dies(
     tmp_path: Path, starter: list[subprocess.Popen[bytes]]
 ) -> None:
     told = tmp_path / "pids"
@@ -408,7 +408,7 @@ SLOTS = {
 }  # fmt: skip
 
 
-def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(
+def test_a_server_that_does_not_start_shows_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = tmp_path / "python"

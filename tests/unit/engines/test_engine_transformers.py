@@ -302,7 +302,7 @@ def test_what_does_not_fit_is_refused(tiny, length, count):
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 20])
-def test_a_token_of_no_model_is_refused_and_ends_nobody_elses_request(tiny, token):
+def test_an_unknown_token_is_refused_and_ends_no_other_request(tiny, token):
     engine = TransformersEngine(tiny, stop_tokens=[], slots=2, capacity=16)
     done = []
     engine.submit([1, 2], Sampling(1), done.append)
@@ -319,7 +319,7 @@ def test_the_whole_capacity_can_be_used(tiny):
     assert completion.tokens == generated(tiny, prompt, 12)
 
 
-def test_cancel_all_forgets_and_leaves_the_engine_usable(tiny):
+def test_cancel_all_drops_requests_and_leaves_the_engine_usable(tiny):
     engine = TransformersEngine(tiny, stop_tokens=[], slots=2, capacity=32)
     done = []
     for prompt in prompts([4, 9, 6], 256):
@@ -386,7 +386,7 @@ def test_other_state_than_keys_and_values_is_refused(family):
         TransformersEngine(family(), stop_tokens=[])
 
 
-def test_attention_with_masks_of_its_own_is_refused(tiny):
+def test_attention_with_custom_masks_is_refused(tiny):
     tiny.config._attn_implementation = "flash_attention_2"
     with pytest.raises(InputError, match="flash_attention_2"):
         TransformersEngine(tiny, stop_tokens=[])

@@ -1,4 +1,4 @@
-"""Model directories: what is written is what is read, and what cannot be read says why."""
+"""Model directories: round trips, and errors that name the fault."""
 
 import json
 
@@ -115,7 +115,7 @@ def test_files_travel_without_weights(directory, tmp_path):
         "x" * 10_000,
     ],
 )
-def test_other_names_are_never_written(name, tmp_path):
+def test_unlisted_names_are_never_written(name, tmp_path):
     folder = tmp_path / "inner"
     folder.mkdir()
     with pytest.raises(CorruptError) as caught:
@@ -226,7 +226,7 @@ def test_bad_directories_are_one_line_errors(fault, directory):
 @pytest.mark.parametrize(
     "fault", [own_code, own_code_of_an_unknown_type, unknown_type, config_is_no_json, no_config]
 )
-def test_a_carried_config_is_trusted_no_more(fault, directory):
+def test_a_carried_config_is_checked_too(fault, directory):
     fault(directory)
     with pytest.raises(InputError) as caught:
         empty_model(directory)
@@ -247,7 +247,7 @@ def test_a_damaged_tokenizer_is_an_input_error(directory):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_stop_tokens_come_from_everywhere(directory, byte_tokenizer):
+def test_stop_tokens_come_from_all_configurations(directory, byte_tokenizer):
     """A worker builds its model from the configuration alone, and must stop where a loaded model
     would: instruct models name their turn's end in generation_config.json only."""
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5]}))

@@ -1,4 +1,4 @@
-"""Snapshots for hosted providers: their own package reads what is exported, and the way back."""
+"""Snapshots for hosted providers: their own package reads exports, and imports round-trip."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_providers_own_package_rebuilds_the_version(
     assert all(bool((rebuilt[name] == wanted[name]).all()) for name in wanted)
 
 
-def test_what_is_exported_comes_back_byte_for_byte(
+def test_an_export_is_imported_byte_for_byte(
     published: tuple[Bucket, Run, list[Path]], tmp_path: Path
 ) -> None:
     pytest.importorskip("fireworks_delta_compression")

@@ -1,4 +1,4 @@
-"""What a trainer publishes: the exporters, and that a new one needs a module and a line."""
+"""Exporters publish and restore exact bits, and a new one needs a module and a line."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Patches in live parameters: equal to loading the target, or not there at all."""
+"""Patches of live parameters equal loading the target, or change nothing."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def mirror_of(bits, version):
 
 
 def follow(live, bits):
-    """Move the mirror behind the weights, as a subscriber does."""
+    """Advance the mirror after the weights, as a subscriber does."""
     for name, new in bits.items():
         live._mirror.tensors[name][:] = new
     live._mirror.finish(live.version, live.digest, None)
@@ -135,7 +135,7 @@ def test_special_values_go_both_ways(dtype, serving, special):
 
 
 @pytest.mark.parametrize(("dtype", "serving"), SERVED)
-def test_a_wrong_digest_puts_the_old_bits_back(dtype, serving):
+def test_a_wrong_digest_keeps_the_old_bits(dtype, serving):
     model, specs, bits, live = served(dtype, serving)
     before = held(model)
     target = random_bits(specs, np.random.default_rng(2))
@@ -149,7 +149,7 @@ def test_a_wrong_digest_puts_the_old_bits_back(dtype, serving):
 
 
 @pytest.mark.parametrize(("dtype", "serving"), SERVED)
-def test_a_patch_that_cannot_be_written_leaves_nothing_of_itself(dtype, serving):
+def test_a_patch_that_cannot_be_written_changes_nothing(dtype, serving):
     model, specs, bits, live = served(dtype, serving)
     before = held(model)
     target = random_bits(specs, np.random.default_rng(2))
@@ -191,7 +191,7 @@ def test_a_swap_over_damaged_bits_is_refused():
 
 
 @pytest.mark.parametrize(("dtype", "serving"), SERVED)
-def test_what_was_staged_is_what_is_swapped_in(dtype, serving, monkeypatch):
+def test_a_staged_step_is_the_one_that_is_applied(dtype, serving, monkeypatch):
     model, specs, bits, live = served(dtype, serving)
     target = random_bits(specs, np.random.default_rng(2))
     before, digest = held(model), codec.digest_model(target)
@@ -205,7 +205,7 @@ def test_what_was_staged_is_what_is_swapped_in(dtype, serving, monkeypatch):
     assert same(held(model), expected)
 
 
-def test_what_was_staged_for_something_else_is_not_swapped_in():
+def test_a_step_staged_for_another_version_is_not_applied():
     _, specs, bits, live = served("BF16", torch.float32)
     one, other = (random_bits(specs, np.random.default_rng(seed)) for seed in (2, 3))
     live.stage(diff(bits, one), 5, codec.digest_model(one))
@@ -221,7 +221,7 @@ def test_what_was_staged_for_something_else_is_not_swapped_in():
     assert live.attest() == live.digest == codec.digest_model(bits)
 
 
-def test_a_mirror_that_did_not_follow_is_noticed():
+def test_a_mirror_that_did_not_advance_is_noticed():
     _, specs, bits, live = served("BF16", torch.float32)
     target = random_bits(specs, np.random.default_rng(2))
     live.swap(diff(bits, target), 4, codec.digest_model(target))

@@ -1,4 +1,4 @@
-"""Several steps as one, and the mirror as it was, whatever happens on the way."""
+"""Several steps are composed into one, and the mirror is unchanged even after a failure."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def applied(mirror, update):
 
 
 @pytest.mark.parametrize("version", range(1, 7))
-def test_a_way_of_many_edges_is_one_step(run, version):
+def test_a_route_of_many_edges_is_one_step(run, version):
     bucket, table = run
     mirror = load_mirror(bucket, table, at=0)
     update = step_to(Subscriber(bucket, table, mirror), version)
@@ -56,13 +56,13 @@ def test_a_part_of_the_model_takes_the_step_too(run):
     assert moved.held == moved.compute_held()
 
 
-def test_nothing_is_a_step_to_where_it_stands(run):
+def test_there_is_no_step_to_the_version_that_is_held(run):
     bucket, table = run
     assert step_to(Subscriber(bucket, table, load_mirror(bucket, table, at=3)), 3) is None
 
 
 @pytest.mark.parametrize("missing", range(1, 6))
-def test_what_is_damaged_on_the_way_leaves_the_mirror_as_it_was(run, missing):
+def test_damage_along_the_route_leaves_the_mirror_unchanged(run, missing):
     bucket, table = run
     mirror = load_mirror(bucket, table, at=0)
     subscriber = Subscriber(bucket, table, mirror)

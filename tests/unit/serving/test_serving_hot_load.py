@@ -132,7 +132,7 @@ def test_a_snapshot_is_ready_when_every_replica_holds_it(bucket):
     asyncio.run(scenario())
 
 
-def test_a_replica_that_fails_says_why_and_serves_what_it_held(bucket):
+def test_a_replica_that_fails_reports_why_and_keeps_its_version(bucket):
     async def scenario():
         async with front(bucket) as at:
             await at.ready(0)
@@ -150,7 +150,7 @@ def test_a_replica_that_fails_says_why_and_serves_what_it_held(bucket):
     asyncio.run(scenario())
 
 
-def test_no_request_goes_to_a_replica_that_holds_other_bits_than_it_says(bucket):
+def test_no_request_goes_to_a_replica_whose_digest_is_wrong(bucket):
     async def scenario():
         async with front(bucket) as at:
             await at.ready(0)
@@ -164,7 +164,7 @@ def test_no_request_goes_to_a_replica_that_holds_other_bits_than_it_says(bucket)
     asyncio.run(scenario())
 
 
-def test_a_replica_that_restarts_is_brought_back_without_being_asked(bucket):
+def test_a_replica_that_restarts_is_reloaded_automatically(bucket):
     async def scenario():
         async with front(bucket) as at:
             await at.load(4)
@@ -176,7 +176,7 @@ def test_a_replica_that_restarts_is_brought_back_without_being_asked(bucket):
     asyncio.run(scenario())
 
 
-def test_a_replica_that_is_gone_costs_no_request(bucket):
+def test_a_replica_that_exited_costs_no_request(bucket):
     async def scenario():
         async with front(bucket) as at:
             await at.ready(0)
@@ -197,7 +197,7 @@ def test_a_replica_that_is_gone_costs_no_request(bucket):
     asyncio.run(scenario())
 
 
-def test_streams_come_through_and_the_model_is_the_replicas_own(bucket):
+def test_streams_are_proxied_and_the_model_is_renamed(bucket):
     async def scenario():
         async with front(bucket, count=1) as at:
             await at.ready(0)
@@ -229,7 +229,7 @@ def test_no_path_leads_to_a_replicas_own_calls(bucket, path):
     asyncio.run(scenario())
 
 
-def test_a_broken_stream_is_not_ended_as_if_it_were_whole(bucket):
+def test_a_broken_stream_does_not_look_complete(bucket):
     async def scenario():
         async with front(bucket, count=1) as at:
             await at.ready(0)
@@ -239,7 +239,7 @@ def test_a_broken_stream_is_not_ended_as_if_it_were_whole(bucket):
     asyncio.run(scenario())
 
 
-def test_a_session_keeps_to_one_replica(bucket):
+def test_a_session_stays_with_one_replica(bucket):
     async def scenario():
         async with front(bucket) as at:
             await at.ready(0)
@@ -251,7 +251,7 @@ def test_a_session_keeps_to_one_replica(bucket):
     asyncio.run(scenario())
 
 
-def test_sync_lets_requests_end_before_it_loads_and_newcomers_come_back_later(bucket):
+def test_sync_drains_before_it_loads_and_defers_new_requests(bucket):
     async def scenario():
         async with front(bucket, count=1, transition="sync") as at:
             await at.ready(0)
@@ -346,7 +346,7 @@ def test_a_body_that_is_no_request(data):
         read_request(data)
 
 
-def test_nothing_without_the_token_but_health(bucket):
+def test_only_health_works_without_a_token(bucket):
     async def scenario():
         async with front(bucket, count=1) as at:
             for token in ("", "wrong", TOKEN + "x", "\u00e9"):
