@@ -12,7 +12,7 @@ from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.progress import Bars, bars
 from deltawire.store import MeteredBucket, RetryingBucket, open_bucket
 from deltawire.sync import Checkout, require_run
-from deltawire.sync.chain.objects import newest_version
+from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.wire.run import Run
 
 PATIENCE_S = 600.0
@@ -71,9 +71,10 @@ class _Puller:
 
     def once(self, version: int | None) -> None:
         if version is None:
-            version = newest_version(RetryingBucket(self._bucket))
-            if version is None:
+            newest = newest_readable(RetryingBucket(self._bucket), self._run)
+            if newest is None:
                 raise RetryError("no version is published yet", run=self._bucket.url)
+            version = newest.version
             self._finish()
         self._bring(version)
 
@@ -115,7 +116,7 @@ class _Puller:
                 self._bar.log(f"trying again: {error}")
                 newest = None
             if newest is None:
-                time.sleep(self._bucket.poll_s)
+                time.sleep(self._checkout.pause_s)
 
     def _bring(self, version: int) -> None:
         started, before = time.perf_counter(), self._bucket.read_bytes

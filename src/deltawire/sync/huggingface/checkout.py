@@ -40,19 +40,16 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.store.folder import flush_folder
-from deltawire.sync.chain.objects import files_of, newest_version, read_manifest
+from deltawire.sync.chain.objects import files_of, read_manifest
+from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.follow.mirror_file import open_locked
 from deltawire.sync.huggingface.checkpoint_dir import plans_of, read_files
 from deltawire.sync.huggingface.safetensors_layout import LAYOUT, FilePlan
 from deltawire.sync.publish.encoding import chunks_of, digest_chunks
-from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
-
-LIST_EVERY_POLLS = 20
-"""Every so many polls for the next manifest, the manifests are listed."""
 
 READ_BYTES = 16 << 20
 """Files are read in parts of this size: one that is cut meanwhile is an error, not a signal."""
@@ -79,7 +76,7 @@ class Checkout:
         self._threads = threads
         self._store = self.directory.parent / f".{self.directory.name}.deltawire"
         self._building = self._store / "building"
-        self._polls = 0
+        self._poller = VersionPoller(self.bucket, run)
         self._resuming = False
         self._verified: set[int] = set()
         """Versions that this object has built, or compared with their digests."""
@@ -110,19 +107,21 @@ class Checkout:
         return None
 
     def newest(self) -> int | None:
-        """Return the newest version if it is newer than the directory's, else None.
-
-        Polls the next manifest by its key, and lists them now and then, in case one was lost.
-        """
+        """Return the newest version that can be read if it is newer than the directory's, else
+        None."""
         held = self.version
-        self._polls += 1
-        if (
-            held is not None
-            and self._polls % LIST_EVERY_POLLS != 1
-            and not self.bucket.exists(keys.manifest(held + 1))
-        ):
-            return None
-        return newest_version(self.bucket, newer_than=held)
+        found = self._poller.newer(-1 if held is None else held)
+        return None if found is None else found.version
+
+    @property
+    def pause_s(self) -> float:
+        """How long to sleep before the next `newest`."""
+        return self._poller.pause_s
+
+    @property
+    def alarm(self) -> CorruptError | None:
+        """Why a newer manifest could not be read, None if all could."""
+        return self._poller.alarm
 
     def bring_to(self, version: int) -> str:
         """Make the directory show ``version``, and return its digest.

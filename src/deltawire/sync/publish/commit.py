@@ -124,6 +124,8 @@ class VersionWriter:
     ``baseline`` holds the newest version as far as this writer holds it, all of the model or ranges
     of it; ``staging`` has the same shape and takes the next weights. A mirror at version -1 belongs
     to a run that has no version yet. ``epoch`` must exceed that of every manifest already there.
+    Where the ``newest`` version cannot be reached any more, the mirror holds an older one: the next
+    version comes after both, and is stored whole for readers of either.
 
     Raises `InputError` if the store does not keep create-if-absent.
     """
@@ -139,6 +141,7 @@ class VersionWriter:
         signer: Signer | None = None,
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
+        newest: int = -1,
     ) -> None:
         check_signer(bucket, run, signer)
         self.bucket = RetryingBucket.over(bucket)
@@ -157,7 +160,7 @@ class VersionWriter:
         self.staging = mirror.copy()
         self.chunks = chunks_of(run, mirror)
         self._sums: dict[Chunk, Digest] = {}
-        self._skipped = 0
+        self._skipped = max(newest - mirror.version, 0) if mirror.version >= 0 else 0
         self._stored: dict[PayloadRef, Payload] = {}
         """The payloads of this writer's newest part: they need not be read back."""
         self._merged: list[Payload] = []
@@ -225,7 +228,8 @@ class VersionWriter:
 
     def encode(self) -> Encoded:
         """Encode and upload the staged weights as a delta, and as an anchor if one is due."""
-        return self._encode(whole=self.first or self._schedule.due(self.next_version))
+        whole = self.first or bool(self._skipped) or self._schedule.due(self.next_version)
+        return self._encode(whole=whole)
 
     def _encode(self, *, whole: bool) -> Encoded:
         delta, anchor, changed = None, None, 0

@@ -90,7 +90,8 @@ class Publisher:
     -1 in it, the run has no version yet and the first `publish` makes version 0, an anchor.
     ``epoch`` must exceed that of every manifest already there. A version is stored whole every
     ``anchor_every`` versions, and when the deltas since the last anchor exceed ``anchor_share``
-    times its bytes. ``threads`` copy and encode; blobs are closed at ``blob_bytes``.
+    times its bytes. ``threads`` copy and encode; blobs are closed at ``blob_bytes``. ``newest`` is
+    the run's newest version where it cannot be loaded any more and ``mirror`` holds an older one.
 
     Not for use by several threads at once.
 
@@ -117,6 +118,7 @@ class Publisher:
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
         on_commit: Callable[[CommitStats], None] | None = None,
+        newest: int = -1,
     ) -> None:
         self._writer = VersionWriter(
             bucket,
@@ -127,6 +129,7 @@ class Publisher:
             signer=signer,
             threads=threads,
             blob_bytes=blob_bytes,
+            newest=newest,
         )
         self.bucket = self._writer.bucket
         self.run = run

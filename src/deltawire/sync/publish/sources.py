@@ -16,11 +16,13 @@ from deltawire.sync.chain.objects import (
     read_manifest,
     read_run,
 )
+from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.follow.load import load_mirror
-from deltawire.sync.follow.mirror import empty_mirror
+from deltawire.sync.follow.mirror import Mirror, empty_mirror
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.sync.publish.safetensors_files import StoredTensor
 from deltawire.sync.publish.tied_tensors import MemoryKey, memory_key
+from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec, chunk_for
 from deltawire.wire.seal import Signer
 
@@ -91,13 +93,15 @@ def open_publisher(
             signer=signer,
         )
     _check_same_model(bucket, existing, tensors, specs, aliases)
+    newest = newest_readable(bucket, existing)
     mirror = load_mirror(bucket, existing)
-    head = None if mirror is None else read_manifest(bucket, existing, mirror.version)
+    epochs = [manifest.epoch for manifest in (newest, _head(bucket, existing, mirror)) if manifest]
     publisher = Publisher(
         bucket,
         existing,
         empty_mirror(existing) if mirror is None else mirror,
-        epoch=0 if head is None else head.epoch + 1,
+        epoch=max(epochs, default=-1) + 1,
+        newest=-1 if newest is None else newest.version,
         signer=signer,
         **options,
     )
@@ -134,3 +138,7 @@ def _digest_of(tensors: Mapping[str, Any], specs: Sequence[TensorSpec]) -> Diges
         bits = value.read() if isinstance(value, StoredTensor) else codec.bits_of(value, spec.dtype)
         total += codec.digest_bits(spec.name, bits)
     return total
+
+
+def _head(bucket: Bucket, run: Run, mirror: Mirror | None) -> Manifest | None:
+    return None if mirror is None else read_manifest(bucket, run, mirror.version)
