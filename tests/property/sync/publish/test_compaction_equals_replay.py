@@ -211,7 +211,8 @@ def test_a_lost_blob_costs_the_compacted_deltas_over_it_and_no_others():
     for version in range(13):
         publisher.publish(weights(version))
     publisher.close()
-    for ref in read_manifest(bucket, publisher.run, 3).delta.blobs:
+    lost = read_manifest(bucket, publisher.run, 3).delta
+    for ref in read_blobs(bucket, publisher.run, lost):
         bucket.delete(keys.blob(ref.hash))
     compactor = Compactor(bucket, publisher.run, (2, 4))
     compactor.compact_up_to(2)
