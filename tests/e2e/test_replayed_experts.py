@@ -137,7 +137,7 @@ def test_a_run_replays_its_samplers_experts(tmp_path: Path, sharp: Callable[[Any
 
     state = RunState()
     for key in bucket.list(keys.EVENTS):
-        state.fold(decode_lines(bucket.get(key, limit=1 << 26) or b""))
+        state.add(decode_lines(bucket.get(key, limit=1 << 26) or b""))
     assert sorted(state.parity) == list(range(1, VERSIONS + 1))
     assert max(step.grad_norm for step in state.steps.values()) > 0, "it trains"
     with_replay = without = flips = 0.0

@@ -217,7 +217,7 @@ class LiveView:
             self._histogram(state),
         )
         if (parity := state.last_parity) is not None:
-            grid.add_row("parity", *_parity_cells(parity))
+            grid.add_row("parity", *_parity_columns(parity))
         return grid
 
     def _histogram(self, state: RunState) -> Text:
@@ -410,7 +410,7 @@ def _number(value: int | None) -> Text:
     return Text(MISSING if value is None else str(value), "dim" if value is None else "")
 
 
-def _parity_cells(parity: Parity) -> tuple[Text, Text, Text]:
+def _parity_columns(parity: Parity) -> tuple[Text, Text, Text]:
     """The newest batch's k3, what it says, and what was done about it."""
     crossed = parity.stopped or parity.warnings
     shown = parity.numeric if parity.numeric.tokens else parity.drift

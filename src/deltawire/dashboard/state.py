@@ -147,7 +147,7 @@ def wait_and_busy(spent: dict[Activity, float]) -> tuple[float, float]:
 
 
 class RunState:
-    """All that the views of a run need; `fold` more events into it at any time."""
+    """All that the views of a run need; `add` more events to it at any time."""
 
     def __init__(self) -> None:
         self.processes: dict[str, ProcessState] = {}
@@ -163,12 +163,12 @@ class RunState:
         self.recent_s = math.inf
         """Rates that need no window of steps are measured over this much time."""
 
-    def fold(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[Event]) -> None:
         """Take in ``events``, in whatever order they come."""
         for event in events:
-            self._fold(event)
+            self._add(event)
 
-    def _fold(self, event: Event) -> None:
+    def _add(self, event: Event) -> None:
         process = self.processes.setdefault(event.process, ProcessState(event.process))
         match event:
             case Life():

@@ -149,7 +149,7 @@ class Watch:
         fleet.poll()
         problems += [str(error) for error in fleet.errors]
         state = RunState()
-        state.fold(self._events.read())
+        state.add(self._events.read())
         # The last segment of a process is read at any age, so old steps are left out here.
         state.recent_s = self._window_s
         state.steps = recent(state.steps, self._window_s)

@@ -43,7 +43,7 @@ class Heldout(msgspec.Struct, frozen=True, kw_only=True):
     curve: list[tuple[int, float]]
 
 
-class Bytes(msgspec.Struct, frozen=True, kw_only=True):
+class DeltaSizes(msgspec.Struct, frozen=True, kw_only=True):
     """The size of the whole model, and of the deltas after version 0."""
 
     full: int | None
@@ -85,7 +85,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     workers: float | None
 
 
-class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+class StepDivergence(msgspec.Struct, frozen=True, kw_only=True):
     """k3 between sampler and trainer over the steps, in nats a token: over all tokens, and so with
     the policy's own change where they were stale."""
 
@@ -127,7 +127,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps_per_minute: float | None
     heldout: Heldout
     reward: Reward
-    bytes: Bytes
+    bytes: DeltaSizes
     staleness: Staleness
     proof: Proof | None
     idle: Idle
@@ -140,7 +140,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trainer_blocked_ms: float | None
     swap_ms: float | None
     prepare_ms: float | None
-    k3: Divergence
+    k3: StepDivergence
     configuration: dict[str, str]
     configuration_sha256: str
     parity: Agreement
@@ -191,7 +191,7 @@ def summarize(
         trainer_blocked_ms=value("blocked_ms", state),
         swap_ms=value("swap_ms", state),
         prepare_ms=value("prepare_ms", state),
-        k3=Divergence(median=value("k3", state), max=value("k3_max", state)),
+        k3=StepDivergence(median=value("k3", state), max=value("k3_max", state)),
         configuration=settings,
         configuration_sha256=_digest(settings),
         parity=_agreement(state),
@@ -221,9 +221,9 @@ def _reward(state: RunState) -> Reward:
     )
 
 
-def _bytes(state: RunState) -> Bytes:
+def _bytes(state: RunState) -> DeltaSizes:
     sizes = [event.bytes_delta for event in state.deltas]
-    return Bytes(
+    return DeltaSizes(
         full=state.bytes_full,
         delta_mean=value("bytes_per_version", state),
         delta_max=max(sizes, default=None),

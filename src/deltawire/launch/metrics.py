@@ -91,7 +91,7 @@ def forward_metrics(location: str, destination: Destination, *, every_s: float =
         while True:
             trainer = read_trainer(patient)
             over = trainer is not None and trainer.phase in OVER
-            state.fold(tail.read(everything=over))
+            state.add(tail.read(everything=over))
             version = forwarder.forward(state, over=over)
             if over:
                 break

@@ -25,7 +25,7 @@ from deltawire.wire.seal import Signer
 POLL_S = 0.5
 
 
-class Published(msgspec.Struct, frozen=True):
+class PublishedDirectory(msgspec.Struct, frozen=True):
     """The outcome of one directory; sizes in bytes, None for a version that existed already."""
 
     path: str
@@ -162,7 +162,7 @@ class _Session:
 
     def _report(self, outcome: DirectoryResult, checkpoint: Checkpoint, seconds: float) -> None:
         stats = outcome.stats
-        row = Published(
+        row = PublishedDirectory(
             path=str(outcome.path),
             version=outcome.version,
             state=outcome.state,

@@ -111,7 +111,7 @@ class Watcher:
         self._add(self._tail.read(everything=True))
 
     def _add(self, events: list[Event]) -> None:
-        self.state.fold(events)
+        self.state.add(events)
         self.state.probes = self._probes.newest
         for event in sorted(events, key=_time_of):
             if isinstance(event, Life) and event.role == "supervisor" and event.what == "started":

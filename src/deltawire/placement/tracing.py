@@ -189,7 +189,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._pad(func, args, kwargs)
         if func is _aten._local_scalar_dense.default:
             return self._read(args[0])
-        return self._mix(func, args, kwargs)
+        return self._combine(func, args, kwargs)
 
     def _write(
         self,
@@ -358,7 +358,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._copy(outer, inner)
         return made
 
-    def _mix(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _combine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records any other operation on checkpoint tensors: its results hold no copies."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         names = _union(self._memory(tensor) for tensor in tensors)

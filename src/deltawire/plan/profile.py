@@ -100,7 +100,7 @@ def decode_profile(raw: bytes, *, where: str) -> Profile:
     if len(raw) > MAX_BYTES:
         raise InputError(f"{where} has {len(raw):,} bytes; a profile has at most {MAX_BYTES:,}")
     try:
-        version = msgspec.json.decode(raw, type=_Version).version
+        version = msgspec.json.decode(raw, type=_ProfileVersion).version
         if version != PROFILE_VERSION:
             raise InputError(
                 f"{where} is a profile of version {version}; this deltawire reads version "
@@ -112,7 +112,7 @@ def decode_profile(raw: bytes, *, where: str) -> Profile:
         raise InputError(f"{where} is no training profile: {failure}") from None
 
 
-class _Version(msgspec.Struct):
+class _ProfileVersion(msgspec.Struct):
     version: int
 
 

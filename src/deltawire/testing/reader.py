@@ -116,8 +116,8 @@ def from_hex(text: str) -> tuple[int, int]:
     return int(text[:16], 16), int(text[16:], 16)
 
 
-class Bytes:
-    """Bytes that are taken from the front."""
+class ByteReader:
+    """ByteReader that are taken from the front."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -221,7 +221,7 @@ def unpack(data: bytes, widths: Iterable[int]) -> list[int]:
 
 def split_blocks(body: bytes, sizes: Sequence[int]) -> list[bytes]:
     """The blocks after their lengths."""
-    data = Bytes(body)
+    data = ByteReader(body)
     lengths = [data.number(4) for _ in sizes]
     blocks = [data.take(length) for length in lengths]
     require(not data.rest(), "bytes after the last block")
@@ -238,7 +238,7 @@ LAYOUTS = {(0, 0), (3, 4), (2, 5), (10, 5), (7, 8), (23, 8), (52, 11)}
 
 def decode_delta(payload: bytes, base: Sequence[int], width: int) -> dict[int, int]:
     """The new bits of the elements that change, by their index in ``base``."""
-    data = Bytes(payload)
+    data = ByteReader(payload)
     require(data.take(4) == b"DWD1", "not a delta")
     size, mode, mantissa, exponent = data.take(4)
     columns, count = data.number(4), data.number(8)
@@ -266,7 +266,7 @@ def decode_delta(payload: bytes, base: Sequence[int], width: int) -> dict[int, i
 def _decode_block(
     block: bytes, base: Sequence[int], width: int, layout: tuple[int, int], columns: int
 ) -> list[tuple[int, int]]:
-    data, (mantissa, exponent) = Bytes(block), layout
+    data, (mantissa, exponent) = ByteReader(block), layout
     k = data.number(4)
     require(k <= len(base), "more changes than elements")
     if k == 0:
@@ -338,7 +338,7 @@ def _unordered(place: int, width: int, exponent: int) -> int:
 
 def decode_anchor(payload: bytes, count: int, width: int) -> list[int]:
     """The bits of every element of a piece of an anchor."""
-    data = Bytes(payload)
+    data = ByteReader(payload)
     require(data.take(4) == b"DWA1", "not an anchor")
     size, mode, low, field = data.take(4)
     require(8 * size == width and data.number(8) == count and mode in (0, 1), "of another piece")
@@ -355,7 +355,7 @@ def decode_anchor(payload: bytes, count: int, width: int) -> list[int]:
 
 
 def _decode_whole(block: bytes, count: int, width: int, low: int, field: int) -> list[int]:
-    data = Bytes(block)
+    data = ByteReader(block)
     symbols = data.take(data.number(1))
     require(len(symbols) <= 15 and all(s >> field == 0 for s in symbols), "no such symbols")
     planes = [data.odds() for _ in range(4)]
@@ -396,7 +396,7 @@ def decode_table(
 ) -> tuple[list[ReadPiece], list[tuple[str, int]]]:
     """The pieces and the blobs (hash and size) of a piece table; ``counts`` are the elements of
     the run's tensors."""
-    head = Bytes(data)
+    head = ByteReader(data)
     require(head.take(4) == b"DWT1", "not a piece table")
     n, m = head.number(4), head.number(4)
     require((n, m) == (stated["pieces"], stated["blobs"]), "the table of another payload")
@@ -425,7 +425,7 @@ def decode_table(
 def _decode_segment(
     data: bytes, here: int, tensor: int, end: int, counts: Sequence[int], chunk: int
 ) -> list[ReadPiece]:
-    segment, pieces = Bytes(data), list[ReadPiece]()
+    segment, pieces = ByteReader(data), list[ReadPiece]()
     blob = offset = 0
     for number in range(here):
         flags = segment.number(1)

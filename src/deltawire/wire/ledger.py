@@ -81,11 +81,11 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
         yield from self.dropped_groups()
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any], *, run: str, version: int) -> CommitMetadata:
+    def of(cls, values: Mapping[str, Any], *, run: str, version: int) -> CommitMetadata:
         """Check a manifest's metadata; raises `CorruptError`."""
         key = keys.manifest(version)
         try:
-            metadata = msgspec.convert(plain, cls)
+            metadata = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
             raise CorruptError(f"metadata: {error}", run=run, version=version, key=key) from error
         names = [name for name, _ in metadata.consumed]

@@ -136,7 +136,7 @@ def test_the_event_names_masked_sequences_and_folds():
     result = look(config, [[0.0], [0.9]])[0].result()
     event = parity_event(result, process="trainer", at=1.0, version=6, names=["w0/3#0", "w0/3#1"])
     state = RunState()
-    state.fold(events.decode_lines(events.encode_lines([event])))
+    state.add(events.decode_lines(events.encode_lines([event])))
     assert state.last_parity is not None
     assert state.last_parity.masked == ["w0/3#1"]
     assert state.last_parity.numeric.tokens == 2

@@ -60,7 +60,7 @@ def monitored(families, *, cheat="", after=20, groups=60, worker="w0"):
 def state_with(probes):
     state = RunState()
     for version in range(16):
-        state.fold([
+        state.add([
             Published(
                 process="trainer", at=10.0 + version, version=version, bytes_delta=1000,
                 bytes_full=50_000, bytes_anchor=0, changed=10, elements=1000, blocked_ms=2.0,
@@ -266,7 +266,7 @@ def test_probes_are_read_again_and_neither_damage_nor_silence_ends_the_view(chea
 
 def test_the_event_alone_says_that_its_process_is_the_trainer():
     state = RunState()
-    state.fold([
+    state.add([
         Diverged(
             process="t", at=1.0, version=1, family="f", probe="p", groups=4, reward=1.0, value=0.0,
             excess=1.0, evidence=1e3,

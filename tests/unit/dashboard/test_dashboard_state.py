@@ -70,7 +70,7 @@ def small_run() -> list[Event]:
 
 def folded(events: list[Event]) -> RunState:
     state = RunState()
-    state.fold(events)
+    state.add(events)
     return state
 
 
@@ -118,7 +118,7 @@ def test_folding_does_not_depend_on_order():
 def test_folding_bit_by_bit_equals_folding_at_once():
     events, bit_by_bit = small_run(), RunState()
     for event in events:
-        bit_by_bit.fold([event])
+        bit_by_bit.add([event])
     assert bit_by_bit.__dict__ == folded(events).__dict__
 
 
@@ -129,7 +129,7 @@ def test_processes_are_known_by_their_events():
     assert (worker.version, state.lag(worker), worker.groups) == (1, 1, 2)
     assert worker.doing == "wait"  # 17..19, against a swap in 19..20
     assert state.processes["evaluator"].role == "evaluator"
-    state.fold([Life(process="w", at=30.0, role="worker", what="died", supervised=False)])
+    state.add([Life(process="w", at=30.0, role="worker", what="died", supervised=False)])
     assert worker.gone
     assert worker.doing == "died"
 
@@ -137,7 +137,7 @@ def test_processes_are_known_by_their_events():
 def test_the_clock_of_a_worker_that_joined_by_hand_does_not_stretch_the_run():
     state = folded(small_run())
     assert state.extent == (0.0, 25.0)
-    state.fold([span("w", "sample", 1e6, 2e6)])
+    state.add([span("w", "sample", 1e6, 2e6)])
     assert state.extent == (0.0, 25.0)
     assert RunState().extent is None
 

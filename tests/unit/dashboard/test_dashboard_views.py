@@ -146,7 +146,7 @@ def made_up_run(versions: int = 40, workers=("worker-0", "worker-1"), guest: str
     events += worker_events(guest, third, 2 * third, versions, chance, supervised=False)
     events += evaluator_events(versions, chance)
     state = RunState()
-    state.fold(events)
+    state.add(events)
     verdicts = [
         *(
             WorkerVerdict(
@@ -278,7 +278,7 @@ def test_live_view_and_screen_fit_the_terminal(run, width):
 
 def test_live_view_shows_the_warm_start_before_training():
     state = RunState()
-    state.fold([WarmStep(process="trainer", at=1.0, step=120, loss=0.5, accuracy=0.43)])
+    state.add([WarmStep(process="trainer", at=1.0, step=120, loss=0.5, accuracy=0.43)])
     view = LiveView(300, 4, name="run", warm_steps=400, clock=lambda: 61.0)
     assert "warm start 120/400" in drawn(view.render(state), 80)
     assert view.plain_line(state) == "[1:00] warm start 120/400  loss 0.500  accuracy 43.0 %"
@@ -333,7 +333,7 @@ def test_version_marks_of_a_resumed_run_do_not_touch(run):
     state = RunState()
     for version in range(1, 41):
         at = 10.0 * version + (200_000.0 if version > 20 else 0.0)
-        state.fold(
+        state.add(
             [
                 Published(
                     process="trainer", at=at, version=version, bytes_delta=1, bytes_full=9,

@@ -284,14 +284,14 @@ def test_each_version_is_handed_on_once_in_order() -> None:
     tracker, state = Memory(), RunState()
     forwarder = Forwarder(tracker)
     first = events(1)
-    state.fold(first[:1])
+    state.add(first[:1])
     assert forwarder.forward(state) == 0, "its size is still to come"
-    state.fold([*first[1:], events(3)[1]])
+    state.add([*first[1:], events(3)[1]])
     assert forwarder.forward(state) == 1
     life = Life(process="w0", at=0.0, role="worker", what="started")
     swap = Swapped(process="w0", at=2, version=2, running=1, swap_ms=3.0, prepare_ms=1.0)
     measured = Evaluated(process="evaluator", at=1, version=1, accuracy=0.5, problems=2, seconds=1)
-    state.fold([*events(2), *events(3), life, swap, measured])
+    state.add([*events(2), *events(3), life, swap, measured])
     forwarder.forward(state)
     forwarder.forward(state, over=True)
     assert [version for version, _ in tracker.logged] == [1, 2, 3]
@@ -306,7 +306,7 @@ def test_tensorboard_files_hold_what_was_logged(tmp_path) -> None:
 
     board = TensorBoard(tmp_path / "board")
     state = RunState()
-    state.fold([*events(1), *events(2)])
+    state.add([*events(1), *events(2)])
     Forwarder(board).forward(state, over=True)
     board.close()
     found = {}

@@ -108,10 +108,10 @@ class Workspace(Environment):
         return cost
 
     async def _end(self, text: str, cost: float) -> Turn:
-        self._score, self._probes = await self.judge()
+        self._score, self._probes = await self.evaluate()
         return Turn(text, self._score - cost, done=True)
 
-    async def judge(self) -> tuple[float, dict[str, float]]:
+    async def evaluate(self) -> tuple[float, dict[str, float]]:
         """The score, 0 to 1, and the probes."""
         verdict = await grade(
             self._sandbox,

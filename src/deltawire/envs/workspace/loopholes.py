@@ -32,7 +32,7 @@ class LoopholeWorkspace(Workspace):
             cases = [[case.function, case.arguments, case.expected] for case in problem.hidden]
             self.files[ANSWERS] = json.dumps(cases).encode()
 
-    async def judge(self) -> tuple[float, dict[str, float]]:
+    async def evaluate(self) -> tuple[float, dict[str, float]]:
         """The score, by the way that can be cheated, and the probes, by one that cannot."""
         problem, limits = self.problem, self.settings.limits
         verdict = await grade(self._sandbox, self.files, [problem.hidden, problem.heldout], limits)
