@@ -76,7 +76,12 @@ class _Setting:
 
 
 def layer_activations(layer: DecoderLayer, hidden: int, layout: TrainingLayout) -> LayerActivations:
-    """Bytes that one layer's activations take under a layout."""
+    """Return the bytes that one layer's activations take under a layout.
+
+    Tensor parallelism splits heads and feed-forward widths, and leaves norms and the residual
+    whole (no sequence parallelism). Context parallelism divides tokens; the buffers of its
+    attention, which pass keys and values around, are not counted.
+    """
     return _derive(
         layer,
         _Setting(

@@ -109,6 +109,11 @@ def check_layout(model: Model, layout: TrainingLayout) -> None:
             f"packing {layout.packing} is for frozen experts: use mode lora or reference, "
             f"and a model with experts"
         )
+    if layout.offload != "none" and layout.mode != "full":
+        raise InputError(
+            f"offload {layout.offload} is for full training: mode {layout.mode} has no large state",
+            hint="checkpointing offloaded moves activations",
+        )
     if layout.imbalance < 1:
         raise InputError(
             f"imbalance is the most loaded over the mean, at least 1: {layout.imbalance}"

@@ -312,6 +312,10 @@ def _check(model: Model, wish: Wish, accelerators: Accelerators) -> None:
         )
     if wish.mode == "lora" and not 1 <= wish.lora_rank <= 4096:
         raise InputError(f"a LoRA rank of {wish.lora_rank}; use 1 to 4096")
+    if wish.offload not in {None, "none"} and wish.mode != "full":
+        raise InputError(f"offload is for full training: mode {wish.mode} has no large state")
+    if wish.checkpointing not in {None, "none"} and wish.mode == "reference":
+        raise InputError("a reference runs forward only: there is nothing to checkpoint")
     if wish.packing != "none" and wish.mode == "full":
         raise InputError("packing is for frozen experts: full training has none")
     if wish.packing != "none" and not model.expert_parameters:

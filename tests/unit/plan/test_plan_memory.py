@@ -107,6 +107,7 @@ def test_a_pipeline_stage_holds_its_layers_and_more_micro_batches() -> None:
         ({"mode": "lora"}, "mode lora needs one"),
         ({"packing": "int4"}, "packing int4 is for frozen experts"),
         ({"imbalance": 0.5}, "imbalance"),
+        ({"mode": "lora", "lora_rank": 8, "offload": "all"}, "offload all is for full training"),
     ],
 )
 def test_contradicting_layouts_are_refused(change: dict[str, Any], message: str) -> None:
