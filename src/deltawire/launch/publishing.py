@@ -193,4 +193,5 @@ class _Session:
             line += f" to publish, {len(checkpoint.specs)} tensors of {byte_size(outcome.bytes)}"
         if checkpoint.left_out:
             line += f"; not published: {', '.join(checkpoint.left_out)}"
-        self._bar.log(line)
+        # File names may hold line breaks, and what a terminal would obey.
+        self._bar.log("".join(letter if letter.isprintable() else "·" for letter in line))

@@ -169,7 +169,8 @@ def weight_files(path: Path) -> list[str]:
         if not isinstance(name, str) or not plain_name(name) or not name.endswith(SUFFIX):
             raise InputError(f"{path}: {str(name)[:80]!r} cannot name a safetensors file")
         if not (path / name).is_file():
-            raise InputError(f"{path} has no {name}, which its index names")
+            where = "which its index names" if index.is_file() else "which is a file"
+            raise InputError(f"{path} has no {name}, {where}")
     if len({name.casefold() for name in names}) != len(names):
         raise InputError(f"{path}: two names differ in case only; not every system keeps both")
     _check_shards(path, names, indexed=index.is_file())

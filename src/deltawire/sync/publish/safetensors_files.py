@@ -140,6 +140,7 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
 
 
 def _tensor(path: Path, name: str, entry: Any, first: int, available: int) -> StoredTensor:
+    name.encode()  # Raises ValueError for half a surrogate pair, which no object can carry.
     begin, end = (int(offset) for offset in entry["data_offsets"])
     if entry["dtype"] not in codec.ITEMSIZE:
         raise ValueError(f"tensor {name[:80]!r} has the unknown dtype {entry['dtype']!r:.40}")

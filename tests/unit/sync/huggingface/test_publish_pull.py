@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 import pytest
+from checkpoint_dirs import SHAPES, contents, files_in, write_directory
 from key_meter import KeyMeter
 
 from deltawire.errors import CorruptError, InputError, RetryError
@@ -37,66 +38,6 @@ from deltawire.sync.publish.safetensors_files import CheckpointDirError
 from deltawire.testing.faulty import FaultyBucket, disk_full
 from deltawire.wire import keys
 from deltawire.wire.run import Run
-
-SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
-    "model.embed.weight": ((64, 48), "BF16"),
-    "model.layers.0.bias": ((7,), "BOOL"),
-    "model.layers.0.weight": ((48, 33), "BF16"),
-    "model.norm.weight": ((33,), "F32"),
-    "nothing": ((0, 3), "BF16"),
-}
-SIZES = {"BF16": 2, "BOOL": 1, "F32": 4}
-
-
-def contents(step: int) -> dict[str, bytes]:
-    """Every tensor's bytes at a step: a few more elements differ at each."""
-    found = {}
-    for number, (name, (shape, dtype)) in enumerate(SHAPES.items()):
-        rng = np.random.default_rng(number)
-        count = int(np.prod(shape)) * SIZES[dtype]
-        data = bytearray(rng.integers(0, 2, count, np.uint8).tobytes())
-        for at in range(step):
-            for place in rng.integers(0, max(count, 1), 5):
-                if count:
-                    data[place] = (at + place) % 2
-        found[name] = bytes(data)
-    return found
-
-
-def safetensors(tensors: dict[str, bytes], *, order: list[str], metadata: dict[str, str]) -> bytes:
-    """Writes a file by hand, with an order, blanks and metadata that no library would choose."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for name in order:
-        shape, dtype = SHAPES[name]
-        end = at + len(tensors[name])
-        header[name] = {"shape": list(shape), "dtype": dtype, "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode() + b"   "
-    return len(text).to_bytes(8, "little") + text + b"".join(tensors[name] for name in order)
-
-
-def write_directory(path: Path, step: int, *, sharded: bool = False, config: str = "{}") -> Path:
-    path.mkdir(parents=True)
-    tensors = contents(step)
-    names = list(SHAPES)[::-1]
-    if sharded:
-        parts = {"model-00001-of-00002": names[:2], "model-00002-of-00002": names[2:]}
-        for stem, order in parts.items():
-            data = safetensors(tensors, order=order, metadata={"format": "pt"})
-            (path / f"{stem}.safetensors").write_bytes(data)
-        where = {n: f"{stem}.safetensors" for stem, order in parts.items() for n in order}
-        (path / INDEX).write_text(json.dumps({"weight_map": where}))
-    else:
-        data = safetensors(tensors, order=names, metadata={"step": str(step)})
-        (path / "model.safetensors").write_bytes(data)
-    (path / "config.json").write_text(config)
-    (path / "tokenizer.json").write_text('{"é": 1}')
-    return path
-
-
-def files_in(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def publish(bucket: Bucket, *paths: Path, **options: Any) -> list[tuple[int, bool]]:
@@ -747,6 +688,18 @@ def test_a_checkpoint_truncated_while_it_is_read_is_an_error(tmp_path: Path) -> 
         with pytest.raises(CheckpointDirError):
             publisher.publish(second)
         assert publisher.publish(write_directory(tmp_path / "c-2", 2)).version == 1
+
+
+def test_odd_tensor_names_are_one_clear_error(tmp_path: Path) -> None:
+    for number, name in enumerate(("a\ud800", "", "x" * 5000)):
+        path = write_directory(tmp_path / f"c-{number}", 0)
+        entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+        text = json.dumps({name: entry}).encode()
+        data = len(text).to_bytes(8, "little") + text + bytes(8)
+        (path / "model.safetensors").write_bytes(data)
+        with pytest.raises(InputError) as caught:
+            publish(open_bucket("memory://"), path)
+        str(caught.value).encode()
 
 
 @pytest.mark.parametrize("shape", [[-1, 3], [1.5], ["a"], [1 << 70, 1 << 70], [True], "ab", None])
