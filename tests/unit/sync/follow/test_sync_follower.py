@@ -87,7 +87,7 @@ def test_an_error_surfaces_and_stays(world):
     publisher.publish(weights(1))
     publisher.flush()
     bucket.damage("weights/blobs/*", lambda data: data[:-1])
-    follower = follow()
+    follower = follow(damage_patience_s=0.05)
     until(lambda: not follower._thread.is_alive())
     for _ in range(2):
         with pytest.raises(CorruptError, match="blob"):
@@ -206,3 +206,37 @@ def test_close_before_start():
     follower = Follower(Subscriber(open_bucket("memory://"), None, None))
     follower.close()
     assert follower.poll() is None
+
+
+@pytest.mark.parametrize("raised", [SystemExit("out"), KeyboardInterrupt(), GeneratorExit()])
+def test_what_is_no_exception_surfaces_too(world, raised):
+    """A client library once ended the thread with a BaseException, and serving stayed old."""
+    _, publisher, follow = world
+
+    def stage(update):
+        raise raised
+
+    follower = follow(stage=stage)
+    publisher.publish(weights(1))
+    publisher.flush()
+    until(lambda: not follower._thread.is_alive())
+    with pytest.raises(BugError, match=type(raised).__name__):
+        follower.poll()
+
+
+def test_a_dead_thread_is_noticed_by_whoever_polls(world, monkeypatch):
+    _, _, follow = world
+    monkeypatch.setattr(Follower, "_run", lambda self: None)
+    follower = follow()
+    until(lambda: not follower._thread.is_alive())
+    with pytest.raises(BugError, match="ended"):
+        follower.poll()
+
+
+def test_a_damaged_answer_does_not_end_a_reader(world):
+    """The blob is whole; what a cache or a proxy returned for it a few times was not."""
+    bucket, publisher, follow = world
+    bucket.damage("weights/blobs/*", lambda data: data[:-1], times=3)
+    publisher.publish(weights(1))
+    publisher.flush()
+    assert until(follow().poll).version == 1

@@ -370,3 +370,19 @@ def test_around_a_damaged_delta_to_the_version_asked_for(bucket, run):
     while (update := subscriber.prepare_to(6)) is not None:
         subscriber.commit(update)
     assert_holds(subscriber.mirror, 6)
+
+
+def test_a_mirror_is_compared_with_its_versions_manifest_before_it_is_used(bucket, run):
+    """One of another line of the run, at the right number: other bits, honestly digested."""
+    other = open_bucket("memory://")
+    publisher = start_publisher(other, seed=5)
+    for version in range(NEWEST + 1):
+        publisher.publish(weights(version, seed=5))
+    publisher.close()
+    for held in (3, NEWEST):
+        wrong = load_mirror(other, publisher.run, at=held)
+        with pytest.raises(ResyncError, match="does not hold the digest"):
+            Subscriber(bucket, run, wrong.copy()).prepare()
+        found = load_mirror(bucket, run, at=held, into=wrong)
+        assert_holds(found, held)
+        assert load_mirror(bucket, run, into=load_mirror(other, publisher.run, at=held)) is not None
