@@ -28,7 +28,11 @@ from deltawire.chat.calls import (
     call_format_of,
 )
 from deltawire.chat.messages import Message, Tool
+from deltawire.chat.time_limit import within
 from deltawire.errors import InputError
+
+RENDER_WITHIN_S = 5.0
+"""The most that one rendering of a chat template may take."""
 
 
 class Text:
@@ -286,11 +290,14 @@ class Text:
         answer: bool = True,
     ) -> str:
         def apply(rows: list[dict[str, Any]]) -> str:
-            return str(
-                self._tokenizer.apply_chat_template(
+            rendered = within(
+                RENDER_WITHIN_S,
+                lambda: self._tokenizer.apply_chat_template(
                     rows, tools=schemas, tokenize=False, add_generation_prompt=answer
-                )
+                ),
+                name="the model's chat template",
             )
+            return str(rendered)
 
         try:
             return apply(rows)

@@ -1,0 +1,70 @@
+"""A model's chat template cannot hold a worker for longer than its limit."""
+
+import copy
+import threading
+import time
+
+import pytest
+
+from deltawire.chat import text as text_module
+from deltawire.chat.messages import Message
+from deltawire.chat.text import Text
+from deltawire.chat.time_limit import within
+from deltawire.errors import InputError
+
+ENDLESS = {
+    "nested loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "a macro that calls itself twice": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_template_that_does_not_end_is_refused(byte_tokenizer, monkeypatch, name, threaded):
+    monkeypatch.setattr(text_module, "RENDER_WITHIN_S", 0.2)
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = ENDLESS[name]
+    errors, began = [], time.monotonic()
+
+    def render():
+        try:
+            Text(tokenizer).prompt([Message("user", "hi")])
+        except InputError as error:
+            errors.append(str(error))
+
+    if threaded:
+        thread = threading.Thread(target=render)
+        thread.start()
+        thread.join(20)
+    else:
+        render()
+    assert time.monotonic() - began < 10
+    (error,) = errors
+    assert "takes more than 0.2 s" in error
+
+
+def test_the_limit_leaves_no_exception_for_later():
+    """The timer fires about when the call returns: the error comes from the call, or not at all."""
+    for round_ in range(200):
+        until = time.monotonic() + 0.002
+
+        def spin(until=until):
+            while time.monotonic() < until:
+                pass
+            return 7
+
+        try:
+            assert within(0.002 + (round_ % 5 - 2) * 1e-4, spin, name="it") == 7
+        except InputError:
+            continue
+        for _ in range(1000):
+            pass
+
+
+def test_other_errors_of_the_call_are_its_own():
+    with pytest.raises(KeyError):
+        within(5.0, lambda: {}["x"], name="it")
