@@ -120,7 +120,7 @@ def all_metadata(bucket: Bucket) -> list[CommitMetadata]:
     for version in range(1, committed(bucket) + 1):
         manifest = read_manifest(bucket, run, version)
         assert manifest is not None
-        found.append(msgspec.convert(manifest.metadata, CommitMetadata))
+        found.append(msgspec.convert(manifest.metadata["deltawire.step"], CommitMetadata))
     return found
 
 

@@ -45,6 +45,8 @@ def schema() -> str:
         part = parts[kind.__name__]
         part["properties"] |= SEAL
         part["required"] = sorted({*part["required"], "format", "blake3"})
+    for part in parts.values():
+        part.pop("description", None)  # A docstring is no part of the format.
     whole = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Objects of a deltawire run, by key (a slash ends a prefix of keys) or record",

@@ -32,7 +32,8 @@ MAX_NUMBER = 10**10 - 1
 
 
 def valid_name(name: str) -> bool:
-    """Whether ``name`` may name a worker or a process: letters, digits, ``-`` and ``_``."""
+    """Whether ``name`` may name a worker or a process: letters, digits, ``-`` and ``_``, at most
+    63 of them."""
     return bool(_NAME.match(name))
 
 
@@ -63,21 +64,23 @@ def blob(digest: str) -> str:
 
 
 def compacted(base: int | None, target: int) -> str:
-    """The key of the fold from ``base`` to ``target``, of a later anchor if ``base`` is None.
+    """The key of the compacted delta from ``base`` to ``target``, or of a later anchor if ``base``
+    is None.
 
-    The target comes first, so that a listing behind the version held shows what lies ahead.
+    The target comes first, so that a listing after the version held shows what leads on from it.
     """
     return f"{COMPACTED}{_number(target)}-{'anchor' if base is None else _number(base)}.json"
 
 
 def compacted_of(key: str) -> tuple[int | None, int] | None:
-    """Base and target of a fold's key, None if it is no such key."""
+    """Base and target of a compacted delta's key, None for any other key, and where the base is
+    not below the target."""
     stem = key.removeprefix(COMPACTED).removesuffix(".json")
     target, _, base = stem.partition("-")
     numbers = [int(word) for word in (target, base) if re.fullmatch("[0-9]{10}", word)]
     if base == "anchor" and len(numbers) == 1:
         found: tuple[int | None, int] = (None, numbers[0])
-    elif len(numbers) == 2:
+    elif len(numbers) == 2 and numbers[1] < numbers[0]:
         found = (numbers[1], numbers[0])
     else:
         return None
@@ -85,17 +88,17 @@ def compacted_of(key: str) -> tuple[int | None, int] | None:
 
 
 def compacted_after(version: int) -> str:
-    """Where in a listing of folds those to versions newer than ``version`` begin."""
+    """Where in a listing of compacted deltas those to versions newer than ``version`` begin."""
     return f"{COMPACTED}{_number(version)}-~"
 
 
 def retention_floor(version: int) -> str:
-    """The key whose creation closes every version below ``version``, for ever."""
+    """The key whose creation closes every version below ``version`` permanently."""
     return f"{RETENTION_FLOORS}{_number(version)}.json"
 
 
 def deletion_intent(token: str) -> str:
-    """The key under which retention announces what it is about to delete."""
+    """The key under which retention announces the blobs that it is about to delete."""
     return f"{DELETION_INTENTS}{_checked(token)}.json"
 
 
@@ -115,7 +118,7 @@ def rollout(worker: str, sequence: int) -> str:
 
 
 def group_of(key: str) -> tuple[str, int] | None:
-    """Worker and sequence of a group's key, None if it is no such key."""
+    """Worker and sequence of a group's key, None for any other key."""
     worker, _, _ = key.removeprefix(ROLLOUTS).partition("/")
     sequence = trailing_number(key)
     if sequence is None or not valid_name(worker) or key != rollout(worker, sequence):
@@ -160,8 +163,11 @@ def checkpoint_part(version: int, number: int) -> str:
 
 
 def role(name: str) -> str:
-    """The key of the grant of a role."""
-    return f"{ROLES}{_checked(name)}.json"
+    """The key of the grant of a role: a lower-case word, and perhaps ``-`` and a worker's name."""
+    word, _, worker = name.partition("-")
+    if not (word.isascii() and word.isalpha() and word.islower() and len(word) <= 32):
+        raise InputError(f"{name[:80]!r} cannot name a role", hint="use trainer, or worker-NAME")
+    return f"{ROLES}{word}{'-' + _checked(worker) if worker else ''}.json"
 
 
 def events(stream: str, segment: int) -> str:

@@ -14,6 +14,9 @@ from deltawire.wire import keys
 from deltawire.wire.payload import Index
 
 GROUP_HASH_DIGITS = 32
+STEP_RECORD = "deltawire.step"
+"""The member of a manifest's metadata that holds `CommitMetadata`; each record of this project has
+a member of its own, so that others can be added."""
 
 Sequence = Annotated[int, Meta(ge=0, le=10**10 - 1)]
 DroppedRange = tuple[str, Sequence, Annotated[int, Meta(ge=1, le=1 << 20)]]
@@ -60,7 +63,7 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     ``consumed`` names groups as (worker, sequence), in the order of training. ``hashes`` are the
     first `GROUP_HASH_DIGITS` hexadecimal digits of the BLAKE3 of each consumed group's bytes, so
     that a repeated step is known to be the same step. ``threads`` is the number of threads of the
-    tensor library, because sums depend on it. Both are empty and 0 in older manifests.
+    tensor library, because sums depend on it.
     """
 
     step: Index = 0
@@ -82,10 +85,11 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: Mapping[str, Any], *, run: str, version: int) -> CommitMetadata:
-        """Check a manifest's metadata; raises `CorruptError`."""
+        """Check the record `STEP_RECORD` of a manifest's metadata; raises `CorruptError`. A
+        version without the record consumed nothing."""
         key = keys.manifest(version)
         try:
-            metadata = msgspec.convert(values, cls)
+            metadata = msgspec.convert(values.get(STEP_RECORD, {}), cls)
         except msgspec.ValidationError as error:
             raise CorruptError(f"metadata: {error}", run=run, version=version, key=key) from error
         names = [name for name, _ in metadata.consumed]
@@ -101,9 +105,8 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
         return metadata
 
     def to_dict(self) -> dict[str, Any]:
-        """The form in which the manifest carries it."""
-        value: dict[str, Any] = msgspec.to_builtins(self)
-        return value
+        """The manifest's metadata with this record only."""
+        return {STEP_RECORD: msgspec.to_builtins(self)}
 
 
 def ranges_of(groups: Iterable[tuple[str, int]]) -> list[DroppedRange]:

@@ -114,7 +114,7 @@ def all_metadata(bucket: Bucket):
     for version in range(1, VERSIONS + 1):
         manifest = read_manifest(bucket, run, version)
         if manifest is not None:
-            yield manifest.metadata
+            yield manifest.metadata["deltawire.step"]
 
 
 def divergences(bucket: Bucket) -> list[Diverged]:
