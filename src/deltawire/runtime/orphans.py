@@ -1,13 +1,13 @@
-"""Processes that an episode started and left behind: found by a mark in their environment, killed.
+"""Orphan tracker: kills processes that an episode started and did not end.
 
-While an episode runs, whatever starts a process in its context (the task, tasks and threads that
-it started) hands the episode's mark down in an environment variable; so do that process's own
-children, daemons among them. At the episode's end every process that still carries the mark is
-killed, and the episode is told. An episode that started none pays nothing.
+While an episode runs, every process that is started in its context (the task, and tasks and threads
+that it started) inherits the episode's mark in an environment variable; so do that process's own
+children, including daemons. At the episode's end every process that still carries the mark is
+killed and counted. An episode that started none costs nothing.
 
-Works where ``/proc`` shows processes' environments; elsewhere nothing is found. A process that was
-forked without running a program, or had its environment emptied, is not found either: a sandbox
-must end such ones itself.
+Works where ``/proc`` shows the environments of processes; elsewhere nothing is found. A process
+that was forked without running a program, or whose environment was emptied, is not found either: a
+sandbox must end such processes itself.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _PROCESSES = Path("/proc")
 
 @dataclass
 class OrphanTracker:
-    """The processes of one episode."""
+    """Tracks the processes of one episode."""
 
     mark: str = field(default_factory=lambda: secrets.token_hex(12))
     started: int = 0
 
     def end(self) -> int:
-        """Kill what is left; returns how many processes that were."""
+        """Kill the processes that are left; returns how many there were."""
         if not self.started:
             return 0
         killed: set[int] = set()
@@ -55,7 +55,7 @@ class OrphanTracker:
         found = []
         for folder in _PROCESSES.glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                # A zombie has no environment any more: whoever started it has it to bury.
+                # A zombie has no environment any more: its parent must wait for it.
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))
         return [process for process in found if process != os.getpid()]
@@ -69,18 +69,18 @@ _watching = False
 
 @contextlib.contextmanager
 def track_orphans() -> Iterator[OrphanTracker]:
-    """Mark every process that is started inside."""
+    """Mark every process that the body starts."""
     _watch()
-    mine = OrphanTracker()
-    token = _tracker.set(mine)
+    tracker = OrphanTracker()
+    token = _tracker.set(tracker)
     try:
-        yield mine
+        yield tracker
     finally:
         _tracker.reset(token)
 
 
 def _watch() -> None:
-    global _watching  # noqa: PLW0603  (a hook of the interpreter is there once, and for good)
+    global _watching  # noqa: PLW0603  (an audit hook of the interpreter cannot be removed)
     if not _watching:
         _watching = True
         sys.addaudithook(_on_event)
@@ -89,13 +89,13 @@ def _watch() -> None:
 def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
     if event not in ("subprocess.Popen", "os.posix_spawn", "os.system"):
         return
-    mine = _tracker.get()
-    # The process inherits what this one's environment is now, or the one that it was given.
-    if mine is None:
+    tracker = _tracker.get()
+    # The new process inherits this one's present environment, or the one that was passed to it.
+    if tracker is None:
         os.environ.pop(VARIABLE, None)
         return
-    mine.started += 1
-    os.environ[VARIABLE] = mine.mark
+    tracker.started += 1
+    os.environ[VARIABLE] = tracker.mark
     given = {"subprocess.Popen": 3, "os.posix_spawn": 2}.get(event)
     if given is not None and isinstance(arguments[given], dict):
-        arguments[given][VARIABLE] = mine.mark
+        arguments[given][VARIABLE] = tracker.mark

@@ -1,19 +1,20 @@
-"""Credits: how many groups workers may start, so that none comes too late to be trained on.
+"""Admission: limits how many groups workers may start, so that none finishes too late.
 
 The trainer at committed version v lets at most (S+1)·B groups be outstanding, where B groups make
 a step and S is the staleness bound. Outstanding is every group that was granted and is not yet
 settled; a group settles when the version that consumed it is committed, or when it is dropped.
 
-Bound. A worker starts a group only while it holds at least the version stated beside the credit.
-Let a group be granted at committed version v. Less than (S+1)·B groups are unsettled ahead of it.
-If the trainer consumes in the order of granting, those make at most S steps before the one that
-takes it: the first from v at the earliest, so it is consumed from version v+S at the latest. Its
-oldest token was drawn at v or later, so its staleness is at most S. With S = 0 nothing is granted
-between a step's groups and its commit: sampling and training alternate strictly.
+Bound. Let a worker start a group at the version that was committed when it was granted, v, or a
+later one. Fewer than (S+1)·B groups are unsettled ahead of it. If the trainer consumes in the order
+of granting, those make at most S steps before the step that takes it, the first of them from v at
+the earliest, so the group is consumed from version v+S at the latest. Its oldest token was sampled
+at v or later, so its staleness is at most S. With S = 0 nothing is granted between a step's groups
+and its commit: sampling and training alternate strictly. A worker on a slow link may start at a
+version before v (`deltawire.rl.rollout.worker.allowed_lag`); its groups are then older by as much.
 
-Workers finish out of order, so the argument bounds the aggregate; the trainer takes the oldest
-groups first and drops what still exceeds S (`deltawire.rl.control.rollout_buffer`), so the bound
-holds for each group by enforcement and drops stay rare by admission.
+Workers finish out of order, so the argument bounds the aggregate. The trainer takes the oldest
+groups first and drops those that still exceed S (`deltawire.rl.control.rollout_buffer`): the bound
+holds for each group by enforcement, and admission keeps drops rare.
 """
 
 from __future__ import annotations
@@ -33,25 +34,30 @@ class WorkerLoad:
 
 
 class Admission:
-    """Grants credits; a pure function of what it is shown.
+    """Grants credits; a pure function of the workers' loads.
 
-    A worker that is not alive holds no claim on the groups it never stored: its share goes to the
-    others. Should it come back, it may use its old credits, and the surplus is made up by granting
-    less until it is worked off.
+    A worker that is not alive has no claim on groups that it never stored: its share goes to the
+    others. If it returns, it may use its old credits, and fewer are granted until the surplus is
+    used up.
+
+    Example::
+
+        admission = Admission(groups_per_step=8, max_staleness=2)
+        credits = admission.grant({"w0": WorkerLoad(0, 0, 0, alive=True)})   # {"w0": 24}
     """
 
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
         self.limit = (max_staleness + 1) * groups_per_step
 
     def outstanding(self, workers: Mapping[str, WorkerLoad]) -> int:
-        """Granted and not settled, over all workers."""
+        """The number of groups that are granted and not settled, over all workers."""
         return sum(
             (load.granted if load.alive else load.stored) - load.settled
             for load in workers.values()
         )
 
     def grant(self, workers: Mapping[str, WorkerLoad]) -> dict[str, int]:
-        """New cumulative credits for every worker: never fewer than before.
+        """Compute new cumulative credits for every worker, never fewer than before.
 
         Free places go one at a time to the living worker with the fewest unfinished groups.
         """

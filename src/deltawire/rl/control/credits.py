@@ -53,6 +53,8 @@ class CreditIssuer:
         self.staleness = policy_of(config.train)
         self._metadata: dict[int, CommitMetadata] = {}
         self._stored: dict[str, int] = {}
+        self._progress: dict[str, tuple[int, float]] = {}
+        self._deliver_s = config.faults.long_s
         self._dropping: dict[str, int] = {}
         self._phase: Phase = "starting"
         self._written: TrainerStatus | None = None
@@ -75,10 +77,23 @@ class CreditIssuer:
     def observe(self, buffer: RolloutBuffer, alive: set[str]) -> None:
         """Update the state of workers and groups from the main thread."""
         with self._lock:
-            self.alive = alive
             names = self._credits.keys() | alive
             self._stored = {name: buffer.stored(name) for name in names}
             self._dropping = {name: buffer.dropping(name) for name in names}
+            self.alive = {name for name in alive if self._delivers(name)}
+
+    def _delivers(self, worker: str) -> bool:
+        """Whether a worker stored a group since it was granted one, or may still be sampling it.
+
+        A worker that holds credits for ``faults.long_s`` and stores nothing loses its claim on
+        them, like a dead one, until it stores a group.
+        """
+        now, stored = time.monotonic(), self._stored[worker]
+        before = self._progress.get(worker)
+        if before is None or before[0] != stored or self._credits.get(worker, 0) <= stored:
+            self._progress[worker] = (stored, now)
+            return True
+        return now - before[1] < self._deliver_s
 
     def granted(self) -> dict[str, int]:
         """Every worker's credits; its groups with lower sequence numbers may be read.
@@ -105,7 +120,7 @@ class CreditIssuer:
         of what it has stored, like a new worker.
         """
         with self._lock:
-            for table in (self._credits, self._stored, self._dropping):
+            for table in (self._credits, self._stored, self._dropping, self._progress):
                 table.pop(worker, None)
             self.staleness.forget(worker)
 

@@ -1,9 +1,9 @@
-"""What a staleness policy costs: what it dropped, and how far that skewed what is trained on.
+"""Drop bias: measures how far dropping old groups skews the data that is trained on.
 
-Slow episodes are dropped more often than quick ones, so a loop that drops learns from a mix of
-tasks other than the one that was drawn. Counted is what finished: the trained groups and the ones
-that were too old. Groups that failed or were damaged were lost to something else; they are counted
-by cause alone.
+Slow episodes are dropped more often than quick ones, so a loop that drops groups learns from
+another distribution of tasks than the one it samples. The measure counts groups that finished:
+those trained on and those that were too old. Groups that failed or were damaged have other reasons
+and are counted by cause only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ OTHERS = "others"
 
 
 class PolicyCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Over a run. Lengths are the mean of the tokens that the model drew in a group, None where
-    nothing was counted.
+    """Drops over a run. Lengths are means of the sampled tokens of a group, None without groups.
 
-    ``length_skew`` is the trained groups' length over that of all that finished, minus 1: below 0
-    is towards the short. ``family_distance`` is the total variation distance between the families
-    of the trained groups and of all that finished, 0 … 1. ``episodes_failed`` counts episodes that
-    trained groups went without.
+    ``length_skew`` is the mean length of trained groups over that of all finished ones, minus 1:
+    negative if short groups are favored. ``family_distance`` is the total variation distance
+    between the families of the trained groups and of all finished ones, 0 … 1. ``episodes_failed``
+    counts failed episodes of trained groups.
     """
 
     dropped: dict[str, int]
@@ -40,7 +39,7 @@ class PolicyCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def families_of(batch: Batch) -> dict[str, FamilyCounts]:
-    """One step's trained and too old groups by family; those past `MAX_FAMILIES` as `OTHERS`."""
+    """Count one step's trained and too old groups by family, beyond `MAX_FAMILIES` as `OTHERS`."""
     found: dict[str, FamilyCounts] = {}
 
     def add(family: str, trained: int, dropped: int, tokens: int) -> None:
@@ -53,8 +52,8 @@ def families_of(batch: Batch) -> dict[str, FamilyCounts]:
             dropped_tokens=before.dropped_tokens + dropped * tokens,
         )
 
-    for pooled in batch.taken:
-        add(pooled.group.family, 1, 0, pooled.group.tokens)
+    for buffered in batch.taken:
+        add(buffered.group.family, 1, 0, buffered.group.tokens)
     for drop in batch.drops:
         if drop.cause == "stale":
             add(drop.family, 0, 1, drop.tokens)
@@ -62,20 +61,20 @@ def families_of(batch: Batch) -> dict[str, FamilyCounts]:
 
 
 def causes_of(batch: Batch) -> dict[str, int]:
-    """One step's dropped groups by cause, a failed one's with what failed first."""
+    """Count one step's dropped groups by cause, with the first failure of a failed one."""
     return _most(
         f"{drop.cause}: {drop.detail}" if drop.detail else drop.cause for drop in batch.drops
     )
 
 
 def failures_of(batch: Batch) -> dict[str, int]:
-    """One step's episodes that failed, by cause, in groups that had enough others."""
+    """Count one step's failed episodes by cause, in groups that were trained on."""
     return _most(
         cause
-        for pooled in batch.taken
+        for buffered in batch.taken
         for cause in {
             episode: t.cause
-            for episode, t in zip(pooled.group.episodes, pooled.group.trajectories, strict=True)
+            for episode, t in zip(buffered.group.episodes, buffered.group.trajectories, strict=True)
             if t.cause
         }.values()
     )
@@ -94,7 +93,7 @@ def cost_of(
     dropped: Sequence[dict[str, int]],
     failed: Sequence[dict[str, int]],
 ) -> PolicyCost:
-    """The sum over steps of what `families_of`, `causes_of` and `failures_of` counted."""
+    """Sum the counts of `families_of`, `causes_of` and `failures_of` over steps."""
     trained: Counter[str] = Counter()
     finished: Counter[str] = Counter()
     tokens_trained = tokens_dropped = 0

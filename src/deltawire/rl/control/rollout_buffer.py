@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ DropCause = Literal["stale", "failed", "damaged", "unknown version", "withheld"]
 MIN_EPISODES = 2
 """With fewer episodes left after failures, there is nothing to compare and no advantage."""
 READERS = 16
+QUARANTINE_AFTER = 8
+"""Damaged groups of a worker after which it is quarantined, if they are more than a quarter of all
+its groups: storage damages few."""
 
 
 @dataclass
@@ -82,6 +86,7 @@ class RolloutBuffer:
     """Fetches each worker's next groups, and hands out batches.
 
     A group that is damaged, or exceeds its ``bounds``, is dropped and its key kept in ``damaged``.
+    A worker that stores too many of them is quarantined: its groups are no longer read.
     A group with fewer than `MIN_EPISODES` completed episodes is dropped too; ``failed`` counts
     those in a row, and ``failure`` is the last one's first cause. A dropped group counts as
     settled, so its credit is granted again. ``arrive`` is called once for each stored group and
@@ -120,6 +125,10 @@ class RolloutBuffer:
         self._dropped: list[Drop] = []
         self._arrive = arrive
         self.damaged: list[str] = []
+        self.quarantined: dict[str, str] = {}
+        """Workers whose groups are no longer read, with the fault of the last one that was."""
+        self._damaged_of: Counter[str] = Counter()
+        self._fetched_of: Counter[str] = Counter()
         self.failed = 0
         self.failure = ""
 
@@ -153,7 +162,7 @@ class RolloutBuffer:
         for worker in workers:
             self._next.setdefault(worker, self._ledger.below.get(worker, 0))
         found = 0
-        active = sorted(workers)
+        active = sorted(set(workers) - self.quarantined.keys())
         while active and (room := 2 * self._limit - len(self._waiting)) > 0:
             wanted = []
             for worker in active:
@@ -165,7 +174,7 @@ class RolloutBuffer:
             results = self._read_all([(worker, self._next[worker]) for worker in turn])
             active = []
             for worker, result in zip(turn, results, strict=True):
-                if result is not None:
+                if result is not None and worker not in self.quarantined:
                     self._add(worker, self._next[worker], result)
                     self._next[worker] += 1
                     found += 1
@@ -187,8 +196,13 @@ class RolloutBuffer:
             return error
 
     def _add(self, worker: str, sequence: int, result: tuple[Group, str] | CorruptError) -> None:
+        self._fetched_of[worker] += 1
         if isinstance(result, CorruptError):
             self.damaged.append(keys.rollout(worker, sequence))
+            self._damaged_of[worker] += 1
+            damaged = self._damaged_of[worker]
+            if damaged >= QUARANTINE_AFTER and 4 * damaged > self._fetched_of[worker]:
+                self.quarantined[worker] = result.message
             self._dropped.append(Drop(worker, sequence, "damaged"))
             self._arrive(worker, None)
             return

@@ -1,11 +1,13 @@
-"""Reading one finished group, believed damaged only when it is so each time it is read."""
+"""Rollout reader: reads one finished group and checks it against the run's bounds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import blake3
+import numpy as np
 
+from deltawire.config import RunConfig
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
 from deltawire.wire import keys
@@ -13,38 +15,65 @@ from deltawire.wire.ledger import GROUP_HASH_DIGITS
 from deltawire.wire.rollouts import MAX_GROUP_BYTES, Group, decode_group
 
 READS = 3
-"""A network may cut an answer short and call it whole. A group that is dropped for it is lost."""
+"""A group counts as damaged only if every read finds it so: a network may cut an answer short and
+report it as complete, and a dropped group is lost."""
+LARGEST_REWARD = 1e4
+"""The largest magnitude of a reward, in multiples of ``probes.reward_scale``."""
+LEAST_LOGPROB = -100.0
+"""Nats. A sampler draws no token of a lower log-probability in the lifetime of a run."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What each group of a run keeps to: tokens of the model's, the run's own temperature, and no
-    more tokens in a row than its context. One that does not is worse than useless: it would end
-    the trainer, or spoil the step of all that it is computed with."""
+    """The limits that every group of a run respects.
+
+    A group that exceeds them was made by no worker of this run: it would stop the trainer, or
+    dominate the step of all groups that it is trained on with.
+    """
 
     vocabulary: int
     temperature: float
     context: int
+    episodes: int = 1 << 12
+    reward: float = LARGEST_REWARD
+
+    @classmethod
+    def of(cls, config: RunConfig, vocabulary: int) -> Bounds:
+        """The bounds of a run."""
+        rollout = config.rollout
+        return cls(
+            vocabulary,
+            rollout.temperature,
+            rollout.context,
+            rollout.group_size,
+            LARGEST_REWARD * config.probes.reward_scale,
+        )
 
     def fault(self, group: Group) -> str:
-        """What is wrong with a group, empty if nothing is."""
+        """The first bound that a group exceeds, empty if there is none."""
         if group.largest_token >= self.vocabulary:
-            return "a token no model has"
+            return f"a token is not in the vocabulary of {self.vocabulary}"
         if group.temperature != self.temperature:
-            return f"drawn at the temperature {group.temperature}, not {self.temperature}"
-        for _, _, t in group.trained():
-            if len(group.prompt_of(t)) + len(t.tokens_T) > self.context:
+            return f"sampled at temperature {group.temperature}, not {self.temperature}"
+        if len(set(group.episodes)) > self.episodes:
+            return f"more than {self.episodes} episodes"
+        for t in group.trajectories:
+            if len(group.prompt_of(t)) + len(t.tokens_T) > self.context and not t.cause:
                 return f"a sequence of more than {self.context} tokens"
+            if abs(t.reward) > self.reward:
+                return f"a reward of {t.reward:g}, beyond {self.reward:g}"
+            if np.min(t.logprobs_T[t.mask_T == 1], initial=0.0) < LEAST_LOGPROB:
+                return f"a log-probability below {LEAST_LOGPROB:g}"
         return ""
 
 
 def read_group(
     bucket: Bucket, worker: str, sequence: int, *, bounds: Bounds | None = None, expected: str = ""
 ) -> tuple[Group, str] | None:
-    """A worker's group and the hash of its bytes, None if there is none.
+    """Read a worker's group and the hash of its bytes, None if it does not exist.
 
-    Raises `CorruptError` if it is no group, another worker's, beyond its ``bounds``, or is not the
-    one whose hash is ``expected``.
+    Raises `CorruptError` if the object is not a group of this worker, exceeds its ``bounds``, or
+    does not have the hash ``expected``.
     """
     for attempt in range(READS):
         try:
@@ -63,15 +92,11 @@ def _read_once(
     if data is None:
         return None
     found = blake3.blake3(data).hexdigest()[:GROUP_HASH_DIGITS]
-    fault = ""
     if expected and found != expected:
-        fault = "a group is not the one that was trained on"
-    else:
-        group = decode_group(data, run=bucket.url, key=key)
-        if group.worker != worker:
-            fault = "a group of another worker"
-        elif bounds is not None:
-            fault = bounds.fault(group)
-        if not fault:
-            return group, found
-    raise CorruptError(fault, run=bucket.url, key=key)
+        raise CorruptError("a group is not the one that was trained on", run=bucket.url, key=key)
+    group = decode_group(data, run=bucket.url, key=key)
+    if group.worker != worker:
+        raise CorruptError("a group of another worker", run=bucket.url, key=key)
+    if bounds is not None and (fault := bounds.fault(group)):
+        raise CorruptError(fault, run=bucket.url, key=key)
+    return group, found

@@ -35,7 +35,7 @@ from deltawire.errors import (
     RetryError,
     StoppedError,
 )
-from deltawire.events import Published, Step, known
+from deltawire.events import Life, Published, Step, known
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.export.source import digest_of
 from deltawire.parity import finite, parity_event
@@ -113,7 +113,7 @@ class Trainer:
             self.bucket,
             self.ledger,
             limit=self.credits.staleness.limit,
-            bounds=Bounds(vocabulary, config.rollout.temperature, config.rollout.context),
+            bounds=Bounds.of(config, vocabulary),
             arrive=self.credits.staleness.arrive,
             withhold=self.probes.withholds,
         )
@@ -130,6 +130,7 @@ class Trainer:
             on_commit=self._on_commit,
         )
         self._saved = -1
+        self._quarantined: set[str] = set()
         self._answered_at = time.monotonic()
 
     def _restore(self, model: Any, head: Mirror) -> MasterWeights:
@@ -214,16 +215,33 @@ class Trainer:
                 self.credits.forget(worker)
                 self.buffer.forget(worker)
             self.buffer.poll(self.fleet.known_workers, self.credits.granted())
+            self._record_quarantined()
         except RetryError:
             if time.monotonic() - self._answered_at > STORE_PATIENCE_S:
                 raise
             self.process.wait(1.0)
             return None
         self._answered_at = time.monotonic()
-        return self.fleet.workers
+        return self.fleet.workers - self.buffer.quarantined.keys()
+
+    def _record_quarantined(self) -> None:
+        for worker, fault in self.buffer.quarantined.items():
+            if worker not in self._quarantined:
+                self._quarantined.add(worker)
+                self.process.events.record(
+                    Life(
+                        process=worker,
+                        at=time.time(),
+                        role="worker",
+                        what="stopped",
+                        detail=f"quarantined by the trainer, for damaged groups: {fault}",
+                    )
+                )
 
     def _is_settled(self, worker: str) -> bool:
         """Whether no step needs a group of this worker any more."""
+        if worker in self.buffer.quarantined:
+            return True
         heartbeat = self.fleet.heartbeats[worker]
         stored = heartbeat.worker.stored if heartbeat.worker else 0
         return self.credits.is_settled(worker) and self.ledger.count(worker) >= min(

@@ -197,3 +197,28 @@ def test_every_worker_contributes_before_any_contributes_twice(bucket, make_grou
         buffer.poll("cab")
         taken = buffer.next_batch(Strict(6, 1), version=0).taken
         assert [one.group.worker for one in taken] == [*"abcabc"]
+
+
+def test_a_worker_that_never_delivers_loses_its_credits(bucket, make_group, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("deltawire.rl.control.credits.time.monotonic", lambda: now[0])
+    issuer, buffer = issuer_at(bucket), RolloutBuffer(bucket, Ledger(), limit=4)
+
+    def poll():
+        buffer.poll(["mute", "honest"], issuer.granted())
+        issuer.observe(buffer, {"mute", "honest"})
+        issuer.write("training")
+
+    poll()
+    assert credits_of(bucket) == {"honest": 2, "mute": 2}
+    for _ in range(3):
+        now[0] += CONFIG.faults.long_s / 2
+        poll()
+        stored = buffer.stored("honest")
+        store(bucket, make_group, "honest", credits_of(bucket)["honest"] - stored, 0, first=stored)
+    poll()
+    assert credits_of(bucket) == {"honest": 4, "mute": 2}
+    store(bucket, make_group, "mute", 1, 0)
+    poll()
+    poll()
+    assert "mute" in issuer.alive

@@ -3,11 +3,12 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from deltawire.errors import CorruptError
 from deltawire.rl.control import rollout_reader as groups_module
-from deltawire.rl.control.rollout_buffer import RolloutBuffer, read_consumed
+from deltawire.rl.control.rollout_buffer import QUARANTINE_AFTER, RolloutBuffer, read_consumed
 from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.rl.control.staleness import Strict
 from deltawire.store import open_bucket
@@ -251,11 +252,13 @@ KEPT = Bounds(vocabulary=9, temperature=1.0, context=3)
         (replace(KEPT, vocabulary=8), False),
         (replace(KEPT, temperature=0.5), False),
         (replace(KEPT, context=2), False),
+        (replace(KEPT, episodes=0), False),
+        (replace(KEPT, reward=-1.0), False),
     ],
-    ids=["sound", "a token of no model", "another temperature", "beyond the context"],
+    ids=["sound", "token", "temperature", "context", "episodes", "reward"],
 )
-def test_what_no_worker_of_the_run_draws_is_damage(bucket, make_group, bounds, kept):
-    """A group alone at another temperature would be scored at that of the others beside it."""
+def test_a_group_beyond_the_bounds_is_damaged(bucket, make_group, bounds, kept):
+    """A group at another temperature would be scored at that of the others in its batch."""
     assert bucket.create(keys.rollout("a", 0), encode_group(make_group("a", [1])))
     buffer = RolloutBuffer(bucket, Ledger(), limit=10, bounds=bounds)
     buffer.poll(["a"])
@@ -312,3 +315,27 @@ def test_drops_say_why(bucket, store, make_group):
         3: "failed",
     }
     assert {drop.sequence: drop.tokens for drop in found.drops} == {0: 2, 1: 2, 2: 0, 3: 2}
+
+
+def test_an_impossible_log_probability_is_damage(bucket, make_group):
+    group = make_group("a", [1])
+    group.trajectories[0] = replace(
+        group.trajectories[0], logprobs_T=np.full_like(group.trajectories[0].logprobs_T, -101.0)
+    )
+    assert "log-probability" in KEPT.fault(group)
+
+
+def test_a_worker_that_stores_damaged_groups_is_quarantined(bucket, store):
+    """Its groups cost nothing from then on; a few damaged ones among many cost no worker that."""
+    for sequence in range(40):
+        bucket.put(keys.rollout("liar", sequence), b"x")
+        store("honest", sequence, 0)
+    for sequence in range(0, 40, 5):
+        bucket.put(keys.rollout("honest", sequence), b"x")
+    buffer = RolloutBuffer(bucket, Ledger(), limit=100)
+    buffer.poll(["honest", "liar"])
+    assert buffer.quarantined.keys() == {"liar"}
+    assert buffer.stored("honest") == 40
+    assert buffer.stored("liar") == QUARANTINE_AFTER
+    assert "not a valid" in buffer.quarantined["liar"]
+    assert buffer.poll(["liar"]) == 0
