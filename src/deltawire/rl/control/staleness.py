@@ -201,7 +201,7 @@ class WindowedFifo(StalenessPolicy):
             self._places += 1
 
     def arrive(self, worker: str, oldest: int | None) -> int:
-        """Assign the newest credit granted at or before its oldest version, else the first place."""
+        """Assign the newest credit granted at or before its oldest version, else place -1."""
         with self._lock:
             grants = self._open.get(worker, [])
             fitting = [n for n, g in enumerate(grants) if oldest is None or g.version <= oldest]
