@@ -8,6 +8,9 @@ from deltawire.engines.vllm.rank_weights import RankWeights
 from deltawire.engines.vllm.swap_controller import VersionWatcher
 from deltawire.errors import RetryError
 from deltawire.store import open_bucket
+from deltawire.testing.faulty import FaultyBucket
+from deltawire.testing.tiny import start_publisher, weights
+from deltawire.wire import keys
 
 
 class PanicException(BaseException):
@@ -34,18 +37,15 @@ def until(condition):
 
 
 @pytest.mark.parametrize("error", [PanicException("slice"), KeyError("x"), RetryError("no answer")])
-def test_a_poll_that_fails_is_reported_and_repeated(tmp_path, monkeypatch, error):
-    bucket = open_bucket(str(tmp_path))
-    monkeypatch.setattr(type(bucket), "poll_s", 0.01)
-    failing = [True]
-
-    def exists(key):
-        if failing:
-            raise error
-        return True
-
-    monkeypatch.setattr(bucket, "exists", exists)
-    monkeypatch.setattr("deltawire.engines.vllm.swap_controller.newest_version", lambda *_, **__: 7)
+def test_a_poll_that_fails_is_reported_and_repeated(error):
+    bucket = FaultyBucket(open_bucket("memory://"))
+    publisher = start_publisher(bucket.inner)
+    for version in range(6):
+        publisher.publish(weights(version))
+    publisher.close()
+    # A key of anybody's is no version: the controller must not be led to it.
+    bucket.inner.put(keys.manifest(9_999_999_999), b"junk")
+    bucket.fail(times=None, error=lambda verb, key: error)
     controller = Controller()
     watcher = VersionWatcher(controller, bucket, polling=True)
     assert watcher.failure_now() == ""
@@ -53,9 +53,9 @@ def test_a_poll_that_fails_is_reported_and_repeated(tmp_path, monkeypatch, error
     until(watcher.failure_now)
     assert str(error) in watcher.failure_now()
     assert watcher.is_alive()
-    failing.clear()
+    bucket.heal()
     until(lambda: not watcher.failure_now())
-    assert controller.wanted == 7
+    assert controller.wanted == 5
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -39,7 +39,8 @@ from deltawire.placement.placed import PlacedWeights, Prepared
 from deltawire.placement.placement import Placement, assign_ownership, probe
 from deltawire.placement.steps import step_to
 from deltawire.store import RetryingBucket, open_bucket
-from deltawire.sync import Mirror, Subscriber, Update, load_mirror, newest_version, require_run
+from deltawire.sync import Mirror, Subscriber, Update, load_mirror, require_run
+from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.wire.run import Run
 
 T = TypeVar("T")
@@ -97,10 +98,10 @@ class RankWeights:
         """Returns the run and its newest version."""
         self._bucket = RetryingBucket(open_bucket(self.settings.run))
         run = require_run(self._bucket, public_key=self.settings.public_key)
-        newest = newest_version(self._bucket)
+        newest = newest_readable(self._bucket, run)
         if newest is None:
             raise InputError("the run has no version yet", run=self._bucket.url)
-        return run, newest
+        return run, newest.version
 
     def _together(self, work: Callable[[], T]) -> T:
         """Runs ``work``, which must not wait for other ranks, on all of them. A failure on one rank

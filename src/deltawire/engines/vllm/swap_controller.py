@@ -31,8 +31,8 @@ from deltawire.engines.vllm.refusals import refuse_configuration
 from deltawire.engines.vllm.settings import FollowSettings, in_use, parse, settings_of
 from deltawire.errors import BugError, DeltawireError, InputError, ResyncError
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import newest_version
-from deltawire.wire import keys
+from deltawire.sync import require_run
+from deltawire.sync.chain.version_poller import VersionPoller
 
 POLL_EVERY_S = 0.02
 """How often the workers are asked whether they have prepared."""
@@ -239,7 +239,9 @@ class SwapController:
             self._attest_at = time.monotonic() + settings.attest_every_s
         if self._watch is None and (settings.follow or settings.attest_every_s):
             bucket = open_bucket(settings.run)
-            self._watch = VersionWatcher(self, bucket, polling=settings.follow)
+            self._watch = VersionWatcher(
+                self, bucket, polling=settings.follow, public_key=settings.public_key
+            )
             self._watch.start()
 
     @property
@@ -377,13 +379,16 @@ class VersionWatcher(threading.Thread):
     Whatever a poll raises is reported by `failure_now` until one succeeds; so is the thread's end.
     """
 
-    def __init__(self, controller: SwapController, bucket: Bucket, *, polling: bool) -> None:
+    def __init__(
+        self, controller: SwapController, bucket: Bucket, *, polling: bool, public_key: str = ""
+    ) -> None:
         super().__init__(name="deltawire-watch", daemon=True)
         self.failure = ""
         self._controller = controller
         self._bucket = bucket
         self._polling = polling
-        self._polls = 0
+        self._public_key = public_key
+        self._poller: VersionPoller | None = None
 
     def failure_now(self) -> str:
         """Returns why newer versions are not found at present; empty if they are."""
@@ -393,13 +398,15 @@ class VersionWatcher(threading.Thread):
 
     def run(self) -> None:
         """Runs until the process ends."""
-        polled = float("-inf")
+        poll_at = 0.0
         try:
             while True:
                 time.sleep(POLL_EVERY_S)
-                if self._polling and time.monotonic() - polled >= self._bucket.poll_s:
-                    polled = time.monotonic()
+                if self._polling and time.monotonic() >= poll_at:
                     self._try_to_poll()
+                    poll_at = time.monotonic() + (
+                        self._poller.pause_s if self._poller else self._bucket.poll_s
+                    )
                 if self._controller.busy():
                     self._controller._wake()
         except BaseException as error:
@@ -416,13 +423,12 @@ class VersionWatcher(threading.Thread):
             self.failure = f"cannot poll for versions: {type(error).__name__}: {error}"
 
     def _poll(self) -> None:
-        wanted = self._controller.wanted
-        self._polls += 1
-        # An occasional listing finds newer versions even if one manifest was lost.
-        if self._polls % 20 == 0 or self._bucket.exists(keys.manifest(wanted + 1)):
-            newest = newest_version(self._bucket, newer_than=wanted)
-            if newest is not None and newest > wanted:
-                self._controller.wanted = newest
+        if self._poller is None:
+            run = require_run(self._bucket, public_key=self._public_key)
+            self._poller = VersionPoller(self._bucket, run)
+        newest = self._poller.newer(self._controller.wanted)
+        if newest is not None:
+            self._controller.wanted = newest.version
 
 
 def _answer(call: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> dict[str, Any]:
