@@ -1,4 +1,4 @@
-"""Tasks for a harness that drives an OpenAI-compatible chat endpoint, unmodified.
+"""Tasks for an unmodified agent harness that calls an OpenAI-compatible chat endpoint.
 
 ::
 
@@ -10,8 +10,8 @@
     def tasks(config, *, seed):
         return ChatTasks(solve, train, heldout=heldout, seed=seed)
 
-with ``task.environment = "my_module:tasks"``. A harness that is no coroutine function runs in a
-thread of its own, since the endpoint that it waits for lives in the worker's event loop.
+with ``task.environment = "my_module:tasks"``. A harness that is not a coroutine function runs in a
+separate thread, since the endpoint that it waits for runs in the worker's event loop.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class _ChatEpisode(AgentHarness):
 
 
 class ChatTasks:
-    """A `TaskSource` over lists of tasks, whatever those are, JSON preferred.
+    """A `TaskSource` over lists of tasks of any type, preferably JSON.
 
-    ``family`` gives a task's kind, from the task. Raises `InputError` for an empty list.
+    ``family`` returns the kind of a task. Raises `InputError` for an empty list.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ChatTasks:
         family: Callable[[Any], str] = lambda _: "",
     ) -> None:
         if not train or not heldout:
-            raise InputError("a harness needs tasks to train on, and others that are held out")
+            raise InputError("a harness needs tasks for training and others that are held out")
         self._harness = harness
         self._train = train
         self._seed = seed
@@ -72,16 +72,16 @@ class ChatTasks:
         self._heldout = [self._task(data) for data in heldout]
 
     def draw(self, stream: str, index: int) -> Task:
-        """Any of the tasks to train on."""
+        """Draw any of the training tasks."""
         draw = random.Random(f"{self._seed} {stream} {index}")
         return self._task(self._train[draw.randrange(len(self._train))])
 
     def heldout(self) -> list[Task]:
-        """The tasks that are held out."""
+        """The held-out tasks."""
         return self._heldout
 
     def open(self, task: Task) -> AgentHarness:
-        """A fresh run of the harness."""
+        """Open a fresh run of the harness."""
         return _ChatEpisode(self._harness, task.data)
 
     def _task(self, data: Any) -> Task:

@@ -1,14 +1,14 @@
-"""Scores by a function in a child process, which can be killed when it does not come back.
+"""Scores answers by a function in a child process, which is killed when it takes too long.
 
-Scoring what a model wrote may take for ever, take all memory, or run it: several datasets of
-reasoning-gym evaluate answers as expressions. So the function runs in a process of its own, with
-limits on time and memory, none of this one's environment variables but a few, and its output
-thrown away. Who waits for whom::
+Scoring a model's answer may take forever or take all memory. So the function runs in a separate
+process, with limits on time and memory, with few of this one's environment variables, and with its
+output discarded. This is no isolation: code in an answer must not run here
+(`deltawire.envs.evaluated_answers`). Who waits for whom::
 
-    judge(…) ─▶ a thread, one at a time ─▶ child: function(…) ─▶ a number
-                        └─ limit_s later, killed; the next call starts another child
+    score(…) ─▶ a thread, one at a time ─▶ child: function(…) ─▶ a number
+                        └─ killed after limit_s; the next call starts another child
 
-The child also sets itself an alarm, so that it ends when nobody is left to kill it.
+The child also sets itself an alarm, so that it ends if its parent is gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 START_S = 120.0
-"""How long the child may take to import the function."""
+"""How long the child may take to import the function, in seconds."""
 
 _KEPT = ("PATH", "PYTHONHASHSEED", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT")
 _HEADER = struct.Struct("<Q")
@@ -39,7 +39,7 @@ _GRACE_S = 5.0
 
 
 class ScoringTimeoutError(Exception):
-    """The function did not come back in time."""
+    """The function did not return in time."""
 
 
 class ScoringError(Exception):
@@ -47,8 +47,14 @@ class ScoringError(Exception):
 
 
 class ScoringProcess:
-    """``module:function``, called in a child process with what JSON can hold; the answer must be
-    a number. Calls wait for one another."""
+    """Calls ``module:function`` in a child process with arguments that JSON can hold; it must
+    return a number. Calls are made one at a time.
+
+    Example::
+
+        score = ScoringProcess("my_module:score", limit_s=10.0)
+        reward = await score("the answer")
+    """
 
     def __init__(self, function: str, *, limit_s: float = 10.0, memory_bytes: int = 4 << 30):
         self._function = function
@@ -59,11 +65,11 @@ class ScoringProcess:
 
     async def __call__(self, *arguments: Any, limit_s: float | None = None) -> float:
         """Call the function, under another limit if one is given. Raises `ScoringTimeoutError` or
-        `ScoringError`, and is then as good as before."""
+        `ScoringError`; later calls start a new child if necessary."""
         return await asyncio.to_thread(self.call, *arguments, limit_s=limit_s)
 
     def call(self, *arguments: Any, limit_s: float | None = None) -> float:
-        """The same, waiting."""
+        """Call the function, blocking this thread."""
         with self._lock:
             try:
                 return self._ask(arguments, limit_s or self._limit_s)
@@ -94,8 +100,8 @@ class ScoringProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        # As a file, so that the child imports nothing but what the function needs. In a context of
-        # nobody's: it serves all episodes, and must not end with the one that wanted it first.
+        # Run as a file, so that the child imports only what the function needs; and in an empty
+        # context, since it serves all episodes and must not end with the one that started it.
         self._child = contextvars.Context().run(
             subprocess.Popen,
             [sys.executable, "-P", __file__, self._function, str(self._memory_bytes)],
@@ -143,11 +149,13 @@ class ScoringProcess:
 
 
 class _RaisedError(ScoringError):
-    """The function raised and its process is fine."""
+    """The function raised, and its process is still usable."""
 
 
 def _limit_memory(count: int) -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not every system has them
+    with contextlib.suppress(
+        ImportError, ValueError, OSError
+    ):  # Not every system has these limits.
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (count, count))
@@ -160,15 +168,15 @@ def _answer(out: BinaryIO, **content: Any) -> None:
 
 
 def _serve(function: str, memory_bytes: int) -> None:
-    """The child: answer requests until there are no more."""
+    """Answer requests in the child until there are no more."""
     out = os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # What the function prints is no answer.
+    os.dup2(nowhere, 1)  # The function's own output is not an answer.
     try:
         module, _, name = function.partition(":")
         call = getattr(importlib.import_module(module), name)
         _limit_memory(memory_bytes)
-    except Exception as error:  # an import may raise anything
+    except Exception as error:  # An import may raise anything.
         _answer(out, error=f"{type(error).__name__}: {error}"[:1000])
         return
     _answer(out, value=0)
@@ -176,10 +184,10 @@ def _serve(function: str, memory_bytes: int) -> None:
         request = json.loads(sys.stdin.buffer.read(*_HEADER.unpack(header)))
         signal.setitimer(
             signal.ITIMER_REAL, request["alarm_s"]
-        )  # its default action ends the process
+        )  # The signal's default action ends the process.
         try:
             answer: dict[str, Any] = {"value": float(call(*request["arguments"]))}
-        except Exception as error:  # as it says
+        except Exception as error:  # whatever the function raises
             answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         _answer(out, **answer)

@@ -1,4 +1,4 @@
-"""Environments made with `verifiers` (0.4): their tasksets, harnesses and rewards, as they are.
+"""Runs environments made with `verifiers` (0.4), with their tasksets, harnesses and rewards.
 
 ::
 
@@ -7,11 +7,10 @@
     heldout = 20
     options = { env = { taskset = { id = "my-taskset" } }, tasks = 1000 }
 
-``env`` is the environment's own configuration, ``tasks`` how many of its taskset are read at most:
-the first ``heldout`` of them are held out. The ids name Python packages, so the module of each
-must be trusted by this machine's user, as in `deltawire.envs.registry`. The reward is the sum
-of the trainable agents' rewards. Which programs a harness starts, and what those fetch, is its own
-matter; it finds the policy at the episode's endpoint.
+``env`` is the environment's own configuration; at most ``tasks`` of its taskset are read, and the
+first ``heldout`` of them are held out. The ids name Python packages, each of which this machine
+must trust (`deltawire.envs.machine_policy`). The reward is the sum of the trainable agents'
+rewards. A harness may start any program; it calls the policy at the episode's endpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ DEFAULT_TASKS = 10_000
 
 @dataclass
 class _VerifiersEpisode(AgentHarness):
-    """One `verifiers` episode, in an environment object of its own."""
+    """One `verifiers` episode, with its own environment object."""
 
     settings: dict[str, Any]
     task: Any
@@ -40,7 +39,7 @@ class _VerifiersEpisode(AgentHarness):
     async def drive(self, endpoint: ModelEndpoint) -> float:
         from verifiers.v1 import EvalClientConfig, ModelContext
 
-        # The library reads keys from environment variables alone.
+        # The library reads keys from environment variables only.
         variable = f"DELTAWIRE_EPISODE_KEY_{secrets.token_hex(8)}"
         os.environ[variable] = endpoint.api_key
         try:
@@ -62,7 +61,7 @@ class VerifiersTasks:
     """A `TaskSource` over one `verifiers` taskset.
 
     Raises `InputError` without the package, for modules that are not trusted, for settings that
-    the environment refuses, and for a taskset with nothing left to train on.
+    the environment refuses, and for a taskset with no tasks left to train on.
     """
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
@@ -86,7 +85,7 @@ class VerifiersTasks:
         self._heldout = config.heldout
 
     def draw(self, stream: str, index: int) -> Task:
-        """Any task behind the held-out ones."""
+        """Draw any task that is not held out."""
         import random
 
         draw = random.Random(f"{self._seed} {stream} {index}")
@@ -97,7 +96,7 @@ class VerifiersTasks:
         return [self._task(number) for number in range(self._heldout)]
 
     def open(self, task: Task) -> AgentHarness:
-        """A fresh episode of ``task``."""
+        """Open a fresh episode of ``task``."""
         return _VerifiersEpisode(self._settings, self._tasks[task.data])
 
     def _task(self, number: int) -> Task:
@@ -105,8 +104,8 @@ class VerifiersTasks:
 
 
 def _modules(settings: Any) -> set[str]:
-    """The packages that a configuration's ids would have imported: those of verifiers' own are
-    trusted as the package is."""
+    """The packages that the ids of a configuration import; those of verifiers itself are trusted
+    like the package."""
     found: set[str] = set()
     if isinstance(settings, dict):
         for key, value in settings.items():
@@ -131,5 +130,5 @@ def _environment(settings: dict[str, Any]) -> Any:
         ) from error
     try:
         return load_environment(resolve_env_config(settings))
-    except Exception as error:  # whatever the environment's own package raises
+    except Exception as error:  # The environment's package may raise anything.
         raise InputError(f"verifiers refuses task.options.env: {error}") from error

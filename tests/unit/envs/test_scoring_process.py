@@ -17,7 +17,7 @@ HERE = "judged:"
 
 
 @pytest.fixture
-def judge():
+def scorer_of():
     made = []
 
     def make(function, **settings):
@@ -29,13 +29,13 @@ def judge():
         one.close()
 
 
-def test_a_number_comes_back_and_prints_do_not_disturb(judge):
-    scorer = judge(double)
+def test_a_number_comes_back_and_prints_do_not_disturb(scorer_of):
+    scorer = scorer_of(double)
     assert [scorer.call(n) for n in range(5)] == [0, 2, 4, 6, 8]
 
 
-def test_an_error_is_told_and_the_child_goes_on(judge):
-    scorer = judge(fail)
+def test_an_error_is_told_and_the_child_goes_on(scorer_of):
+    scorer = scorer_of(fail)
     with pytest.raises(ScoringError, match="ValueError: no 3"):
         scorer.call(3)
     child = scorer._child
@@ -45,21 +45,21 @@ def test_an_error_is_told_and_the_child_goes_on(judge):
 
 
 @pytest.mark.parametrize("function", [hang, power])
-def test_what_never_returns_is_killed(judge, function):
-    scorer = judge(function, limit_s=0.3)
+def test_what_never_returns_is_killed(scorer_of, function):
+    scorer = scorer_of(function, limit_s=0.3)
     with pytest.raises(ScoringTimeoutError, match=r"longer than 0\.3 s"):
         scorer.call(0)
     assert scorer._child is None
 
 
 @pytest.mark.parametrize("function", [vanish, devour, word])
-def test_a_child_that_dies_or_answers_nonsense_is_an_error(judge, function):
+def test_a_child_that_dies_or_answers_nonsense_is_an_error(scorer_of, function):
     with pytest.raises(ScoringError):
-        judge(function).call(0)
+        scorer_of(function).call(0)
 
 
-def test_after_a_death_the_next_call_works(judge):
-    scorer = judge(double)
+def test_after_a_death_the_next_call_works(scorer_of):
+    scorer = scorer_of(double)
     assert scorer.call(1) == 2
     scorer._child.kill()
     scorer._child.wait()
@@ -68,9 +68,9 @@ def test_after_a_death_the_next_call_works(judge):
     assert scorer.call(2) == 4
 
 
-def test_credentials_stay_here(judge, monkeypatch):
+def test_credentials_stay_here(scorer_of, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    assert judge(secret).call(0) == 0.0
+    assert scorer_of(secret).call(0) == 0.0
 
 
 def test_a_function_that_is_not_there_says_so():
@@ -78,11 +78,11 @@ def test_a_function_that_is_not_there_says_so():
         ScoringProcess("no_such_module:f").call(0)
 
 
-def test_waiting_for_a_score_does_not_hold_others_up(judge):
+def test_waiting_for_a_score_does_not_hold_others_up(scorer_of):
     async def run():
-        scorer = judge(double)
+        scorer = scorer_of(double)
         await scorer(0)
-        waiting = asyncio.ensure_future(judge(hang, limit_s=1.0)(0))
+        waiting = asyncio.ensure_future(scorer_of(hang, limit_s=1.0)(0))
         turns = 0
         while not waiting.done():
             await asyncio.sleep(0.001)

@@ -1,5 +1,6 @@
-"""Commands of strangers, run where they see nothing, reach nothing and leave nothing behind.
+"""Runs untrusted commands and expressions, isolated by the kernel's namespaces.
 
-`deltawire.envs.sandbox.box` is what others use. The other modules run in the launcher, a process of
-its own that imports the standard library only.
+Use `deltawire.envs.sandbox.box` for commands and `deltawire.envs.sandbox.evaluator` for
+expressions. The other modules run in the launcher, a separate process that imports the standard
+library only.
 """

@@ -1,8 +1,8 @@
-"""`Sandbox`: one command over one folder, from an event loop.
+"""`Sandbox` runs one command over one folder, from an event loop.
 
 A folder is a value (`Files`): it goes in with the command and comes back with the outcome, and
-between two commands nothing exists but that value. So no process, no open file and no mount
-outlives a command, two rollouts cannot meet, and a folder can be kept, copied or graded elsewhere.
+between two commands only that value exists. So no process, open file or mount outlives a command,
+two rollouts cannot interact, and a folder can be stored, copied or graded elsewhere.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["CommandLimits", "Files", "Isolation", "Outcome", "Sandbox", "check_f
 Isolation = Literal["namespaces", "process"]
 
 _GRACE_S = 30.0
-"""What the launcher may take beyond the command's own time before it counts as stuck."""
+"""Time that the launcher may take beyond the command's before it counts as stuck."""
 _FAREWELL_S = 5.0
 _FIRST_UID = 1_900_000_000
-"""From here on users are taken when the worker is root: far from those that systems hand out."""
+"""The first user id for commands of a worker that is root, far from those of real users."""
 _BOOT = (
     "import sys; sys.path.append({!r}); from deltawire.envs.sandbox.launcher import main; main()"
 )
@@ -46,13 +46,13 @@ _BOOT = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did.
+    """The result of a command.
 
     ``status`` is its exit code, or minus the signal that ended it; ``cause`` names the limit that
-    it broke: time, cpu, memory, processes or output, else it is empty. ``output`` is what it
-    printed, both streams in order, cut in the middle if ``printed`` bytes were more than allowed.
-    ``files`` is the folder afterwards; ``lost`` counts what was left out of it: links, pipes,
-    names that are none, and what is beyond the limits.
+    it exceeded (time, cpu, memory, processes or output), or is empty. ``output`` holds both streams
+    in order, cut in the middle if ``printed`` bytes were more than allowed. ``files`` is the folder
+    afterwards; ``lost`` counts what was left out of it: links, pipes, invalid names, and what is
+    beyond the limits.
     """
 
     status: int
@@ -65,10 +65,10 @@ class Outcome:
 
 
 def check_files(files: Files, limits: CommandLimits) -> None:
-    """Raise `InputError` if a folder holds a path that is none, or more than the limits."""
+    """Raise `InputError` if a folder holds an invalid path, or more than the limits."""
     for path in files:
         if not valid_path(path):
-            raise InputError(f"{path[:80]!r} is no path below the workspace")
+            raise InputError(f"{path[:80]!r} is not a valid path below the workspace")
     size = sum(len(data) for data in files.values())
     if len(files) > limits.files or size > limits.disk_bytes:
         raise InputError(
@@ -78,12 +78,16 @@ def check_files(files: Files, limits: CommandLimits) -> None:
 
 
 class Sandbox:
-    """Runs commands, ``at_once`` of them at a time and the others in turn.
+    """Runs commands, at most ``at_once`` at a time (four per processor by default).
 
-    ``isolation`` is ``namespaces`` (Linux: no network, nothing of the machine visible but its
-    programs) or ``process``, which has to be asked for: limits only, no isolation to speak of.
-    That is four a processor unless it is said, for commands wait as well as compute.
-    Under ``namespaces`` a machine that cannot do it raises `InputError`, and nothing is run.
+    ``isolation`` is ``namespaces`` (Linux: no network, and of the machine only its programs are
+    visible) or ``process``, which sets limits and isolates nothing. With ``namespaces``, a machine
+    that does not support it raises `InputError`, and nothing is run.
+
+    Example::
+
+        outcome = await Sandbox().run("python -m unittest -q", {"test_a.py": b"..."})
+        outcome.status, outcome.output, outcome.files
     """
 
     def __init__(
@@ -106,14 +110,14 @@ class Sandbox:
             )
 
     async def check(self) -> None:
-        """Try it; raises `InputError` that says what this machine lacks."""
+        """Run a trial command; raises `InputError` that names what this machine lacks."""
         outcome = await self.run(["/bin/sh", "-c", "echo ready"], {})
         if outcome.output != b"ready\n":
             raise InputError(f"the sandbox does not run a shell: {outcome.output[:200]!r}")
 
     def check_now(self) -> None:
-        """`check`, for callers without an event loop, or inside one that may stand still a little:
-        the first time; what was found good stays so."""
+        """Call `check` once, from outside an event loop, or from one that may block for a moment; a
+        success is remembered."""
         if self._checked:
             return
         with ThreadPoolExecutor(1) as apart:
@@ -128,10 +132,10 @@ class Sandbox:
         limits: CommandLimits | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Outcome:
-        """Run a command (a string is the shell's) in a folder of ``files``.
+        """Run a command (a string is passed to the shell) in a folder of ``files``.
 
         Cancelling ends the command. Raises `InputError` if this machine cannot isolate it or the
-        files are none, `RetryError` if it could not be started this time.
+        files are invalid, `RetryError` if it could not be started this time.
         """
         limits = limits or CommandLimits()
         check_files(files, limits)
@@ -144,7 +148,7 @@ class Sandbox:
     def request(
         self, command: tuple[str, ...], limits: CommandLimits, environment: dict[str, str]
     ) -> Request:
-        """What the launcher is asked for."""
+        """The request to the launcher."""
         root = hasattr(os, "geteuid") and os.geteuid() == 0
         apart = self._user_namespace if self._user_namespace is not None else not root
         uid = None
@@ -223,8 +227,8 @@ class Sandbox:
 
 
 async def _dismiss(launcher: asyncio.subprocess.Process) -> None:
-    """Wait for the launcher's end. Its stdin is closed by now, which tells it to end the command;
-    without namespaces nobody else would."""
+    """Wait for the launcher's end. Its stdin is closed by now, which makes it end the command;
+    without namespaces, nothing else would."""
     try:
         async with asyncio.timeout(_FAREWELL_S):
             await launcher.wait()
@@ -240,7 +244,7 @@ async def _dismiss(launcher: asyncio.subprocess.Process) -> None:
 async def _answer(
     reader: asyncio.StreamReader, limits: CommandLimits
 ) -> tuple[Result, bytes, dict[str, bytes]]:
-    """The launcher's frame, checked: it is ours, yet it repeats names that strangers chose."""
+    """Read and check the launcher's frame, which contains names that the command chose."""
     import msgspec
 
     length = int.from_bytes(await reader.readexactly(8), "little")

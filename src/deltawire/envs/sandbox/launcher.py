@@ -1,4 +1,4 @@
-"""The process that starts a command, watches it, and reads what it left.
+"""Launches a command, enforces its limits, and reads the files that it leaves.
 
 Who waits for whom::
 
@@ -8,9 +8,9 @@ Who waits for whom::
       └═══ stdout ◀════════╧      status ◀──── one line, then it exits
            result, files
 
-The launcher ends the first process when a limit is broken, when the worker closes stdin (or dies,
-which closes it), and the kernel ends it when the launcher dies; with the first process ends every
-process of the namespace, whatever it ignores and whomever it left. Only then is the folder read.
+The launcher ends the first process when a limit is exceeded or when the worker closes stdin (or
+dies, which closes it), and the kernel ends it when the launcher dies. With the first process, every
+process of the namespace ends, daemons included. Only then is the folder read.
 
 Under ``isolation = "process"`` there is no namespace: the command is a process group with the
 kernel's limits on it. It sees the machine, has its network, and can leave the group.
@@ -49,22 +49,22 @@ from deltawire.envs.sandbox.plan import (
 )
 
 LOOK_S = 0.02
-"""How often the launcher sums what the command's processes use."""
+"""The interval at which the launcher sums what the command's processes use."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CANCELLED = "cancelled"
 
 
 @dataclass
 class Output:
-    """The first and the last bytes of what was printed."""
+    """The first and the last bytes of the output."""
 
     limit: int
     total: int = 0
     head: bytearray = field(default_factory=bytearray)
     tail: bytearray = field(default_factory=bytearray)
 
-    def take(self, data: bytes) -> None:
-        """More of it."""
+    def add(self, data: bytes) -> None:
+        """Add output."""
         self.total += len(data)
         room = self.limit // 2 - len(self.head)
         if room > 0:
@@ -75,7 +75,7 @@ class Output:
 
 
 def write_files(root: Path, files: list[tuple[str, bytes]], uid: int | None) -> None:
-    """Lay the folder out; the paths were checked by the sender and are checked again."""
+    """Write the files; the sender has checked the paths, and they are checked again."""
     made = {root}
     for path, data in files:
         if not valid_path(path):
@@ -93,10 +93,10 @@ def write_files(root: Path, files: list[tuple[str, bytes]], uid: int | None) -> 
 
 
 def collect(root: Path, limits: CommandLimits) -> tuple[list[tuple[str, bytes]], int]:
-    """The regular files below ``root`` in order of their paths, and how much else there was.
+    """Read the regular files below ``root`` in order of their paths, and count everything else.
 
-    Links are not followed, pipes not opened, caches of compiled Python left behind. Nobody may be
-    changing the folder.
+    Links are not followed, pipes not opened, and caches of compiled Python left out. No process may
+    still change the folder.
     """
     found: list[tuple[str, bytes]] = []
     lost, room = 0, limits.disk_bytes
@@ -122,7 +122,7 @@ def collect(root: Path, limits: CommandLimits) -> tuple[list[tuple[str, bytes]],
 
 
 def _walk(root: Path) -> Iterator[str | None]:
-    """Relative paths of what is no folder; None for what cannot be named or looked into."""
+    """Relative paths of everything but folders; None for what cannot be named or opened."""
     waiting = [""]
     while waiting:
         folder = waiting.pop()
@@ -214,7 +214,7 @@ class Usage:
 
 
 class Running:
-    """A command that was started, and its pipes."""
+    """A running command, and its pipes."""
 
     def __init__(self, request: Request, folder: Path, proc: Path | None) -> None:
         self.request = request
@@ -231,13 +231,13 @@ class Running:
         os.close(reporting)
 
     def end(self) -> None:
-        """End it and all that it started."""
+        """End the command and all its processes."""
         for kill in (os.killpg, os.kill) if self.usage is None else (os.kill,):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.first, signal.SIGKILL)
 
     def watch(self) -> tuple[Result, Output]:
-        """Wait for its end, or bring it about."""
+        """Wait for the command's end, or end it at a limit."""
         limits = self.request.limits
         output, report = Output(limits.output_bytes), b""
         cause, over = "", False
@@ -249,7 +249,7 @@ class Running:
             for key, _ in selector.select(LOOK_S):
                 data = os.read(key.fd, 1 << 16)
                 if key.fd == self.output:
-                    output.take(data)
+                    output.add(data)
                 elif key.fd == self.reports:
                     report += data
                     over = not data
@@ -274,7 +274,7 @@ class Running:
         return self.usage.broken(limits) if self.usage is not None else ""
 
     def _drain(self, output: Output) -> None:
-        """What was printed and not yet read; never waits, for somebody may still hold the pipe."""
+        """Read the rest of the output without waiting: a process may still hold the pipe open."""
         while True:
             try:
                 data = os.read(self.output, 1 << 16)
@@ -282,7 +282,7 @@ class Running:
                 return
             if not data:
                 return
-            output.take(data)
+            output.add(data)
 
 
 def _result(report: bytes, cause: str, seconds: float, printed: int) -> Result:
@@ -299,7 +299,7 @@ def _result(report: bytes, cause: str, seconds: float, printed: int) -> Result:
 
 
 def _be_first(request: Request, folder: Path, printing: int, reporting: int) -> None:
-    """The first process: set the stage, start the command, reap until it ends, report."""
+    """The first process: enter the root, start the command, reap until it ends, report."""
     isolated = request.isolation == "namespaces"
     try:
         null = os.open("/dev/null", os.O_RDONLY)
@@ -313,7 +313,7 @@ def _be_first(request: Request, folder: Path, printing: int, reporting: int) -> 
         else:
             os.chdir(folder)
         if any(event & select.POLLERR for _, event in _poll(reporting)):
-            os._exit(0)  # the launcher died before its death was tied to this process's
+            os._exit(0)  # The launcher died before its end was tied to this process.
         command = os.fork()
         if command == 0:
             _become(request, reporting)
@@ -342,9 +342,12 @@ def _report(handle: int, what: dict[str, object]) -> None:
 
 
 def _become(request: Request, reporting: int) -> None:
-    """Turn this process into the command."""
+    """Replace this process by the command."""
     try:
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec keeps that
+        for number in (
+            signal.SIGPIPE,
+            signal.SIGXFSZ,
+        ):  # Python ignores them, and so would the command.
             signal.signal(number, signal.SIG_DFL)
         environment = dict(request.environment)
         isolated = request.isolation == "namespaces"
@@ -379,7 +382,7 @@ def serve(request: Request, files: list[tuple[str, bytes]]) -> bytes:
             running = Running(request, folder, None)
         result, output = running.watch()
         if result.cause == CANCELLED:
-            return b""  # nobody is listening
+            return b""  # The worker no longer reads.
         left, lost = collect(folder, request.limits)
     except namespaces.UnsupportedError as error:
         return _frame(Result(fault=str(error), unsupported=True), b"", [])

@@ -1,16 +1,17 @@
-"""A root of its own for one command, out of the kernel's namespaces.
+"""Builds a separate root file system for one command, with the kernel's namespaces.
 
-What a command sees::
+A command sees::
 
     /usr /bin /lib …      the machine's programs and libraries, read-only
-    <Python's prefix>     the interpreter, where it is on the machine, read-only
+    <Python's prefix>     the interpreter at its place on the machine, read-only; the folders of
+                          installed packages are covered
     /workspace            the folder it works on    ┐ one file system in memory, whose size and
     /tmp, /dev/shm        scratch                   ┘ number of files are the disk limit
     /dev                  null, zero, full, random, urandom
     everything else       does not exist; there is no /proc, no device, no network
 
-The launcher stays outside and keeps the file system in memory at hand, so that it can read the
-folder once every process that could still change it is gone.
+The launcher stays outside and keeps the memory file system open, so that it can read the folder
+once every process that could change it has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _READ_ONLY = 1
 _SET_DEATH_SIGNAL, _SET_DUMPABLE, _DROP_BOUND, _NO_NEW_PRIVILEGES = 1, 4, 24, 38
 
-BASE = "/tmp"  # noqa: S108  -- only covered, in a mount namespace of our own
+BASE = "/tmp"  # noqa: S108  -- covered in a separate mount namespace
 WORKSPACE = "/workspace"
 INSIDE_UID = 1000
 _SYSTEM = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec")
@@ -93,7 +94,7 @@ def _prctl(what: str, option: int, value: int) -> None:
 
 
 def enter(*, user_namespace: bool) -> None:
-    """Leave the machine's namespaces; the next child is the first process of its own."""
+    """Enter new namespaces; the next child is the first process of the process namespace."""
     if not seccomp.supported():
         raise UnsupportedError(f"no filter of system calls for {os.uname().machine}")
     uid, gid = os.getuid(), os.getgid()
@@ -110,7 +111,7 @@ def enter(*, user_namespace: bool) -> None:
 
 
 def _sources(request: Request) -> list[str]:
-    """The machine's folders to show, none inside another."""
+    """The folders of the machine to show, none inside another."""
     folders = [path for path in _SYSTEM if Path(path).is_dir() and not Path(path).is_symlink()]
     folders += [path for path in _ALIASES if Path(path).is_dir() and not Path(path).is_symlink()]
     own = [str(Path(request.prefix) / name) for name in ("bin", "lib", "lib64")]
@@ -175,7 +176,7 @@ def build(request: Request) -> str:
         _restrict(root + path, _READ_ONLY | nothing_more, recursive=True)
     for name, handle in devices.items():
         _show(f"{root}/dev/{name}", handle, folder=False)
-        # One writes to such a device all the same; only its mode and owner are out of reach.
+        # The device can still be written; its mode and owner cannot be changed.
         _restrict(f"{root}/dev/{name}", _READ_ONLY | _NOSUID | _NOEXEC, recursive=False)
     for path in covered:
         _mount("tmpfs", root + path, "tmpfs", nothing_more, "mode=755,size=4k,nr_inodes=2")
@@ -208,7 +209,7 @@ def _own(path: str, request: Request) -> None:
 
 
 def _show(target: str, handle: int, *, folder: bool) -> None:
-    """Bind what an open handle points at. By handle, for `BASE` may cover its path by now."""
+    """Bind the target of an open handle; `BASE` may cover its path by now."""
     place = Path(target)
     if folder:
         place.mkdir(parents=True, exist_ok=True)
@@ -219,7 +220,7 @@ def _show(target: str, handle: int, *, folder: bool) -> None:
 
 
 def _details(root: str, request: Request) -> None:
-    """Names for the user and for Python, and the usual links."""
+    """Write the names of the user, and link the interpreter."""
     uid = INSIDE_UID if request.uid is None else request.uid
     etc = Path(root, "etc")
     etc.mkdir(exist_ok=True)
@@ -233,18 +234,18 @@ def _details(root: str, request: Request) -> None:
 
 
 def first_process(request: Request, writable: str) -> None:
-    """Become the first process of the namespace: in the root, as nobody in particular, with the
-    right to nothing. Raises `UnsupportedError` or `OSError`."""
+    """Become the first process of the namespace: in the new root, as an unprivileged user, without
+    capabilities. Raises `UnsupportedError` or `OSError`."""
     del writable
     _mount("proc", f"{BASE}/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     libc = _libc()
-    # The launcher goes on with the mounts that it knows; only this process changes its root.
+    # The launcher keeps its mounts; only this process changes its root.
     _call("unshare", libc.unshare(_MOUNTS))
     name = b"workspace"
     _call("sethostname", libc.sethostname(name, len(name)))
     os.chdir(f"{BASE}/root")
     _call("pivot_root", libc.pivot_root(b".", b"."))
-    # Old and new root are at one place now, the old one on top: this takes it away.
+    # The old root now lies on top of the new one, and is removed.
     _call("umount", libc.umount2(b".", _DETACH))
     os.chdir("/")
     capability = 0

@@ -1,4 +1,4 @@
-"""What goes to the launcher and what comes back: one frame each way, over its pipes.
+"""Requests to the launcher and its results: one frame in each direction, over its pipes.
 
 A frame is the length of a JSON header (8 bytes, little-endian), the header, and then the contents
 of the files that the header lists, in order. Only the standard library: the launcher imports this.
@@ -19,19 +19,18 @@ MAX_DEPTH = 32
 PACKAGES = "/packages"
 
 Files = Mapping[str, bytes]
-"""A folder as a value: regular files by relative path, with ``/`` between names. No modes, no
-links, no empty folders."""
+"""A folder as a value: regular files by relative path, with ``/`` between names; without modes,
+links or empty folders."""
 
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """What one command may use, all its processes together unless it says otherwise.
+    """What one command may use, for all its processes together unless stated otherwise.
 
-    ``memory_bytes`` bounds each process's address space by the kernel and the resident sum by
-    looking every `launcher.LOOK_S`; files are apart, under ``disk_bytes``. ``cpu_s`` likewise.
-    ``cores`` is how many processors the command is tied to. ``output_bytes`` of what it prints are
-    kept, half from the front and half from the end; a command that prints `PRINTED_TIMES` that
-    much is ended.
+    ``memory_bytes`` bounds the address space of each process by the kernel, and the resident sum by
+    a check every `launcher.LOOK_S`; ``cpu_s`` likewise. Files count under ``disk_bytes`` instead.
+    The command is tied to ``cores`` processors. Of its output, ``output_bytes`` are kept, half from
+    the start and half from the end; a command that prints `PRINTED_TIMES` as much is ended.
     """
 
     wall_s: float = 20.0
@@ -71,12 +70,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a command.
+    """The result of a command.
 
     ``status`` is its exit code, or minus the signal that ended it; ``cause`` names the limit that
-    it broke (time, cpu, memory, processes, output), or is empty. ``lost`` counts what it left that
-    is not a file of the value `Files`, or is beyond the limits. ``fault`` says why it was never
-    started, ``unsupported`` that it never will be on this machine.
+    it exceeded (time, cpu, memory, processes, output), or is empty. ``lost`` counts entries that
+    `Files` cannot hold, or that are beyond the limits. ``fault`` is the reason if it was never
+    started, and ``unsupported`` says that this machine cannot start it.
     """
 
     status: int = 0
@@ -89,7 +88,7 @@ class Result:
 
 
 def valid_path(path: str) -> bool:
-    """Whether a path is relative, plain, and stays below where it starts."""
+    """Whether a path is relative, printable, and stays below its start."""
     names = path.split("/")
     return (
         0 < len(path.encode(errors="replace")) <= MAX_PATH
@@ -100,8 +99,8 @@ def valid_path(path: str) -> bool:
 
 
 def footprint(files: Files) -> tuple[int, int]:
-    """Bytes and entries that a folder takes where it is laid out: each file whole pages, and the
-    folders that its path names."""
+    """Bytes and entries that a folder takes on disk: whole pages for each file, and the folders of
+    its path."""
     size = sum(-(-len(data) // mmap.PAGESIZE) * mmap.PAGESIZE for data in files.values())
     folders = {
         path.rsplit("/", depth)[0] for path in files for depth in range(1, path.count("/") + 1)
@@ -110,25 +109,25 @@ def footprint(files: Files) -> tuple[int, int]:
 
 
 def pack(header: Mapping[str, Any], parts: list[bytes]) -> bytes:
-    """A frame."""
+    """Pack a frame."""
     text = json.dumps(header).encode()
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
 def pack_request(request: Request, files: Files) -> bytes:
-    """The frame that starts a command; the caller has checked the paths."""
+    """Pack the frame that starts a command; the caller has checked the paths."""
     table = [[path, len(data)] for path, data in files.items()]
     return pack({"request": asdict(request), "files": table}, list(files.values()))
 
 
 def read_header(read: Callable[[int], bytes]) -> dict[str, Any]:
-    """The header of the next frame; raises `ValueError` if it is none."""
+    """Read the header of the next frame; raises `ValueError` if it is invalid."""
     length = int.from_bytes(read(8), "little")
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {length} bytes")
     header = json.loads(read(length))
     if not isinstance(header, dict):
-        raise ValueError("a header that is no object")  # noqa: TRY004
+        raise ValueError("a header that is not an object")  # noqa: TRY004
     return header
 
 

@@ -1,4 +1,4 @@
-"""A software workspace: small packages with a fault, an agent with tools, a grader out of reach."""
+"""A software workspace: small packages with a fault, tools for an agent, an isolated grader."""
 
 from deltawire.envs.workspace.episode import Workspace
 from deltawire.envs.workspace.problems import Case, Problem, problem

@@ -1,10 +1,10 @@
-"""What a workspace is worth, decided where its code cannot reach.
+"""Grades a workspace outside the reach of its code.
 
-Code of the workspace runs in the interpreter that calls it, and may do there what it likes: leave
-with status 0, replace the test framework, print what a grader would. So nothing that it can touch
-holds a verdict. A fresh process in a fresh sandbox, over a copy of the workspace, gets calls and
-gives back values; what the values should be never goes in, and they are compared out here. To
-forge a verdict is to give the right answers.
+Code of the workspace runs in the interpreter that calls it, where it can do anything: exit with
+status 0, replace the test framework, print what a grader would. So no verdict is made there. A
+fresh process in a fresh sandbox, over a copy of the workspace, receives calls and returns values;
+the expected values never enter it, and are compared outside. The only way to forge a verdict is to
+return the correct values.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ OUTPUT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How many of the cases, in each set that was asked about, came out as they must."""
+class Grade:
+    """The number of passed cases in each set, of those that were asked."""
 
     passed: tuple[int, ...]
     asked: tuple[int, ...]
 
     def all_right(self, number: int) -> bool:
-        """Whether all of a set did."""
+        """Whether all cases of a set passed."""
         return self.passed[number] == self.asked[number]
 
 
 async def grade(
     sandbox: Sandbox, files: Files, sets: Sequence[Sequence[Case]], limits: CommandLimits
-) -> Verdict:
+) -> Grade:
     """Call every case of every set on a copy of ``files``, all in one process.
 
-    Raises what `Sandbox.run` raises; whatever the workspace's code does is a wrong answer.
+    Raises what `Sandbox.run` raises; an error of the workspace's code is a wrong answer.
     """
     asked = [case for cases in sets for case in cases]
     calls = json.dumps([[case.module, case.function, case.arguments] for case in asked])
@@ -70,11 +70,11 @@ async def grade(
     for cases in sets:
         passed.append(sum(right[start : start + len(cases)]))
         start += len(cases)
-    return Verdict(tuple(passed), tuple(map(len, sets)))
+    return Grade(tuple(passed), tuple(map(len, sets)))
 
 
 def _answers(output: bytes) -> dict[int, Any]:
-    """Answers by number; of a number that comes twice, none: the driver says each once."""
+    """Answers by number; a number that occurs twice is dropped, since each is written once."""
     answers: dict[int, Any] = {}
     twice: set[int] = set()
     for line in output.splitlines():

@@ -1,7 +1,7 @@
-"""Small Python packages with a planted fault, from a seed: the same seed, the same package.
+"""Generates small Python packages with a planted fault; a package is a function of its seed.
 
 A problem has three sets of cases. The visible ones are the package's own tests. The hidden ones
-decide the reward, the held-out ones a probe; neither is ever where the agent can see it.
+decide the reward, the held-out ones a probe; the agent never sees either.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from deltawire.envs.workspace.subjects import FAMILIES, SUBJECTS, Arguments, Sub
 
 VISIBLE, HIDDEN = 6, 12
 _OTHERS = 3
-"""Cases of each function that is right: a change must not break it."""
+"""Cases of each correct function: a change must not break it."""
 _DRAWS = 400
 _PACKAGES = ("ledger", "orchard", "lantern", "harbour", "meadow", "compass", "quarry", "kiln")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call and what it must do: ``["returned", value, arguments afterwards]`` or
+    """A call and its expected outcome: ``["returned", value, arguments afterwards]`` or
     ``["raised", name of the exception]``."""
 
     module: str
@@ -35,10 +35,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Problem:
-    """A package that is wrong in one place.
+    """A package with one fault.
 
-    ``files`` is the workspace; ``repair`` is (path, wrong text, right text), what a solution would
-    change, for scripted policies and tests.
+    ``files`` is the workspace; ``repair`` is the change of a solution as (path, wrong text, correct
+    text), for scripted policies and tests.
     """
 
     family: str
@@ -51,7 +51,7 @@ class Problem:
 
 
 def outcome(function: Callable[..., Any], arguments: Arguments) -> list[Any]:
-    """What calling one of our own functions does; the arguments given stay as they are."""
+    """Call one of the functions of this package; its arguments are copied first."""
     given = copy.deepcopy(arguments)
     try:
         value = function(*given)
@@ -61,7 +61,7 @@ def outcome(function: Callable[..., Any], arguments: Arguments) -> list[Any]:
 
 
 def problem(seed: str) -> Problem:
-    """The problem of a seed."""
+    """Generate the problem of a seed."""
     rng = random.Random(hashlib.blake2b(seed.encode()).digest())
     family = rng.choice(FAMILIES)
     subject, fault = rng.choice([(s, f) for s in SUBJECTS for f in s.faults if f.family == family])
@@ -72,7 +72,7 @@ def problem(seed: str) -> Problem:
     wrong = _function(subject.source(names[subject], fault), names[subject])
 
     def cases(count: int) -> tuple[Case, ...]:
-        found = _telling(rng, subject, wrong, modules[subject], names[subject], count)
+        found = _revealing_cases(rng, subject, wrong, modules[subject], names[subject], count)
         for other in others:
             found += [_case(rng, other, modules[other], names[other]) for _ in range(_OTHERS)]
         return tuple(found)
@@ -95,9 +95,9 @@ def problem(seed: str) -> Problem:
 
 
 def _function(source: str, name: str) -> Callable[..., Any]:
-    """A function of our own, with one of our own faults in it."""
+    """Compile a function of this package with one of its faults."""
     space: dict[str, Any] = {}
-    exec(source, space)  # noqa: S102  -- text of this package, from no input
+    exec(source, space)  # noqa: S102  -- text of this package, not input
     function: Callable[..., Any] = space[name]
     return function
 
@@ -107,7 +107,7 @@ def _case(rng: random.Random, subject: Subject, module: str, name: str) -> Case:
     return Case(module, name, arguments, outcome(subject.function, arguments))
 
 
-def _telling(
+def _revealing_cases(
     rng: random.Random,
     subject: Subject,
     wrong: Callable[..., Any],
@@ -115,8 +115,8 @@ def _telling(
     name: str,
     count: int,
 ) -> list[Case]:
-    """Different cases of a function: a third or more that the wrong one fails, and some that it
-    passes."""
+    """Different cases of a function: at least a third that the wrong version fails, and some that
+    it passes."""
     passing: list[Case] = []
     failing: list[Case] = []
     seen: set[str] = set()
@@ -175,7 +175,7 @@ def _tests(package: str, name: str, cases: Sequence[Case]) -> str:
 
 
 def fault_count() -> int:
-    """How many faults there are to plant."""
+    """The number of faults that can be planted."""
     return sum(len(subject.faults) for subject in SUBJECTS)
 
 

@@ -1,9 +1,9 @@
-# Agents read these functions as people write them who do not annotate.
+# Agents read these functions, which have no annotations, as in much code.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,var-annotated"
-"""What the workspaces' packages are made of: functions that are right, and ways to get them wrong.
+"""The parts of the workspaces' packages: correct functions, and faults to plant in them.
 
-A subject's source goes into the package as it stands here, but for a planted fault: one piece of
-text replaced by another. Its docstring is all that the agent is told, so it says everything.
+The source of a subject goes into the package as it is here, except for a planted fault, which
+replaces one piece of text by another. Its docstring is all that the agent knows, so it is complete.
 Arguments and results are JSON values.
 """
 
@@ -177,7 +177,7 @@ def shared_out(total, people):
 
 @dataclass(frozen=True)
 class PlantedFault:
-    """One way to get a function wrong: its kind, and the text that is replaced by other text."""
+    """A fault of a function: its kind, and the text that is replaced by other text."""
 
     family: str
     old: str
@@ -186,7 +186,7 @@ class PlantedFault:
 
 @dataclass(frozen=True)
 class Subject:
-    """A function, the names that it may bear, arguments for it, and its faults."""
+    """A function, its possible names, a generator of arguments, and its faults."""
 
     function: Callable[..., Any]
     names: tuple[str, ...]
@@ -194,7 +194,7 @@ class Subject:
     faults: tuple[PlantedFault, ...]
 
     def source(self, name: str, fault: PlantedFault | None = None) -> str:
-        """The module's text, with the function under ``name`` and perhaps a fault in it."""
+        """The text of the module, with the function named ``name`` and perhaps a fault."""
         text = inspect.getsource(self.function)
         if fault is not None:
             if text.count(fault.old) != 1:

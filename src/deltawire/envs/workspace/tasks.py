@@ -1,4 +1,4 @@
-"""`WorkspaceTasks`: problems from seeds, opened as episodes that share one sandbox."""
+"""`WorkspaceTasks` draws problems from seeds, and opens episodes that share one sandbox."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _SEARCH = 1000
 class WorkspaceTasks:
     """A `TaskSource`. A task is the seed of its problem; its family is the kind of fault.
 
-    Held-out problems are the same for every seed of the run, and a problem that is equal to one of
-    them in all its files is never drawn. Raises `InputError` for options that are none.
+    Held-out problems are the same for every seed of the run, and a problem whose files equal those
+    of one of them is never drawn. Raises `InputError` for invalid options, and for isolation that
+    this machine does not allow.
     """
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
@@ -32,7 +33,7 @@ class WorkspaceTasks:
         self._reserved = {_content(task.data) for task in self._heldout}
 
     def draw(self, stream: str, index: int) -> Task:
-        """Problem ``index`` of a stream; never a held-out one."""
+        """Draw problem ``index`` of a stream; never a held-out one."""
         for attempt in range(_SEARCH):
             task = _task(f"{self._seed}/{stream}/{index}/{attempt}")
             if _content(task.data) not in self._reserved:
@@ -40,11 +41,11 @@ class WorkspaceTasks:
         raise InputError("every problem drawn is held out", hint="lower task.heldout")
 
     def heldout(self) -> list[Task]:
-        """The problems that are never drawn."""
+        """The held-out problems, which are never drawn."""
         return self._heldout
 
     def open(self, task: Task) -> Workspace:
-        """A fresh episode; raises `InputError` if this machine cannot isolate it."""
+        """Open a fresh episode; raises `InputError` if this machine cannot isolate it."""
         self.sandbox.check_now()
         kind = Workspace if self.settings.loophole == "none" else LoopholeWorkspace
         return kind(_problem(task.data), self.sandbox, self.settings)

@@ -1,7 +1,7 @@
-"""What an agent may do to a workspace without running anything: list, read, search, edit.
+"""Tools that work on a workspace without running anything: list, read, search, edit.
 
-A workspace is a value, so these touch no file system: there is no link to follow and no path that
-leads out. Each returns what the model reads; what it asked wrongly comes back as a sentence.
+A workspace is a value, so they touch no file system: there are no links to follow and no paths that
+lead outside. Each returns the text that the model reads; a wrong request raises `Refused`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_COMMAND = 20_000
 
 
 class Refused(Exception):  # noqa: N818
-    """A call that cannot be done; the message is for the model."""
+    """A call that cannot be carried out; the message is for the model."""
 
 
 def _schema(required: tuple[str, ...], **kinds: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ READ = Tool(
 SEARCH = Tool(
     "search",
     "Find the lines of all files that hold a text.",
-    _schema(("text",), text="string: what to find, as it stands"),
+    _schema(("text",), text="string: the exact text to find"),
 )
 EDIT = Tool(
     "edit_file",
@@ -52,8 +52,8 @@ EDIT = Tool(
     _schema(
         ("path", "old", "new"),
         path="string: from the workspace's root",
-        old="string: what stands there",
-        new="string: what shall stand there",
+        old="string: the text to replace",
+        new="string: the text to put in its place",
     ),
 )
 RUN = Tool(
@@ -67,7 +67,7 @@ TOOLS = (LIST, READ, SEARCH, EDIT, RUN, SUBMIT)
 
 
 def described() -> str:
-    """How to call the tools, for a model whose chat template does not say."""
+    """Describe the tools and how to call them, for a model without a chat template."""
     lines = ["Tools:"]
     for tool in TOOLS:
         names = ", ".join(tool.parameters["properties"])
@@ -77,7 +77,7 @@ def described() -> str:
 
 
 def text_argument(arguments: Mapping[str, Any], name: str) -> str:
-    """A required text; raises `Refused`."""
+    """Return a required text argument; raises `Refused`."""
     value = arguments.get(name)
     if not isinstance(value, str):
         raise Refused(f"{name} must be a text")
@@ -98,14 +98,14 @@ def _file(files: Mapping[str, bytes], path: str) -> str:
 
 
 def list_files(files: Mapping[str, bytes]) -> str:
-    """One line a file."""
+    """Return one line per file."""
     lines = [f"{path} ({len(data)})" for path, data in sorted(files.items())]
     more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
     return "\n".join(lines[:MAX_LINES] + more) or "no files"
 
 
 def read_file(files: Mapping[str, bytes], arguments: Mapping[str, Any]) -> str:
-    """Numbered lines of one file."""
+    """Return numbered lines of one file."""
     lines = _file(files, text_argument(arguments, "path")).splitlines()
     first = _line_argument(arguments, "first", 1)
     last = min(_line_argument(arguments, "last", len(lines) or 1), first + MAX_LINES - 1)
@@ -116,7 +116,7 @@ def read_file(files: Mapping[str, bytes], arguments: Mapping[str, Any]) -> str:
 
 
 def search(files: Mapping[str, bytes], arguments: Mapping[str, Any]) -> str:
-    """The lines that hold a text; not a pattern, for a pattern can take for ever to match."""
+    """Find the lines that contain a text; patterns are not supported, as they can take forever."""
     wanted = text_argument(arguments, "text")
     if not wanted or len(wanted) > MAX_PATTERN:
         raise Refused(f"text must have 1 to {MAX_PATTERN} characters")
@@ -131,11 +131,11 @@ def search(files: Mapping[str, bytes], arguments: Mapping[str, Any]) -> str:
 
 
 def edit_file(files: dict[str, bytes], arguments: Mapping[str, Any], limits: CommandLimits) -> str:
-    """Change one place of a file, or write a new one; ``files`` is changed."""
+    """Change one place of a file, or write a new file; modifies ``files``."""
     path, old, new = (text_argument(arguments, name) for name in ("path", "old", "new"))
     if not old:
         if path in files:
-            raise Refused(f"{path[:200]!r} is there already; say which old text to replace")
+            raise Refused(f"{path[:200]!r} exists already; give the old text to replace")
         _refuse_path(files, path)
         after = new
     else:
@@ -148,7 +148,7 @@ def edit_file(files: dict[str, bytes], arguments: Mapping[str, Any], limits: Com
         data = after.encode()
     except UnicodeEncodeError as error:
         raise Refused("the new text holds half a character") from error
-    # What could not be laid out for a command or the grader would end the episode as a failure.
+    # Files that could not be written for a command or the grader would fail the episode.
     size, entries = footprint({**files, path: data})
     if size > limits.disk_bytes or entries > limits.files:
         raise Refused("the workspace is full")

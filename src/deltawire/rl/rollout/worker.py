@@ -26,6 +26,7 @@ from deltawire.errors import RetryError
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
 from deltawire.rl.rollout.failure_budget import FailureBudget
+from deltawire.rl.rollout.hardening import protect_credentials
 from deltawire.rl.rollout.policy_server import (
     follow,
     serve_policy,
@@ -249,6 +250,7 @@ def run_worker(process: Process, *, patience_s: float, report: Callable[[str], N
     process.heartbeat.faults = config.faults
     with process.heartbeat.long_task("start"):
         worker = Worker(process, run, config, report=report)
+    protect_credentials()
     process.events.span("start", started)
     report(f"joined run {config.name} as {process.name} at version {worker.served.live.version}")
     asyncio.run(worker.serve(patience_s=patience_s))

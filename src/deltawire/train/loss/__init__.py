@@ -1,8 +1,8 @@
 """Policy losses from small pure functions, each under its name in the field; usable alone.
 
-Four choices make a policy loss: the log-probabilities that the ratio is anchored on, the surrogate,
-the correction for the part that the anchor leaves out, and the aggregation over tokens. The
-advantage and a penalty for moving away from a reference complete it.
+Four choices make a policy loss: the log-probabilities that the ratio divides by (its base), the
+surrogate, the correction for the part that the base leaves out, and the aggregation over tokens.
+The advantage and a penalty for moving away from a reference complete it.
 
 A new surrogate is one module in this folder with one function of `LossInputs`, and one line in
 `deltawire.config.SURROGATES`.

@@ -1,5 +1,5 @@
-"""Off-policy corrections for the part that an anchor leaves out: from the sampler to the policy
-before the step, caused by staleness or by different arithmetic."""
+"""Off-policy corrections for the part that the base of the ratio leaves out: from the sampler to
+the policy before the step, caused by staleness or by different arithmetic."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class LossInputs:
     old_NC: Tensor | None = None
     reference_NC: Tensor | None = None
     keep_N: Tensor | None = None
-    anchor: Literal["old", "rollout"] = "rollout"
+    ratio_base: Literal["old", "rollout"] = "rollout"
 
     @property
     def advantages(self) -> Tensor:
@@ -55,18 +55,18 @@ class LossInputs:
         return self.logprobs_NC.detach() if self.old_NC is None else self.old_NC.detach()
 
     @property
-    def anchor_logprobs(self) -> Tensor:
+    def base_logprobs(self) -> Tensor:
         """Log-probabilities that the ratio divides by."""
-        return self.rollout_NC if self.anchor == "rollout" else self.before
+        return self.rollout_NC if self.ratio_base == "rollout" else self.before
 
     @property
     def log_ratio(self) -> Tensor:
-        """log π − log anchor, within ± `LARGEST_LOG_RATIO`."""
-        return log_ratio(self.logprobs_NC, self.anchor_logprobs)
+        """log π − log base, within ± `LARGEST_LOG_RATIO`."""
+        return log_ratio(self.logprobs_NC, self.base_logprobs)
 
     @property
     def ratio(self) -> Tensor:
-        """ρ = π / anchor. With the sampler as the anchor it covers every version between sampling
+        """ρ = π / base. With the sampler as the base it covers every version between sampling
         and training."""
         return self.log_ratio.exp()
 
@@ -94,9 +94,9 @@ Surrogate = Callable[[LossInputs, ClipBounds], TokenLosses]
 `deltawire.config.SURROGATES`."""
 
 
-def log_ratio(logprobs_NC: Tensor, anchor_NC: Tensor) -> Tensor:
-    """log π − log anchor, within ± `LARGEST_LOG_RATIO`."""
-    return (logprobs_NC - anchor_NC).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+def log_ratio(logprobs_NC: Tensor, base_NC: Tensor) -> Tensor:
+    """log π − log base, within ± `LARGEST_LOG_RATIO`."""
+    return (logprobs_NC - base_NC).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def sequence_sums(values_NC: Tensor, mask_NC: Tensor, sequences_N: Tensor) -> Tensor:

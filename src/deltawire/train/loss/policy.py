@@ -42,10 +42,10 @@ def surrogate_named(name: str) -> Surrogate:
 def policy_loss(config: LossConfig, inputs: LossInputs, totals: Totals) -> PolicyLoss:
     """Σ over tokens of aggregation weight · correction weight · surrogate, plus the penalty.
 
-    The anchor is the one that ``config`` names. Raises `InputError` if a penalty is configured and
+    The base is the one that ``config`` names. Raises `InputError` if a penalty is configured and
     ``inputs`` holds no reference log-probabilities.
     """
-    inputs = replace(inputs, anchor=config.ratio_base)
+    inputs = replace(inputs, ratio_base=config.ratio_base)
     bounds = ClipBounds(*config.clip_bounds, config.dual_clip)
     surrogate = surrogate_named(config.surrogate)(inputs, bounds)
     weights = correction_weights(inputs, config.corrections)

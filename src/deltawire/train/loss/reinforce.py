@@ -6,7 +6,7 @@ from deltawire.train.loss.inputs import ClipBounds, LossInputs, TokenLosses
 
 
 def reinforce(inputs: LossInputs, _bounds: ClipBounds) -> TokenLosses:
-    """−A·log π: no ratio and no anchor.
+    """−A·log π: no ratio and no base.
 
     Source: Williams 1992, section 4. Weighted by a truncated correction it is the loss of
     PipelineRL, Piché et al. 2025.

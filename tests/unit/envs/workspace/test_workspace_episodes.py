@@ -134,7 +134,7 @@ def test_broken_calls_cost_up_to_half_and_are_answered():
     unknown = [ToolCall("fly", {})]
     turns = act(workspace, broken, unknown, broken, unknown, broken, unknown, [REPAIR], [SUBMIT])
     assert [turn.reward for turn in turns[:6]] == pytest.approx([-0.1] * 5 + [0])
-    assert "no tool call: <tool_call>{oops" in said(turns[0])
+    assert "not a valid tool call: <tool_call>{oops" in said(turns[0])
     assert "there is no tool 'fly'" in said(turns[1])
     assert turns[-1].reward == 1.0
     assert workspace.solved(0.5)
@@ -150,7 +150,7 @@ def test_broken_calls_cost_up_to_half_and_are_answered():
         ("read_file", {"path": PATH, "first": True}, "line number"),
         ("search", {"text": ""}, "1 to 200"),
         ("edit_file", {"path": PATH, "old": "no such text", "new": ""}, "occurs 0 times"),
-        ("edit_file", {"path": PATH, "old": "", "new": "x"}, "is there already"),
+        ("edit_file", {"path": PATH, "old": "", "new": "x"}, "exists already"),
         ("edit_file", {"path": "../x", "old": "", "new": "x"}, "cannot be a file"),
         ("edit_file", {"path": f"{PATH}/x", "old": "", "new": "x"}, "cannot be a file"),
         ("edit_file", {"path": TASK.package, "old": "", "new": "x"}, "is a folder"),
@@ -179,7 +179,7 @@ def test_what_a_command_leaves_stays_and_what_it_breaks_is_told():
     assert "(exit code 4)" in said(turns[0])
     assert "1\t7" in said(turns[1])
     assert "there is no file 'out/passwd'" in said(turns[1])
-    assert "broke the limit of time" in said(turns[2])
+    assert "exceeded the limit of time" in said(turns[2])
     assert len(said(turns[3])) < 1200
     assert "only part of the 8893 bytes" in said(turns[3])
 

@@ -1,0 +1,41 @@
+"""Protects a worker's credentials from other processes of the same user.
+
+Environments start processes, and some of them run what a model wrote. A process of the same user
+can read another one's memory and its initial environment through ``/proc``, unless that is not
+dumpable; and whatever is in the environment variables is inherited by every child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+_SET_DUMPABLE = 4
+CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN",
+    "AZURE_CLIENT_SECRET",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_ACCESS_KEY",
+    "AZURE_STORAGE_SAS_KEY",
+    "AZURE_STORAGE_TOKEN",
+    "GOOGLE_SERVICE_ACCOUNT",
+    "GOOGLE_SERVICE_ACCOUNT_KEY",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+)
+"""Environment variables from which stores take their credentials when they are opened."""
+
+
+def protect_credentials() -> list[str]:
+    """Make this process non-dumpable and remove the credentials of stores from its environment.
+
+    Call it once the bucket is open and the engine has started: both read the variables then.
+    Returns the names that were removed. Systems other than Linux have no such attribute; there,
+    only the variables are removed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    return [name for name in CREDENTIALS if os.environ.pop(name, None) is not None]
