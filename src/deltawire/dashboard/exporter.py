@@ -1,12 +1,12 @@
-"""A run's figures in the format that Prometheus reads, over HTTP with a bearer token.
+"""Exports a run's figures to Prometheus, over HTTP with a bearer token.
 
 Who waits for whom::
 
-    scraper ── GET /metrics ──▶ a thread of the server ─▶ the last look, if it is fresh enough,
+    scraper ── GET /metrics ──▶ a thread of the server ─▶ the last status, if it is fresh enough,
                                                           else a new one (one thread at a time)
 
-The run is looked at when somebody asks, and at most once every so often however many ask. The
-names are listed in docs/WATCHING.md, and a test holds them to it.
+The run is read when a scraper asks, and at most once every so often. A test compares the names with
+docs/WATCHING.md.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from deltawire.dashboard.wording import legible
 from deltawire.errors import DeltawireError, InputError
 
 MAX_LABELS = 64
-"""Causes and probes beyond these, and processes beyond sixteen times as many, are left out: each
-label is a time series that somebody pays for."""
+"""Most causes and probes that are exported, and a sixteenth of the most processes: each label is a
+time series that somebody pays for."""
 REQUEST_S = 10.0
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -39,7 +39,7 @@ Application = Callable[[dict[str, Any], Start], Iterable[bytes]]
 
 
 class RunCollector:
-    """Turns a `RunStatus` into metrics; ``every_s`` is how old it may be."""
+    """Turns a `RunStatus` that is at most ``every_s`` old into metrics."""
 
     def __init__(
         self, watch: Watch, *, every_s: float, clock: Callable[[], float] = time.monotonic
@@ -52,7 +52,7 @@ class RunCollector:
         self._status: RunStatus | None = None
 
     def look(self) -> RunStatus | None:
-        """How the run stands, None if that could not be found out."""
+        """Return the run's status, None if it could not be read."""
         with self._lock:
             if self._clock() - self._looked_at >= self._every_s:
                 try:
@@ -63,11 +63,11 @@ class RunCollector:
             return self._status
 
     def describe(self) -> list[Metric]:
-        """Nothing is asked of the store when the collector is registered."""
+        """Return nothing, so that registering the collector does not read the store."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric; a figure that nothing was measured for is left out."""
+        """Yield every metric; figures that were not measured are left out."""
         status = self.look()
         yield GaugeMetricFamily(
             "deltawire_up", "Whether the run could be read", value=float(status is not None)
@@ -138,7 +138,7 @@ def _standing(status: RunStatus) -> Iterator[Metric]:
 
 
 def _merged(values: dict[str, float] | dict[str, int]) -> list[tuple[tuple[str, ...], float]]:
-    """One entry a legible name: two that look alike once they are made so count as one."""
+    """Merge entries whose names are the same once they are made legible."""
     found: dict[str, float] = {}
     for name, value in values.items():
         shown = legible(name, 80)
@@ -154,10 +154,14 @@ def _processes(status: RunStatus) -> Iterator[Metric]:
     alive = [float(line.state == "alive") for line in lines]
     ended = [float(line.state == "ended") for line in lines]
     each: list[tuple[str, str, list[float | None]]] = [
-        ("process_alive", "1 while it shows life and its work goes on", [*alive]),
-        ("process_ended", "1 once it has ended in order", [*ended]),
-        ("process_age_seconds", "Since its last sign of life", [line.age_s for line in lines]),
-        ("process_lag_versions", "How far it is behind", [line.lag for line in lines]),
+        ("process_alive", "1 while it lives and makes progress", [*alive]),
+        ("process_ended", "1 once it has ended normally", [*ended]),
+        ("process_age_seconds", "Seconds since its last heartbeat", [line.age_s for line in lines]),
+        (
+            "process_lag_versions",
+            "Newest version minus the one it holds",
+            [line.lag for line in lines],
+        ),
         ("process_restarts", "Restarts that were seen", [line.restarts for line in lines]),
         ("process_idle_share", "Share of its time that it waited", [line.idle for line in lines]),
     ]
@@ -166,8 +170,10 @@ def _processes(status: RunStatus) -> Iterator[Metric]:
 
 
 def application(collector: RunCollector, *, token: str) -> Application:
-    """The WSGI application: ``/metrics`` for whoever holds ``token``, for anybody if it is
-    empty."""
+    """Build the WSGI application that serves ``/metrics``.
+
+    A request needs ``token`` as its bearer token; with an empty one, everybody may read.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     inner: Any = make_wsgi_app(registry)
@@ -191,7 +197,7 @@ def _refuse(start: Start, status: str, *headers: tuple[str, str]) -> list[bytes]
 
 
 class _Handler(WSGIRequestHandler):
-    """Quiet, and not to be kept waiting."""
+    """Logs nothing, and waits at most `REQUEST_S` for a request."""
 
     timeout = REQUEST_S
 
@@ -200,13 +206,13 @@ class _Handler(WSGIRequestHandler):
 
 
 def listen(app: Application, *, host: str, port: int, token: str) -> WSGIServer:
-    """A server that is bound and not yet serving; its ``serve_forever`` serves.
+    """Bind a server; call its ``serve_forever`` to serve.
 
     Raises `InputError` if it cannot listen there, or would beyond this machine without a token.
     """
     if not token and host not in LOOPBACK:
         raise InputError(
-            f"without a token there is no listening on {host}",
+            f"listening on {host} needs a token",
             hint="leave --no-token out, or listen on 127.0.0.1",
         )
     try:

@@ -1,4 +1,4 @@
-"""The run in a terminal: the live screen, its one-line twin, and the closing screen."""
+"""Renders a run in a terminal: the live view, one line of it, and the closing screen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deltawire.dashboard.figures import value
-from deltawire.dashboard.probes import beside_others, flags
+from deltawire.dashboard.probes import flags, summary_of_streams
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.dashboard.summary import Summary, WorkerVerdict
 from deltawire.dashboard.wording import (
@@ -51,7 +51,7 @@ _COLORS = {
 
 
 class Sparkline:
-    """A series drawn in one line, as wide as there is room for."""
+    """Draws a series in one line, as wide as its place."""
 
     def __init__(self, values: Sequence[float], style: str) -> None:
         self.values = values
@@ -85,7 +85,7 @@ class LiveView:
         self.clock = clock
 
     def render(self, state: RunState) -> RenderableType:
-        """The whole screen."""
+        """Render the whole screen."""
         body = [self._progress(state), Text(), self._figures(state)]
         title = Text.assemble(("deltawire ", "bold cyan"), (legible(self.name), "bold"))
         parts: list[RenderableType] = [
@@ -101,13 +101,13 @@ class LiveView:
             Padding(self._processes(state), (1, 1, 0, 1)),
         ]
         if state.probes is not None and state.probes.streams:
-            shown = Padding(beside_others(state.probes), (1, 2, 0, 2))
-            # A screen is cut at its end: what must be seen comes first.
+            shown = Padding(summary_of_streams(state.probes), (1, 2, 0, 2))
+            # A terminal cuts the end of a long screen, so a flag comes first.
             parts.insert(1 if state.probes.flagged else 2, shown)
         return Group(*parts)
 
     def plain_line(self, state: RunState) -> str:
-        """The same in one line without escapes, for a log or a pipe."""
+        """Render one line without escapes, for a log or a pipe."""
         if not state.training:
             return f"[{self._elapsed(state)}] {self._warm_words(state)}"
         parts = [f"version {state.version or 0}/{self.target_versions}"]
@@ -221,7 +221,7 @@ class LiveView:
         return grid
 
     def _histogram(self, state: RunState) -> Text:
-        """How often each staleness occurred, from 0 to the bound."""
+        """Draw how often each staleness occurred, from 0 to the bound."""
         counts = state.staleness
         if not counts:
             return Text()
@@ -232,7 +232,7 @@ class LiveView:
         )
 
     def _lag_style(self, process: ProcessState, lag: int | None) -> str:
-        """Only a worker behind the bound is of note; an evaluator takes its time."""
+        """Color a worker's lag above the bound; an evaluator may lag."""
         if not lag:
             return "dim"
         return "yellow" if process.role == "worker" and lag > self.bound else ""
@@ -278,7 +278,7 @@ class LiveView:
 
 
 def screen(summary: Summary, *, report: str) -> RenderableType:
-    """How the run went, on one screen; ``report`` says where report.html lies."""
+    """Render the closing screen; ``report`` is the path of report.html."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
@@ -346,7 +346,7 @@ def _closing_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
             ),
         ),
         (
-            "standing still",
+            "paused",
             Text.assemble(
                 f"trainer {milliseconds(summary.trainer_blocked_ms)} a publish",
                 ("  ", ""),

@@ -21,8 +21,10 @@ _MUTED: Final = "#777777"
 
 
 def plot_layers(found: Comparison, source: str, path: Path) -> None:
-    """Drift by layer, accumulated and of each layer's own, against the tolerance. Raises
-    `InputError` for a suffix that is none of a picture's."""
+    """Plot the drift by layer, accumulated and by itself, with the tolerance.
+
+    Raises `InputError` for a suffix that is not a picture's.
+    """
     check_suffix(path)
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     panel = figure.subplots()
@@ -48,7 +50,7 @@ def plot_layers(found: Comparison, source: str, path: Path) -> None:
         [layer.own for layer in found.layers],
         color=_OWN,
         marker="s",
-        label="of its own, given the same input",
+        label="given the same input",
     )
     panel.axhline(found.tolerance, color=_MUTED, linestyle="--", linewidth=1)
     panel.annotate(

@@ -1,7 +1,7 @@
-"""The report's charts, as inline SVG that takes its colors and its fonts from the page.
+"""Draws the report's charts as inline SVG with the colors and fonts of the page.
 
 Charts are drawn in placeholder colors, which become CSS variables in the SVG text, so that one
-drawing serves light and dark. Nothing in the result refers to anything outside of it.
+drawing serves light and dark pages. The result refers to no other file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ACTIVITIES: tuple[Activity, ...] = (
     "start",
     "wait",
 )
-"""In the order in which they are stacked, and named in the legend."""
+"""In the order of the stack and of the legend."""
 
 _VARIABLES = ("ink", "muted", "grid", "accent", "second", "alarm", *ACTIVITIES)
 _PAINT = {name: f"#fe00{index:02x}" for index, name in enumerate(_VARIABLES)}
@@ -41,7 +41,7 @@ LABEL_SHARE = 0.04
 
 
 class Charts(NamedTuple):
-    """One ``<svg>`` element each; empty where there is nothing to draw."""
+    """One ``<svg>`` element for each chart; empty without data."""
 
     accuracy: str
     staleness: str
@@ -60,7 +60,7 @@ class Bar(NamedTuple):
 
 
 def charts(state: RunState, bound: int) -> Charts:
-    """All four, drawn by matplotlib, which is loaded here for the first time."""
+    """Draw all four with matplotlib, which is imported here."""
     from matplotlib import rc_context
 
     settings: Any = {
@@ -88,7 +88,7 @@ def charts(state: RunState, bound: int) -> Charts:
 
 
 def bars(spans: Sequence[Span], opens: float, closes: float, columns: int) -> list[Bar]:
-    """The spans as columns of equal time, each split by what its time was spent on.
+    """Turn spans into columns of equal time, each split by the activities in it.
 
     Where a span is longer than a column this is a plain bar; where many fall into one column,
     their shares (to an eighth) stay true. Neighbours alike are merged.
@@ -118,7 +118,7 @@ def bars(spans: Sequence[Span], opens: float, closes: float, columns: int) -> li
 
 
 def _extent(share: dict[Activity, float], activity: Activity) -> tuple[float, float]:
-    """Where ``activity`` lies in a column's stack; overlapping spans are scaled to fit."""
+    """Find the place of ``activity`` in a column's stack; overlapping spans are scaled to fit."""
     if activity not in share:
         return 0.0, 0.0
     scale = 8 / max(1.0, sum(share.values()))
@@ -165,7 +165,7 @@ def _accuracy(state: RunState) -> str:
 
 
 def _mark_ends(axes: Any, at: Sequence[int], level: Sequence[float]) -> None:
-    """The first and the last accuracy, written at their points."""
+    """Write the first and the last accuracy at their points."""
     for index, side in ((0, "right"), (-1, "left"))[-min(2, len(at)) :]:
         axes.annotate(
             f"{100 * level[index]:.1f} %",
@@ -302,7 +302,7 @@ def _timeline_rows(state: RunState) -> list[ProcessState]:
 
 
 def _draw_bars(axes: Any, row_bars: Sequence[Bar], row: int, per_column: float) -> None:
-    """All bars of one activity as one path: an element each would be most of the file."""
+    """Draw all bars of one activity as one path: separate elements would make a large file."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
@@ -358,7 +358,7 @@ def _mark_versions(axes: Any, state: RunState, opens: float) -> None:
 
 
 def _clock_step(seconds: float) -> int:
-    """Ticks a person reads a clock by, at most ten of them."""
+    """Choose a round interval with at most ten ticks."""
     steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200]
     return next((step for step in steps if seconds / step <= 10), int(seconds / 10))
 
@@ -385,7 +385,7 @@ def _strip(axes: Any) -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """A centered running mean over a twentieth of the series."""
+    """Compute a centered running mean over a twentieth of the series."""
     reach = max(1, len(values) // 40)
     sums = [0.0]
     for value in values:
@@ -395,13 +395,13 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _thinned(at: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """At most `_MAX_POINTS` points, evenly taken."""
+    """Take at most `_MAX_POINTS` points, evenly."""
     stride = -(-len(at) // _MAX_POINTS)
     return list(at[::stride]), list(values[::stride])
 
 
 def _svg(figure: Any, name: str) -> str:
-    """The figure as an element to stand in a page: own ids, the page's colors and fonts."""
+    """Convert a figure to an element of the page: unique ids, the page's colors and fonts."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     drawn = io.StringIO()
@@ -414,7 +414,7 @@ def _svg(figure: Any, name: str) -> str:
     opening = f'<svg class="chart" role="img" viewBox="0 0 {width} {height}">'
     text = opening + text[text.index(">") + 1 :]
     text = re.sub(r"<metadata>.*?</metadata>\n?", "", text, count=1, flags=re.DOTALL)
-    # Only within tags: what stands between them is text, and may be anything.
+    # Only within tags: the text between them may be anything.
     return re.sub(r"<[^>]*>", lambda tag: _adapted(tag[0], name), text)
 
 

@@ -1,4 +1,4 @@
-"""Rewards against probes in a terminal: `deltawire probes`, the live view, the last screen."""
+"""Renders rewards and probes in a terminal: `deltawire probes`, live view, closing screen."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LIVE_EXAMPLES = 2
 
 
 def by_family(probes: ProbeFigures) -> list[StreamFigures]:
-    """All streams: all tasks together first, then each family's."""
+    """Sort streams: all tasks together first, then each family."""
     return sorted(probes.streams, key=lambda s: (s.family != ALL, s.family, s.probe))
 
 
 def worst_first(probes: ProbeFigures) -> list[StreamFigures]:
-    """All streams: the flagged ones first, then by how much the rewards exceed the probe."""
+    """Sort streams: flagged ones first, then by the excess of the reward over the probe."""
     return sorted(by_family(probes), key=lambda stream: (stream.flagged_at is None, -stream.excess))
 
 
 def family_of(stream: StreamFigures) -> str:
-    """The family in one or two words."""
+    """Name the family in one or two words."""
     return "all tasks" if stream.family == ALL else legible(stream.family) or "unnamed"
 
 
@@ -43,12 +43,12 @@ def flags(probes: ProbeFigures) -> list[str]:
 
 
 def place_of(example: Example) -> str:
-    """Where a rollout lies in the bucket."""
+    """Return a rollout's place in the bucket."""
     return f"rollouts/{legible(example.worker, 64)}/{example.sequence}"
 
 
 def mean(value: float) -> str:
-    """A reward, a probe or an excess."""
+    """Write a reward, a probe or an excess."""
     return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.1e}"
 
 
@@ -74,7 +74,7 @@ def table(probes: ProbeFigures, streams: Sequence[StreamFigures]) -> Table:
 
 
 def whole(probes: ProbeFigures) -> RenderableType:
-    """Every stream, every example, and what the figures mean."""
+    """Render every stream and example, and explain the figures."""
     parts: list[RenderableType] = [table(probes, by_family(probes))]
     for stream in by_family(probes):
         if stream.flagged_at is None:
@@ -92,7 +92,7 @@ def whole(probes: ProbeFigures) -> RenderableType:
 
 
 def meaning(probes: ProbeFigures) -> str:
-    """What the last column says, and how sure it is."""
+    """Explain the last column and its error rate."""
     since = f" since version {probes.since}" if probes.since else ""
     return (
         f"As of version {probes.version}{since}; the last column is the evidence, as a share "
@@ -102,8 +102,8 @@ def meaning(probes: ProbeFigures) -> str:
     )
 
 
-def beside_others(probes: ProbeFigures) -> RenderableType:
-    """The worst streams in a few lines, with rollouts to look at: a part of a screen."""
+def summary_of_streams(probes: ProbeFigures) -> RenderableType:
+    """Render the worst streams in a few lines, with rollouts to look at."""
     streams = worst_first(probes)
     parts: list[RenderableType] = [table(probes, streams[:LIVE_ROWS])]
     for stream in streams[:LIVE_ROWS]:

@@ -1,4 +1,4 @@
-"""Rewards against probes in ``report.html``: a row for each family and probe, and what to look at.
+"""Renders rewards and probes in ``report.html``: a row for each family and probe, and examples.
 
 Names come from the bucket, so each is escaped where it enters the page.
 """
@@ -22,7 +22,7 @@ _LARGEST = 1e6
 
 
 class _Scale(NamedTuple):
-    """From groups and values to places in the drawing."""
+    """Maps groups and values to places in the drawing."""
 
     groups: int
     low: float
@@ -36,7 +36,7 @@ class _Scale(NamedTuple):
 
 
 def probes_card(probes: ProbeFigures | None) -> str:
-    """The card; empty where there are no probes."""
+    """Render the card; empty without probes."""
     if probes is None or not probes.streams:
         return ""
     streams = worst_first(probes)

@@ -1,7 +1,7 @@
-"""``report.json`` and ``report.html``: a finished run, for a program and for a person.
+"""Writes ``report.json`` for programs and ``report.html`` for people.
 
-The page is one file without scripts that refers to nothing outside of itself. Names and settings
-come from the bucket and from users, so each is escaped where it enters the page.
+The page is one file without scripts and without references to other files. Names and settings come
+from the bucket and from users, so each is escaped where it enters the page.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PAGE = """<!doctype html>
 
 
 def write_report(summary: Summary, state: RunState, directory: Path) -> None:
-    """Write ``report.json`` and ``report.html`` into ``directory``, which is made if need be."""
+    """Write ``report.json`` and ``report.html`` into ``directory``, which is created if missing."""
     directory.mkdir(parents=True, exist_ok=True)
     figures = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     (directory / "report.json").write_bytes(figures + b"\n")
@@ -60,7 +60,7 @@ def write_report(summary: Summary, state: RunState, directory: Path) -> None:
 
 
 def page(summary: Summary, state: RunState) -> str:
-    """The whole of ``report.html``."""
+    """Render ``report.html``."""
     drawn = charts(state, summary.staleness.bound)
     probes = probes_card(summary.probes)
     flagged = summary.probes is not None and summary.probes.flagged > 0
@@ -88,7 +88,7 @@ def _safe(text: str, limit: int = 60) -> str:
 def _footer() -> str:
     return (
         f"<footer>Written by deltawire {escape(__version__)}. "
-        "The same figures, for programs, are in report.json beside this file.</footer>"
+        "The same figures are in report.json next to this file, for programs.</footer>"
     )
 
 
@@ -105,7 +105,7 @@ def _header(summary: Summary, state: RunState) -> str:
 
 
 def _heads(summary: Summary) -> str:
-    """The six figures that one wants first."""
+    """Render the six most important figures."""
     heldout, size, stale = summary.heldout, summary.bytes, summary.staleness
     arrow = '<span class="arrow"> → </span>'
     within = stale.max is None or stale.max <= stale.bound
@@ -170,7 +170,7 @@ def _chart_cards(drawn: Charts, summary: Summary, state: RunState) -> list[str]:
     )
     staleness = _card(
         "Staleness",
-        "By how many versions the consumed groups were behind the trainer: smallest to largest "
+        "How many versions older than the trainer the consumed groups were: smallest to largest "
         "of each step, and the mean.",
         drawn.staleness,
         _legend(("accent", "mean"), ("band", "smallest to largest"), ("alarm", "bound")),
@@ -179,14 +179,14 @@ def _chart_cards(drawn: Charts, summary: Summary, state: RunState) -> list[str]:
     anchors = [("second", "anchor")] if anchored else []
     size = _card(
         "Bytes a version",
-        "What went through the bucket for each version, on a log scale. From one to the next, "
+        "Bytes stored for each version, on a log scale. From one version to the next, "
         f"{percent(summary.bytes.changed_mean, 2)} of the weights changed on average.",
         drawn.bytes,
         _legend(("accent", "delta"), *anchors, ("ink", "full model")),
     )
     seen = {span.activity for process in state.processes.values() for span in process.spans}
     timeline = _card(
-        "Who did what, when",
+        "Timeline of the processes",
         "Each row is a process. Where a row is split in height, several activities shared "
         "that moment in these proportions.",
         drawn.timeline,
@@ -260,7 +260,7 @@ def _figures(summary: Summary) -> str:
     rows = [
         ("Steps a minute", figure(summary.steps_per_minute)),
         ("Trainer blocked by a publish, median", milliseconds(summary.trainer_blocked_ms)),
-        ("Worker standing still for a swap, median", milliseconds(summary.swap_ms)),
+        ("Worker paused for a swap, median", milliseconds(summary.swap_ms)),
         ("Worker preparing a swap, median", milliseconds(summary.prepare_ms)),
         ("Sampler against trainer, k3, median", figure(summary.k3.median)),
         ("Sampler against trainer, k3, largest", figure(summary.k3.max)),
@@ -279,7 +279,7 @@ def _figures(summary: Summary) -> str:
 
 
 def _policy_cost(cost: PolicyCost) -> list[tuple[str, str]]:
-    """What was dropped, and how far that skewed the mix; nothing where nothing was."""
+    """Rows on dropped groups and the bias from dropping; none if nothing was dropped."""
     rows = [(f"· dropped: {_safe(cause)}", f"{count:,}") for cause, count in cost.dropped.items()]
     rows += [
         (f"· episodes failed: {_safe(cause)}", f"{count:,}")
@@ -294,7 +294,7 @@ def _policy_cost(cost: PolicyCost) -> list[tuple[str, str]]:
 
 
 def _parity(summary: Summary) -> list[tuple[str, str]]:
-    """What the gate between sampler and trainer saw and did."""
+    """Rows on the comparison of sampler and trainer."""
     parity = summary.parity
     rows = [
         ("· over tokens of the trained version, median", figure(parity.numeric_k3_median)),
@@ -310,7 +310,7 @@ def _parity(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _proof(summary: Summary) -> list[tuple[str, str]]:
-    """What reading every manifest, and every group that one names, back from the bucket showed."""
+    """Rows on the audit that read every manifest and every named group back from the bucket."""
     proof = summary.proof
     if proof is None:
         return []
@@ -336,6 +336,6 @@ def _configuration(summary: Summary) -> str:
 
 
 def _pairs(rows: Sequence[tuple[str, str]]) -> str:
-    """A table of labels and values, both HTML already."""
+    """Render a table of labels and values that are HTML already."""
     cells = "".join(f"<tr><td>{label}</td><td>{value}</td></tr>" for label, value in rows)
     return f'<table class="pairs"><tbody>{cells}</tbody></table>'

@@ -1,8 +1,7 @@
-"""The state of a run, folded from the events of all its processes.
+"""Collects the events of all processes of a run into its state.
 
-Events arrive interleaved and late, so nothing here depends on the order in which they are
-folded: what is keyed (a version, a sequence) keeps its latest event, and what is a series is
-sorted when it is read.
+Events arrive interleaved and late, so nothing here depends on their order: an entry with a key (a
+version, a sequence) keeps its latest event, and a series is sorted when it is read.
 
 Idle time is counted in the window from the first to the last training step; the start and the
 warm start are not part of it. There, a process's idle share is ``wait / (wait + busy)``, where
@@ -38,8 +37,8 @@ Window = tuple[float, float]
 
 _LATELY_S = 3.0
 
-# A trainer may do the warm start too, and an evaluator may swap: the most telling event first.
-_TELLING: tuple[Role, ...] = ("trainer", "evaluator", "worker", "warm-start")
+# A trainer may do the warm start too, and an evaluator may swap: the most specific role first.
+_SPECIFIC: tuple[Role, ...] = ("trainer", "evaluator", "worker", "warm-start")
 
 _Timed = TypeVar("_Timed", Evaluated, Generated, Parity, Published, Step, Swapped, WarmStep)
 
@@ -58,11 +57,11 @@ class ProcessState:
     """By sequence."""
     first_at: float = math.inf
     heard_at: float = -math.inf
-    """When its first and its latest event were, in seconds since the epoch."""
+    """Times of its first and its latest event, in seconds since the epoch."""
     version: int | None = None
     """The newest version it was seen to hold."""
     implied_role: Role | None = None
-    """The role its events speak of, for as long as none of its Life events has arrived."""
+    """The role that its events imply, until one of its Life events arrives."""
 
     @property
     def last_life(self) -> Life | None:
@@ -71,7 +70,7 @@ class ProcessState:
 
     @property
     def role(self) -> Role | None:
-        """What it is in the run; None for as long as nothing tells."""
+        """Its role in the run; None while no event implies one."""
         life = self.last_life
         return life.role if life else self.implied_role
 
@@ -83,21 +82,21 @@ class ProcessState:
 
     @property
     def restarts(self) -> int:
-        """How often its supervisor started it again."""
+        """Number of times that its supervisor started it again."""
         return sum(life.what == "restarted" for life in self.lives)
 
     @property
     def gone(self) -> bool:
-        """Its latest Life event says that it stopped or died."""
+        """Whether its latest Life event is that it stopped or died."""
         life = self.last_life
         return life is not None and life.what in {"stopped", "died"}
 
     @property
     def doing(self) -> str:
-        """What took most of its last seconds, or what befell it since.
+        """The activity that took most of its last seconds, or its end.
 
-        Spans are recorded when they end, so the very last one alone would name whatever short
-        thing comes at the end of each round.
+        Spans are recorded when they end, so the last span by itself would always name the short
+        activity at the end of each round.
         """
         life, span = self.last_life, self.last_span
         if life and (self.gone or span is None or life.at > span.end):
@@ -113,20 +112,20 @@ class ProcessState:
         return len(self.generated)
 
     def add_span(self, span: Span) -> None:
-        """Take in what it was doing for a while."""
+        """Add an activity."""
         self.spans.append(span)
         last = self.last_span
         if last is None or (span.end, span.start) > (last.end, last.start):
             self.last_span = span
 
     def holds(self, *versions: int) -> None:
-        """It was seen to hold ``versions``."""
+        """Note that it holds ``versions``."""
         known = () if self.version is None else (self.version,)
         self.version = max((*known, *versions), default=None)
 
     def imply(self, role: Role) -> None:
-        """One of its events is of a kind that ``role`` writes."""
-        if self.implied_role is None or _TELLING.index(role) < _TELLING.index(self.implied_role):
+        """Note an event of a kind that ``role`` writes."""
+        if self.implied_role is None or _SPECIFIC.index(role) < _SPECIFIC.index(self.implied_role):
             self.implied_role = role
 
     def seconds(self, window: Window) -> dict[Activity, float]:
@@ -147,7 +146,7 @@ def wait_and_busy(spent: dict[Activity, float]) -> tuple[float, float]:
 
 
 class RunState:
-    """All that the views of a run need; `add` more events to it at any time."""
+    """Everything that the views of a run need; `add` more events to it at any time."""
 
     def __init__(self) -> None:
         self.processes: dict[str, ProcessState] = {}
@@ -164,7 +163,7 @@ class RunState:
         """Rates that need no window of steps are measured over this much time."""
 
     def add(self, events: Iterable[Event]) -> None:
-        """Take in ``events``, in whatever order they come."""
+        """Add ``events``, in any order."""
         for event in events:
             self._add(event)
 
@@ -210,8 +209,8 @@ class RunState:
 
     @property
     def versions(self) -> int:
-        """How many versions after version 0 were published: they are numbered without gaps, and
-        a publisher that is killed may take an event or two with it."""
+        """Number of versions published after version 0, from the newest number: they have no gaps,
+        and a killed publisher may lose an event or two."""
         return max(self.version or 0, 0)
 
     @property
@@ -252,7 +251,7 @@ class RunState:
 
     @property
     def last_warm(self) -> WarmStep | None:
-        """How far the warm start has come."""
+        """The newest step of the warm start."""
         return self.warm[max(self.warm)] if self.warm else None
 
     @property
@@ -270,7 +269,7 @@ class RunState:
     def extent(self) -> Window | None:
         """From the first event to the last.
 
-        A worker that joined by hand does not count where others tell: its clock may be wrong.
+        A worker that joined by hand counts only without others: its clock may be wrong.
         """
         heard = [process for process in self.processes.values() if process.supervised]
         heard = heard or list(self.processes.values())
@@ -309,7 +308,7 @@ class RunState:
         return [process for process in self.processes.values() if process.role == role]
 
     def lag(self, process: ProcessState) -> int | None:
-        """How many versions ``process`` is behind the newest."""
+        """The newest version minus the one that ``process`` holds."""
         if process.version is None or self.version is None:
             return None
         return max(0, self.version - process.version)
@@ -324,7 +323,7 @@ class RunState:
 
 
 def _keep_latest(events: dict[int, _Timed], key: int, event: _Timed) -> None:
-    """After a crash a step may be made anew; the later record is the one that counts."""
+    """Keep the later of two events: after a crash a step may be repeated."""
     kept = events.get(key)
     if kept is None or event.at >= kept.at:
         events[key] = event

@@ -1,8 +1,8 @@
-"""How a run stands, from its bucket alone: what ``deltawire status`` and the exporter show.
+"""Reads how a run stands, from its bucket only, for ``deltawire status`` and the exporter.
 
-Everything is optional but ``run.json``: what is missing or damaged is named among the problems
-and the rest is shown. Figures over time are of the last minutes; a run of days has written more
-events than anybody wants to read to see how it stands. Ages compare this machine's clock with the
+Everything except ``run.json`` is optional: missing or damaged objects are listed as problems, and
+the rest is shown. Figures over time cover the last minutes only, because a run of days has written
+more events than a view should read. Ages compare this machine's clock with the
 processes' own.
 """
 
@@ -57,15 +57,15 @@ class ProcessLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean and largest of the recent steps' groups, in versions; null if no step told."""
+    """Mean and largest of the recent steps' groups, in versions; null without such a step."""
 
     mean: float | None
     max: int | None
 
 
 class StalenessSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """Where staleness came from: ``in_flight`` passed between a group's oldest and its newest
-    token, ``queued`` between its newest token and the step that took it."""
+    """Staleness and its two parts: ``in_flight`` from a group's oldest to its newest token, and
+    ``queued`` from its newest token to the step that consumed it."""
 
     bound: int | None
     total: Spread
@@ -74,7 +74,7 @@ class StalenessSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it; a figure that nothing was measured for is null.
+    """The status of a run; a figure that was not measured is null.
 
     Rates and shares are over ``window_s`` seconds, the time that the events read cover. ``tokens``
     are those that the models drew. ``k3_same_version`` is over tokens that the trained version
@@ -118,7 +118,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watch:
-    """Reads a run's state again and again; of what grows with the run, only what is new."""
+    """Reads a run's status repeatedly, fetching only what is new of its events."""
 
     def __init__(
         self, bucket: Bucket, *, window_s: float = WINDOW_S, clock: Callable[[], float] = time.time
@@ -130,7 +130,7 @@ class Watch:
         self._newest: int | None = None
 
     def look(self) -> RunStatus:
-        """How the run stands now.
+        """Read the run's current status.
 
         Raises `InputError` if there is no run, `CorruptError` if its ``run.json`` is damaged,
         `RetryError` if the store does not answer.
@@ -201,7 +201,7 @@ class Watch:
 
 
 def _config(bucket: Bucket, run: Run, problems: list[str]) -> RunConfig | None:
-    """The configuration of a run of the loop; None of one that was published from elsewhere."""
+    """Return the configuration; None for a run that another trainer published."""
     if not run.config:
         return None
     try:
@@ -255,7 +255,7 @@ def _line(name: str, state: RunState, fleet: Fleet, newest: int | None, now: flo
 
 
 def _phase(trainer: TrainerStatus | None, newest: int | None, lines: list[ProcessLine]) -> str:
-    """In a word; a trainer that says that it trains and shows no life is told apart."""
+    """Name the phase; a trainer that is silent or stalled has its own."""
     if trainer is None:
         warming = any(line.role == "warm-start" and line.state == "alive" for line in lines)
         return "warm start" if warming else "starting" if newest is None else "published"
@@ -289,7 +289,7 @@ def _whole(name: str, state: RunState) -> int | None:
 def _in_flight(
     trainer: TrainerStatus | None, beats: dict[str, Heartbeat], lines: Sequence[ProcessLine]
 ) -> int | None:
-    """Groups that living workers were granted and have not stored."""
+    """Count the groups that living workers were granted and have not stored."""
     if trainer is None:
         return None
     live = [beats[line.name] for line in lines if line.state == "alive" and line.name in beats]
@@ -301,7 +301,7 @@ def _in_flight(
 
 
 def failures_by_cause(state: RunState) -> dict[str, int]:
-    """What went wrong, as far as the events read tell: episodes, groups, processes."""
+    """Count failures of episodes, groups and processes by cause, from the events read."""
     counts: Counter[str] = Counter()
     for process in state.processes.values():
         for life in process.lives:
@@ -326,7 +326,7 @@ def failures_by_cause(state: RunState) -> dict[str, int]:
 
 
 def _death(life: Life) -> str:
-    """Why a process died, without what differs from one time to the next."""
+    """Describe why a process died, without details that differ each time."""
     for word in ("no sign of life", "no progress"):
         if word in life.detail:
             return f"killed: {word}"

@@ -1,4 +1,4 @@
-"""The figures of a finished run: the contract of ``report.json``."""
+"""Summarizes a finished run: the contract of ``report.json``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deltawire.rl.evaluate.audit import Consumption
 
 
 class WorkerVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What the closing audit found of one worker.
+    """The closing audit's finding on one worker.
 
     ``bit_identical`` says whether its serving weights equalled its version's to the bit; None
     where it left before it could be asked.
@@ -32,7 +32,7 @@ class WorkerVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heldout(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out accuracy at the lowest and the highest evaluated version, and between."""
+    """Held-out accuracy at the first and the last evaluated version, and the curve between."""
 
     first: float | None
     last: float | None
@@ -65,7 +65,7 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """What reading the bucket back showed: every manifest, and every group that one names.
+    """The outcome of reading every manifest, and every group that one names, from the bucket.
 
     ``groups`` were read, the largest staleness of their tokens was ``staleness_max``; ``repeated``
     groups were consumed twice and ``lost`` ones could not be read.
@@ -79,7 +79,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Idle(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of the time between the first and the last step; workers are pooled."""
+    """Idle shares of the time between the first and the last step; workers count together."""
 
     trainer: float | None
     workers: float | None
@@ -159,7 +159,7 @@ def summarize(
     audit: Consumption | None = None,
     configuration: Mapping[str, str] | None = None,
 ) -> Summary:
-    """Every figure of the report; times in ``*_ms`` are medians, in milliseconds."""
+    """Compute every figure of the report; times in ``*_ms`` are medians, in milliseconds."""
     steps = state.steps_in_order
     settings = dict(configuration or {})
     return Summary(
@@ -243,7 +243,7 @@ def _proof(audit: Consumption) -> Proof:
 
 
 def _staleness(state: RunState, bound: int, audit: Consumption | None) -> Staleness:
-    """From the bucket itself where it was audited; a process that is killed loses events."""
+    """Prefer the audit of the bucket: a killed process loses events."""
     by_version = (
         audit.staleness
         if audit

@@ -1,7 +1,7 @@
-"""A run's figures, version by version, for TensorBoard, Weights & Biases or Trackio.
+"""Forwards a run's figures to TensorBoard, Weights & Biases or Trackio, version by version.
 
-Whoever wants them runs this beside the run, anywhere: it follows the events in the bucket, so the
-trainer knows nothing of it and no failure of a tracking service touches the training.
+It follows the events in the bucket from a separate command, so that no failure of a tracking
+service affects the training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HELDOUT = "heldout/"
 
 
 class Tracker(Protocol):
-    """Takes named figures at a version; versions come in order, each once."""
+    """Receives named figures of each version, in order, once."""
 
     def log(self, version: int, figures: Mapping[str, float]) -> None:
         """Record figures at ``version``."""
@@ -77,8 +77,8 @@ class Wandb:
 
 
 class Trackio:
-    """A project of Trackio's, which keeps its figures on this machine unless it is told
-    otherwise through its own settings."""
+    """A project of Trackio, which keeps its figures on this machine unless its own settings say
+    otherwise."""
 
     def __init__(self, *, project: str, name: str, config: dict[str, Any]) -> None:
         import trackio
@@ -108,10 +108,10 @@ def open_tracker(
 
 
 class Forwarder:
-    """Hands each version's figures on once, in order, when they are complete.
+    """Forwards each version's figures once, in order, when they are complete.
 
-    A step's event may come a while before its version's, or not at all after a crash: a version is
-    handed on when both are there, or when a later one's are.
+    A step's event may come some time before its version's, or not at all after a crash: a version
+    is forwarded once both exist, or once both of a later version do.
     """
 
     def __init__(self, tracker: Tracker) -> None:
@@ -120,7 +120,7 @@ class Forwarder:
         self._evaluated: set[int] = set()
 
     def forward(self, state: RunState, *, over: bool = False) -> int:
-        """Hand on what is new; with ``over`` whatever there is. Returns the last version."""
+        """Forward complete versions; with ``over`` all of them. Returns the last version."""
         whole = max(state.steps.keys() & state.published.keys(), default=0)
         last = max((*state.steps, *state.published), default=0) if over else whole
         for version in range(self._version + 1, last + 1):

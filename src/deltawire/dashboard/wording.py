@@ -1,4 +1,4 @@
-"""How figures and names are written, alike in the terminal and in the report."""
+"""Formats figures and names, the same way in the terminal and in the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def legible(text: str, limit: int = 40) -> str:
-    """``text`` made safe to show: one line, no control characters, at most ``limit`` long.
+    """Make ``text`` safe to show: one line, no control characters, at most ``limit`` long.
 
     Names come from a bucket, so they may hold terminal escapes or megabytes.
     """
@@ -21,7 +21,7 @@ def legible(text: str, limit: int = 40) -> str:
 
 
 def byte_size(count: float | None) -> str:
-    """Decimal units, three significant digits: ``1.42 MB``."""
+    """Write bytes with decimal units and three significant digits: ``1.42 MB``."""
     if count is None:
         return MISSING
     unit = 0
@@ -33,7 +33,7 @@ def byte_size(count: float | None) -> str:
 
 
 def smaller(full: float | None, delta: float | None) -> str:
-    """How many times smaller a delta is than the full model: ``38x smaller``."""
+    """Write how many times smaller a delta is than the full model: ``38x smaller``."""
     if not full or not delta:
         return MISSING
     ratio = full / delta
@@ -41,19 +41,19 @@ def smaller(full: float | None, delta: float | None) -> str:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """``0.713`` as ``71.3 %``."""
+    """Write ``0.713`` as ``71.3 %``."""
     return MISSING if share is None else f"{100 * share:.{digits}f} %"
 
 
 def duration(seconds: float) -> str:
-    """``0:42``, ``12:34`` or ``3:12:34``."""
+    """Write seconds as ``0:42``, ``12:34`` or ``3:12:34``."""
     whole = max(0, round(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def milliseconds(value: float | None) -> str:
-    """``0.42 ms``, ``14 ms`` or ``2.31 s``."""
+    """Write ``0.42 ms``, ``14 ms`` or ``2.31 s``."""
     if value is None:
         return MISSING
     if value >= 1000:
@@ -62,7 +62,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def figure(value: float | None) -> str:
-    """A number of any size at three significant digits, or all before the point."""
+    """Write a number of any size with three significant digits, or all before the point."""
     if value is None:
         return MISSING
     return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
@@ -71,7 +71,7 @@ def figure(value: float | None) -> str:
 def sparkline(
     values: Sequence[float], width: int, floor: float | None = None, ceiling: float | None = None
 ) -> str:
-    """At most ``width`` bars: the whole series, averaged into as many buckets.
+    """Draw the whole series as at most ``width`` bars, each the mean of its part.
 
     The lowest bar stands for ``floor`` and less, or for the least of the values; the highest for
     ``ceiling`` and more, or for the largest.

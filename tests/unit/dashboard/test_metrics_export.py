@@ -210,7 +210,7 @@ def test_only_who_holds_the_token_gets_in(address) -> None:
 
 def test_without_a_token_only_on_this_machine() -> None:
     app = application(RunCollector(Stub(STATUS), every_s=5), token="")
-    with pytest.raises(InputError, match="without a token"):
+    with pytest.raises(InputError, match="needs a token"):
         listen(app, host="0.0.0.0", port=0, token="")
     with (
         listen(app, host="127.0.0.1", port=0, token="") as taken,
