@@ -1,4 +1,4 @@
-"""Publishers, subscribers, folds, retention, a relay and stores that fail, in any order there is.
+"""Publishers, subscribers, compaction, retention, a relay and stores that fail, in any order.
 
 The model is a list of dicts of arrays: what each version must hold. Whatever happens, a committed
 version holds that, at the source and where a relay has carried it; a subscriber holds one of them;
@@ -40,7 +40,7 @@ from deltawire.sync import (
     newest_version,
     read_manifest,
 )
-from deltawire.sync.chain import gc_intents as sweeps
+from deltawire.sync.chain import gc_intents as intents
 from deltawire.sync.chain import objects as chain
 from deltawire.sync.maintain import retention
 from deltawire.sync.maintain.fsck import check_run
@@ -98,7 +98,7 @@ class Wire(RuleBasedStateMachine):
         self.run = create_run(self.inner, run)
         self.closed = 0
         self.opened = []
-        self.folder = None
+        self.compactor = None
         publisher = self.new_publisher()
         publisher.publish(self.model[0])
         publisher.flush()
@@ -143,7 +143,7 @@ class Wire(RuleBasedStateMachine):
         at=st.integers(1, 12) | st.none(),
         times=TIMES,
         done=st.booleans(),
-        meanwhile=st.sampled_from([None, None, "retire", "relay"]),
+        meanwhile=st.sampled_from([None, None, "prune", "relay"]),
     )
     def publish(self, publisher, density, at, times, done, meanwhile):
         """The next version; the store may fail meanwhile, or the publisher be stalled while others
@@ -178,7 +178,7 @@ class Wire(RuleBasedStateMachine):
             self.publish(publisher, density, None, None, False, None)
 
     def go_on(self, who):
-        if who == "retire":
+        if who == "prune":
             prune(self.inner, self.run, cutoff=self.committed(), grace_s=0)
             self.closed = chain.newest_retention_floor(self.inner, self.run)
         else:
@@ -240,7 +240,7 @@ class Wire(RuleBasedStateMachine):
 
     @rule(subscriber=consumes(subscribers))
     def catch_up(self, subscriber):
-        """However far behind, and whatever retention has taken: to the newest, in few steps."""
+        """At any lag, and whatever retention pruned: to the newest, in few steps."""
         if subscriber.bucket.inner.inner is self.region:
             self.start_relay(None).advance()
         for _ in range(25):
@@ -253,19 +253,19 @@ class Wire(RuleBasedStateMachine):
         self.holds(subscriber.mirror)
 
     @rule(restart=st.booleans())
-    def fold(self, restart):
+    def compact(self, restart):
         # Its own thread would do it at moments that no seed repeats. What is to be folded may be
-        # gone; then readers do without, and another folder begins further on.
-        if restart or self.folder is None:
-            self.folder = Compactor(self.inner, self.run, (2, 4), threads=1)
+        # gone; then readers do without, and another compactor begins further on.
+        if restart or self.compactor is None:
+            self.compactor = Compactor(self.inner, self.run, (2, 4), threads=1)
         try:
-            self.folder.compact_up_to(self.committed())
+            self.compactor.compact_up_to(self.committed())
         except CorruptError:
-            self.folder = None
+            self.compactor = None
 
     @rule(target=relays, start=st.integers(0, 9) | st.none())
     def start_relay(self, start):
-        """The first, another beside it, or one again after it was stopped."""
+        """The first, another next to it, or one again after it was stopped."""
         source, region = FaultyBucket(self.inner), FaultyBucket(self.region)
         if start is not None and start < self.closed:
             start = None
@@ -294,7 +294,7 @@ class Wire(RuleBasedStateMachine):
 
     @rule(relay=consumes(relays))
     def relay_all(self, relay):
-        """Once it is let alone, the region is the source, and whole."""
+        """Once nothing disturbs it, the region is the source, and whole."""
         with suppress(CorruptError):
             # Another relay has gone on meanwhile, and pruned what this one's mirror builds on.
             relay.advance()
@@ -328,8 +328,8 @@ class Wire(RuleBasedStateMachine):
             bucket.fail(at=at, times=times, done=done)
         with suppress(RetryError):
             prune(bucket, self.run, cutoff=self.committed() - keep, grace_s=0)
-        boundaries = [keys.trailing_number(key) for key in self.inner.list(keys.RETENTION_FLOORS)]
-        highest = max(boundaries, default=0)
+        floors = [keys.trailing_number(key) for key in self.inner.list(keys.RETENTION_FLOORS)]
+        highest = max(floors, default=0)
         assert self.closed <= highest <= max(self.committed() - keep, self.closed)
         self.closed = highest
 
@@ -366,9 +366,9 @@ class Wire(RuleBasedStateMachine):
 
 @pytest.fixture
 def _time_flies(monkeypatch):
-    """Pauses take no time, and whoever waits for a sweep sees the store's clock run."""
+    """Pauses take no time, and whoever waits for an intent sees the store's clock run."""
     monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
-    real, passed = sweeps.store_clock, [0.0]
+    real, passed = intents.store_clock, [0.0]
 
     def clock(bucket):
         return real(bucket) + timedelta(seconds=passed[0])
@@ -376,9 +376,9 @@ def _time_flies(monkeypatch):
     def sleep(seconds):
         passed[0] += 100.0
 
-    monkeypatch.setattr(sweeps, "store_clock", clock)
+    monkeypatch.setattr(intents, "store_clock", clock)
     monkeypatch.setattr(retention, "store_clock", clock)
-    monkeypatch.setattr(sweeps, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
+    monkeypatch.setattr(intents, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
 
 
 @pytest.mark.usefixtures("_time_flies")

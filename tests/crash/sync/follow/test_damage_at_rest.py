@@ -22,7 +22,7 @@ LAST = 9
 
 @pytest.fixture(scope="module")
 def original():
-    """Anchors at 0 and 6, folds of strides 2 and 4: of every kind that a publisher writes."""
+    """Anchors at 0 and 6, compacted deltas of strides 2 and 4: every kind of object there is."""
     bucket = open_bucket("memory://")
     publisher = start_publisher(bucket, anchor_every=6, compaction_strides=(2, 4))
     for version in range(LAST + 1):
@@ -122,7 +122,7 @@ def test_every_bit_of_the_objects_of_one_version(original, drill_seed):
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 @pytest.mark.parametrize("lost", ["manifest", "anchor", "delta"])
 def test_an_object_that_is_gone(original, new_bucket, kind, lost):
-    """Readers get past it over folds and anchors, or say what is missing."""
+    """Readers get past it over compacted deltas and anchors, or say what is missing."""
     bucket = new_bucket(kind)
     for key in names(original):
         bucket.put(key, original.get(key, limit=LIMIT))

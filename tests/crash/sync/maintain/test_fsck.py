@@ -51,8 +51,8 @@ def test_a_whole_run(bucket, deep):
     ]
 
 
-def test_a_copy_beside_a_manifest_hides_no_version(bucket):
-    # It sorts behind the manifest, and carries the same number.
+def test_a_copy_next_to_a_manifest_hides_no_version(bucket):
+    # It sorts after the manifest, and carries the same number.
     bucket.put(keys.manifest(LAST) + ".bak", b"{}")
     bucket.put(f"{keys.MANIFESTS}old/{LAST - 1:010d}.json", b"{}")
     found = check_run(bucket)
@@ -67,9 +67,11 @@ def test_each_object_missing_in_turn(bucket, deep):
         bucket.hide(key)
         found = check_run(bucket, deep=deep)
         is_newest = key == keys.manifest(LAST)
-        is_fold = key.startswith(keys.COMPACTED)
-        if is_newest or is_fold:
-            assert found.whole  # The version is not committed, the fold not made: that is all.
+        is_compacted = key.startswith(keys.COMPACTED)
+        if is_newest or is_compacted:
+            assert (
+                found.whole
+            )  # The version is not committed, the compacted delta not made: that is all.
         else:
             assert key in {fault.key for fault in found.faults}, key
         bucket.heal()
@@ -99,7 +101,7 @@ def test_versions_without_a_way_are_named(bucket):
     assert check_run(bucket).whole is False
 
 
-def test_a_way_around_is_no_error_of_the_versions_behind_it(bucket):
+def test_damage_with_a_route_around_it_is_no_error_of_later_versions(bucket):
     run = start_run(bucket)
     base, target = 4, 8
     assert read_compacted_delta(bucket, run, base, target) is not None
@@ -161,7 +163,7 @@ def test_the_work_grows_with_the_versions_and_not_with_their_square(deep, harm):
     assert spent[80] < 6
 
 
-def test_damage_behind_what_cannot_be_reached_is_named_too(bucket):
+def test_damage_after_an_unreachable_version_is_reported_too(bucket):
     """A turned bit in a delta that no reader gets to is a fault all the same."""
     run = start_run(bucket)
     for key in bucket.list(keys.COMPACTED):
@@ -174,11 +176,11 @@ def test_damage_behind_what_cannot_be_reached_is_named_too(bucket):
     assert found.unreachable == [5, 6, 7]
 
 
-def test_a_fold_whose_base_was_left_behind_is_still_a_way(bucket):
-    """The mirror has gone on over an anchor when the fold is needed: it goes back for it."""
+def test_a_compacted_delta_from_an_earlier_base_is_still_a_route(bucket):
+    """The mirror has gone on over an anchor when the compacted delta is needed: it goes back."""
     run = start_run(bucket)
-    fold = read_compacted_delta(bucket, run, 6, 8)
-    assert fold is not None
+    compacted = read_compacted_delta(bucket, run, 6, 8)
+    assert compacted is not None
     for ref in (
         *read_blobs(bucket, run, read_manifest(bucket, run, 7).delta),
         *read_blobs(bucket, run, read_manifest(bucket, run, 8).delta),

@@ -118,7 +118,7 @@ def test_a_signed_run_verifies_at_the_destination_without_the_key() -> None:
         read_run(destination, public_key=Ed25519Signer.generate().public_key)
 
 
-def test_folds_are_made_at_the_destination() -> None:
+def test_compacted_deltas_are_made_at_the_destination() -> None:
     inner, destination = open_bucket("memory://"), open_bucket("memory://")
     publish(inner, 0, 8)
     source = KeyMeter(inner)
@@ -184,11 +184,11 @@ def test_a_region_does_not_grow_for_ever() -> None:
     assert contents(destination, keys.MANIFESTS) == contents(source, keys.MANIFESTS)
     assert contents(destination, keys.BLOBS) == contents(source, keys.BLOBS)
     assert check_run(destination).faults == []
-    assert carrier.prune() is None  # It asks for no more than the source's boundary.
+    assert carrier.prune() is None  # It asks for no more than the source's floor.
     carrier.close()
 
 
-def test_a_region_may_keep_what_the_source_retires() -> None:
+def test_a_region_may_keep_versions_that_the_source_prunes() -> None:
     source, destination = open_bucket("memory://"), open_bucket("memory://")
     publish(source, 0, 9, anchor_every=3)
     relay(source, destination, grace_s=0)
@@ -202,7 +202,7 @@ def test_a_region_may_keep_what_the_source_retires() -> None:
 
 
 @pytest.mark.parametrize("signed", [False, True])
-def test_a_region_that_began_later_retires_without_the_key(signed: bool) -> None:
+def test_a_region_that_began_later_prunes_without_the_key(signed: bool) -> None:
     signer = Ed25519Signer.generate() if signed else None
     public_key = signer.public_key if signer else ""
     source, destination = open_bucket("memory://"), open_bucket("memory://")
@@ -267,7 +267,7 @@ def test_following_retention_may_fail_at_each_operation(
     raise AssertionError("it never got through")
 
 
-def test_killed_before_it_looked_after_its_blobs() -> None:
+def test_a_relay_killed_before_it_checked_its_blobs() -> None:
     """Committed, and then retention took a blob that had lain there, old and nobody's, before."""
     source, destination = open_bucket("memory://"), open_bucket("memory://")
     publish(source, 0, 6, anchor_every=3)
@@ -287,7 +287,7 @@ def test_killed_before_it_looked_after_its_blobs() -> None:
     assert contents(destination) == contents(source)
 
 
-def test_a_destination_with_something_else_is_left_alone() -> None:
+def test_a_destination_that_holds_something_else_is_not_touched() -> None:
     source, destination = open_bucket("memory://"), open_bucket("memory://")
     publish(source, 0, 2)
     other = start_publisher(destination, seed=1)

@@ -193,7 +193,7 @@ def test_a_writer_stalled_for_longer_than_retention_commits_nothing(bucket):
     assert_kept(other, 8)
 
 
-def test_a_lost_name_below_the_boundary_is_closed_too(bucket):
+def test_a_lost_name_below_the_floor_is_closed_too(bucket):
     run = start_run(bucket)
     bucket.inner.delete(keys.manifest(2))
     prune(bucket, run, cutoff=8, grace_s=0)
@@ -201,7 +201,7 @@ def test_a_lost_name_below_the_boundary_is_closed_too(bucket):
     assert bucket.create(keys.manifest(2), b"") is False
 
 
-def test_even_if_somebody_deletes_the_tombstones_the_boundary_holds(bucket):
+def test_the_floor_holds_although_somebody_deletes_the_tombstones(bucket):
     """A lifecycle rule of the store, say."""
     other = FaultyBucket(open_bucket("memory://"))
     fill(other, 2)
@@ -217,9 +217,9 @@ def test_even_if_somebody_deletes_the_tombstones_the_boundary_holds(bucket):
     stalled.close()
 
 
-def test_a_commit_whose_boundary_could_not_be_asked_for_is_asked_again(bucket):
+def test_a_commit_that_could_not_read_the_floors_reads_them_again(bucket):
     """The version is committed when the store falls silent; what becomes of it is found out by the
-    next publish, which must look at the boundary as well."""
+    next publish, which must read the floors as well."""
     publisher = start_publisher(bucket, anchor_every=4)
     bucket.fail("list", keys.RETENTION_FLOORS, times=6)
     publisher.publish(weights(NEWEST + 1))
@@ -232,7 +232,7 @@ def test_a_commit_whose_boundary_could_not_be_asked_for_is_asked_again(bucket):
     publisher.close()
 
 
-def test_the_boundary_is_never_lowered(bucket):
+def test_the_floor_is_never_lowered(bucket):
     run = start_run(bucket)
     prune(bucket, run, cutoff=8, grace_s=0)
     assert prune(bucket, run, cutoff=4, grace_s=0).floor == 8

@@ -1,4 +1,4 @@
-"""Retention beside publishers that stall and readers that lag: no fork, nothing half, no silence.
+"""Retention with publishers that stall and readers that lag: no fork, nothing half, no silence.
 
 The grace period is 0 but where everybody works at once: all others are slower than that.
 """
@@ -28,7 +28,7 @@ def _no_pauses(monkeypatch):
 
 
 def publish(bucket, versions, *, seed=0):
-    """Publish so many versions behind the newest; of a rival's with another seed."""
+    """Publish so many versions after the newest; a rival publishes with another seed."""
     publisher = start_publisher(bucket, anchor_every=3, compaction_strides=FOLDS)
     first = publisher.version + 1
     for version in range(first, first + versions):
@@ -36,7 +36,7 @@ def publish(bucket, versions, *, seed=0):
     publisher.close()
 
 
-def retire_all(bucket, *, cutoff=None, grace_s=0.0):
+def prune_all(bucket, *, cutoff=None, grace_s=0.0):
     cutoff = newest_version(bucket) if cutoff is None else cutoff
     return prune(bucket, read_run(bucket), cutoff=cutoff, grace_s=grace_s)
 
@@ -90,8 +90,8 @@ def test_a_publisher_stalled_for_longer_than_retention(new_bucket, kind, done):
 
         def meanwhile(inner=inner):
             publish(inner, 8, seed=1)
-            retire_all(inner)
-            retire_all(inner)
+            prune_all(inner)
+            prune_all(inner)
 
         bucket.pause(wait=meanwhile, at=at, done=done)
         stalled.publish(weights(5, seed=2), metadata={"seed": 2})
@@ -123,7 +123,7 @@ def test_retention_in_the_middle_of_a_commit(new_bucket, kind, done):
         publish(inner, 5)
         bucket = FaultyBucket(inner)
         publisher = start_publisher(bucket, anchor_every=3, compaction_strides=FOLDS)
-        bucket.pause(wait=lambda inner=inner: retire_all(inner), at=at, done=done)
+        bucket.pause(wait=lambda inner=inner: prune_all(inner), at=at, done=done)
         for version in (5, 6, 7):
             with suppress(DeltawireError):
                 publisher.publish(weights(version), metadata={"seed": 0})
@@ -134,29 +134,29 @@ def test_retention_in_the_middle_of_a_commit(new_bucket, kind, done):
 
 
 @pytest.mark.parametrize("lag", range(1, 13))
-def test_retention_and_folding_at_each_step_of_a_reader(lag):
+def test_retention_and_compaction_at_each_step_of_a_reader(lag):
     """A reader of every lag, interrupted at every operation by everybody else at once."""
     original = open_bucket("memory://")
     publish(original, 14)
     run = read_run(original)
     start = load_mirror(original, run, at=13 - lag)
-    alone = FaultyBucket(original)
-    subscriber = Subscriber(alone, run, start.copy())
+    undisturbed = FaultyBucket(original)
+    subscriber = Subscriber(undisturbed, run, start.copy())
     assert subscriber.advance()
-    for at in range(1, len(alone.operations) + 1):
+    for at in range(1, len(undisturbed.operations) + 1):
         inner = snapshot(original)
         bucket = FaultyBucket(inner)
 
         def meanwhile(inner=inner):
             publish(inner, 4)
-            retire_all(inner, cutoff=16)
+            prune_all(inner, cutoff=16)
 
         bucket.pause(wait=meanwhile, at=at)
         mirror = start.copy()
         subscriber = Subscriber(bucket, run, mirror)
         for _ in range(30):
             update = None
-            # What it had planned is gone: an error that says so, and the next look plans anew.
+            # What it had planned is gone: an error that says so, and the next call plans again.
             with suppress(CorruptError):
                 update = subscriber.prepare()
             if update is not None:
@@ -167,7 +167,7 @@ def test_retention_and_folding_at_each_step_of_a_reader(lag):
 
 @pytest.mark.parametrize("kind", ["memory", "folder", "s3"])
 def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed):
-    """Threads, and no order among them: a publisher that folds, retention, and six readers.
+    """Threads, and no order among them: a publisher that compacts, retention, and six readers.
 
     The grace period is a moment, for readers: one that is longer than a fetch.
     """
@@ -203,7 +203,7 @@ def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed
     def retaining():
         while not finished.wait(0.01):
             with suppress(CorruptError, RetryError):
-                retire_all(bucket, cutoff=newest_version(bucket) - 3, grace_s=grace_s)
+                prune_all(bucket, cutoff=newest_version(bucket) - 3, grace_s=grace_s)
 
     @guarded
     def reading(number):
@@ -242,8 +242,8 @@ def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed
     assert not failures
     assert check(bucket) == last
     assert bucket.list(keys.RETENTION_FLOORS), "nothing was pruned"
-    if kind != "s3":  # Whose clock shows whole seconds: there a boundary may be too young to go.
-        retire_all(bucket, cutoff=last)
+    if kind != "s3":  # Its clock shows whole seconds: a floor may be too young to be deleted.
+        prune_all(bucket, cutoff=last)
         assert len(bucket.list(keys.RETENTION_FLOORS)) <= 1
         assert check(bucket) == last
     assert bucket.get(keys.manifest(0), limit=LIMIT) is not None

@@ -16,7 +16,7 @@ from shard_ranks import RANKS, close, publish_all, rank_publisher
 from deltawire.errors import RetryError
 from deltawire.store import open_bucket
 from deltawire.sync import Compactor, Relay, load_mirror, read_manifest, read_run
-from deltawire.sync.chain import gc_intents as sweeps
+from deltawire.sync.chain import gc_intents as intents
 from deltawire.sync.chain.objects import read_compacted_delta
 from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.maintain.fsck import check_run
@@ -29,7 +29,7 @@ from deltawire.wire.seal import seal
 
 LAST = 5
 OPERATIONS = 400
-"""No sweep of the small run takes more; the tests see to it."""
+"""Pruning the small run takes fewer operations; the tests check it."""
 
 
 @pytest.fixture(autouse=True)
@@ -92,21 +92,21 @@ class Carrier:
         self.relay.close()
 
 
-class Folding:
-    """A fold to version 4. It may be missing; it must not be hollow."""
+class Compaction:
+    """A compacted delta to version 4. It may be missing, but must not lack blobs."""
 
     def __init__(self, bucket):
-        self.folder = Compactor(bucket, read_run(bucket), (2,), threads=1)
+        self.compactor = Compactor(bucket, read_run(bucket), (2,), threads=1)
 
     def commit(self):
-        self.folder.compact_up_to(4)
+        self.compactor.compact_up_to(4)
 
 
 WRITERS = {
     "publisher": (OnePublisher, "weights/manifests/*"),
     "ranks": (Ranks, "weights/manifests/*"),
     "relay": (Carrier, "weights/manifests/*"),
-    "folder": (Folding, "weights/compacted/*"),
+    "compactor": (Compaction, "weights/compacted/*"),
 }
 
 
@@ -121,14 +121,14 @@ class Turns:
         make, key = WRITERS[kind]
         self.writer = make(bucket)
         bucket.pause("create", key, wait=self._stall)
-        monkeypatch.setattr(sweeps, "time", SimpleNamespace(**vars(time) | {"sleep": self._wait}))
+        monkeypatch.setattr(intents, "time", SimpleNamespace(**vars(time) | {"sleep": self._wait}))
 
     def _stall(self):
         self.committing.set()
         assert self.go.wait(30)
 
     def _wait(self, seconds):
-        """The writer waits for a sweep: it is retention's turn again."""
+        """The writer waits for an intent: it is retention's turn again."""
         self.settled.set()
         time.sleep(0.001)
 
@@ -136,7 +136,7 @@ class Turns:
         self.go.set()
         assert self.settled.wait(30)
 
-    def retire_around_the_commit(self, at, *, done=False):
+    def prune_around_the_commit(self, at, *, done=False):
         """Whether retention came as far as its ``at``-th operation."""
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(self.writer.commit)
@@ -161,10 +161,10 @@ def assert_whole(bucket, newest):
     for version in range(found.floor, newest + 1):
         assert same_bits(load_mirror(bucket, run, at=version).tensors, weights(version))
     for key in bucket.list(keys.COMPACTED):
-        fold = read_compacted_delta(bucket, run, *keys.compacted_of(key))
+        compacted = read_compacted_delta(bucket, run, *keys.compacted_of(key))
         assert all(
             bucket.size(keys.blob(ref.hash)) == ref.bytes
-            for ref in read_blobs(bucket, run, fold.payload)
+            for ref in read_blobs(bucket, run, compacted.payload)
         )
 
 
@@ -174,8 +174,8 @@ def test_a_commit_before_each_operation_of_retention(original, kind, monkeypatch
     for at in range(1, OPERATIONS):
         inner = snapshot(original)
         turns = Turns(inner, kind, monkeypatch)
-        reached = turns.retire_around_the_commit(at)
-        assert_whole(inner, LAST if kind == "folder" else LAST + 1)
+        reached = turns.prune_around_the_commit(at)
+        assert_whole(inner, LAST if kind == "compactor" else LAST + 1)
         assert not inner.list(keys.DELETION_INTENTS)
         if not reached:
             break
@@ -184,17 +184,19 @@ def test_a_commit_before_each_operation_of_retention(original, kind, monkeypatch
         waited += verb == "delete" and key.startswith(keys.BLOBS)
         restored += verb == "delete" and key.startswith(keys.DELETION_INTENTS)
     assert not reached
-    assert waited > 1  # Among these are moments at which a look alone would have found all well.
+    assert (
+        waited > 1
+    )  # Among these are moments at which a check without waiting would have found everything there.
     assert restored == 1
 
 
-def test_without_the_sweep_a_look_behind_the_commit_is_too_early(original, monkeypatch):
+def test_without_the_intent_a_check_after_the_commit_is_too_early(original, monkeypatch):
     """The test above would notice: what both did before they told each other."""
-    monkeypatch.setattr(sweeps, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(intents, "_wait_for", lambda *_: None)
     lost = 0
     for at in range(1, OPERATIONS):
         inner = snapshot(original)
-        reached = Turns(inner, "publisher", monkeypatch).retire_around_the_commit(at)
+        reached = Turns(inner, "publisher", monkeypatch).prune_around_the_commit(at)
         lost += not check_run(inner).whole
         if not reached:
             break
@@ -209,7 +211,7 @@ def one_blob(bucket, version):
 
 
 def left_behind(bucket, blobs, *, run=None):
-    """A sweep whose maker died."""
+    """An intent whose maker died."""
     key = keys.deletion_intent("dead")
     run = run or read_run(bucket)
     bucket.put(key, seal(DeletionIntent(run=run.id, blobs=blobs), key=key))
@@ -243,22 +245,22 @@ def test_an_intent_whose_maker_died_delays_no_longer_than_it_may_delete(
 
         return moment + timedelta(seconds=seconds)
 
-    real = sweeps.store_clock
-    monkeypatch.setattr(sweeps, "store_clock", clock)
+    real = intents.store_clock
+    monkeypatch.setattr(intents, "store_clock", clock)
     monkeypatch.setattr("deltawire.sync.maintain.retention.store_clock", clock)
-    monkeypatch.setattr(sweeps, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
+    monkeypatch.setattr(intents, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
     publish(inner, LAST + 1, LAST + 1)
-    expected = (sweeps.INTENT_S + sweeps.MARGIN_S) / 100 if kind == "named" else 0
+    expected = (intents.INTENT_S + intents.MARGIN_S) / 100 if kind == "named" else 0
     assert len(slept) == expected
     assert_whole(inner, LAST + 1)
     prune(inner, read_run(inner), cutoff=0, grace_s=0)
     assert bool(inner.list(keys.DELETION_INTENTS)) == (kind == "damaged")
 
 
-def test_a_sweep_that_names_others_is_not_waited_for(original, monkeypatch):
+def test_an_intent_that_names_other_blobs_delays_nobody(original, monkeypatch):
     inner = snapshot(original)
     left_behind(inner, [one_blob(inner, 1)])
-    monkeypatch.setattr(sweeps, "time", SimpleNamespace(**vars(time) | {"sleep": pytest.fail}))
+    monkeypatch.setattr(intents, "time", SimpleNamespace(**vars(time) | {"sleep": pytest.fail}))
     publish(inner, LAST + 1, LAST + 1)
     assert_whole(inner, LAST + 1)
     # It is young by the store's clock: its maker may be alive.
@@ -271,10 +273,10 @@ def test_nothing_is_deleted_later_than_writers_wait(original, monkeypatch):
     inner = snapshot(original)
     bucket = FaultyBucket(inner)
     now = [0.0]
-    monkeypatch.setattr(sweeps, "_uptime", lambda: now[0])
+    monkeypatch.setattr(intents, "_uptime", lambda: now[0])
 
     def stall():
-        now[0] += sweeps.INTENT_S + 1
+        now[0] += intents.INTENT_S + 1
 
     bucket.pause("delete", "weights/blobs/*", wait=stall, at=2)
     run = read_run(inner)
@@ -292,23 +294,23 @@ def test_a_deletion_is_not_asked_for_again_later_than_writers_wait(original, mon
     inner = snapshot(original)
     bucket = FaultyBucket(inner)
     now = [0.0]
-    monkeypatch.setattr(sweeps, "_uptime", lambda: now[0])
+    monkeypatch.setattr(intents, "_uptime", lambda: now[0])
     begun = []
 
     def not_answered(verb, key):
         begun.append(now[0])
-        now[0] += sweeps.INTENT_S / 2.5
+        now[0] += intents.INTENT_S / 2.5
         return no_answer(verb, key)
 
     bucket.fail("delete", "weights/blobs/*", times=None, error=not_answered)
     with pytest.raises(RetryError, match="time for this deletion is over"):
         prune(bucket, read_run(inner), cutoff=LAST, grace_s=0)
     assert begun
-    assert max(begun) <= sweeps.INTENT_S
+    assert max(begun) <= intents.INTENT_S
     assert len(inner.list(keys.DELETION_INTENTS)) == 1
 
 
-def test_a_deletion_that_was_not_answered_leaves_the_sweep_there(original):
+def test_a_deletion_that_was_not_answered_leaves_the_intent(original):
     inner = snapshot(original)
     bucket = FaultyBucket(inner)
     bucket.fail("delete", "weights/blobs/*", times=None, error=no_answer)
@@ -317,8 +319,8 @@ def test_a_deletion_that_was_not_answered_leaves_the_sweep_there(original):
     assert len(inner.list(keys.DELETION_INTENTS)) == 1
 
 
-def test_many_blobs_are_swept_a_batch_at_a_time(original, monkeypatch):
-    monkeypatch.setattr(sweeps, "MAX_INTENT_BLOBS", 2)
+def test_many_blobs_are_deleted_in_batches(original, monkeypatch):
+    monkeypatch.setattr(intents, "MAX_INTENT_BLOBS", 2)
     bucket = FaultyBucket(snapshot(original))
     found = prune(bucket, read_run(bucket), cutoff=LAST, grace_s=0)
     assert len(found.blobs) == 3

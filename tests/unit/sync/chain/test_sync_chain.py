@@ -89,7 +89,7 @@ def test_a_lost_race_takes_up_the_winner(bucket):
     bucket.inner.put(keys.RUN, encode_run(theirs))
     first = iter([True])
     real = bucket.get
-    # The first look comes before the other's create, the second behind it.
+    # The first read comes before the other's create, the second after it.
     bucket.get = lambda key, *, limit: None if next(first, False) else real(key, limit=limit)
     assert create_run(bucket, ours) == theirs
     other = msgspec.structs.replace(theirs, digest="f" * 32)

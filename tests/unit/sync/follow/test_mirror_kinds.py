@@ -106,7 +106,7 @@ def test_a_model_larger_than_the_machine_is_refused_before_memory_is_taken(run, 
         empty_mirror(run)
 
 
-def test_a_file_is_taken_up_again(bucket, run, tmp_path):
+def test_a_file_is_opened_again(bucket, run, tmp_path):
     mirror = open_mirror(tmp_path / "m", run)
     assert mirror.version == -1
     load_mirror(bucket, run, at=2, into=mirror)
@@ -146,7 +146,7 @@ def test_every_flipped_byte_of_a_file_is_noticed(bucket, run, tmp_path):
     assert noticed > 112 + padded // 7 // 2
 
 
-def test_another_run_or_other_tensors_start_anew(bucket, run, tmp_path):
+def test_a_file_of_another_run_or_other_tensors_is_not_used(bucket, run, tmp_path):
     path = tmp_path / "m"
     mirror = open_mirror(path, run, ["norm"])
     load_mirror(bucket, run, at=1, into=mirror)

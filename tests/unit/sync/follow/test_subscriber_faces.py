@@ -1,4 +1,4 @@
-"""The subscriber's other faces: wait for a version, follow, call back, beside an event loop."""
+"""The subscriber's other interfaces: wait, follow, callbacks, and an event loop."""
 
 import asyncio
 import threading
@@ -71,7 +71,7 @@ def test_follow_until_told_to_stop(world):
     assert seen == [1, 2, 3, 4]
 
 
-def test_beside_an_event_loop(world):
+def test_within_an_event_loop(world):
     _, publisher, subscriber = world
 
     async def main():
