@@ -1,1 +1,1 @@
-"""The writing side: encodes tensors and commits versions."""
+"""Encodes tensors and commits versions: the writing side."""
