@@ -1,4 +1,4 @@
-"""A harness as one would write it for any OpenAI-compatible server; deltawire records the rest."""
+"""A harness for any OpenAI-compatible server; deltawire records its requests and answers."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ LETTERS = "abcdefghij"
 
 
 async def say_again(base_url: str, api_key: str, task: dict[str, Any]) -> float:
-    """Ask for a letter, twice if need be; the reward is the share of the answer that is it."""
+    """Ask for a letter, twice if necessary; the reward is its share of the answer."""
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
     messages: list[Any] = [{"role": "user", "content": f"Say {task['letter']}: "}]
     reward = 0.0
@@ -28,6 +28,6 @@ async def say_again(base_url: str, api_key: str, task: dict[str, Any]) -> float:
 
 
 def tasks(config: TaskConfig, *, seed: int) -> TaskSource:
-    """Every letter, with some that are held out."""
+    """All letters, some of them held out."""
     every = [{"id": f"{n}{letter}", "letter": letter} for n in range(10) for letter in LETTERS]
     return ChatTasks(say_again, every[config.heldout :], heldout=every[: config.heldout], seed=seed)

@@ -1,4 +1,4 @@
-"""An agent without a model mends a workspace: what the environment says and does, turn by turn.
+"""A scripted agent repairs a workspace; prints each turn of the environment.
 
 python examples/workspace/solve.py [SEED]
 """
@@ -16,11 +16,11 @@ say = functools.partial(print, flush=True)
 
 
 async def main(seed: int) -> None:
-    """Play the seed's first task."""
+    """Play the first task of the seed."""
     tasks = WorkspaceTasks(TaskConfig(environment="workspace", heldout=10), seed=seed)
     task = tasks.draw("example", 0)
     workspace = tasks.open(task)
-    path, wrong, right = workspace.problem.repair  # what a model would have to find out
+    path, wrong, right = workspace.problem.repair  # A model would have to find these.
     turn = await workspace.reset()
     say(f"{task.identity}, family {task.family}\n\n{turn.messages[0].content}")
     for call in (

@@ -350,7 +350,7 @@ def call_format_of(rendered: str, prompt: str) -> CallFormat | None:
     """
     for dialect, start in _STARTS:
         at = rendered.rfind(start, 0, rendered.rfind(SAMPLE_CALL.name))
-        # A form without a mark of its own must be all of the turn, not a part of another form.
+        # A form without a distinctive mark must be the whole turn, not part of another form.
         if at < 0 or (dialect is LLAMA and rendered[:at].rstrip() != prompt.rstrip()):
             continue
         if dialect is GLM and "<arg_key>" not in rendered[at:]:

@@ -2,8 +2,8 @@
 
 Some scorers pass an answer to ``eval`` or to sympy's ``parse_expr``, which runs it as Python. Here
 these two names are replaced, in the module of such a scorer, by calls of an `Evaluator`: the answer
-is evaluated in a sandbox, in a process of its own, and comes back as data; what the scorer then
-compares, it compares here.
+is evaluated in a sandbox, in a fresh process, and comes back as data; the scorer compares it in
+this process.
 """
 
 from __future__ import annotations

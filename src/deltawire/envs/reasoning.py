@@ -228,7 +228,7 @@ class ReasoningTasks:
             if task.data["question"] not in self._reserved:
                 return task
         raise InputError(
-            f"dataset {self._config.dataset} has too few problems besides the held-out ones",
+            f"dataset {self._config.dataset} has too few problems that are not held out",
             hint="lower task.heldout, or widen task.options",
         )
 

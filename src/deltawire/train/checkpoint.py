@@ -51,7 +51,7 @@ def save_checkpoint(
 ) -> None:
     """Store the state of a committed version, and remove all but the last `KEPT`.
 
-    A state of any size takes the memory of one part besides its own.
+    A state of any size needs the memory of one part in addition to its own.
     """
     bucket = RetryingBucket.over(bucket)
     parts = []

@@ -1,4 +1,4 @@
-"""fp32 master weights behind a model that computes with the published, rounded ones.
+"""Keeps fp32 master weights for a model that computes with the published, rounded ones.
 
 The model's parameters always hold exactly the bits that are published, so trainer and sampler
 compute with the same weights; small steps add up in the masters until they move a published bit.
@@ -47,8 +47,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self) -> float:
-        """One step on the model's gradients, which are cleared; returns their norm before
-        clipping. A norm that is not finite changes nothing but the count of steps."""
+        """Take a step on the model's gradients and clear them; returns their norm before clipping.
+
+        If the norm is not finite, only the count of steps changes."""
         norm = float(
             torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm)
         )
@@ -67,7 +68,7 @@ class MasterWeights:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a later process needs to go on from here, to the bit."""
+        """Everything that a later process needs to continue exactly."""
         state = {"steps": torch.tensor(self.steps)}
         for name, master in self._masters.items():
             state[f"master/{name}"] = master
@@ -79,7 +80,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take up a `state`; raises `CorruptError` if it is not one of this model."""
+        """Restore a `state`; raises `CorruptError` if it does not fit this model."""
         for name, master in self._masters.items():
             saved = state.get(f"master/{name}")
             if saved is None or saved.shape != master.shape:
@@ -98,7 +99,7 @@ class MasterWeights:
                 raise CorruptError(f"the checkpoint does not fit the model at {name}")
             buffer.copy_(saved)
         if "steps" not in state:
-            raise CorruptError("the checkpoint does not count its steps")
+            raise CorruptError("the checkpoint has no count of steps")
         self.steps = int(state["steps"])
         self._round()
 

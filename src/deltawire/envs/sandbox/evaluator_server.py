@@ -141,7 +141,7 @@ def _read_until(handle: int, deadline: float) -> bytes:
 def _evaluate(kind: str, text: str, names: list[str]) -> dict[str, Any]:
     """Evaluate an untrusted text; runs in a fork only."""
     if kind == "literal":
-        return {"value": eval(text)}  # noqa: S307  -- in a sandbox, in a process of its own
+        return {"value": eval(text)}  # noqa: S307  -- in a sandbox, in a separate process
     import sympy
 
     expression = sympy.parse_expr(text, local_dict={name: sympy.Symbol(name) for name in names})

@@ -79,7 +79,7 @@ def program() -> bytes:
         (_JUMP_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _AT_NUMBER),
-        # Another calling convention of the same processor has numbers of its own: none of them.
+        # Another calling convention of the same processor has other numbers: none are allowed.
         (_JUMP_GREATER, 0, 1, 0x40000000),
         (_RETURN, 0, 0, _KILL),
         # glibc falls back to clone, whose flags a filter can see.

@@ -100,8 +100,9 @@ async def ask_probes(
 
 
 async def within(what: str, call: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Await what the environment does, for so long. Raises `EpisodeFailure`; a call that does not
-    even end when it is cancelled is left alone."""
+    """Await a call of the environment for at most ``seconds``; raises `EpisodeFailure`.
+
+    A call that does not end when it is cancelled is abandoned."""
 
     async def calling() -> T:
         try:

@@ -1,4 +1,4 @@
-"""Policy losses from small pure functions, each under its name in the field; usable alone.
+"""Policy losses from small pure functions, each under its name in the field; usable by themselves.
 
 Four choices make a policy loss: the log-probabilities that the ratio divides by (its base), the
 surrogate, the correction for the part that the base leaves out, and the aggregation over tokens.
