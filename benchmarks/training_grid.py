@@ -120,6 +120,19 @@ def _cases() -> Iterator[tuple[str, Case]]:
                 packed=kind == "packed",
             ),
         )
+    for name, expert, policy, context in itertools.product(
+        ("qwen3-moe", "glm4-moe", "deepseek-v3"), (2, 4, 8), POLICIES, (1024, 4096)
+    ):
+        yield (
+            f"{name} spread {policy} 8 ranks, experts over {expert}, {context} tokens",
+            Case(
+                config=MODELS[name],
+                expert=expert,
+                context=context,
+                checkpointing=policy,
+                chunk=512,
+            ),
+        )
 
 
 def draw(count: int, seed: int) -> dict[str, Case]:
@@ -150,6 +163,7 @@ def layout_of(case: Case) -> TrainingLayout:
     return TrainingLayout(
         mode=case.mode,  # type: ignore[arg-type]
         data=case.ranks // case.replicate,
+        expert=case.expert,
         replicate=case.replicate,
         context=case.context,
         sequences=case.sequences,

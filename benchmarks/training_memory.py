@@ -26,6 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -62,6 +63,8 @@ class Case:
     chunk: int = 1024
     """Tokens that pass the head at once; 0 for all."""
     lora_rank: int = 0
+    expert: int = 1
+    """Ranks that experts are spread over, with tokens sent to them and back."""
     packed: bool = False
     """Routed experts are frozen and held as int4."""
 
@@ -154,6 +157,40 @@ class PackedExperts(nn.Module):
             x, packed, scales, offsets, self.shapes[name]
         )
         return product
+
+
+class SpreadExperts(nn.Module):
+    """One rank's share of the experts under expert parallelism, with balanced routes."""
+
+    def __init__(self, experts: Any, ranks: int, group: Any) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.group = group
+        self.local = experts.gate_up_proj.shape[0] // ranks
+        self.gate_up = nn.Parameter(torch.empty(self.local, *experts.gate_up_proj.shape[1:]))
+        self.down = nn.Parameter(torch.empty(self.local, *experts.down_proj.shape[1:]))
+
+    def forward(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Send every token's copies to their experts, compute, and bring the results back."""
+        chosen = index.size(-1)
+        _, permutation = torch.sort(index.reshape(-1))
+        slots = permutation.numel()
+        x = self._exchange(hidden[permutation // chosen])
+        offsets = torch.arange(1, self.local + 1, dtype=torch.int32) * (slots // self.local)
+        both = torch._grouped_mm(x, self.gate_up.transpose(-2, -1), offs=offsets)
+        gate, up = both.chunk(2, dim=-1)
+        out = torch._grouped_mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs=offsets)
+        out = self._exchange(out) * weights.reshape(-1)[permutation].unsqueeze(-1)
+        inverse = torch.empty_like(permutation)
+        inverse[permutation] = torch.arange(slots)
+        return out[inverse].view(hidden.size(0), chosen, -1).sum(dim=1).to(hidden.dtype)
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        shares = [x.shape[0] // self.ranks] * self.ranks
+        received: torch.Tensor = all_to_all_single_autograd(x, shares, shares, self.group)
+        return received
 
 
 class Step(nn.Module):
@@ -263,11 +300,15 @@ def measure(case: Case) -> dict[str, int]:
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         else:
             mesh = init_device_mesh("cpu", (case.ranks,))
+        experts = None
+        if case.expert > 1:
+            shape = (case.ranks // case.expert, case.expert)
+            experts = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "expert"))
         config = AutoConfig.for_model(**case.config)
         config._attn_implementation = "sdpa"
         grad = torch.no_grad() if case.mode == "reference" else torch.enable_grad()
         with FakeTensorMode(), grad:
-            return _measure(case, config, mesh)
+            return _measure(case, config, mesh, experts)
     finally:
         dist.destroy_process_group()
 
@@ -309,11 +350,19 @@ def _resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _build(case: Case, config: Any, mesh: Any) -> tuple[Step, torch.optim.Optimizer | None]:
+def _build(
+    case: Case, config: Any, mesh: Any, experts: Any = None
+) -> tuple[Step, torch.optim.Optimizer | None]:
     """Shard the model and make its optimizer."""
     model = _prepare(case, config)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
+        if experts is not None and hasattr(layer.mlp, "experts"):
+            group = experts["expert"].get_group()
+            layer.mlp.experts = SpreadExperts(layer.mlp.experts, case.expert, group)
+            # Routing weights stay in the router's dtype, as without expert parallelism.
+            uncast = dataclasses.replace(precision, cast_forward_inputs=False)
+            fully_shard(layer.mlp.experts, mesh=experts["shard"], mp_policy=uncast)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     step = Step(model, case.chunk, _policy(case.checkpointing))
     fully_shard(step, mesh=mesh, mp_policy=precision)
@@ -336,8 +385,8 @@ def _train(step: Step, optimizer: torch.optim.Optimizer | None, case: Case, *, s
             optimizer.zero_grad()
 
 
-def _measure(case: Case, config: Any, mesh: Any) -> dict[str, int]:
-    step, optimizer = _build(case, config, mesh)
+def _measure(case: Case, config: Any, mesh: Any, experts: Any) -> dict[str, int]:
+    step, optimizer = _build(case, config, mesh, experts)
     ids, targets = _inputs(case)
     tracker = FSDPMemTracker(step, optimizer)
     tracker.track_inputs((ids, targets))

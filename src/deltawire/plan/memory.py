@@ -86,8 +86,11 @@ class _LayerBytes:
     trained: float
     """Trained values, sharded."""
     gathered: float
+    ahead: float
+    """Gathered bytes of the group that holds the layer: with expert parallelism, its experts
+    are a group of their own, gathered and reduced between two of the layers'."""
     reduced: float
-    """The fp32 reduce-scatter input: trained values of this rank's unsharded layer."""
+    """The fp32 reduce-scatter input: trained values of that group, unsharded."""
     moments: float
 
 
@@ -119,7 +122,10 @@ def _layer_bytes(layer: DecoderLayer, layout: TrainingLayout) -> _LayerBytes:
         matrices = (dense + experts) / split / shards
         moments = optimizer_bytes(values / shards, matrices, layout)
         stored = (COMPUTE if layout.offload == "all" else MASTER) * values / shards
-        return _LayerBytes(stored, values / shards, COMPUTE * local, MASTER * local, moments)
+        group = local - (experts / (split * layout.expert) if layout.expert > 1 else 0)
+        return _LayerBytes(
+            stored, values / shards, COMPUTE * local, COMPUTE * group, MASTER * group, moments
+        )
     width = PACKED_BITS[layout.packing] / 8
     frozen = COMPUTE * (dense / split + layer.others)
     adapters = reduced = 0.0
@@ -129,10 +135,12 @@ def _layer_bytes(layer: DecoderLayer, layout: TrainingLayout) -> _LayerBytes:
         adapters = (outside + inside) / split
         reduced = outside / split + inside / (split * layout.expert)
     stored = (frozen + width * experts / split + MASTER * adapters) / shards
+    spread = width * experts / (split * layout.expert)
     return _LayerBytes(
         stored,
         adapters / shards,
-        frozen + width * experts / (split * layout.expert) + COMPUTE * reduced,
+        frozen + spread + COMPUTE * reduced,
+        frozen + COMPUTE * reduced + (spread if layout.expert == 1 else 0),
         MASTER * reduced,
         optimizer_bytes(adapters / shards, adapters / shards, layout),
     )
@@ -201,7 +209,7 @@ class _PipelineStage:
 
     def _ahead(self, cost: _LayerBytes) -> float:
         """The all-gather output of a layer; one rank copies without one."""
-        return cost.gathered if self.layout.shards > 1 else 0.0
+        return cost.ahead if self.layout.shards > 1 else 0.0
 
     def _outstanding(self) -> float:
         """Activations of all layers and of the other micro-batches in flight (1F1B)."""
