@@ -25,7 +25,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--bucket", default="", help=f"{BUCKET} (default: OUT/bucket)")
     add_seed(parser)
     add_engine(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check model, environment and trust, print every setting, and stop",
+    )
     parser.add_argument("--plain", action="store_true", help="print lines, not a live view")
     add_json(parser, "print report.json at the end")
 
@@ -36,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from deltawire.dashboard.live import screen
+    from deltawire.launch.checks import check_start
     from deltawire.launch.processes import read_config, refuse_memory
     from deltawire.launch.session import Job, check_audit, execute, only_one, open_output
 
@@ -44,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out or f"runs/{config.name}")
     console = Console(stderr=arguments.json)
     if arguments.dry_run:
+        check_start(config)
         _print_config(console, config, out, as_json=arguments.json)
         return 0
     if config.rollout.workers:

@@ -47,6 +47,18 @@ def open_tasks(config: TaskConfig, *, seed: int) -> TaskSource:
     return _factory(config.environment)(config, seed=seed)
 
 
+def require_environment(name: str) -> None:
+    """Raises `InputError` where `open_tasks` would for the name; imports no environment."""
+    policy = machine_policy()
+    policy.require_environment(name)
+    names = entry_points(group=ENTRY_POINTS).names
+    if name in _registered or name in BUILT_IN or name in names:
+        return
+    if ":" not in name:
+        raise _unknown(name)
+    policy.require_trust(name.partition(":")[0])
+
+
 def _factory(name: str) -> Factory:
     if name in _registered:
         return _registered[name]
@@ -58,9 +70,13 @@ def _factory(name: str) -> Factory:
     if ":" in name:
         machine_policy().require_trust(name.partition(":")[0])
         return _attribute(name)
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> InputError:
     known = [*BUILT_IN, *_registered, *entry_points(group=ENTRY_POINTS).names]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    raise InputError(
+    return InputError(
         f"there is no environment {name!r}",
         hint=f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}",
     )

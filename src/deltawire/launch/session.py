@@ -26,6 +26,7 @@ from deltawire.config import RunConfig, differences, run_config
 from deltawire.dashboard.report import write_report
 from deltawire.dashboard.summary import Summary
 from deltawire.errors import InputError
+from deltawire.launch.checks import check_start
 from deltawire.launch.watching import Watcher, summary_of
 from deltawire.rl.evaluate.attestation import Attestation, attested, last_status, wait_for_workers
 from deltawire.runtime.fleet import read_trainer
@@ -202,8 +203,10 @@ def _stages(
         status = read_trainer(job.bucket)
         if status and status.phase == "finished" and status.version >= job.config.train.versions:
             return attested(job.bucket, status)
-    elif not _make_model(job, supervisor, watcher, stop):
-        return None
+    else:
+        check_start(job.config)
+        if not _make_model(job, supervisor, watcher, stop):
+            return None
     _start_all(job, supervisor, watcher, stop)
     while not supervisor.check():
         watcher.tick()

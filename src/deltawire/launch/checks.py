@@ -1,0 +1,35 @@
+"""Checks what a run needs on this machine before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deltawire.config import RunConfig
+from deltawire.envs.registry import require_environment
+from deltawire.errors import InputError
+
+
+def check_start(config: RunConfig) -> None:
+    """Check the model, the environment and this machine's trust in it, without loading either.
+
+    Raises `InputError` for the first that is missing or not allowed.
+    """
+    check_model(config)
+    require_environment(config.task.environment)
+
+
+def check_model(config: RunConfig) -> None:
+    """Raise `InputError` unless ``model.path`` is a Hugging Face directory, or is not set."""
+    if not config.model.path:
+        return
+    path = Path(config.model.path)
+    if not path.is_dir():
+        raise InputError(
+            f"model.path {path} is not a directory",
+            hint="give a Hugging Face model directory; relative paths start at the current folder",
+        )
+    if not (path / "config.json").is_file():
+        raise InputError(
+            f"model.path {path} has no config.json",
+            hint="give the directory that a Hugging Face model was saved to",
+        )
