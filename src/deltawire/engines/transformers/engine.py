@@ -181,8 +181,8 @@ class TransformersEngine:
 
     def _require_memory(self, request: SamplingRequest) -> None:
         """Raises `InputError` if a request would not fit even if nothing else ran."""
-        needed, limit = self._size(1, self._rounded(request.reserved)), self._limit()
-        if needed > limit:
+        needed = self._size(1, self._rounded(request.reserved))
+        if needed > self._allocated and needed > (limit := self._limit()):
             raise InputError(
                 f"the keys and values of {request.reserved} tokens need {needed} bytes; the cache "
                 f"may have {limit}",
@@ -193,12 +193,15 @@ class TransformersEngine:
     def _size(self, height: int, width: int) -> int:
         return height * width * (self._cache.token_bytes or self._token_bytes)
 
+    @property
+    def _allocated(self) -> int:
+        return self._size(self._cache.height, self._cache.width)
+
     def _limit(self) -> int:
         """Returns the bytes that the cache may have: its own, plus a share of what is free."""
         if self._cache_bytes is not None:
             return self._cache_bytes
-        held = self._size(self._cache.height, self._cache.width)
-        return held + int(SHARE * available_bytes(self._device))
+        return self._allocated + int(SHARE * available_bytes(self._device))
 
     def _rounded(self, width: int) -> int:
         return min(self.capacity, -(-width // WIDTH_STEP) * WIDTH_STEP)
