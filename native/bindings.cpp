@@ -174,7 +174,7 @@ std::pair<int, std::size_t> exchange(const std::vector<Writable<Bits>>& live,
     reached = last;
   }
   if (stretches.size() != live.size() || live.size() != lasts.size() || reached != index.size()) {
-    throw nb::value_error("each array's changes must end behind those of the one before");
+    throw nb::value_error("each array's changes must end after those of the array before it");
   }
   deltawire::Exchanged found;
   std::size_t failed = 0;

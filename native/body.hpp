@@ -24,7 +24,7 @@ struct Body {
       use(b, bytes + at, length);
       at += length;
     }
-    if (at != size) throw std::invalid_argument("the payload goes on behind its last block");
+    if (at != size) throw std::invalid_argument("the payload has bytes after its last block");
   }
 };
 

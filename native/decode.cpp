@@ -167,7 +167,8 @@ void take_signs(PlaneReader& reader, const Odds& odds, unsigned lanes, const Blo
   }
 }
 
-// The new bits of a change are left in `magnitudes`. False for what is not a block of such a base.
+// Leaves the new bits of a change in `magnitudes`. Returns false if the bytes are not a block for
+// such a base.
 template <typename Path, typename Bits>
 DELTAWIRE_INLINE bool decode_block(const Block<Bits>& block, Scratch<Bits>& scratch) {
   Changes<Bits>& changes = scratch.changes;

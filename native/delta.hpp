@@ -2,7 +2,7 @@
 //
 // Both sides hold the old weight. How often an optimizer step moves a float's published bits
 // depends on the size of its unit in the last place, so on its exponent, and each class of
-// exponents has odds of its own. src/deltawire/codec/delta.py has the format. Blocks are
+// exponents has its own odds. src/deltawire/codec/delta.py has the format. Blocks are
 // independent of each other.
 #pragma once
 
@@ -76,7 +76,7 @@ struct Sections {
 };
 
 // The blocks `first` to `last` of a body for a base of such a shape. Throws std::invalid_argument
-// for a body that is not of such blocks; what memory is taken follows from the shape alone.
+// for a body that is not of such blocks; the memory that is taken depends on the shape only.
 Sections sections_of(const Body& body, Shape shape, std::size_t first, std::size_t last);
 
 // The changes of some blocks, ascending, into `positions` and `bits`, and with `digest_of` what the

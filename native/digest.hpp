@@ -21,7 +21,8 @@ template <typename Bits>
 Lanes digest_at(const std::int64_t* positions, const Bits* bits, std::size_t count,
                 std::uint64_t key);
 
-// What the digest gains when elements, `positions` behind `start`, go from `before` to `after`.
+// The change of the digest when elements, at `positions` after `start`, go from `before` to
+// `after`.
 template <typename Bits>
 Lanes digest_moves(const std::uint32_t* positions, const Bits* before, const Bits* after,
                    std::size_t count, std::uint64_t key, std::uint64_t start);

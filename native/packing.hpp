@@ -44,7 +44,7 @@ class BitPacker {
   unsigned fill_ = 0;
 };
 
-// Takes what BitPacker packed; behind the end there are zeros, and ok() is false.
+// Reads what BitPacker packed; after the end it yields zeros, and ok() is false.
 class BitTaker {
  public:
   BitTaker(const std::uint8_t* bytes, std::size_t size) : at_(bytes), end_(bytes + size) {}

@@ -11,8 +11,8 @@
 namespace deltawire {
 
 // Calls work(0, scratch) … work(count - 1, scratch), each once, on at most `threads` threads, each
-// with a scratch of its own. The first exception is thrown again when all have ended. Where no
-// thread can be had, the caller's own does it all.
+// with its own scratch. The first exception is rethrown when all threads have ended. If no thread
+// can be started, the calling thread does all the work.
 template <typename Scratch, typename Work>
 void parallel(std::size_t count, unsigned threads, const Work& work) {
   std::atomic<std::size_t> next{0};
@@ -31,7 +31,7 @@ void parallel(std::size_t count, unsigned threads, const Work& work) {
   try {
     for (std::size_t i = 1; i < wanted; ++i) others.emplace_back(run);
   } catch (const std::exception&) {
-    // Fewer threads than wished for.
+    // Continue with the threads that could be started.
   }
   run();
   for (std::thread& other : others) other.join();

@@ -5,7 +5,7 @@
 // state over two symbols, and all share one stream of 16-bit words. Source: Duda, "Asymmetric
 // numeral systems", arXiv 1311.2540; interleaving after Giesen, arXiv 1402.3392.
 //
-// What is put in last comes out first. The writer goes through a plane upwards and the reader
+// The coder is last-in, first-out. The writer goes through a plane upwards and the reader
 // downwards, so that neither ever branches on a bit. src/deltawire/codec/reference.py is the twin.
 #pragma once
 
@@ -31,7 +31,7 @@ struct Odds {
   alignas(64) std::uint32_t ones[kContexts] = {};
 
   // One byte each: a level, flipped for odds above one half. A level is the number itself below 8,
-  // above it three bits behind a leading one and an exponent.
+  // above it three bits after a leading one, and an exponent.
   static std::uint8_t level_of(std::uint64_t ones, std::uint64_t total);
   static std::uint32_t odds_of(std::uint8_t level);
 

@@ -17,7 +17,7 @@ namespace deltawire::fuzz {
 
 constexpr std::size_t kMostElements = 3 * kBlock;
 
-// What a path is asked for by; a machine without it takes the best one below.
+// The names of the paths; a machine without one uses the best that it has.
 constexpr std::array<const char*, 3> kPaths{"portable", "avx2", "avx512"};
 
 inline void take_path(const char* path) { setenv("DELTAWIRE_SIMD", path, 1); }
@@ -29,7 +29,7 @@ inline void require(bool holds, const char* what) {
   std::abort();
 }
 
-// Takes numbers from the front; behind the end there are zeros.
+// Takes numbers from the front; after the end there are zeros.
 class Input {
  public:
   Input(const std::uint8_t* bytes, std::size_t size) : at_(bytes), left_(size) {}
@@ -87,7 +87,7 @@ std::vector<Bits> tiled(const std::vector<std::uint8_t>& tile, std::size_t count
   return elements;
 }
 
-// The lengths and the blocks of a payload behind its header, taken apart as codec/delta.py does.
+// The lengths and the blocks after a payload's header, split as codec/delta.py does.
 struct Split {
   std::vector<std::uint32_t> lengths;
   std::vector<std::uint8_t> bytes;
@@ -139,7 +139,7 @@ void with_width(unsigned choice, const Visit& visit) {
   }
 }
 
-// What a delta's input begins with.
+// The beginning of a delta's input.
 struct DeltaCase {
   std::uint8_t width, layout;
   std::uint32_t columns;

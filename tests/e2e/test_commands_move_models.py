@@ -92,7 +92,7 @@ def test_a_key_is_never_written_over(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert Ed25519Signer.read(path).public_key == shown["public_key"]
     assert secret.strip().decode() not in json.dumps(shown)
     assert main(["keygen", str(path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert path.read_bytes() == secret
     assert main(["keygen", str(tmp_path / "none" / "key")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

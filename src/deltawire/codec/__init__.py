@@ -71,8 +71,8 @@ def encode(
     Both are contiguous arrays or CPU tensors of COUNT elements and one dtype: of ``dtype``, a wire
     dtype, if it is given. Naming it matters for bits that are carried as integers: floats are
     coded in half the space when they are known to be floats. So does ``columns``, the length of
-    the tensor's rows, where the arrays have lost their shape. ``threads`` is all cores unless
-    said. Raises InputError if the arrays are not what they should be.
+    the tensor's rows, where the arrays have lost their shape. ``threads`` defaults to the number
+    of cores. Raises InputError if the arrays are not what they should be.
     """
     return _encode(None, base, target, dtype=dtype, threads=threads, columns=columns).payload
 

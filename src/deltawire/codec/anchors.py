@@ -1,6 +1,6 @@
-"""The coding of a whole tensor or piece: its exponents, by rank, through the same planes.
+"""Encodes and decodes whole tensors or pieces: their exponents, by rank, in planes of decisions.
 
-Of a float's bits those of the exponent are far from even, and sign and mantissa nearly so. The
+The exponents of floats are unevenly distributed; sign and mantissa are nearly even. The
 exponent becomes its rank among the most frequent of its block, four decisions in the planes of
 ``native/planes.hpp``; the other bits are stored as they are. bf16 weights take about two thirds of
 their raw size. `docs/FORMAT.md` has the bytes in tables.

@@ -1,12 +1,12 @@
-"""The coding of a delta: what changed, coded per class of the old weight.
+"""Encodes and decodes deltas: the changes, coded per class of the old weight.
 
 Both sides hold the old weight, and with it the size of its unit in the last place: an optimizer
 step that moves every weight about equally far changes the published bits of a small weight often
-and those of a large one almost never. So each class of old exponents has odds of its own. All is
+and those of a large one almost never. So each class of old exponents has its own odds. A delta is
 planes of yes-or-no decisions with a context each, coded by interleaved asymmetric numeral systems
-(``native/planes.hpp``): who changes; who changes by more than one unit, two, four …; and which way,
-predicted from the way in which the other changes of the column went. `docs/FORMAT.md` has the bytes
-in tables, and `deltawire.codec.reference` says the same slowly.
+(``native/planes.hpp``): which elements change; which of them by more than one unit, two, four …;
+and in which direction, predicted from the other changes of the column. `docs/FORMAT.md` has the
+bytes in tables, and `deltawire.codec.reference` is a slow implementation.
 
 A payload is raw when the coded one would not be smaller, and so never exceeds the raw target by
 more than 20 bytes.
@@ -75,14 +75,14 @@ def layout_of(dtype: str) -> Layout:
 
 
 def cores() -> int:
-    """How many threads may run at once."""
+    """The number of threads that may run at once."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
 
 
 def block_elements(columns: int) -> int:
-    """The elements of a block: whole rows of ``columns``, if there are rows that fit."""
+    """The number of elements of a block: whole rows of ``columns``, if rows are known."""
     return _native.BLOCK // columns * columns if columns else _native.BLOCK
 
 

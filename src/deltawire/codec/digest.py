@@ -11,13 +11,13 @@ lo and hi the halves of a 64-bit word, and every sum and product modulo 2^64:
     lane0 += q
     lane1 += lo(q) · (hi(q) XOR lo(x))
 
-Why so: each product is one multiplication of 32 by 32 bits to 64, which every vector unit has.
-For a fixed unit q is one-to-one in b, so lane0 finds any single changed unit for certain. lane1
-takes lo(x) in again, because q depends on lo(x) XOR b and hi(x) OR 1 alone: were lane1 made of
-lo(q) · (hi(q) OR 1), it would repeat the lowest bit of lane0, and two flips of the same bit in two
-units would cancel in both lanes for about one pair of units in 2^58; as it is, for about one in
-2^65. Both figures are counts on twins of the mix with words of 6, 8, 10 and 12 bits, extrapolated
-to 32.
+The reason for this mix: each product is one multiplication of 32 by 32 bits to 64, which every
+vector unit has. For a fixed unit q is one-to-one in b, so lane0 finds any single changed unit for
+certain. lane1 uses lo(x) once more, because q depends only on lo(x) XOR b and hi(x) OR 1: were
+lane1 made of lo(q) · (hi(q) OR 1), it would repeat the lowest bit of lane0, and two flips of the
+same bit in two units would cancel in both lanes for about one pair of units in 2^58; as it is, for
+about one in 2^65. Both figures are counts on twins of the mix with words of 6, 8, 10 and 12 bits,
+extrapolated to 32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from deltawire.codec.patch import Patch
 from deltawire.errors import CorruptError, InputError
 
 STEP: Final = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio: neighbouring units draw words that lie far apart."""
+"""2^64 divided by the golden ratio: neighboring units get words that are far apart."""
 
 MASK: Final = 2**64 - 1
 

@@ -1,4 +1,4 @@
-"""Which bits an array holds: wire dtypes, named as in safetensors, and the unsigned view of each.
+"""The bits of arrays: wire dtypes, named as in safetensors, and the unsigned view of each.
 
 Legend: N = elements; uint = the unsigned dtype of an element's width, little-endian as the host.
 """
@@ -95,7 +95,7 @@ def dtype_of(array: object) -> str:
     elif _is_tensor(array):
         name = str(array.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
     else:
-        raise InputError(f"a {type(array).__name__} is neither a NumPy array nor a torch tensor")
+        raise InputError(f"a {type(array).__name__} is not a NumPy array or a torch tensor")
     if name not in _WIRE_NAME:
         raise InputError(f"dtype {name} has no wire dtype", hint=f"known are {', '.join(ITEMSIZE)}")
     return _WIRE_NAME[name]
@@ -111,7 +111,9 @@ def bits_of(array: object, dtype: str | None = None) -> Bits:
     found = dtype_of(array)
     if dtype is not None:
         if dtype not in ITEMSIZE:
-            raise InputError(f"{dtype} is no wire dtype", hint=f"known are {', '.join(ITEMSIZE)}")
+            raise InputError(
+                f"{dtype} is not a wire dtype", hint=f"known are {', '.join(ITEMSIZE)}"
+            )
         if found not in (dtype, f"U{8 * ITEMSIZE[dtype]}"):
             raise InputError(f"the array holds {found}, not {dtype}")
     if not isinstance(array, np.ndarray):
@@ -150,7 +152,7 @@ def require_alike(base_bits: Bits, target_bits: Bits) -> None:
 
 
 def _is_tensor(array: object) -> bool:
-    # Whoever has a tensor has torch loaded; nobody else must need it or wait for it.
+    # A caller with a tensor has imported torch; no other caller must need it or wait for it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 

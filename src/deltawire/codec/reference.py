@@ -1,6 +1,6 @@
-"""Slow truth: the codec and the digest once more, each as plainly as it can be said.
+"""A slow reference of the codec and the digest, written for clarity.
 
-The tests hold the fast ones equal to these, bit for bit and byte for byte.
+Tests hold the fast implementations equal to it, byte for byte.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Bytes:
 
 
 def pack(numbers: list[tuple[int, int]]) -> bytes:
-    """Numbers of so many bits each, one behind the other, lowest bit first."""
+    """Pack numbers of so many bits each, one after another, the lowest bit first."""
     whole = fill = 0
     for number, width in numbers:
         whole |= number << fill
@@ -325,7 +325,7 @@ def _put_signs(writer: PlaneWriter, falls: Ints, positions: Ints, columns: int) 
 
 
 def _flag_odds(classes: Ints, changed: Ints) -> Odds:
-    """Members of each class are counted in some groups of 64 alone."""
+    """Count the elements of each class in some groups of 64 only."""
     groups = -(-len(classes) // GROUP)
     stride = 1 + groups // SAMPLED
     sampled = np.arange(len(classes)) // GROUP % stride == 0

@@ -1,1 +1,1 @@
-"""What lies in a bucket: keys, and the typed objects behind them, each with its limits."""
+"""The objects of a bucket: their keys, and typed structures with the limits of each."""

@@ -59,7 +59,7 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One completion of a group, behind the prompt that the group shares or one of its own.
+    """One completion of a group, after the prompt that the group shares or a prompt for itself.
 
     Arrays of one length T. ``mask`` is 1 where the model drew the token and 0 where the
     environment wrote it; ``logprobs`` (nats) and ``versions`` hold only where it is 1.
@@ -106,8 +106,8 @@ class Group:
 
     @property
     def episodes(self) -> list[int]:
-        """Each trajectory's episode, numbered from 0 in order of appearance; one that names none
-        is an episode of its own."""
+        """Each trajectory's episode, numbered from 0 in order of appearance; a trajectory that
+        names no episode is a separate one."""
         numbers: dict[int, int] = {}
         return [
             numbers.setdefault(t.episode if t.episode >= 0 else -1 - i, len(numbers))

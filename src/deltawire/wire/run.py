@@ -1,4 +1,4 @@
-"""``run.json``: what a run is, written once and never changed."""
+"""``run.json``: the run's identity and its tensor table, written once and never changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_ELEMENTS = 1 << 48
 MAX_CHUNKS = 1 << 20
 MAX_MODEL_FILES = 64
 CHUNK_ELEMENTS = 1 << 22
-"""Elements of a chunk, if nothing else is said: 8 MiB of bf16."""
+"""The default number of elements of a chunk: 8 MiB of bf16."""
 LARGEST_CHUNK = 1 << 26
 MANY_CHUNKS = 1 << 16
 """Models of more chunks get larger chunks, up to `LARGEST_CHUNK`: each chunk of a version is a
@@ -45,12 +45,12 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def columns(self) -> int:
-        """The length of its rows, 0 if it has none."""
+        """The number of elements of a row, 0 if there are no rows."""
         return self.shape[-1] if len(self.shape) > 1 else 0
 
 
@@ -68,7 +68,7 @@ class Run(
     """A run's identity. ``config`` is the loop's own configuration, opaque at this layer.
 
     ``chunk`` divides every tensor into chunks of so many elements, the last one shorter; no piece
-    crosses from one chunk into another, so that whoever holds whole chunks can use every version.
+    crosses from one chunk into another, so a reader that holds whole chunks can use every version.
     ``aliases`` maps names of tied tensors to the one name under which the tensor is stored.
     ``public_key`` is the owner's Ed25519 key, empty if the run is not signed.
     """
@@ -87,14 +87,15 @@ class Run(
 
 
 def chunk_for(tensors: Sequence[TensorSpec]) -> int:
-    """How many elements a chunk of such a model should have."""
+    """The number of elements that chunks of such a model should have."""
     chunk = CHUNK_ELEMENTS
-    while chunk < LARGEST_CHUNK and _chunks(tensors, chunk) > MANY_CHUNKS:
+    while chunk < LARGEST_CHUNK and count_chunks(tensors, chunk) > MANY_CHUNKS:
         chunk *= 2
     return chunk
 
 
-def _chunks(tensors: Sequence[TensorSpec], chunk: int) -> int:
+def count_chunks(tensors: Sequence[TensorSpec], chunk: int) -> int:
+    """The number of chunks of such a model."""
     return sum(-(-tensor.count // chunk) for tensor in tensors)
 
 
@@ -124,7 +125,7 @@ def _fault(run: Run) -> str:
         return "a tensor is listed twice"
     if sum(tensor.count for tensor in run.tensors) > MAX_ELEMENTS:
         return "the tensor table exceeds the largest model"
-    if _chunks(run.tensors, run.chunk) > MAX_CHUNKS:
+    if count_chunks(run.tensors, run.chunk) > MAX_CHUNKS:
         return f"chunks of {run.chunk} elements are more than {MAX_CHUNKS}"
     if any(name in names or stored not in names for name, stored in run.aliases.items()):
         return "an alias of a tensor that is not there, or one that is a tensor itself"

@@ -1,4 +1,4 @@
-"""Sealed objects: JSON that states the BLAKE3 of its own bytes, and may be signed.
+"""Sealed objects: JSON that ends in the BLAKE3 of its bytes, and may be signed.
 
 A sealed object is one line of JSON, whose last members are, in this order and with no space::
 
@@ -37,7 +37,7 @@ _ROLE_BYTES = len(b',"signer":""') + 96
 
 
 class Signer(Protocol):
-    """Whoever holds a run's private key."""
+    """The interface of a holder of a private key."""
 
     @property
     def public_key(self) -> str:
@@ -48,10 +48,10 @@ class Signer(Protocol):
 
 
 class Verifier(Protocol):
-    """Whoever can check a signature."""
+    """A function that checks a signature."""
 
     def __call__(self, public_key: str, signature: bytes, message: bytes) -> bool:
-        """Whether ``signature`` is that of ``message`` by the owner of ``public_key``."""
+        """Return whether ``signature`` is the signature of ``message`` by that key's owner."""
 
 
 def seal_json(body: bytes, *, key: str, signer: Signer | None = None, role: str = OWNER) -> bytes:

@@ -32,12 +32,12 @@ class Ed25519Signer:
 
     @classmethod
     def generate(cls) -> Ed25519Signer:
-        """A fresh key."""
+        """Make a new key."""
         return cls(_ed25519().Ed25519PrivateKey.generate().private_bytes_raw())
 
     @classmethod
     def read(cls, path: Path) -> Ed25519Signer:
-        """The key in a file that `write` wrote. Raises `InputError` if there is none."""
+        """Read the key in a file that `write` wrote; raises `InputError` if there is none."""
         try:
             with path.open("rb") as file:
                 text = file.read(MAX_KEY_FILE_BYTES).decode("ascii")
@@ -59,9 +59,9 @@ class Ed25519Signer:
         return cls(secret)
 
     def write(self, path: Path) -> None:
-        """Keep the key in a new file that only its owner can read.
+        """Write the key to a new file that only its owner can read.
 
-        Raises `InputError` if there is one of that name, or none can be made.
+        Raises `InputError` if the file exists or cannot be made.
         """
         data = self._key.private_bytes_raw().hex().encode() + b"\n"
         try:
@@ -70,11 +70,11 @@ class Ed25519Signer:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)
             except OSError:
-                path.unlink(missing_ok=True)  # Half a key is none, and would keep its name taken.
+                path.unlink(missing_ok=True)  # Part of a key is useless and would block the name.
                 raise
         except FileExistsError as error:
             raise InputError(
-                f"{path} is there already",
+                f"{path} exists already",
                 hint="name another file: a key that is lost cannot be made again",
             ) from error
         except OSError as error:

@@ -99,7 +99,7 @@ def test_bits_stand_for_the_dtype_of_their_width():
         codec.bits_of(np.zeros(3, np.uint32), "BF16")
     with pytest.raises(InputError, match="holds F16, not BF16"):
         codec.bits_of(np.zeros(3, np.float16), "BF16")
-    with pytest.raises(InputError, match="no wire dtype"):
+    with pytest.raises(InputError, match="not a wire dtype"):
         codec.bits_of(np.zeros(3, np.float16), "FP16")
 
 

@@ -103,7 +103,7 @@ def test_keys_are_kept_in_files_for_their_owner(tmp_path):
     signer.write(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert Ed25519Signer.read(path).public_key == signer.public_key
-    with pytest.raises(InputError, match="there already"):
+    with pytest.raises(InputError, match="exists already"):
         OTHER.write(path)
     (tmp_path / "bad").write_text("zz")
     (tmp_path / "short").write_text("00" * 31)

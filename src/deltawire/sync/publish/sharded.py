@@ -35,7 +35,8 @@ from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.wire import keys
 from deltawire.wire.coordination import Part, decode_part
 from deltawire.wire.manifest import MAX_MANIFEST_BYTES, Manifest
-from deltawire.wire.run import Run
+from deltawire.wire.payload import MAX_PIECES
+from deltawire.wire.run import Run, count_chunks
 from deltawire.wire.seal import Signer, seal
 
 LEADER = 0
@@ -92,6 +93,7 @@ class ShardPublisher:
         self.run = run
         self.rank = rank
         self.ranks = ranks
+        self._check_pieces()
         self._session = session
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shards")
@@ -99,6 +101,22 @@ class ShardPublisher:
         self._pending: Future[None] | None = None
         self._failure: BaseException | None = None
         keys.part(0, session, rank)  # A session that cannot name an object is refused now.
+
+    def _check_pieces(self) -> None:
+        """Raise `InputError` if a version of all ranks could exceed what readers take.
+
+        Every range of a rank that begins inside a chunk divides a piece in two; the other ranks
+        are taken to have as many of these as this one.
+        """
+        divided = sum(chunk.start % self.run.chunk > 0 for chunk in self._writer.chunks)
+        most = count_chunks(self.run.tensors, self.run.chunk) + self.ranks * divided
+        if most > MAX_PIECES:
+            raise InputError(
+                f"a version from {self.ranks} ranks may have {most} pieces; readers take "
+                f"{MAX_PIECES}",
+                hint="give each rank whole tensors, or ranges that begin at borders of chunks",
+                run=self.bucket.url,
+            )
 
     @property
     def version(self) -> int:

@@ -90,6 +90,16 @@ def test_more_than_readers_take_is_not_committed(bucket, monkeypatch, limit, val
     close(publishers)
 
 
+def test_ranks_whose_versions_could_have_too_many_pieces_are_refused_at_the_start(
+    bucket, monkeypatch
+):
+    """Not fifty versions later, when delta and anchor are one manifest."""
+    monkeypatch.setattr("deltawire.sync.publish.sharded.MAX_PIECES", 12)
+    close([rank_publisher(bucket, 0)])
+    with pytest.raises(InputError, match=r"may have \d+ pieces; readers take 12"):
+        rank_publisher(bucket, 1)
+
+
 def test_parts_that_do_not_fit_are_not_committed(bucket):
     def attempt(*publishers):
         for publisher in publishers:
