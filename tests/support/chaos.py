@@ -1,11 +1,11 @@
-"""A whole run on an S3 server behind a bad network, all of whose parts die and hang at random.
+"""A chaos drill: a whole run on S3 over a bad network, whose parts die and hang at random.
 
     python tests/support/chaos.py --seconds 3600 --seed 1
 
-Real processes, real signals. What is struck when follows from the seed; what it meets does not.
-The chaos lasts so many seconds, and until each kind of strike came equally often; then the run is
-stopped, continued in peace to a few versions more, and everything is audited from the bucket, past
-the network.
+Processes and signals are real. The seed determines the order of strikes, not their effects. The
+chaos lasts the given time, and until each kind of strike came equally often. Then the run is
+stopped, continued without faults for a few versions, and audited from the bucket, past the
+network.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ NAMES = {signal.SIGUSR1: "environment hangs or raises", signal.SIGUSR2: "engine 
 
 @dataclass
 class Report:
-    """What was struck, and what the audit found."""
+    """The strikes, and the findings of the audit."""
 
     strikes: Counter[str] = field(default_factory=Counter)
     network: Counter[str] = field(default_factory=Counter)
     causes: Counter[str] = field(default_factory=Counter)
     noticed_s: list[float] = field(default_factory=list)
-    """How long each stopped process went on before it was killed for it."""
+    """How long each stopped process stayed before it was killed."""
     versions: int = 0
     interrupted: bool = False
     summary: Summary | None = None
@@ -119,7 +119,7 @@ class Report:
 
 
 class Chaos(threading.Thread):
-    """Strikes until its time is over, then asks the run to stop."""
+    """Strikes until the time is over, then asks the run to stop."""
 
     def __init__(
         self, bucket: Bucket, proxy: FaultyProxy, *, seed: int, seconds: float, strikes: int
@@ -143,15 +143,17 @@ class Chaos(threading.Thread):
         while (time.monotonic() < end or round_) and self.strikes.total() < self._limit:
             if not self._run_goes_on():
                 return
-            if not round_:  # Each kind comes up, in an order of its own each time.
+            if not round_:  # Each kind once per round, in random order.
                 round_ = self._rng.sample(STRIKES, len(STRIKES))
             self._strike(*round_.pop())
         self._run_goes_on()
         os.kill(os.getpid(), signal.SIGINT)
 
     def _run_goes_on(self) -> bool:
-        """Wait until the run makes a version, and then some: what never gets up again would only
-        be struck while it lies. False if the drill is over."""
+        """Wait until the run makes a version, and a little longer; False if the drill is over.
+
+        Otherwise a part that does not recover would only be struck while it is down.
+        """
         before, deadline = newest_version(self._bucket), time.monotonic() + RECOVERY_S
         while newest_version(self._bucket) == before and time.monotonic() < deadline:
             if self._over.wait(0.2):
@@ -185,7 +187,7 @@ class Chaos(threading.Thread):
 
 
 def is_ours(pid: int) -> bool:
-    """Whether it is a process of this drill; a heartbeat outlives its process."""
+    """Whether a process belongs to this drill; a heartbeat outlives its process."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -195,7 +197,7 @@ def is_ours(pid: int) -> bool:
 
 
 def drill(folder: Path, *, seed: int, seconds: float, strikes: int = 1_000_000) -> Report:
-    """All of it, or no more than so many strikes; call it from the main thread."""
+    """Run the drill, with at most ``strikes`` strikes; call it from the main thread."""
     report = Report()
     path = folder / "chaos.toml"
     path.write_text(CONFIG)
@@ -234,7 +236,7 @@ def drill(folder: Path, *, seed: int, seconds: float, strikes: int = 1_000_000) 
 
 
 def _begin_faults(bucket: Bucket, proxy: FaultyProxy) -> None:
-    """A run is begun on a good day."""
+    """Start faults only once the run has a version."""
     while newest_version(bucket) is None:
         time.sleep(0.2)
     proxy.choose = proxy.draw

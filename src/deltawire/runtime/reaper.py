@@ -1,8 +1,9 @@
 """Reaper: replaces the heartbeats of workers that are gone by tombstones.
 
 Workers come and go under ever new names, and every reader of a run reads every heartbeat. The
-trainer, which alone knows when a worker's groups are settled, therefore removes what a worker left.
-A tombstone is the worker's last heartbeat; only a worker that returns under the same name reads it.
+trainer, the only process that knows when a worker's groups are settled, therefore removes what the
+worker left. A tombstone is the worker's last heartbeat; only a worker that returns under the same
+name reads it.
 """
 
 from __future__ import annotations

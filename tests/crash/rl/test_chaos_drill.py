@@ -18,7 +18,7 @@ STRIKES = 4
 
 
 @pytest.mark.timeout(3 * HOUR_S)
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="victims are told by /proc")  # noqa: PTH112
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="victims are found in /proc")  # noqa: PTH112
 def test_a_run_survives_all_its_parts(tmp_path, monkeypatch, drill_seed) -> None:
     for name in ("URL", "URL_S3"):
         monkeypatch.setenv(f"AWS_ENDPOINT_{name}", "")

@@ -239,7 +239,7 @@ def test_dropout_is_off_unless_configured(bucket) -> None:
 def test_replay_from_a_checkpoint_redoes_only_what_it_must(bucket, uninterrupted) -> None:
     train(bucket)
     seen = []
-    found = replay(bucket, first=5, progress=lambda *told: seen.append(told))
+    found = replay(bucket, first=5, progress=lambda *report: seen.append(report))
     assert (found.origin, found.first, found.last, found.exact) == (4, 5, 6, True)
     assert seen == [(0, 2), (1, 2), (2, 2)]
 

@@ -191,7 +191,7 @@ def test_a_version_of_a_run(tmp_path, capsys):
         (["--count", "0"], "--count must be"),
         (["--tokens", "0"], "--tokens must be"),
         (["--plot", "picture.gif"], "--plot picture.gif"),
-        (["--version", "1"], "is no run"),
+        (["--version", "1"], "is not a run"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt"),
         (["--length", "2000"], "the context 128"),
         (["--replay"], "no expert choices"),

@@ -55,7 +55,7 @@ class ClockedBucket(FaultyBucket):
 
 
 class ReadersAndWriters(RuleBasedStateMachine):
-    """What was written, by series; what is still there; and what each reader has seen of it."""
+    """What was written, by stream; what is still there; and what each reader has seen of it."""
 
     @initialize(seed=st.integers(0, 99))
     def begin(self, seed):
@@ -68,7 +68,7 @@ class ReadersAndWriters(RuleBasedStateMachine):
         self.writers: list[EventLog] = []
         self.written: dict[str, list[int]] = {}
         self.tail = EventTail(self.bucket, clock=lambda: self.now)
-        self.told: dict[str, list[int]] = {}
+        self.delivered: dict[str, list[int]] = {}
         self.recent = RecentEvents(self.bucket, WINDOW_S, clock=lambda: self.now)
         self.gotten: Counter[str] = Counter()
         self.strikes = 0
@@ -78,24 +78,24 @@ class ReadersAndWriters(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(["trainer", "w0", "supervisor"]))
     def start(self, kind):
-        series = f"{kind}-{len(self.writers)}"
+        stream = f"{kind}-{len(self.writers)}"
 
         def put(number, data):
-            self.bucket.put(keys.events(series, number), data)
+            self.bucket.put(keys.events(stream, number), data)
 
-        self.writers.append(EventLog(series, put, clock=lambda: self.now))
-        self.written[series] = []
+        self.writers.append(EventLog(stream, put, clock=lambda: self.now))
+        self.written[stream] = []
 
     @rule(
         which=st.integers(0, 5),
         rounds=st.integers(1, 12),
-        struck=st.sampled_from(["", "", "before", "behind"]),
+        struck=st.sampled_from(["", "", "before", "after"]),
         at=st.integers(1, 2),
         watched=st.booleans(),
     )
     def write(self, which, rounds, struck, at, watched):
         if struck:
-            self.bucket.fail("put", at=at, done=struck == "behind")
+            self.bucket.fail("put", at=at, done=struck == "after")
         for _ in range(rounds):
             self._write(which)
             if watched:
@@ -124,11 +124,11 @@ class ReadersAndWriters(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 5), rounds=st.integers(0, 9), count=st.integers(1, 20))
     def delete_the_oldest(self, which, rounds, count):
-        """All but a series' last words, as a rule by age would, perhaps under a reader."""
+        """All but a stream' last words, as a rule by age would, perhaps under a reader."""
         for _ in range(rounds):
             self._write(which)
-        series = self.writers[which % len(self.writers)].process
-        for entry in segments(self.bucket.inner, series)[:-TAIL][:count]:
+        stream = self.writers[which % len(self.writers)].process
+        for entry in segments(self.bucket.inner, stream)[:-TAIL][:count]:
             self.bucket.inner.delete(entry.key)
 
     @rule(which=st.integers(0, 5), rounds=st.integers(0, 3), fails=st.integers(0, 8))
@@ -152,14 +152,14 @@ class ReadersAndWriters(RuleBasedStateMachine):
     def follow(self, everything):
         self._read_tail(everything=everything)
         if everything:
-            for series in self.written:
-                there = self._there(series)
-                assert there == [n for n in self.told.get(series, []) if n in set(there)]
+            for stream in self.written:
+                there = self._there(stream)
+                assert there == [n for n in self.delivered.get(stream, []) if n in set(there)]
             number = 0
             while (archive := read_archive(self.bucket.inner, number)) is not None:
                 for segment in archive:
                     events = {event.step for event in decode_lines(segment.data)}
-                    assert events <= set(self.told.get(segment.stream, []))
+                    assert events <= set(self.delivered.get(segment.stream, []))
                 number += 1
 
     @rule(everything=st.booleans())
@@ -171,29 +171,29 @@ class ReadersAndWriters(RuleBasedStateMachine):
             there = {entry.key for entry in entries}
             assert wanted == {key for key in kept if key in there}
         elif everything:
-            for series in self.bucket.list_prefixes(keys.EVENTS):
-                tail = [entry.key for entry in segments(self.bucket, series)[-TAIL:]]
+            for stream in self.bucket.list_prefixes(keys.EVENTS):
+                tail = [entry.key for entry in segments(self.bucket, stream)[-TAIL:]]
                 assert kept.keys() >= set(tail)
 
     @rule()
     def find_ends(self):
         """Doubling and halving against a listing."""
-        for series in self.bucket.list_prefixes(keys.EVENTS):
-            listed = segments(self.bucket.inner, series)
-            newest = newest_segment(self.bucket, series)
+        for stream in self.bucket.list_prefixes(keys.EVENTS):
+            listed = segments(self.bucket.inner, stream)
+            newest = newest_segment(self.bucket, stream)
             assert newest is not None
             assert newest.key == listed[-1].key
             if not self.jumped:
                 since_s = self.bucket.stamps[newest.key] - WINDOW_S
-                first = first_since(self.bucket, series, number_of(newest), since_s)
+                first = first_since(self.bucket, stream, number_of(newest), since_s)
                 young = [e for e in listed if self.bucket.stamps[e.key] >= since_s]
                 assert first == number_of(young[0])
 
     @invariant()
     def each_once_and_in_order(self):
-        for series, told in getattr(self, "told", {}).items():
-            assert told == sorted(set(told))
-            assert set(told) <= set(self.written[series])
+        for stream, delivered in getattr(self, "delivered", {}).items():
+            assert delivered == sorted(set(delivered))
+            assert set(delivered) <= set(self.written[stream])
 
     def _write(self, which):
         log = self.writers[which % len(self.writers)]
@@ -212,17 +212,17 @@ class ReadersAndWriters(RuleBasedStateMachine):
         self.now += seconds
         self.bucket.now += seconds
 
-    def _there(self, series):
+    def _there(self, stream):
         """The events of what lies in the bucket, by listing."""
         stored = (
             self.bucket.inner.get(entry.key, limit=1 << 20) or b""
-            for entry in segments(self.bucket.inner, series)
+            for entry in segments(self.bucket.inner, stream)
         )
         return [event.step for data in stored for event in decode_lines(data)]
 
     def _read_tail(self, *, everything):
         for event in self.tail.read(everything=everything):
-            self.told.setdefault(event.process, []).append(event.step)
+            self.delivered.setdefault(event.process, []).append(event.step)
 
     def _look_at_recent(self, *, everything):
         before = len(self.bucket.operations)

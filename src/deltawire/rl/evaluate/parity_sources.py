@@ -1,4 +1,4 @@
-"""Where the weights to compare on come from, and the prompts."""
+"""Parity sources: the models and prompts on which engines are compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_PROMPT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """A causal LM, float32, its tokenizer, and what it was loaded from."""
+    """A float32 causal LM, its tokenizer, and the place that it was loaded from."""
 
     name: str
     model: Any
@@ -41,7 +41,7 @@ class Source:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """The same as a model directory, for engines that read one."""
+        """Save the model as a temporary directory, for engines that read one."""
         with tempfile.TemporaryDirectory(prefix="deltawire-parity-") as folder:
             save_model(self.model, self.tokenizer, Path(folder))
             yield Path(folder)
@@ -67,7 +67,7 @@ def open_source(place: str, *, version: int | None = None) -> Source:
 
 def _refuse_version(place: str, version: int | None) -> None:
     if version is not None:
-        raise InputError(f"--version: {place} is no run", hint="give a run's bucket")
+        raise InputError(f"--version: {place} is not a run", hint="give a run's bucket")
 
 
 def _of_run(place: str, version: int | None) -> Source:
@@ -88,13 +88,16 @@ def _of_run(place: str, version: int | None) -> Source:
 
 
 def random_prompts(vocabulary: int, *, count: int, length: int, seed: int) -> list[tuple[int, ...]]:
-    """Token ids drawn evenly: what no tokenizer would produce, and the hardest for agreement."""
+    """Draw token ids uniformly: no tokenizer produces these, and agreement is hardest on them."""
     rng = np.random.default_rng(seed)
     return [tuple(rng.integers(0, vocabulary, length).tolist()) for _ in range(count)]
 
 
 def read_prompts(path: Path, tokenizer: Any, *, vocabulary: int) -> list[tuple[int, ...]]:
-    """A prompt a line: text, or a JSON array of token ids. Raises `InputError` naming the line."""
+    """Read one prompt per line: text, or a JSON array of token ids.
+
+    Raises `InputError` naming the line.
+    """
     try:
         if path.stat().st_size > MAX_PROMPT_BYTES:
             raise InputError(f"--prompts {path}: more than {MAX_PROMPT_BYTES >> 20} MB")
@@ -127,11 +130,11 @@ def _prompt(line: str, tokenizer: Any, vocabulary: int, where: str) -> tuple[int
 
 
 def fitting(prompts: Sequence[tuple[int, ...]], *, tokens: int, model: Any) -> None:
-    """Raises `InputError` if a prompt and as many tokens exceed what the model was made for."""
+    """Raise `InputError` if the longest prompt with ``tokens`` more exceeds the model's context."""
     room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(map(len, prompts)) + tokens
     if room is not None and longest > room:
         raise InputError(
-            f"a prompt with {tokens} tokens behind it is {longest} long, the context {room}",
-            hint="give --tokens or --length a smaller number",
+            f"the longest prompt and {tokens} tokens need {longest}; the context has {room}",
+            hint="lower --tokens or --length",
         )

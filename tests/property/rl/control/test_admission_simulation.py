@@ -1,4 +1,4 @@
-"""Credits, pool and drops together, under a clock of the test's own.
+"""Credits, buffer and drops together, under a simulated clock.
 
 Workers of different speeds take credits, finish groups out of order, die, come back under their
 names; the trainer takes batches, trains for a while and commits a while later. All of the loop's
@@ -377,9 +377,9 @@ def test_a_requeued_group_that_was_kept_is_never_dropped_later(simulate, monkeyp
     waited, dropped = set(), set()
     take = RolloutBuffer.next_batch
 
-    def watched(pool, policy, **settings_):
-        batch = take(pool, policy, **settings_)
-        waited.update((p.group.worker, p.sequence) for p in pool._requeued)
+    def watched(buffer, policy, **settings_):
+        batch = take(buffer, policy, **settings_)
+        waited.update((p.group.worker, p.sequence) for p in buffer._requeued)
         dropped.update(batch.dropped if batch else ())
         return batch
 
@@ -395,8 +395,8 @@ def test_requeued_groups_are_a_bounded_share_of_a_step(simulate, monkeypatch):
     old = []
     take = RolloutBuffer.next_batch
 
-    def watched(pool, policy, **settings_):
-        batch = take(pool, policy, **settings_)
+    def watched(buffer, policy, **settings_):
+        batch = take(buffer, policy, **settings_)
         if batch is not None:
             old.append(sum(age > policy.max_staleness for age in batch.staleness))
         return batch
