@@ -195,3 +195,5 @@ class _Session:
             line += f"; not published: {', '.join(checkpoint.left_out)}"
         # File names may hold line breaks, and what a terminal would obey.
         self._bar.log("".join(letter if letter.isprintable() else "·" for letter in line))
+        if stats is not None and stats.compaction_error:
+            self._bar.log(f"warning: compacted deltas are missing: {stats.compaction_error}")

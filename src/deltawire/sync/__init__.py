@@ -1,7 +1,7 @@
 """Publishes and follows weights: both sides of the chain of versions.
 
 The folders build on each other in this order: ``chain`` (objects and routes), ``follow`` (readers),
-``publish`` (writers), ``maintain`` (compaction, retention, relays, fsck), ``huggingface``
+``publish`` (writers and compaction), ``maintain`` (retention, relays, fsck), ``huggingface``
 (directories).
 """
 

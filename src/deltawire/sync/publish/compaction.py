@@ -278,9 +278,8 @@ def nested(strides: Sequence[int]) -> tuple[int, ...]:
 class CompactionThread:
     """A thread next to a publisher or a relay that compacts what is due whenever it is woken.
 
-    ``error`` is why the last attempt failed or left something out, None if it did not; ``on_error``
-    is called with each such error, from the thread. It is tried again at the next wake: a compacted
-    delta that is missing costs readers bytes and nothing else.
+    ``error`` is why the last attempt failed or left something out, None if it did not. It is tried
+    again at the next wake: a compacted delta that is missing costs readers bytes and nothing else.
     """
 
     def __init__(
@@ -293,7 +292,6 @@ class CompactionThread:
         sealed: Sealed | None = None,
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
-        on_error: Callable[[DeltawireError], None] = lambda _: None,
     ) -> None:
         self.error: DeltawireError | None = None
         self.made: list[tuple[int, int]] = []
@@ -306,7 +304,6 @@ class CompactionThread:
             threads=threads,
             blob_bytes=blob_bytes,
         )
-        self._on_error = on_error
         self._version = -1
         self._wake = threading.Condition()
         self._closing = False
@@ -341,10 +338,7 @@ class CompactionThread:
                 if self._version == done:
                     return
                 done = self._version
-            error = self._compact(done)
-            self.error = error
-            if error is not None:
-                self._on_error(error)
+            self.error = self._compact(done)
 
     def _compact(self, version: int) -> DeltawireError | None:
         try:

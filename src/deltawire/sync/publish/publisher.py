@@ -49,7 +49,10 @@ from deltawire.wire.seal import Signer
 
 @dataclass(frozen=True)
 class CommitStats:
-    """Sizes and times of one committed version; the trainer waited for ``blocked_ms``."""
+    """Sizes and times of one committed version; the trainer waited for ``blocked_ms``.
+
+    ``compaction_error`` is why compacted deltas could not be made lately, empty if all could.
+    """
 
     version: int
     digest: str
@@ -61,6 +64,7 @@ class CommitStats:
     blocked_ms: float
     encode_ms: float
     upload_ms: float
+    compaction_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -335,6 +339,7 @@ class Publisher:
                     blocked_ms=attempt.step.blocked_ms,
                     encode_ms=encode_s * 1e3,
                     upload_ms=upload_s * 1e3,
+                    compaction_error=str(self.compaction.error or ""),
                 )
             )
 

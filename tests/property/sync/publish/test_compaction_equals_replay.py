@@ -1,5 +1,7 @@
 """A fold equals step-by-step replay, digest included; and readers far behind need few objects."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -220,3 +222,23 @@ def test_a_lost_blob_costs_the_compacted_deltas_over_it_and_no_others():
     assert compactor.failures.keys() == {(2, 4), (0, 4)}
     assert all("blob is missing" in error.message for error in compactor.failures.values())
     assert {(4, 6), (6, 8), (4, 8), (8, 12)} <= set(made)
+
+
+def test_what_compaction_could_not_make_is_told_with_the_next_commit():
+    bucket = open_bucket("memory://")
+    told = []
+    publisher = start_publisher(
+        bucket, anchor_every=100, compaction_strides=(2,), on_commit=told.append
+    )
+    for version in range(4):
+        publisher.publish(weights(version))
+    publisher.flush()
+    for key in bucket.list(keys.BLOBS):
+        bucket.delete(key)
+    for version in range(4, 8):
+        publisher.publish(weights(version))
+        publisher.flush()
+        time.sleep(0.2)
+    publisher.close()
+    assert told[3].compaction_error == ""
+    assert "is missing" in told[-1].compaction_error
