@@ -1,6 +1,6 @@
 """Cursors into event streams, so that readers fetch only new segments.
 
-A reader relies on the rules of docs/FORMAT.md: a stream has one writer, which numbers its segments
+A reader relies on the rules of FORMAT-PROTOCOL.md: a stream has one writer, which numbers segments
 from 0 without gaps, starts none before the previous one is stored, and never changes one. The key
 of the next segment is therefore known, and a missing object means that there is nothing new. The
 newest segment is found with doubling and halving steps, in 2 log n requests.

@@ -73,14 +73,6 @@ def decode_intent(data: bytes, *, table: Run, run: str, key: str) -> DeletionInt
     return intent
 
 
-def decode_floor(data: bytes, *, version: int, table: Run, run: str, key: str) -> RetentionFloor:
-    """Parse a retention floor; raises `CorruptError`."""
-    floor = unseal(data, RetentionFloor, run=run, key=key, what="retention floor")
-    if (floor.run, floor.version) != (table.id, version):
-        raise CorruptError("a retention floor of another run or version", run=run, key=key)
-    return floor
-
-
 def decode_part(data: bytes, *, version: int, rank: int, table: Run, run: str, key: str) -> Part:
     """Parse a part; its pieces are checked when the manifest is made of them."""
     part = unseal(data, Part, run=run, key=key)
