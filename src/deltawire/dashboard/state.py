@@ -209,8 +209,8 @@ class RunState:
 
     @property
     def versions(self) -> int:
-        """Number of versions published after version 0, from the newest number: they have no gaps,
-        and a killed publisher may lose an event or two."""
+        """Number of versions published after version 0, from the newest number: a killed publisher
+        may lose an event or two. Numbers that a publisher skipped are counted."""
         return max(self.version or 0, 0)
 
     @property

@@ -123,7 +123,9 @@ class Forwarder:
         """Forward complete versions; with ``over`` all of them. Returns the last version."""
         whole = max(state.steps.keys() & state.published.keys(), default=0)
         last = max((*state.steps, *state.published), default=0) if over else whole
-        for version in range(self._version + 1, last + 1):
+        for version in sorted(state.steps.keys() | state.published.keys()):
+            if not self._version < version <= last:
+                continue
             figures = figures_at(state, version)
             # Evaluators take their time: a version's accuracy is forwarded with a later version.
             for measured in sorted(state.evaluated.keys() - self._evaluated):

@@ -13,7 +13,7 @@ from deltawire.dashboard.wording import byte_size
 from deltawire.errors import CorruptError
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket
-from deltawire.sync import newest_version, read_manifest
+from deltawire.sync import committed_versions, read_manifest
 from deltawire.sync.maintain.fsck import CheckedRun
 from deltawire.wire import keys
 from deltawire.wire.run import Run
@@ -50,16 +50,17 @@ def version_table(versions: list[dict[str, Any]], readers: list[dict[str, Any]])
 
 
 def list_versions(bucket: Bucket, run: Run, last: int) -> list[dict[str, Any]]:
-    """Describe the ``last`` newest versions, newest first."""
-    newest = newest_version(bucket)
+    """Describe the ``last`` newest objects that have the name of a version, newest first.
+
+    Numbers that a publisher skipped because unreadable objects occupy them show as ``damaged``.
+    """
     bases: dict[int, list[int]] = {}
     for key in bucket.list(keys.COMPACTED):
         base, target = keys.compacted_of(key) or (None, -1)
         if base is not None:
             bases.setdefault(target, []).append(base)
-    first = 0 if newest is None else max(newest - last + 1, 0)
     rows = []
-    for version in range(-1 if newest is None else newest, first - 1, -1):
+    for version in committed_versions(bucket)[-last:][::-1]:
         row: dict[str, Any] = {"version": version, "kind": "missing", "delta": 0, "anchor": 0}
         row |= {"compacted_from": sorted(bases.get(version, [])), "age_s": None}
         rows.append(row)

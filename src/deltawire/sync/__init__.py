@@ -5,13 +5,16 @@ The folders build on each other in this order: ``chain`` (objects and routes), `
 (directories).
 """
 
+from deltawire.sync.chain.history import read_history
 from deltawire.sync.chain.objects import (
+    committed_versions,
     create_run,
     newest_version,
     read_manifest,
     read_run,
     require_run,
 )
+from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.follow.follower import Follower, Steps
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.manifest_follower import ManifestFollower
@@ -50,13 +53,16 @@ __all__ = [
     "Steps",
     "Subscriber",
     "Update",
+    "committed_versions",
     "create_run",
     "load_mirror",
+    "newest_readable",
     "newest_version",
     "open_mirror",
     "open_publisher",
     "prune",
     "read_checkpoint",
+    "read_history",
     "read_manifest",
     "read_run",
     "read_safetensors",

@@ -33,7 +33,7 @@ from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import newest_version, read_manifest, read_run
+from deltawire.sync import read_history, read_manifest, read_run
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.checkpoint import checkpoint_versions, load_checkpoint, save_checkpoint
 from deltawire.train.step import train_step
@@ -120,7 +120,7 @@ def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False, threads: int
 
 def digests(bucket: Bucket) -> list[str]:
     run = read_run(bucket)
-    found = [read_manifest(bucket, run, n) for n in range(newest_version(bucket) + 1)]
+    found = [read_manifest(bucket, run, 0), *read_history(bucket, run)]
     return [manifest.digest for manifest in found]
 
 
@@ -430,3 +430,60 @@ def test_an_audit_reads_a_sample_and_finds_groups_that_were_exchanged(bucket) ->
     for number in range(2 * VERSIONS):
         bucket.put(keys.rollout("w0", number), encode_group(group(number + 100)))
     assert audit_consumption(bucket, sampled=5).lost == 5
+
+
+@pytest.fixture
+def skipped(bucket) -> Bucket:
+    """Version 4 builds on version 2, because an unreadable object occupies number 3."""
+    train(bucket, to=2, die=True)
+    bucket.put(keys.manifest(3), b"junk")
+    train(bucket, to=5)
+    run = read_run(bucket)
+    assert [read_manifest(bucket, run, version).base for version in (4, 5)] == [2, 4]
+    return bucket
+
+
+def test_the_audit_follows_the_chain_across_skipped_numbers(skipped) -> None:
+    assert [(v, found.step) for v, found in all_metadata(skipped)] == [
+        (version, version) for version in (1, 2, 4, 5)
+    ]
+    found = audit_consumption(skipped)
+    assert (found.versions, found.consumed, found.lost, found.repeated) == (5, 8, 0, 0)
+    assert found.staleness == {1: [0, 0], 2: [1, 1], 4: [2, 2], 5: [4, 4]}, "from the base"
+    fates = audit_fates(skipped, max_staleness=100)
+    assert (fates.consumed, fates.waiting) == (8, 2 * VERSIONS - 8)
+    assert read_trainer(skipped).version == 5
+
+
+def test_the_audit_finds_a_version_that_is_missing(skipped) -> None:
+    skipped.delete(keys.manifest(3))
+    assert audit_consumption(skipped).versions == 5, "nothing builds on it"
+    skipped.put(keys.manifest(2), b"junk")
+    with pytest.raises(CorruptError, match=keys.manifest(2)):
+        audit_consumption(skipped)
+    skipped.delete(keys.manifest(2))
+    with pytest.raises(CorruptError, match="a manifest is missing: version 4 builds on it"):
+        audit_consumption(skipped)
+
+
+def test_replay_follows_the_chain_across_skipped_numbers(skipped) -> None:
+    found = replay(skipped)
+    assert (found.exact, found.last, found.groups) == (True, 5, 8)
+    skipped.put(keys.manifest(9), b"junk")
+    assert replay(skipped, first=3).exact
+    assert replay(skipped, last=3).groups == 4
+
+
+def test_a_resumed_trainer_recomputes_across_skipped_numbers(skipped) -> None:
+    for version in checkpoint_versions(skipped):
+        if version > 2:
+            skipped.delete(keys.checkpoint_commit(version))
+    trainer = trainer_of(skipped, versions=6)
+    assert (trainer.version, trainer._diverged) == (5, False)
+    trainer.loop()
+    assert replay(skipped).exact
+
+
+def test_retention_deletes_groups_across_skipped_numbers(skipped) -> None:
+    retention = RolloutRetention(skipped, read_run(skipped), keep=1)
+    assert retention.trim(newest=5, oldest_checkpoint=5) == 6

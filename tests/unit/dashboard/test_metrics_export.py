@@ -301,6 +301,13 @@ def test_each_version_is_handed_on_once_in_order() -> None:
     assert (second["staleness/in_flight"], second["staleness/queued"]) == (0.5, 1.0)
 
 
+def test_numbers_that_a_publisher_skipped_cost_nothing() -> None:
+    tracker, state = Memory(), RunState()
+    state.add([*events(1), *events(10**10)])
+    assert Forwarder(tracker).forward(state) == 10**10
+    assert [version for version, _ in tracker.logged] == [1, 10**10]
+
+
 def test_tensorboard_files_hold_what_was_logged(tmp_path) -> None:
     from tensorboardX.proto.event_pb2 import Event as BoardEvent
 

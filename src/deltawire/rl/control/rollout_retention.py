@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
-from deltawire.sync import read_manifest
+from deltawire.sync import committed_versions, read_manifest
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.objects import decode_json, encode_json
@@ -42,9 +42,9 @@ class RolloutRetention:
             return 0
         self._bucket.put(keys.RETAINED, encode_json(Retained(rollouts=floor)))
         # The version before the old floor is repeated: its deletion may have been interrupted.
-        groups = [
-            group for version in range(max(first - 1, 1), floor) for group in self._of(version)
-        ]
+        start = max(first - 1, 1)
+        versions = committed_versions(self._bucket, newer_than=start - 1)
+        groups = [group for version in versions if version < floor for group in self._of(version)]
         with ThreadPoolExecutor(DELETERS, "rollout-retention") as threads:
             list(threads.map(lambda group: self._bucket.delete(keys.rollout(*group)), groups))
         return len(groups)

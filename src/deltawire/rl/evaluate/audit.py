@@ -11,15 +11,12 @@ from deltawire.errors import CorruptError
 from deltawire.rl.control.rollout_reader import read_group
 from deltawire.rl.control.rollout_retention import read_retained
 from deltawire.store import Bucket
-from deltawire.sync import newest_version, read_manifest, read_run
+from deltawire.sync import read_history, read_run
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.rollouts import MAX_GROUP_BYTES, decode_group
-from deltawire.wire.run import Run
 
 READERS = 16
-WINDOW = 256
-"""Manifests that are read at a time."""
 SAMPLED = 4096
 """Groups that an audit reads; of more, a random sample."""
 
@@ -63,9 +60,10 @@ def audit_consumption(
     (1 - p)^sampled.
     """
     found = Consumption()
+    before = 0
     seen: set[tuple[str, int]] = set()
     kept_from = read_retained(bucket).rollouts
-    wanted: list[tuple[int, str, int, str]] = []
+    wanted: list[tuple[int, int, str, int, str]] = []
     for version, metadata in all_metadata(bucket):
         found.versions = version
         found.staleness[version] = []
@@ -77,12 +75,13 @@ def audit_consumption(
                 found.trimmed += 1
             else:
                 digest = metadata.hashes[place] if metadata.hashes else ""
-                wanted.append((version, worker, sequence, digest))
+                wanted.append((version, before, worker, sequence, digest))
+        before = version
     if len(wanted) > sampled:
         wanted = (rng or random.Random()).sample(wanted, sampled)
 
-    def oldest_in(named: tuple[int, str, int, str]) -> int | None:
-        _, worker, sequence, digest = named
+    def oldest_in(named: tuple[int, int, str, int, str]) -> int | None:
+        _, _, worker, sequence, digest = named
         try:
             read = read_group(bucket, worker, sequence, expected=digest)
         except CorruptError:
@@ -94,7 +93,7 @@ def audit_consumption(
             if oldest is None:
                 found.lost += 1
             else:
-                found.staleness[named[0]].append(named[0] - 1 - oldest)
+                found.staleness[named[0]].append(named[1] - oldest)
     return found
 
 
@@ -158,19 +157,9 @@ def _too_old(bucket: Bucket, key: str, oldest: int) -> bool:
 
 def all_metadata(bucket: Bucket) -> Iterator[tuple[int, CommitMetadata]]:
     """The metadata of each committed version after 0; raises `CorruptError` for a broken chain."""
-    run, newest = read_run(bucket), newest_version(bucket)
-    if run is None or newest is None:
+    run = read_run(bucket)
+    if run is None:
         return
-    with ThreadPoolExecutor(READERS, "audit") as readers:
-        for first in range(1, newest + 1, WINDOW):
-            versions = range(first, min(first + WINDOW, newest + 1))
-            yield from zip(
-                versions, readers.map(lambda v: _metadata_of(bucket, run, v), versions), strict=True
-            )
-
-
-def _metadata_of(bucket: Bucket, run: Run, version: int) -> CommitMetadata:
-    manifest = read_manifest(bucket, run, version)
-    if manifest is None:
-        raise CorruptError("a manifest is missing", run=bucket.url, version=version)
-    return CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)
+    for manifest in read_history(bucket, run, readers=READERS):
+        version = manifest.version
+        yield version, CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)

@@ -23,7 +23,7 @@ from deltawire.export.source import digest_of, open_source
 from deltawire.rl.control.credits import settle
 from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
 from deltawire.store import Bucket
-from deltawire.sync import Mirror, load_mirror, read_manifest
+from deltawire.sync import Mirror, load_mirror, read_history, read_manifest
 from deltawire.train.checkpoint import load_checkpoint
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import StepResult, train_step
@@ -109,6 +109,8 @@ class RecomputedStep:
     """A step that was computed again."""
 
     version: int
+    base: int
+    """The version that it was trained from."""
     groups: list[BufferedGroup]
     result: StepResult
     digest: Digest
@@ -118,6 +120,15 @@ class RecomputedStep:
     def equal(self) -> bool:
         """Whether it gave the published bits."""
         return self.digest == self.published
+
+
+def next_committed(bucket: Bucket, run: Run, version: int) -> int | None:
+    """The number of the version after ``version``, None if there is none; raises `CorruptError`.
+
+    Numbers that unreadable objects occupy are skipped.
+    """
+    manifest = next(read_history(bucket, run, after=version), None)
+    return None if manifest is None else manifest.version
 
 
 def metadata_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata, Digest]:
@@ -134,11 +145,13 @@ def metadata_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata,
 
 
 def recompute_step(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> RecomputedStep:
-    """Compute the step after ``state`` again, which advances it by one version.
+    """Compute the step after ``state`` again, which advances it to the next committed version.
 
     Raises `CorruptError` if a group that it consumed is missing or has changed.
     """
-    version = state.version + 1
+    base, version = state.version, next_committed(bucket, run, state.version)
+    if version is None:
+        raise CorruptError("no version builds on this one", run=bucket.url, version=base)
     metadata, published = metadata_at(bucket, run, version)
     groups = read_consumed(bucket, metadata)
     # A published step is not judged again, by limits that may have changed since.
@@ -158,7 +171,7 @@ def recompute_step(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) 
         torch.set_num_threads(threads)
     settle(state.ledger, metadata)
     state.version = version
-    return RecomputedStep(version, groups, result, digest_of(state.masters.source), published)
+    return RecomputedStep(version, base, groups, result, digest_of(state.masters.source), published)
 
 
 def groups_of(bucket: Bucket, run: Run, version: int) -> list[BufferedGroup]:

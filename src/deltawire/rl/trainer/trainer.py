@@ -263,20 +263,21 @@ class Trainer:
     def _step(self, batch: Batch, started: float) -> float:
         events = self.process.events
         groups = [one.group for one in batch.taken]
+        base, version = self.version, self.publisher.next_version
         with self.process.heartbeat.long_task("train"):
-            seed_step(self.config, self.version + 1)
+            seed_step(self.config, version)
             result = train_step(self.masters, groups, self.config, reference=self.reference)
         trained = events.span("train", started)
-        self._record_parity(batch, result)
+        self._record_parity(batch, result, version)
         consumed = [(one.group.worker, one.sequence) for one in batch.taken]
         metadata = CommitMetadata(
-            step=self.version + 1,
+            step=version,
             consumed=consumed,
             dropped=ranges_of(batch.dropped),
             hashes=[one.hash for one in batch.taken],
             threads=torch.get_num_threads(),
         )
-        self.credits.expect(self.version + 1, metadata)
+        self.credits.expect(version, metadata)
         with self.process.heartbeat.long_task("publish"):
             self.version = self.publisher.publish(
                 self.masters.source.tensors(), metadata=metadata.to_dict()
@@ -311,7 +312,7 @@ class Trainer:
                 tokens=result.tokens,
                 seconds=trained - started,
                 workers=shares,
-                queued=[self.version - 1 - group.newest_version for group in groups],
+                queued=[base - group.newest_version for group in groups],
             )
         )
         if self.version % self.config.train.checkpoint_every == 0:
@@ -320,14 +321,13 @@ class Trainer:
             done = events.span("checkpoint", done)
         return done
 
-    def _record_parity(self, batch: Batch, result: StepResult) -> None:
+    def _record_parity(self, batch: Batch, result: StepResult, version: int) -> None:
         """Record sampler-trainer divergence; raises `StoppedError` if it stops the run."""
         parity = result.parity
         names = [
             f"{batch.taken[group].group.worker}/{batch.taken[group].sequence}#{place}"
             for group, place in result.members
         ]
-        version = self.version + 1
         self.process.events.record(
             parity_event(
                 parity, process=self.process.name, at=time.time(), version=version, names=names

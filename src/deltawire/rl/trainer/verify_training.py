@@ -24,12 +24,13 @@ from deltawire.rl.trainer.resume import (
     RecomputedStep,
     Resumed,
     metadata_at,
+    next_committed,
     recompute_step,
     resume,
 )
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
-from deltawire.sync import load_mirror, newest_version
+from deltawire.sync import load_mirror, newest_readable
 from deltawire.wire import keys
 from deltawire.wire.rollouts import MAX_GROUP_BYTES
 from deltawire.wire.run import Run
@@ -85,9 +86,10 @@ def replay(
     damaged or gone.
     """
     run, config = open_run(bucket)
-    newest = newest_version(bucket)
-    if newest is None:
+    head = newest_readable(bucket, run)
+    if head is None:
         raise InputError("the run has no version 0", run=bucket.url)
+    newest = head.version
     last = newest if last is None else last
     _check_range(bucket, first, last, newest, dump)
     torch.set_num_threads(config.threads)
@@ -98,7 +100,10 @@ def replay(
     total = last - state.version
     while state.version < last:
         progress(state.version - found.origin, total)
-        wanted = dump is not None and dump.version == state.version + 1
+        version = next_committed(bucket, run, state.version)
+        if version is None or version > last:
+            break
+        wanted = dump is not None and dump.version == version
         if dump is not None and wanted:
             _dump_before(bucket, run, state, dump)
         step = recompute_step(bucket, run, config, state)
@@ -182,8 +187,8 @@ def _dump_step(dump: Dump, step: RecomputedStep, state: Resumed) -> None:
             "sequence": pooled.sequence,
             "task": pooled.group.task,
             "hash": pooled.hash,
-            "staleness": step.version - 1 - pooled.group.oldest_version,
-            "queued": step.version - 1 - pooled.group.newest_version,
+            "staleness": step.base - pooled.group.oldest_version,
+            "queued": step.base - pooled.group.newest_version,
             "tokens": pooled.group.tokens,
             "rewards": [trajectory.reward for trajectory in pooled.group.trajectories],
             "finishes": [trajectory.finish for trajectory in pooled.group.trajectories],

@@ -141,6 +141,7 @@ class Publisher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._copier = Copier(threads)
         self._pending: Future[None] | None = None
+        self._submitted = -1
         self._fenced: FencedError | None = None
         self._nonces: set[str] = set()
         """Of manifests that this publisher tried to create for the next version."""
@@ -171,6 +172,14 @@ class Publisher:
         """The digest of the newest committed version."""
         return self._writer.baseline.digest
 
+    @property
+    def next_version(self) -> int:
+        """The number that the next call of `publish` commits under. It may be more than one above
+        the newest version: numbers that unreadable objects occupy are skipped."""
+        if self._pending is not None:
+            return max(self._submitted + 1, self._writer.next_version)
+        return self._writer.next_version
+
     def publish(
         self,
         tensors: Mapping[str, Any],
@@ -198,6 +207,7 @@ class Publisher:
         self._copier.copy(self._pairs(tensors, self._writer.staging))
         blocked_ms = (time.perf_counter() - started) * 1e3
         step = _Step(self._writer.next_version, checked, blocked_ms, files, expected)
+        self._submitted = step.version
         self._pending = self._pool.submit(self._commit, step)
         return step.version
 
