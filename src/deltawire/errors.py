@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from deltawire.display import safe_line
+
 
 class DeltawireError(Exception):
     """The base class: a sentence on what happened and where, and a hint on what to do.
@@ -32,7 +34,7 @@ class DeltawireError(Exception):
         self.key = key
 
     def __str__(self) -> str:
-        """Format one line without control characters: names from buckets may hold escapes."""
+        """Format one line, safe to print: names from buckets may hold escapes, URLs credentials."""
         place = [
             f"{word} {value}"
             for word, value in (("run", self.run), ("version", self.version), ("key", self.key))
@@ -40,8 +42,7 @@ class DeltawireError(Exception):
         ]
         text = self.message + (f" ({', '.join(place)})" if place else "")
         text += f"; {self.hint}" if self.hint else ""
-        line = " ".join(text.split())
-        return "".join(letter if letter.isprintable() else "·" for letter in line)
+        return safe_line(" ".join(text.split()))
 
 
 class RetryError(DeltawireError):

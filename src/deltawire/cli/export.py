@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write a snapshot; print the body of the hot-load request for it."""
     import msgspec
 
+    from deltawire.display import safe_json
     from deltawire.export.snapshots import export_snapshot
     from deltawire.launch.progress import bars
     from deltawire.store import MeteredBucket, open_bucket
@@ -44,5 +45,5 @@ def run(arguments: argparse.Namespace) -> int:
             bucket, run, version, Path(arguments.directory), base=arguments.base, log=bar.begin
         )
     body = msgspec.to_builtins(made)
-    print(msgspec.json.encode({k: v for k, v in body.items() if v}).decode())  # noqa: T201
+    print(safe_json({k: v for k, v in body.items() if v}))  # noqa: T201
     return 0

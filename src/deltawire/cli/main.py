@@ -9,11 +9,12 @@ import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from deltawire import __version__
 from deltawire.cli import COMMANDS
 from deltawire.cli.exit_codes import INTERRUPTED, IO_FAILED, NOT_READ
+from deltawire.display import safe_line
 from deltawire.errors import DeltawireError
 
 _EXTRA_OF = {
@@ -27,9 +28,16 @@ _EXTRA_OF = {
 """The extra that brings a module; all others come with ``rl``."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors repeat neither control sequences nor credentials."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(safe_line(message))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands; a test freezes their options."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="deltawire",
         description="Reinforcement learning of language models over an object-store bucket.",
     )
@@ -97,7 +105,7 @@ def _end(line: str, code: int) -> int:
     """Print a last line if possible, and return the code in any case: a supervisor relies on it,
     even one whose disk is full."""
     try:
-        print(line, file=sys.stderr, flush=True)  # noqa: T201
+        print(safe_line(line), file=sys.stderr, flush=True)  # noqa: T201
     except OSError:
         _into_nothing(sys.stderr)
     return code

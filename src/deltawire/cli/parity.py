@@ -71,7 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     found, source = compare_engines(arguments.source, options)
     console = Console()
     if arguments.json:
-        console.print_json(json.dumps(comparison_values(found, source, arguments.limit)))
+        console.print_json(
+            json.dumps(comparison_values(found, source, arguments.limit)), ensure_ascii=True
+        )
     else:
         print_comparison(found, source, console)
     exceeded = arguments.limit is not None and not found.divergence.k3 <= arguments.limit

@@ -19,10 +19,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; 0, or 6 if a divergence is flagged."""
-    import msgspec
     from rich.console import Console
 
     from deltawire.dashboard.probes import whole
+    from deltawire.display import safe_json
     from deltawire.reward_monitor.watch import figures_of, read_probes
     from deltawire.store import open_bucket
     from deltawire.sync import require_run
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             run=bucket.url,
         )
     if arguments.json:
-        print(msgspec.json.encode(figures_of(state)).decode(), flush=True)  # noqa: T201
+        print(safe_json(figures_of(state)), flush=True)  # noqa: T201
     else:
         Console().print(whole(figures_of(state)))
     return FLAGGED if state.flagged else 0

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"cannot write to {out}: {error.strerror or error}", hint="choose --out"
         ) from error
     if arguments.json:
-        console.print_json(msgspec.json.encode(summary).decode())
+        console.print_json(msgspec.json.encode(summary).decode(), ensure_ascii=True)
     else:
         console.print(screen(summary, report=str(out / "report.html")))
     return 0

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if summary is None:
         return INTERRUPTED
     if arguments.json:
-        Console().print_json(msgspec.json.encode(summary).decode())
+        Console().print_json(msgspec.json.encode(summary).decode(), ensure_ascii=True)
     else:
         console.print(screen(summary, report=str(out / "report.html")))
     check_audit(summary)
@@ -72,14 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_config(console: Console, config: RunConfig, out: Path, *, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from deltawire.config import flatten
+    from deltawire.display import redact, safe_line
 
-    flat = {**flatten(config), "out": str(out)}
+    flat = {**redact(flatten(config)), "out": str(out)}
     if as_json:
-        Console().print_json(data=flat)
+        Console().print_json(data=flat, ensure_ascii=True)
         return
-    table = Table("key", "value", title=f"deltawire run {config.name}", title_justify="left")
+    title = Text(f"deltawire run {safe_line(config.name)}")
+    table = Table("key", "value", title=title, title_justify="left")
     for key, value in flat.items():
-        table.add_row(key, repr(value) if isinstance(value, str) else str(value))
+        shown = repr(value) if isinstance(value, str) else str(value)
+        table.add_row(key, Text(safe_line(shown)))
     console.print(table)

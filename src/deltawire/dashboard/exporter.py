@@ -25,7 +25,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from deltawire.dashboard.figures import FIGURES, Figure
 from deltawire.dashboard.status import RunStatus, Watch
-from deltawire.dashboard.wording import legible
+from deltawire.display import legible
 from deltawire.errors import DeltawireError, InputError
 
 MAX_LABELS = 64

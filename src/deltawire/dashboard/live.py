@@ -23,12 +23,12 @@ from deltawire.dashboard.wording import (
     byte_size,
     duration,
     figure,
-    legible,
     milliseconds,
     percent,
     smaller,
     sparkline,
 )
+from deltawire.display import legible
 from deltawire.events import Parity
 
 MAX_ROWS = 14

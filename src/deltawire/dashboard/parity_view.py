@@ -7,7 +7,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from deltawire.display import safe_line
 from deltawire.parity.comparison import Comparison
 from deltawire.parity.record import finite
 
@@ -36,7 +38,8 @@ def comparison_values(found: Comparison, source: str, limit: float | None) -> di
 
 def print_comparison(found: Comparison, source: str, console: Console) -> None:
     """Print the comparison as tables."""
-    table = Table(title=f"{found.left} against {found.right}\n{source}", box=None)
+    heading = safe_line(f"{found.left} against {found.right}")
+    table = Table(title=Text(f"{heading}\n{safe_line(source)}"), box=None)
     table.add_column("over the tokens that the left engine drew")
     table.add_column("", justify="right")
     if found.replayed is not None:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from deltawire.dashboard.state import ProcessState, RunState
-from deltawire.dashboard.wording import byte_size, duration, legible
+from deltawire.dashboard.wording import byte_size, duration
+from deltawire.display import legible
 from deltawire.events import Activity, Published, Span
 
 ACTIVITIES: tuple[Activity, ...] = (

@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deltawire.dashboard.wording import legible, sparkline
+from deltawire.dashboard.wording import sparkline
+from deltawire.display import legible
 from deltawire.reward_monitor.evidence import threshold
 from deltawire.reward_monitor.monitor import ALL, Example
 from deltawire.reward_monitor.watch import ProbeFigures, StreamFigures

@@ -10,7 +10,7 @@ from html import escape
 from typing import NamedTuple
 
 from deltawire.dashboard.probes import family_of, mean, place_of, worst_first
-from deltawire.dashboard.wording import legible
+from deltawire.display import legible
 from deltawire.reward_monitor.monitor import Example, Point
 from deltawire.reward_monitor.watch import ProbeFigures, StreamFigures
 

@@ -23,11 +23,11 @@ from deltawire.dashboard.wording import (
     byte_size,
     duration,
     figure,
-    legible,
     milliseconds,
     percent,
     smaller,
 )
+from deltawire.display import legible, safe_json
 from deltawire.rl.control.drop_bias import PolicyCost
 
 _STYLE = Path(__file__).with_name("report.css")
@@ -54,8 +54,8 @@ _PAGE = """<!doctype html>
 def write_report(summary: Summary, state: RunState, directory: Path) -> None:
     """Write ``report.json`` and ``report.html`` into ``directory``, which is created if missing."""
     directory.mkdir(parents=True, exist_ok=True)
-    figures = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-    (directory / "report.json").write_bytes(figures + b"\n")
+    figures = msgspec.json.format(safe_json(summary), indent=2)
+    (directory / "report.json").write_text(figures + "\n", encoding="utf-8")
     (directory / "report.html").write_text(page(summary, state), encoding="utf-8")
 
 

@@ -11,14 +11,8 @@ from rich.text import Text
 
 from deltawire.dashboard.figures import BY_NAME
 from deltawire.dashboard.status import ProcessLine, RunStatus, Spread
-from deltawire.dashboard.wording import (
-    MISSING,
-    duration,
-    figure,
-    legible,
-    percent,
-    smaller,
-)
+from deltawire.dashboard.wording import MISSING, duration, figure, percent, smaller
+from deltawire.display import legible
 
 MAX_ROWS = 40
 _STYLES = {"alive": "green", "silent": "red", "stalled": "red", "ended": "dim", "unknown": "dim"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from deltawire.dashboard.wording import legible
+from deltawire.display import legible, safe_line
 from deltawire.rl.trainer.verify_training import NAMED, TrainingVerification
 
 
@@ -20,7 +20,7 @@ def print_verification(found: TrainingVerification, console: Console) -> None:
         )
         return
     console.print(f"version {found.differs} is the first that differs, repeated {origin}")
-    console.print(f"{found.reason}", markup=False)
+    console.print(safe_line(found.reason), markup=False)
     worst = sorted(found.tensors.items(), key=lambda item: -item[1])
     for name, count in worst[:NAMED]:
         console.print(f"  {count} weights of {legible(name, 100)}", markup=False)

@@ -7,9 +7,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from deltawire.config import FaultsConfig
 from deltawire.dashboard.wording import byte_size
+from deltawire.display import legible, safe_line
 from deltawire.errors import CorruptError
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket
@@ -32,7 +34,7 @@ def print_check(found: CheckedRun, console: Console) -> None:
         )
     for fault in found.faults:
         place = fault.key or f"version {fault.version}"
-        console.print(f"{fault.level}: {place}: {fault.message}", markup=False)
+        console.print(safe_line(f"{fault.level}: {place}: {fault.message}"), markup=False)
     console.print("whole" if found.whole else "damaged")
 
 
@@ -45,7 +47,7 @@ def version_table(versions: list[dict[str, Any]], readers: list[dict[str, Any]])
         bases = ", ".join(map(str, row["compacted_from"]))
         age = "" if row["age_s"] is None else _age(row["age_s"])
         cells = (str(row["version"]), row["kind"], delta, anchor, bases, age)
-        table.add_row(*cells, ", ".join(holders))
+        table.add_row(*cells, Text(legible(", ".join(holders), 400)))
     return table
 
 

@@ -11,15 +11,6 @@ _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def legible(text: str, limit: int = 40) -> str:
-    """Make ``text`` safe to show: one line, no control characters, at most ``limit`` long.
-
-    Names come from a bucket, so they may hold terminal escapes or megabytes.
-    """
-    shown = "".join(letter if letter.isprintable() else "·" for letter in text[: limit + 1])
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
-
-
 def byte_size(count: float | None) -> str:
     """Write bytes with decimal units and three significant digits: ``1.42 MB``."""
     if count is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.status import Watch
+from deltawire.display import legible, redact, safe_line
 from deltawire.errors import InputError
 from deltawire.launch.tokens import read_token
 from deltawire.runtime.event_tail import EventTail
@@ -66,8 +68,14 @@ def export_metrics(
     app = application(collector, token=token)
     with listen(app, host=listener.host, port=listener.port, token=token) as server:
         host, port = server.server_address[:2]
-        console.print(f"metrics of {run.name} on http://{host!s}:{port}/metrics", markup=False)
+        line = f"metrics of {run.name} on http://{host!s}:{port}/metrics"
+        console.print(safe_line(line), markup=False)
         server.serve_forever()
+
+
+def _file_name(name: str) -> str:
+    """Make a part of a path from a run's name, which the bucket's writers choose."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".") or "run"
 
 
 def forward_metrics(location: str, destination: Destination, *, every_s: float = 5.0) -> None:
@@ -79,10 +87,10 @@ def forward_metrics(location: str, destination: Destination, *, every_s: float =
     run = require_run(bucket)
     tracker = open_tracker(
         destination.kind,
-        Path(destination.folder or f"runs/{run.name}-{destination.kind}"),
+        Path(destination.folder or f"runs/{_file_name(run.name)}-{destination.kind}"),
         project=destination.project,
-        name=run.name,
-        config=run.config,
+        name=legible(run.name, 64),
+        config=redact(run.config),
         offline=destination.offline,
     )
     tail, state, forwarder = EventTail(bucket), RunState(), Forwarder(tracker)

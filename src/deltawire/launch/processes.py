@@ -18,6 +18,7 @@ from typing import get_args
 import msgspec
 
 from deltawire.config import RunConfig, load_config, parse_config
+from deltawire.display import safe_line
 from deltawire.errors import InputError
 from deltawire.events import Role
 from deltawire.runtime.process import Process
@@ -111,7 +112,7 @@ def join_as_worker(location: str, *, name: str, patience_s: float, options: Chil
 
 
 def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    print(safe_line(line), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _log_nothing(line: str) -> None:

@@ -16,6 +16,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from deltawire.display import legible, safe_line
 from deltawire.errors import InputError
 from deltawire.sync.publish.compaction import nested
 from deltawire.wire.seal import Signer
@@ -30,7 +31,8 @@ class Bars:
 
     def begin(self, description: str, total: int | None = None) -> None:
         """Replace the current bar with a new one."""
-        self._progress.reset(self._task, description=description, total=total, visible=True)
+        shown = legible(description, 80)
+        self._progress.reset(self._task, description=shown, total=total, visible=True)
 
     def advance(self, count: int) -> None:
         """Add ``count`` bytes to the bar."""
@@ -48,7 +50,7 @@ class Bars:
 
     def log(self, line: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._progress.console.print(safe_line(line), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -56,7 +58,7 @@ def bars(*, hidden: bool) -> Iterator[Bars]:
     """Open bars on a terminal; lines are printed in any case."""
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from deltawire.dashboard.wording import byte_size
+from deltawire.display import safe_json
 from deltawire.errors import InputError
 from deltawire.launch.progress import Bars, bars
 from deltawire.store import Bucket, MeteredBucket, open_bucket
@@ -174,7 +175,7 @@ class _Session:
             seconds=seconds,
         )
         if self._json:
-            print(msgspec.json.encode(row).decode(), flush=True)  # noqa: T201
+            print(safe_json(row), flush=True)  # noqa: T201
             return
         line = f"{outcome.path.name}: version {outcome.version}"
         if stats is not None:
@@ -193,7 +194,6 @@ class _Session:
             line += f" to publish, {len(checkpoint.specs)} tensors of {byte_size(outcome.bytes)}"
         if checkpoint.left_out:
             line += f"; not published: {', '.join(checkpoint.left_out)}"
-        # File names may hold line breaks, and what a terminal would obey.
-        self._bar.log("".join(letter if letter.isprintable() else "·" for letter in line))
+        self._bar.log(line)
         if stats is not None and stats.compaction_error:
             self._bar.log(f"warning: compacted deltas are missing: {stats.compaction_error}")

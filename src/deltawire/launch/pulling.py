@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from deltawire.dashboard.wording import byte_size
+from deltawire.display import safe_json
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.progress import Bars, bars
 from deltawire.store import MeteredBucket, RetryingBucket, open_bucket
@@ -86,7 +87,7 @@ class _Puller:
         self._bar.hide()
         if self._json:
             done = Pulled(version, version, digest, 0, time.perf_counter() - started)
-            print(msgspec.json.encode(done).decode(), flush=True)  # noqa: T201
+            print(safe_json(done), flush=True)  # noqa: T201
         else:
             self._bar.log(f"version {version} {digest[:16]}: every file is as published")
 
@@ -132,7 +133,7 @@ class _Puller:
             time.perf_counter() - started,
         )
         if self._json:
-            print(msgspec.json.encode(done).decode(), flush=True)  # noqa: T201
+            print(safe_json(done), flush=True)  # noqa: T201
             return
         rate = byte_size(done.bytes / done.seconds) if done.seconds else "-"
         self._bar.log(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
 from deltawire.dashboard.wording import byte_size
+from deltawire.display import safe_json
 from deltawire.launch.progress import Bars, bars
 from deltawire.store import MeteredBucket, open_bucket
 from deltawire.sync.maintain.relay import Relay, Relayed
@@ -59,7 +58,7 @@ def relay_run(
 
 def _report(done: Relayed, bar: Bars, *, as_json: bool) -> None:
     if as_json:
-        print(msgspec.json.encode(done).decode(), flush=True)  # noqa: T201
+        print(safe_json(done), flush=True)  # noqa: T201
         return
     line = f"version {done.version}: {byte_size(done.crossed)} copied"
     line += f", anchor of {byte_size(done.anchor_made)} made here" if done.anchor_made else ""

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from deltawire.display import safe_line
 from deltawire.errors import InputError
 from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
 from deltawire.serving.contract import ReplicaSetState
@@ -84,7 +85,7 @@ def _token(console: Console, name: str, path: str, variable: str) -> str:
                 hint=f"give --{name.replace(' ', '-')}-file, or set {variable}",
             )
         token = secrets.token_urlsafe(24)
-        console.print(f"{name} {token}", soft_wrap=True)
+        console.print(f"{name} {token}", soft_wrap=True, markup=False)
     return token
 
 
@@ -157,7 +158,8 @@ async def _serve(
                 ) from error
             host, port = runner.addresses[0][:2]
             scheme = "http" if context is None else "https"
-            console.print(f"serving {run.name} on {scheme}://{host}:{port}", soft_wrap=True)
+            line = f"serving {run.name} on {scheme}://{host}:{port}"
+            console.print(safe_line(line), soft_wrap=True, markup=False)
             await _report_changes(replicas, stopping, console)
         finally:
             await runner.cleanup()
@@ -169,7 +171,7 @@ async def _report_changes(replicas: ReplicaSet, stopping: asyncio.Event, console
     while not stopping.is_set():
         for name, line in _lines(replicas.state()).items():
             if printed.get(name) != line:
-                console.print(f"{name}: {line}", soft_wrap=True, markup=False)
+                console.print(safe_line(f"{name}: {line}"), soft_wrap=True, markup=False)
                 printed[name] = line
         try:
             await asyncio.wait_for(stopping.wait(), REPORT_EVERY_S)

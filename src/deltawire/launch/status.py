@@ -11,6 +11,7 @@ from rich.text import Text
 
 from deltawire.dashboard.status import RunStatus, Watch
 from deltawire.dashboard.status_view import view
+from deltawire.display import safe_json
 from deltawire.errors import InputError, RetryError
 from deltawire.store import open_bucket
 
@@ -36,7 +37,7 @@ def show_status(
 
 def _print(console: Console, found: RunStatus, *, as_json: bool) -> None:
     if as_json:
-        print(msgspec.json.encode(found).decode(), flush=True)  # noqa: T201
+        print(safe_json(found), flush=True)  # noqa: T201
     else:
         console.print(view(found))
 

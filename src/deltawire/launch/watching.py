@@ -17,6 +17,7 @@ from deltawire.config import RunConfig, flatten
 from deltawire.dashboard.live import LiveView
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.summary import Summary, WorkerVerdict, summarize
+from deltawire.display import redact, safe_line
 from deltawire.errors import CorruptError, RetryError
 from deltawire.events import Event, Life, Span
 from deltawire.reward_monitor.watch import ProbeFigures, figures_of, read_probes
@@ -91,7 +92,7 @@ class Watcher:
             self._printed_at = time.monotonic()
             line = self.view.plain_line(self.state)
             if line != self._line:
-                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+                self.console.print(safe_line(line), markup=False, highlight=False, soft_wrap=True)
                 self._line = line
         time.sleep(TICK_S)
 
@@ -152,5 +153,5 @@ def summary_of(
         name=config.name,
         seed=config.seed,
         audit=audit_consumption(bucket),
-        configuration={key: str(value) for key, value in flatten(config).items()},
+        configuration={key: str(value) for key, value in redact(flatten(config)).items()},
     )

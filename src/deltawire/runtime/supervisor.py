@@ -41,6 +41,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deltawire.config import FaultsConfig
+from deltawire.display import safe_line
 from deltawire.errors import (
     DeltawireError,
     FencedError,
@@ -253,7 +254,7 @@ class Supervisor:
             at=self._events.now(),
             role=child.role,
             what="died" if what == "died" else "restarted",
-            detail=detail,
+            detail=safe_line(detail),
         )
         self._events.record(life)
 

@@ -12,6 +12,7 @@ from urllib.request import url2pathname
 from obstore import exceptions
 from obstore.store import MemoryStore, from_url
 
+from deltawire.display import REDACTED, has_credentials, looks_secret
 from deltawire.errors import InputError
 from deltawire.store.aws_profile import read_profile
 from deltawire.store.bucket import Bucket
@@ -42,14 +43,22 @@ def open_bucket(
     except for ``AWS_ENDPOINT_URL_S3``, which obstore puts first. A memory bucket lives in this
     process only.
 
-    Raises `InputError` for an empty name (which would be the current folder), an unknown scheme or
-    a folder that does not exist.
+    Raises `InputError` for an empty name (which would be the current folder), an unknown scheme, a
+    folder that does not exist, or a URL that contains credentials, which no message repeats.
     """
     if not location.strip():
         raise InputError(
             "the bucket's name is empty", hint="is the variable set that it is taken from?"
         )
-    scheme = urlsplit(location).scheme
+    if has_credentials(location):
+        raise InputError(
+            "the bucket's URL contains credentials, which logs and process lists would show",
+            hint="put them into the environment, such as AWS_SECRET_ACCESS_KEY, or into a profile",
+        )
+    try:
+        scheme = urlsplit(location).scheme
+    except ValueError as error:
+        raise InputError(f"cannot open the bucket {location}: {error}") from error
     if scheme in ("", "file") or len(scheme) == 1:
         if durable is None:
             durable = os.environ.get(DURABLE, "1").lower() not in ("0", "false", "no")
@@ -65,6 +74,9 @@ def open_bucket(
         store = from_url(location, **_remote_options(scheme, options))
     except (exceptions.BaseError, ValueError, TypeError) as error:
         cause = str(error).strip().splitlines()[0][:300]
+        for option, value in options.items():
+            if looks_secret(option) and value:
+                cause = cause.replace(str(value), REDACTED)
         raise InputError(f"cannot open the bucket {location}: {cause}") from error
     return Bucket(store, location, local=False)
 

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from deltawire.dashboard.state import RunState
-from deltawire.dashboard.wording import byte_size, duration, legible, smaller, sparkline
+from deltawire.dashboard.wording import byte_size, duration, smaller, sparkline
+from deltawire.display import legible
 from deltawire.events import (
     Evaluated,
     Event,

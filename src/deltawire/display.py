@@ -1,0 +1,117 @@
+"""Makes text from outside safe to show: no control sequences, no markup, no credentials.
+
+Names of runs, workers, tasks, tensors and files come from a bucket, and whoever writes to the
+bucket chooses them. Settings and messages may contain credentials, and reports, events and trackers
+are read by more people than hold those credentials.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+REDACTED = "[redacted]"
+LONGEST_LINE = 4000
+
+_SECRET_WORDS = frozenset(
+    [
+        *("apikey", "auth", "authorization", "bearer", "cookie", "credential", "credentials"),
+        *("passphrase", "passwd", "password", "pwd", "secret", "secrets", "sig", "signature"),
+        "token",
+    ]
+)
+_PLACE_WORDS = frozenset(["env", "file", "name", "path", "var", "variable"])
+_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+_IN_URL = re.compile(r"(?<=://)(?:[^\s/@]*:[^\s]*|[^\s/@]+)@")
+_ASSIGNED = re.compile(
+    r"""(?P<name>[\w%-]+)(?P<between>["']?\s*[=:]\s*["']|=)(?P<value>[^\s&;,"']+)"""
+    r"|(?P<option>--[\w-]+)(?P<space>\s+)(?P<argument>[^\s-]\S*)"
+)
+_KNOWN_FORMS = re.compile(
+    r"\b(?:sk-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|AIza[\w-]{35})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[^-]|-(?!----))*(?:-----END [A-Z ]*PRIVATE KEY-----)?"
+)
+
+
+def legible(text: str, limit: int = 40) -> str:
+    """Make ``text`` safe to show: one line, no control characters, at most ``limit`` long.
+
+    Every character that `str.isprintable` refuses becomes a dot: C0 and C1 controls, so all escape
+    sequences; bidirectional overrides and other format characters; line separators; lone
+    surrogates. Markup is left as it is: pass the result to `rich.text.Text` or `html.escape`.
+    """
+    shown = "".join(letter if letter.isprintable() else "·" for letter in text[: limit + 1])
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def safe_line(text: str) -> str:
+    """Make a message safe to print or to log: legible, of any usual length, without credentials."""
+    return legible(redact(text), LONGEST_LINE)
+
+
+def safe_json(value: Any) -> str:
+    """Encode as JSON in printable ASCII, so that a terminal shows names and does not obey them."""
+    import msgspec  # Slow to import; only the commands that print JSON need it.
+
+    plain = json.loads(msgspec.json.encode(value))
+    return json.dumps(plain, separators=(",", ":"), ensure_ascii=True)
+
+
+def looks_secret(name: str) -> bool:
+    """Tell whether a setting of this name probably holds a credential: ``api_key``, ``hubToken``.
+
+    Names of public keys, and of files and variables that hold a credential, do not.
+    """
+    words = [word.lower() for word in _WORDS.findall(unquote(name))]
+    if not words or words[-1] in _PLACE_WORDS or "public" in words:
+        return False
+    return "key" in words or not _SECRET_WORDS.isdisjoint(words)
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """Replace credentials in a setting, a message, a command line, or nested settings.
+
+    Redacted are the texts of settings whose ``name`` looks like a key, user and password in URLs,
+    assignments and options in text (``token=…``, ``--api-key …``), and keys of well-known form.
+
+    Example::
+
+        redact({"task": {"options": {"api_key": "abc"}}})  # {"task": {"options": {"api_key": …
+    """
+    if isinstance(value, Mapping):
+        return {key: redact(one, str(key)) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(one, name) for one in value]
+    if not isinstance(value, str) or not value:
+        return value
+    if looks_secret(name):
+        return REDACTED
+    value = _IN_URL.sub(f"{REDACTED}@", value)
+    return _KNOWN_FORMS.sub(REDACTED, _ASSIGNED.sub(_redact_assignment, value))
+
+
+def _redact_assignment(found: re.Match[str]) -> str:
+    if found["option"] is not None:
+        secret = looks_secret(found["option"])
+        return f"{found['option']}{found['space']}{REDACTED}" if secret else found[0]
+    secret = looks_secret(found["name"])
+    return f"{found['name']}{found['between']}{REDACTED}" if secret else found[0]
+
+
+def has_credentials(location: str) -> bool:
+    """Tell whether a bucket's URL contains a user, a password, or a parameter that looks secret."""
+    if ":/" not in location:
+        return False
+    scheme, _, rest = location.partition(":")
+    authority = re.split(r"[/?#]", rest.lstrip("/"), maxsplit=1)[0]
+    # Azure's own form is abfs://container@account, and a file's or a drive's path is no authority.
+    if scheme.lower() not in ("", "file") and len(scheme) > 1:
+        user, at, _ = authority.rpartition("@")
+        if (at and (":" in user or not scheme.lower().startswith("abfs"))) or ":" in authority:
+            return True
+    fields = re.split("[?#&;]", rest)[1:]
+    return any(looks_secret(field.partition("=")[0]) for field in fields)
