@@ -95,17 +95,17 @@ def test_the_plain_reader_reads_every_version(name):
 
 
 @every("signed")
-def test_every_fold_and_every_step(name):
+def test_every_compacted_delta_and_every_step(name):
     bucket, expected = golden(name)
     run = read_run(bucket)
-    folds = [keys.compacted_of(key) for key in bucket.list(keys.COMPACTED)]
-    assert folds
-    for base, target in folds:
-        fold, mirror = (
+    compacted = [keys.compacted_of(key) for key in bucket.list(keys.COMPACTED)]
+    assert compacted
+    for base, target in compacted:
+        delta, mirror = (
             read_compacted_delta(bucket, run, base, target),
             load_mirror(bucket, run, at=base),
         )
-        pieces, held = decode_delta(bucket, run, fold, fold.payload, mirror)
+        pieces, held = decode_delta(bucket, run, delta, delta.payload, mirror)
         mirror.move(pieces, target, mirror.digest, held)
         assert_bits(mirror, expected[target])
     subscriber = Subscriber(bucket, run, load_mirror(bucket, run, at=3), stepwise=True)

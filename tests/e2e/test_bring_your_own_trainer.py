@@ -1,4 +1,4 @@
-"""The example for people who have a trainer of their own does what it says."""
+"""The example that brings its own trainer works as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands themselves: publish, pull and relay in processes of their own, killed in between."""
+"""Publish, pull and relay as separate processes, killed in between."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def measure(bucket: Bucket, version: int, mode: str) -> tuple[float, int, int]:
         model = empty_model(Path(folder)).eval()
     LiveWeights(model, run.tensors).load(mirror)
     metadata = msgspec.convert(manifest.metadata["deltawire.step"], CommitMetadata)
-    batch = collate([pooled.group for pooled in read_consumed(bucket, metadata)])
+    batch = collate([buffered.group for buffered in read_consumed(bucket, metadata)])
     replay = replay_of(model, msgspec.convert({"routes": mode}, ParityConfig))
     assert replay is not None
     with torch.no_grad():

@@ -205,9 +205,9 @@ def test_interrupted_twice_and_a_trainer_killed(tmp_path: Path, start: Start) ->
     assert report["versions"] == 120
     assert all(w["bit_identical"] for w in report["workers"])
     details = [event.get("detail", "") for event in _events(bucket)]
-    redone = [detail for detail in details if "recomputed" in detail]
-    assert redone, "the trainer was killed after its checkpoint and must have recomputed steps"
-    assert all("to the same bits" in detail for detail in redone)
+    recomputed = [detail for detail in details if "recomputed" in detail]
+    assert recomputed, "the trainer was killed after its checkpoint and must have recomputed steps"
+    assert all("to the same bits" in detail for detail in recomputed)
     run = read_run(bucket)
     assert run is not None
     final = load_mirror(bucket, run)

@@ -204,7 +204,7 @@ def test_a_bucket_without_a_name_is_not_the_folder_one_is_in(
 
 
 @pytest.mark.parametrize("command", ["report", "replay", "worker", "evaluator", "trainer"])
-def test_the_loops_commands_on_a_run_of_weights_alone(
+def test_the_loops_commands_on_a_run_that_holds_only_weights(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
     open_bucket(str(tmp_path)).put("run.json", _run_json({}))
@@ -228,7 +228,7 @@ def test_a_configuration_without_an_end(capsys: pytest.CaptureFixture[str]) -> N
     assert "may have 1 MiB" in fail(capsys, "run", "/dev/zero", "--dry-run")
 
 
-def test_a_warm_start_takes_nobodys_directory_away(
+def test_a_warm_start_does_not_replace_a_foreign_directory(
     capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
 ) -> None:
     mine = tmp_path / "out" / "model"

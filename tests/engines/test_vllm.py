@@ -175,7 +175,7 @@ k3 = 1e-6
 
 
 @pytest.mark.matrix
-def test_a_run_samples_from_vllm_and_leaves_no_server_behind(vllm_python, tmp_path):
+def test_a_run_samples_from_vllm_and_stops_its_servers(vllm_python, tmp_path):
     (tmp_path / "run.toml").write_text(RUN)
     done = subprocess.run(
         [

@@ -10,7 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def kernels_named(backend):
-    """The kernels of a backend, None for torch alone; skips where Triton cannot be had."""
+    """The kernels of a backend, None for torch only; skips where Triton cannot be had."""
     if backend == "torch":
         return None
     pytest.importorskip("triton")

@@ -1,5 +1,6 @@
-"""Tiny models of the mixture-of-experts families that transformers has, from their configuration
-alone. Each has eight experts or a few more, two of which are chosen."""
+"""Tiny models of the mixture-of-experts families that transformers has, made from configurations.
+
+Each has eight experts or a few more, two of which are chosen."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ CACHED = [
     "ernie4_5_moe",
     "granitemoe",
 ]
-"""Some whose layers keep keys and values alone, so that the embedded engine samples from them."""
+"""Some whose layers keep only keys and values, so that the embedded engine samples from them."""
 
 
 def build(name: str, *, seed: int = 0, **more: Any) -> Any:

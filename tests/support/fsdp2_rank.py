@@ -19,7 +19,7 @@ STEPS = 3
 
 def build_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    # 7 rows over 2 ranks: shards of different size, and a bias that one rank may hold alone.
+    # 7 rows over 2 ranks: shards of different size, and a bias that only one rank may hold.
     return torch.nn.Sequential(
         torch.nn.Linear(6, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1, bias=True)
     )

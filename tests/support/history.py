@@ -29,7 +29,7 @@ def weights(version, *, seed=0):
 class History:
     """Successive trainers on one bucket, and what each tried to publish.
 
-    Every life has weights of its own, so that a version published by one and encoded against
+    Every life has different weights, so that a version published by one and encoded against
     another's baseline could not go unnoticed.
     """
 
@@ -83,8 +83,8 @@ def snapshot(bucket):
     """Copies a whole bucket into memory, reading each object once."""
     copy = open_bucket("memory://")
     names = bucket.list("")
-    with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda key: bucket.get(key, limit=LIMIT), names)
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda key: bucket.get(key, limit=LIMIT), names)
         for key, data in zip(names, found, strict=True):
             copy.put(key, data)
     return copy

@@ -36,7 +36,7 @@ def publish(order):
     for version in count(publisher.version + 1):
         tensors = weights(version, seed=order["life"] if version else 0)
         publisher.publish(tensors, metadata={"life": order["life"]})
-        if version % 2:  # Every other version is awaited; the next is staged behind the first.
+        if version % 2:  # Every other version is awaited; the next is staged after it.
             publisher.flush()
             say(f"committed {version}")
 

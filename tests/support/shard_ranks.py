@@ -55,8 +55,8 @@ def publish_all(publishers, version, seed=0):
             return error
         return None
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(one, publishers))
+    with ThreadPoolExecutor(RANKS) as threads:
+        return list(threads.map(one, publishers))
 
 
 def close(publishers):

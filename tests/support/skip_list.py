@@ -1,6 +1,6 @@
 """Fails a session in which a test was skipped that no list names.
 
-A test that is skipped everywhere tests nothing, and nobody notices. The list says which tests may
+A test that is skipped everywhere tests nothing without failing. The list says which tests may
 be skipped and why; it grows only by a change that a reviewer sees.
 """
 

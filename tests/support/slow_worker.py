@@ -1,4 +1,4 @@
-"""A worker behind a slow link: ``slow_worker.py BUCKET NAME SECONDS``, seconds a request."""
+"""A worker with a slow link: ``slow_worker.py BUCKET NAME SECONDS``, seconds a request."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Vandalizes buckets at random, and checks that whoever reads them ends with the right bits or one
+"""Vandalizes buckets at random, and checks that readers end with the right bits or one
 clear error.
 
 As a program it does many seeds and can be stopped and started: finished seeds are recorded.
@@ -119,7 +119,7 @@ def vandalize(bucket: Bucket, other: Bucket, rng: random.Random) -> list[str]:
 
 
 def hostile_key(rng: random.Random) -> str:
-    """A key that states any number, alone or as a pair in the wrong order."""
+    """A key that states any number, single or as a pair in the wrong order."""
     number, second = rng.choice(NUMBERS), rng.choice(NUMBERS)
     return rng.choice(
         (

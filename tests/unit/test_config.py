@@ -276,15 +276,15 @@ CONTRADICTIONS = {
 SENSIBLE = {
     "TIS": ({"ratio_base": "old", "corrections": [{}]}, 8),
     "PPO": ({}, 8),
-    "rejection beside the anchor": (
+    "rejection with the anchor": (
         {"corrections": [{"level": "geometric", "action": "mask", "low": 0.9, "weigh": False}]},
         8,
     ),
-    "rejection beside a weight": (
+    "rejection with a weight": (
         {"ratio_base": "old", "corrections": [{}, {"action": "mask", "weigh": False}]},
         8,
     ),
-    "one step behind": ({"ratio_base": "old"}, 1),
+    "one step old": ({"ratio_base": "old"}, 1),
     "truncated REINFORCE": ({"surrogate": "reinforce", "corrections": [{"high": 1.02}]}, 8),
     "CISPO, free below": ({"surrogate": "cispo", "clip_low": 2.0}, 4),
 }

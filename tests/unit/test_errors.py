@@ -41,7 +41,7 @@ def test_place_and_hint():
     assert str(FencedError("taken", hint="stop")) == "taken; stop"
 
 
-def test_survives_a_process_boundary():
+def test_survives_pickling_between_processes():
     error = CorruptError("bad", hint="h", run="r", version=3, key="k")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is CorruptError

@@ -1,4 +1,4 @@
-"""The event log loses nothing and stores nothing twice; whatever cannot be read is passed over."""
+"""The event log stores every event exactly once; readers skip lines that cannot be decoded."""
 
 from itertools import pairwise
 
@@ -15,8 +15,8 @@ def warm(step: int) -> WarmStep:
     return WarmStep(process="p", at=1.0, step=step, loss=0.5)
 
 
-class CreditIssuer:
-    """A clock and a store of segments, both in the test's hand."""
+class FakeSegmentStore:
+    """A log with a clock and a store of segments that the test controls."""
 
     def __init__(self, **kwargs):
         self.now = 1000.0
@@ -38,110 +38,110 @@ class CreditIssuer:
 
 
 def test_nothing_is_stored_before_its_time():
-    desk = CreditIssuer(every_s=1.0)
-    desk.log.record(warm(0))
-    desk.now += 0.9
-    desk.log.record(warm(1))
-    assert desk.segments == {}
-    desk.now += 0.1
-    desk.log.record(warm(2))
-    assert list(desk.segments) == [0]
-    assert desk.stored() == [warm(0), warm(1), warm(2)]
-    desk.log.record(warm(3))
-    assert list(desk.segments) == [0]
+    store = FakeSegmentStore(every_s=1.0)
+    store.log.record(warm(0))
+    store.now += 0.9
+    store.log.record(warm(1))
+    assert store.segments == {}
+    store.now += 0.1
+    store.log.record(warm(2))
+    assert list(store.segments) == [0]
+    assert store.stored() == [warm(0), warm(1), warm(2)]
+    store.log.record(warm(3))
+    assert list(store.segments) == [0]
 
 
 def test_flush_numbers_segments_and_skips_empty_ones():
-    desk = CreditIssuer(every_s=100.0)
+    store = FakeSegmentStore(every_s=100.0)
     for step in range(3):
-        desk.log.flush()
-        desk.log.record(warm(step))
-        desk.log.flush()
-    desk.log.flush()
-    assert sorted(desk.segments) == [0, 1, 2]
-    assert desk.stored() == [warm(0), warm(1), warm(2)]
+        store.log.flush()
+        store.log.record(warm(step))
+        store.log.flush()
+    store.log.flush()
+    assert sorted(store.segments) == [0, 1, 2]
+    assert store.stored() == [warm(0), warm(1), warm(2)]
 
 
 @pytest.mark.parametrize("done", [False, True])
 def test_a_put_without_an_answer_is_put_again_to_the_byte(done):
     """It may have been stored, and read: what came since goes into the next segment."""
-    desk = CreditIssuer(every_s=100.0)
-    desk.error, desk.done = RetryError("no"), done
-    desk.log.record(warm(0))
-    desk.log.flush()
-    assert desk.puts == 1
-    desk.log.record(warm(1))
-    desk.log.flush()
-    desk.error = None
-    desk.log.flush()
-    assert desk.segments == {0: encode_lines([warm(0)]), 1: encode_lines([warm(1)])}
-    assert desk.stored() == [warm(0), warm(1)]
+    store = FakeSegmentStore(every_s=100.0)
+    store.error, store.done = RetryError("no"), done
+    store.log.record(warm(0))
+    store.log.flush()
+    assert store.puts == 1
+    store.log.record(warm(1))
+    store.log.flush()
+    store.error = None
+    store.log.flush()
+    assert store.segments == {0: encode_lines([warm(0)]), 1: encode_lines([warm(1)])}
+    assert store.stored() == [warm(0), warm(1)]
 
 
 def test_an_outage_is_asked_after_once_a_period():
-    desk = CreditIssuer(every_s=1.0)
-    desk.error = RetryError("no")
+    store = FakeSegmentStore(every_s=1.0)
+    store.error = RetryError("no")
     for step in range(100):
-        desk.now += 0.1
-        desk.log.record(warm(step))
-    assert 8 <= desk.puts <= 10
-    desk.error = None
-    desk.log.flush()
-    assert desk.stored() == [warm(step) for step in range(100)]
+        store.now += 0.1
+        store.log.record(warm(step))
+    assert 8 <= store.puts <= 10
+    store.error = None
+    store.log.flush()
+    assert store.stored() == [warm(step) for step in range(100)]
 
 
 def test_other_errors_pass_through_and_keep_the_events():
-    desk = CreditIssuer(every_s=100.0)
-    desk.error = InputError("full")
-    desk.log.record(warm(0))
+    store = FakeSegmentStore(every_s=100.0)
+    store.error = InputError("full")
+    store.log.record(warm(0))
     with pytest.raises(InputError):
-        desk.log.flush()
-    desk.error = None
-    desk.log.flush()
-    assert desk.stored() == [warm(0)]
+        store.log.flush()
+    store.error = None
+    store.log.flush()
+    assert store.stored() == [warm(0)]
 
 
 def test_spans_that_touch_are_merged():
-    desk = CreditIssuer(every_s=1000.0)
-    desk.log.span("wait", 1.0, 2.0)
-    desk.log.span("wait", 2.004, 3.0)
-    desk.log.span("wait", 3.01, 4.0)
-    desk.log.span("sample", 4.0, 5.0)
-    desk.log.span("wait", 5.0, 6.0)
-    assert desk.log.span("wait", 7.0, 7.0) == 7.0
-    desk.log.flush()
-    assert [(s.activity, s.start, s.end) for s in desk.stored()] == [
+    store = FakeSegmentStore(every_s=1000.0)
+    store.log.span("wait", 1.0, 2.0)
+    store.log.span("wait", 2.004, 3.0)
+    store.log.span("wait", 3.01, 4.0)
+    store.log.span("sample", 4.0, 5.0)
+    store.log.span("wait", 5.0, 6.0)
+    assert store.log.span("wait", 7.0, 7.0) == 7.0
+    store.log.flush()
+    assert [(s.activity, s.start, s.end) for s in store.stored()] == [
         ("wait", 1.0, 3.0), ("wait", 3.01, 4.0), ("sample", 4.0, 5.0), ("wait", 5.0, 6.0),
     ]  # fmt: skip
 
 
 def test_a_span_is_not_merged_into_what_is_stored():
-    desk = CreditIssuer(every_s=1000.0)
-    desk.log.span("wait", 1.0, 2.0)
-    desk.log.flush()
-    desk.log.span("wait", 2.0, 3.0)
-    desk.log.flush()
-    assert [(s.start, s.end) for s in desk.stored()] == [(1.0, 2.0), (2.0, 3.0)]
+    store = FakeSegmentStore(every_s=1000.0)
+    store.log.span("wait", 1.0, 2.0)
+    store.log.flush()
+    store.log.span("wait", 2.0, 3.0)
+    store.log.flush()
+    assert [(s.start, s.end) for s in store.stored()] == [(1.0, 2.0), (2.0, 3.0)]
 
 
 def test_a_long_merged_span_is_stored_from_time_to_time():
-    desk = CreditIssuer(every_s=1.0)
-    start = desk.now
+    store = FakeSegmentStore(every_s=1.0)
+    start = store.now
     for _ in range(30):
-        desk.now += 0.1
-        start = desk.log.span("wait", start)
-    desk.log.flush()
-    spans = desk.stored()
+        store.now += 0.1
+        start = store.log.span("wait", start)
+    store.log.flush()
+    spans = store.stored()
     assert 2 <= len(spans) <= 4
-    assert (spans[0].start, spans[-1].end) == (1000.0, desk.now)
+    assert (spans[0].start, spans[-1].end) == (1000.0, store.now)
     assert all(a.end == b.start for a, b in pairwise(spans))
 
 
 def test_a_span_ends_now_by_default():
-    desk = CreditIssuer(every_s=1000.0)
-    assert desk.log.span("train", 999.0) == 1000.0
-    desk.log.flush()
-    assert desk.stored() == [Span(process="p", activity="train", start=999.0, end=1000.0)]
+    store = FakeSegmentStore(every_s=1000.0)
+    assert store.log.span("train", 999.0) == 1000.0
+    store.log.flush()
+    assert store.stored() == [Span(process="p", activity="train", start=999.0, end=1000.0)]
 
 
 GARBAGE = {

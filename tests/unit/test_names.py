@@ -109,7 +109,7 @@ def test_no_definition_bears_an_old_name(path):
     assert not old_names(defined(path), place)
 
 
-def test_no_folder_bears_an_old_name():
+def test_no_folder_has_an_old_name():
     folders = {path.name for path in PACKAGE.rglob("*") if path.is_dir()}
     assert len(folders) > 20
     assert not old_names(folders, "folder")

@@ -57,4 +57,4 @@ def test_targets_find_nothing_in_a_short_run(target, built):
     code, said = make("run", **built, TARGETS=target, SECONDS=SECONDS, SEED=1)
     assert code == 0, said[-8000:]
     runs = int(said.split("Done ")[1].split(" runs")[0])
-    assert runs > 56, "the seeds alone are more"
+    assert runs > 56, "the seeds are already more"

@@ -236,7 +236,7 @@ def test_dropout_is_off_unless_configured(bucket) -> None:
     assert found[1] > 1e-5
 
 
-def test_replay_from_a_checkpoint_redoes_only_what_it_must(bucket, uninterrupted) -> None:
+def test_replay_from_a_checkpoint_recomputes_only_later_steps(bucket, uninterrupted) -> None:
     train(bucket)
     seen = []
     found = replay(bucket, first=5, progress=lambda *report: seen.append(report))
@@ -316,7 +316,7 @@ def test_an_answer_that_was_cut_short_is_asked_for_again(bucket, monkeypatch) ->
         read_trainer(bucket)
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_just_now_ends_nobody(
+def test_failing_to_remove_an_old_checkpoint_does_not_stop_the_run(
     bucket, uninterrupted, monkeypatch
 ) -> None:
     delete, faults = bucket.delete, iter([True, False, True])
@@ -363,7 +363,7 @@ def test_fates_tell_what_was_forgotten_and_what_was_settled_twice(bucket, monkey
 
 
 def test_a_predecessors_late_commit_is_no_rival(bucket) -> None:
-    """The new trainer starts again behind it; a rival with a higher epoch stops it for good."""
+    """The new trainer starts again after it; a rival with a higher epoch stops it for good."""
     old, new = trainer_of(bucket, versions=1), trainer_of(bucket, versions=1)
     new.epoch = new.publisher._writer.epoch = old.epoch + 1
     old.loop()

@@ -33,7 +33,7 @@ LIMIT_S = 100.0
 
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_a_worker_slower_than_the_publisher_contributes(tmp_path) -> None:
-    """Steps of 0.3 s, a link of 0.2 s a request, and versions made whoever contributes."""
+    """Steps of 0.3 s, a link of 0.2 s a request, and versions from any workers."""
     sizes = BuildConfig(hidden_size=32, layers=1, head_size=16, feed_forward_size=48, context=64)
     save_model(build_model(sizes, seed=0), byte_tokenizer(), tmp_path / "model")
     bucket = open_bucket(str(tmp_path / "bucket"), create=True)

@@ -99,7 +99,7 @@ def test_the_children_of_a_killed_process_are_killed(bucket, tmp_path, monkeypat
     supervisor.stop()
     orphan = int((tmp_path / "logs" / "child.log").read_text())
     while _runs(orphan):
-        assert time.monotonic() < deadline, "it was left behind"
+        assert time.monotonic() < deadline, "the process is still running"
         time.sleep(0.02)
 
 

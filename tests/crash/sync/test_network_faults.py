@@ -22,8 +22,8 @@ pytestmark = pytest.mark.drills
 LAST = 9
 FAULTS = ["refuse", "busy", "cut_request", "lose", "busy_after", "cut_answer", "delay"]
 MOST_ERRORS = 10_000
-"""A reader without retries begins each step anew; of forty seeds it met 170 errors in the mean, 765
-at most."""
+"""A reader without retries restarts each step; over forty seeds it met 170 errors on average and
+765 at most."""
 
 
 @pytest.fixture(autouse=True)

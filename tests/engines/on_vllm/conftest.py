@@ -53,6 +53,6 @@ def ranks(request):
             str(rank % os.cpu_count()) for rank in range(count)
         )
     else:
-        # One rank needs no process of its own, and so no second import of everything.
+        # One rank needs no separate process, and so no second import of everything.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return count

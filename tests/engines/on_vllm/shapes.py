@@ -106,7 +106,7 @@ def next_bits(tensors: dict[str, np.ndarray], rng: np.random.Generator, share: f
 
 
 class Trainer:
-    """The publishing side of a test: version N is a function of the seed alone, and can be written
+    """The publishing side of a test: version N depends only on the seed, and can be written
     as a checkpoint."""
 
     def __init__(self, bucket, model: Path, *, seed: int = 0, share: float = 0.02, **options):

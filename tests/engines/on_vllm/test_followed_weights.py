@@ -55,8 +55,8 @@ def fresh(trainer, ranks, parallel, tmp_path_factory):
 
 
 def one_by_one(engine, questions):
-    """Answers that no other request can have touched: with a core in a process of its own, which
-    requests share a step is chance, and not all kernels round the same whatever a step holds."""
+    """Answers that share no step with another request: with the core in another process, chance
+    decides which requests share a step, and some kernels round differently by what it holds."""
     return [answer for question in questions for answer in engine.generate([question])]
 
 

@@ -50,7 +50,7 @@ def test_slices_are_rotated_whole_and_each_by_its_own_position(rotation, tokens)
     wanted = expected(rotate, *given)
     found = rotate(*given)
     right = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
-    # What vLLM does alone is left alone. Once it is right there too, ours can go.
+    # vLLM without our fix still fails. Once it passes, our fix can be removed.
     assert right == in_use
 
 
@@ -59,9 +59,9 @@ def test_a_rotation_does_not_depend_on_the_other_tokens(rotation):
     if not in_use:
         pytest.skip("vLLM's own does")
     positions, query, key = slices(70)
-    alone = rotate(positions[:9], query[:9].clone(), key[:9].clone())
+    separate = rotate(positions[:9], query[:9].clone(), key[:9].clone())
     among = rotate(positions, query.clone(), key.clone())
-    assert all(torch.equal(a, b[:9]) for a, b in zip(alone, among, strict=True))
+    assert all(torch.equal(a, b[:9]) for a, b in zip(separate, among, strict=True))
 
 
 def test_flat_queries_go_to_the_kernel(rotation):

@@ -1,6 +1,6 @@
 """Live bits on a device: exchanged all or none, digested in place, equal to the slow reference.
 
-Each test is done by torch alone and by Triton's kernels; on the CPU those are interpreted.
+Each test runs with torch only and with Triton's kernels, which the CPU interprets.
 """
 
 import json

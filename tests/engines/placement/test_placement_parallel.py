@@ -35,7 +35,7 @@ def engines(kind, ranks, dtype=torch.bfloat16):
 
 
 def placed(kind, ranks, dtype=torch.bfloat16):
-    """Engines with version 0 loaded, each from a mirror of its own part, and those mirrors."""
+    """Engines with version 0 loaded, each from a mirror of its part, and those mirrors."""
     specs, modules = table(kind), engines(kind, ranks, dtype)
     placements = assign_ownership([probe(m.load_weights, specs, live_of(m)) for m in modules])
     mirror = first_version(specs, np.random.default_rng(3))

@@ -72,7 +72,7 @@ def test_every_family_records_its_choices_and_uses_others(family):
         gradients = [p.grad for p in router.module.parameters() if p.grad is not None]
         assert any(bool(g.any()) for g in gradients), "the gates carry gradients"
     with torch.no_grad():
-        assert torch.equal(forward(model), plain), "outside, nothing is left behind"
+        assert torch.equal(forward(model), plain), "outside the context the router is unchanged"
 
 
 def naive_gates(family, router, scores, indices):

@@ -131,7 +131,7 @@ def test_flips_are_checked_in_the_worst_layer():
     assert [one.name for one in result.warnings] == ["flipped_share"]
 
 
-def test_the_event_names_masked_sequences_and_folds():
+def test_the_event_names_masked_sequences_and_merges():
     config = ParityConfig(mask=limits(largest_gap=0.5))
     result = look(config, [[0.0], [0.9]])[0].result()
     event = parity_event(result, process="trainer", at=1.0, version=6, names=["w0/3#0", "w0/3#1"])

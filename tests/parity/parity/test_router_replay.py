@@ -107,8 +107,8 @@ def test_shared_prompts_use_each_sequences_own_choices():
     for group in groups:
         before = rng.permuted(np.tile(np.arange(8), (len(group.prompt), 3, 1)), axis=2)[..., :2]
         for t in group.trajectories:
-            behind = rng.permuted(np.tile(np.arange(8), (len(t.tokens_T) - 1, 3, 1)), axis=2)
-            routes = np.concatenate([before, behind[..., :2]]).astype(np.int32)
+            after = rng.permuted(np.tile(np.arange(8), (len(t.tokens_T) - 1, 3, 1)), axis=2)
+            routes = np.concatenate([before, after[..., :2]]).astype(np.int32)
             object.__setattr__(t, "routes", pack_routes(routes, experts=8))
     batch = collate(groups)
     with torch.no_grad():

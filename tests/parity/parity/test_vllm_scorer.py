@@ -24,7 +24,7 @@ class Engine:
     def answer(self, ids, sampling):
         told = [None]
         for place, token in enumerate(ids[1:], start=1):
-            # The best token is told beside the one that stands there.
+            # The best token is returned in addition to the given one.
             entry = {token: SimpleNamespace(logprob=-(token + place / 100))}
             told.append({99: SimpleNamespace(logprob=-0.5), **entry})
         drawn = list(range(7, 7 + sampling.max_tokens))

@@ -65,7 +65,7 @@ def test_the_targets_bits_come_back(name, shapes, density, kind, seed):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_operands_are_left_alone_by_encoding(name):
+def test_encoding_does_not_change_the_operands(name):
     if name in PEERS and missing(name):
         pytest.skip(f"{name} needs {missing(name)}")
     old, new = models([(40, 50), (7,)], 0.2, "scattered", 1)

@@ -22,7 +22,7 @@ def engine_of(model, slots, *, reuse):
     )
 
 
-def alone(engine, prompt, sampling):
+def generate_one(engine, prompt, sampling):
     """An answer, with nothing else running meanwhile."""
     done = []
     engine.submit(prompt, sampling, done.append)
@@ -47,7 +47,7 @@ async def converse(engine, plain, number, seed, check):
             continue
         got = await waiting
         if engine.version == version:
-            expected = alone(plain, tokens, sampling)
+            expected = generate_one(plain, tokens, sampling)
             check(got, expected)
         tokens = [*tokens, *got.tokens, *(rng.randrange(8, 250) for _ in range(rng.randrange(4)))]
         for _ in range(rng.randrange(4)):
@@ -105,7 +105,7 @@ def turns(model, *, slots=4, swap=False, reuse=True):
 
 def test_a_next_turn_reads_only_new_tokens(tiny):
     read, _ = turns(tiny)
-    assert read == 3 * 20 + 3 * 3  # the last token drawn, and the two behind it
+    assert read == 3 * 20 + 3 * 3  # the last token drawn, and the two after it
 
 
 def test_another_versions_cache_is_not_reused(tiny):

@@ -113,7 +113,7 @@ def test_choices_of_another_model_or_trajectory_are_refused(shape, positions):
         unpack_routes(packed, shape, positions=positions)
 
 
-def test_a_header_alone_allocates_no_memory():
+def test_a_header_without_data_allocates_no_memory():
     huge = struct.pack("<BBHHHII", 1, 3, 2, 2, 0, 8, 2**32 - 1)
     with pytest.raises(CorruptError, match="bytes for"):
         unpack_routes(huge, RouteShape(2, 8, 2), positions=2**32 - 1)

@@ -1,4 +1,4 @@
-"""The test behind the probes: its false-alarm rate, its delay, its bounds."""
+"""The statistical test of the probes: its false-alarm rate, its delay, its bounds."""
 
 import itertools
 import math

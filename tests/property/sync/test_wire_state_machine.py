@@ -107,7 +107,7 @@ class Wire(RuleBasedStateMachine):
         return publisher
 
     def new_publisher(self):
-        """With the next epoch, on a bucket of its own that may fail."""
+        """With the next epoch, on a separate bucket handle that may fail."""
         mirror = load_mirror(self.inner, self.run)
         epoch = 0
         if mirror is None:
@@ -127,7 +127,7 @@ class Wire(RuleBasedStateMachine):
 
     @rule(target=publishers)
     def start_publisher(self):
-        """A restart, or a rival: nobody tells the other ones."""
+        """A restart, or a rival: the other publishers are not notified."""
         return self.new_publisher()
 
     @rule(publisher=consumes(publishers))
@@ -254,8 +254,8 @@ class Wire(RuleBasedStateMachine):
 
     @rule(restart=st.booleans())
     def compact(self, restart):
-        # Its own thread would do it at moments that no seed repeats. What is to be folded may be
-        # gone; then readers do without, and another compactor begins further on.
+        # Its own thread would run at moments that no seed repeats. Deltas to compact may be gone;
+        # then readers do without, and another compactor begins at a later version.
         if restart or self.compactor is None:
             self.compactor = Compactor(self.inner, self.run, (2, 4), threads=1)
         try:
@@ -366,7 +366,7 @@ class Wire(RuleBasedStateMachine):
 
 @pytest.fixture
 def _time_flies(monkeypatch):
-    """Pauses take no time, and whoever waits for an intent sees the store's clock run."""
+    """Pauses take no time, and waiting for an intent advances the store's clock."""
     monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
     real, passed = intents.store_clock, [0.0]
 

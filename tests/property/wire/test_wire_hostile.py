@@ -92,7 +92,7 @@ def test_small_damage(which, flips, place, noise, removed):
     for bit in flips:
         data = flip_bit(data, bit)
     data = data[:place] + noise + data[place + removed :]
-    # Once as it is, once with a seal of its own, so that what is behind the seal is tried too.
+    # Once unchanged, once with a valid seal, so that the checks after the seal run too.
     with suppress(CorruptError):
         read(data)
     if b"}" in data:

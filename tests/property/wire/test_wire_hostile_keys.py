@@ -1,4 +1,4 @@
-"""Keys come out of listings, and whoever can write to a bucket chooses them: each is either one
+"""Keys come from listings, and any writer of the bucket chooses them: each is either one
 that deltawire would make, or none."""
 
 import string

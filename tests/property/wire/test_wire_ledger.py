@@ -55,7 +55,7 @@ def test_holds_only_what_is_out_of_order(pairs):
 
 @settings(deadline=None, max_examples=60)
 @given(SETTLED, SETTLED)
-def test_a_copy_is_a_ledger_of_its_own(pairs, more):
+def test_a_copy_is_an_independent_ledger(pairs, more):
     ledger = filled(pairs)
     before = msgspec.to_builtins(ledger)
     copy = ledger.copy()

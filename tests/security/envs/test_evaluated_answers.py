@@ -164,7 +164,7 @@ def filled(text, surroundings):
 )
 def test_attacks_change_nothing_outside(attack, kind, evaluator, surroundings, monkeypatch):
     """Whatever the text does, the worker keeps its secrets and its files, and the next text has
-    the value that it has in a sandbox where nobody was before."""
+    the value that it has in a fresh sandbox."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     try:
         found = getattr(evaluator, kind)(filled(attack, surroundings))

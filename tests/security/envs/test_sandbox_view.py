@@ -1,4 +1,4 @@
-"""The sandbox hides the solutions of its own tasks, allows listed system calls, and counts time."""
+"""The sandbox hides the solutions of its tasks, allows listed system calls, and counts time."""
 
 import asyncio
 import os
@@ -81,7 +81,7 @@ while True:
 """
 
 
-def test_time_of_children_that_nobody_waits_for_counts():
+def test_time_of_children_without_a_waiting_parent_counts():
     """With SIGCHLD ignored, the kernel adds the time of a child to no counter of its parent's."""
     limits = CommandLimits(cpu_s=1.0, wall_s=20.0)
     ended = run(["python", "-I", "-S", "-c", BURN], limits)

@@ -22,8 +22,8 @@ HOSTILE = {
     "experts": {"experts_implementation": "someone/experts"},
     "not a name": {"attn_implementation": ["sdpa"]},
     "deep inside": {"text_config": {"parts": [{"attn_implementation": HUB}]}},
-    "a class of its own": {"auto_map": {"AutoModelForCausalLM": "evil.Model"}},
-    "a class of its own, inside": {"text_config": {"auto_map": {"AutoConfig": "evil.Config"}}},
+    "a custom class": {"auto_map": {"AutoModelForCausalLM": "evil.Model"}},
+    "a custom class, inside": {"text_config": {"auto_map": {"AutoConfig": "evil.Config"}}},
 }
 
 

@@ -99,7 +99,7 @@ def test_synthetic_weights_change_as_often_as_asked(density):
     assert pair.tensors["weight"].old.shape == (3 << 8, COLUMNS)
 
 
-def test_synthetic_weights_follow_from_their_arguments_alone():
+def test_synthetic_weights_depend_only_on_their_arguments():
     first, again, other = (synthetic_pair(5000, 0.02, seed=seed) for seed in (3, 3, 4))
     left, right = first.tensors["weight"], again.tensors["weight"]
     assert np.array_equal(left.old, right.old)

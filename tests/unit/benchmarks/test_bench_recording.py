@@ -93,7 +93,7 @@ def test_an_interrupted_setting_goes_on_to_the_same_bits(tmp_path, monkeypatch):
             assert np.array_equal(tensor.new, parts[name].new)
 
 
-def test_a_damaged_state_is_told(tmp_path):
+def test_a_damaged_state_is_reported(tmp_path):
     config, setting = config_of("qwen3"), Setting("rl", 1e-3, (1,), settle=0)
     record(config, setting, tmp_path, quiet)
     pair_path(config, setting, tmp_path, 1).unlink()
@@ -102,7 +102,7 @@ def test_a_damaged_state_is_told(tmp_path):
         record(config, setting, tmp_path, quiet)
 
 
-def test_a_stride_behind_the_state_starts_over(tmp_path):
+def test_a_stride_before_the_state_starts_over(tmp_path):
     """The state of a later step must not pass for the base of an earlier pair."""
     config = config_of("qwen3")
     record(config, Setting("rl", 1e-3, (3,), settle=1), tmp_path, quiet)

@@ -31,7 +31,7 @@ def test_the_figures_that_are_no_times(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_wrong_sizes_are_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--size", "0"], ["--repeats", "0"], ["--rivals", "nobody"], ["--density", "2"]):
+    for flags in (["--size", "0"], ["--repeats", "0"], ["--rivals", "unknown"], ["--density", "2"]):
         assert main(["bench", "sync", "--size", "0.001", *flags]) == 2, flags
         assert "error:" in capsys.readouterr().err
 

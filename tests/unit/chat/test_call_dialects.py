@@ -50,7 +50,7 @@ TEMPLATES = {
     + "{% for k, v in c.function.arguments.items() %}{{ k }} is {{ v }}"
     + "{% endfor %}</tool_call>{% endfor %}<|end|>"
     + PLAIN,
-    "a list behind a mark": SAID
+    "a list after a mark": SAID
     + '<assistant><|tool|>[{"name": "{{ m.tool_calls[0].function.name }}", '
     + '"parameters": {{ m.tool_calls[0].function.arguments | tojson }}}]<|end|>'
     + PLAIN,
@@ -79,7 +79,7 @@ OPENINGS = {
     "mistral, each apart": (MISTRAL, "[TOOL_CALLS]", "[TOOL_CALLS]add[ARGS]"),
     "mistral, with names": (MISTRAL, "[TOOL_CALLS]", None),
     "of no known form": (HERMES, None, None),
-    "a list behind a mark": (HERMES, None, None),
+    "a list after a mark": (HERMES, None, None),
     "without calls": (HERMES, None, None),
     "refusing calls": (HERMES, None, None),
 }
@@ -188,7 +188,7 @@ def test_a_call_is_not_seen_where_tools_are_explained():
     assert call_format_of(rendered, "<assistant>") is None
 
 
-def test_a_special_token_that_begins_a_call_is_told():
+def test_a_special_token_that_begins_a_call_is_found():
     text = text_of(TEMPLATES["mistral, each apart"], special=["[TOOL_CALLS]", "[ARGS]", "[INST]"])
     mark, args, other = 258, 259, 260
     drawn = [*b"so", other, mark, *b"add", args, *b'{"a": 1}', 256]

@@ -73,7 +73,7 @@ def test_decoding_leaves_out_special_tokens(byte_tokenizer):
     assert Text(byte_tokenizer).decode([]) == ""
 
 
-def test_plain_text_gets_no_tokens_of_its_own(byte_tokenizer):
+def test_plain_text_never_becomes_special_tokens(byte_tokenizer):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = copy.deepcopy(byte_tokenizer)

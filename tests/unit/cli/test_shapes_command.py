@@ -50,7 +50,9 @@ def test_a_profile_is_written_and_read_again(
     assert read_profile(out).accelerators == 2
 
 
-def test_a_model_alone_lists_the_smallest_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_hardware_lists_the_smallest_hardware(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["shapes", "qwen3-8b", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["mode"] for row in rows} == {"full", "lora", "reference"}

@@ -1,4 +1,4 @@
-"""Patches: where they reach, what they leave alone."""
+"""Patches: which values they change, and which they do not touch."""
 
 import numpy as np
 import pytest

@@ -264,7 +264,7 @@ def test_probes_are_read_again_and_neither_damage_nor_silence_ends_the_view(chea
     assert tail.newest is None
 
 
-def test_the_event_alone_says_that_its_process_is_the_trainer():
+def test_the_event_identifies_its_process_as_the_trainer():
     state = RunState()
     state.add([
         Diverged(

@@ -1,4 +1,4 @@
-"""Folding events into a state, and the figures taken from it."""
+"""A state accumulates events in any order and gives correct figures."""
 
 import random
 
@@ -69,35 +69,35 @@ def small_run() -> list[Event]:
     ]
 
 
-def folded(events: list[Event]) -> RunState:
+def state_of(events: list[Event]) -> RunState:
     state = RunState()
     state.add(events)
     return state
 
 
 def test_idle_counts_only_what_lies_between_the_first_and_the_last_step():
-    state = folded(small_run())
+    state = state_of(small_run())
     assert state.window == (10.0, 20.0)
     # The trainer: wait 10..12, train 12..18, publish 18..20; its start does not count.
     assert state.idle(state.with_role("trainer")) == pytest.approx(2 / 10)
     # The worker: sample 10..16, wait 16..19, swap 19..20.
     assert state.idle(state.with_role("worker")) == pytest.approx(3 / 10)
-    pooled = state.idle([*state.with_role("trainer"), *state.with_role("worker")])
-    assert pooled == pytest.approx(5 / 20)
+    idle_share = state.idle([*state.with_role("trainer"), *state.with_role("worker")])
+    assert idle_share == pytest.approx(5 / 20)
     assert state.processes["trainer"].seconds((10.0, 20.0)) == {
         "start": 1.0, "wait": 2.0, "train": 6.0, "publish": 2.0,
     }  # fmt: skip
 
 
 def test_idle_is_unknown_before_the_second_step():
-    state = folded([step(1, 10.0), span("trainer", "wait", 5.0, 15.0)])
+    state = state_of([step(1, 10.0), span("trainer", "wait", 5.0, 15.0)])
     assert state.window is None
     assert state.idle(state.processes.values()) is None
 
 
-def test_folding_does_not_depend_on_order():
+def test_the_state_does_not_depend_on_event_order():
     def seen(events: list[Event]) -> object:
-        state = folded(events)
+        state = state_of(events)
         worker = state.processes["w"]
         return (
             state.version, state.versions, state.accuracy_curve, state.reward_curve,
@@ -108,7 +108,7 @@ def test_folding_does_not_depend_on_order():
             worker.role, state.lag(worker), state.processes["evaluator"].role,
         )  # fmt: skip
 
-    events = [*small_run(), step(2, 19.0, [9, 9])]  # made anew after a crash: the later counts
+    events = [*small_run(), step(2, 19.0, [9, 9])]  # repeated after a crash: the later one counts
     expected = seen(events)
     for seed in range(20):
         shuffled = events[:]
@@ -116,15 +116,15 @@ def test_folding_does_not_depend_on_order():
         assert seen(shuffled) == expected
 
 
-def test_folding_bit_by_bit_equals_folding_at_once():
+def test_incremental_updates_equal_one_update():
     events, bit_by_bit = small_run(), RunState()
     for event in events:
         bit_by_bit.add([event])
-    assert bit_by_bit.__dict__ == folded(events).__dict__
+    assert bit_by_bit.__dict__ == state_of(events).__dict__
 
 
 def test_processes_are_known_by_their_events():
-    state = folded(small_run())
+    state = state_of(small_run())
     worker = state.processes["w"]
     assert (worker.role, worker.supervised, worker.restarts) == ("worker", False, 1)
     assert (worker.version, state.lag(worker), worker.groups) == (1, 1, 2)
@@ -136,7 +136,7 @@ def test_processes_are_known_by_their_events():
 
 
 def test_the_clock_of_a_worker_that_joined_by_hand_does_not_stretch_the_run():
-    state = folded(small_run())
+    state = state_of(small_run())
     assert state.extent == (0.0, 25.0)
     state.add([span("w", "sample", 1e6, 2e6)])
     assert state.extent == (0.0, 25.0)

@@ -141,7 +141,7 @@ def test_the_names_are_those_of_the_documentation() -> None:
     assert documented == {name for name, _ in scrape(Stub(STATUS))}
 
 
-def test_what_was_not_measured_is_left_out_and_an_outage_is_told() -> None:
+def test_unmeasured_metrics_are_omitted_and_an_outage_is_reported() -> None:
     nothing = dict.fromkeys(("reward", "k3", "k3_max", "k3_same_version"))
     bare = msgspec.structs.replace(STATUS, processes=[], **nothing)
     names = {name for name, _ in scrape(Stub(bare))}
@@ -193,7 +193,7 @@ def ask(
         connection.close()
 
 
-def test_only_who_holds_the_token_gets_in(address) -> None:
+def test_the_token_is_required(address) -> None:
     right = {"Authorization": f"Bearer {TOKEN}"}
     status, body = ask(address, "/metrics", right)
     assert status == 200

@@ -179,7 +179,7 @@ def test_every_figure(bucket) -> None:
         ),
     ],
 )
-def test_a_trainer_that_shows_no_life_is_told_apart(bucket, of, state, phase) -> None:
+def test_a_trainer_without_signs_of_life_is_distinguished(bucket, of, state, phase) -> None:
     bucket.put(keys.heartbeat("trainer"), encode_json(of))
     found = look(bucket)
     assert next(line.state for line in found.processes if line.name == "trainer") == state
@@ -233,7 +233,7 @@ def test_old_segments_are_left_out_but_for_each_series_last_words(bucket, monkey
     assert sorted(kept) == [keys.events("trainer-a", n) for n in (6, 7, 8)]
 
 
-def test_the_last_words_of_who_was_replaced_long_ago_slow_nothing_down(bucket) -> None:
+def test_late_writes_of_processes_replaced_long_ago_cost_no_reads(bucket) -> None:
     """They are read whenever they were said; the figures are of the window all the same."""
     before = look(bucket)
     long_ago = NOW - 10_000

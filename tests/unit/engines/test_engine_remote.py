@@ -272,7 +272,7 @@ def test_refusals_and_failures_quote_the_server(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_server_that_exited_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
     async def main() -> None:
-        path = str(tmp_path / "nobody")
+        path = str(tmp_path / "missing")
         sampler = RemoteSampler(path, stop_tokens=[], slots=4, capacity=16, version=0)
         with pytest.raises(ResyncError, match="does not answer"):
             await sampler.generate([1], GREEDY)
@@ -344,7 +344,7 @@ def test_live_bits_that_differ_from_the_version_fail_attestation() -> None:
     asyncio.run(main())
 
 
-BROOD = """
+PROCESS_TREE = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 with open(sys.argv[1] + ".new", "w") as file:
@@ -381,7 +381,14 @@ def test_a_guarded_command_ends_with_its_parent_however_that_dies(
     tmp_path: Path, starter: list[subprocess.Popen[bytes]]
 ) -> None:
     told = tmp_path / "pids"
-    command = [sys.executable, "-m", "deltawire.engines.vllm.guard", sys.executable, "-c", BROOD]
+    command = [
+        sys.executable,
+        "-m",
+        "deltawire.engines.vllm.guard",
+        sys.executable,
+        "-c",
+        PROCESS_TREE,
+    ]
     source = (
         "import subprocess, sys, time\n"
         f"subprocess.Popen({[*command, str(told)]!r}, stdin=subprocess.PIPE,\n"
@@ -436,7 +443,7 @@ def test_without_an_environment_for_vllm_the_error_names_the_way_to_one(
     monkeypatch.setattr(server.sys, "prefix", str(tmp_path / ".venv"))
     with pytest.raises(DeltawireError, match="make engines"):
         server.vllm_python()
-    beside = tmp_path / ".venv-vllm" / "bin" / "python"
-    beside.parent.mkdir(parents=True)
-    beside.symlink_to(sys.executable)
-    assert server.vllm_python() == str(beside)
+    sibling = tmp_path / ".venv-vllm" / "bin" / "python"
+    sibling.parent.mkdir(parents=True)
+    sibling.symlink_to(sys.executable)
+    assert server.vllm_python() == str(sibling)

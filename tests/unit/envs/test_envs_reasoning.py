@@ -1,4 +1,4 @@
-"""reasoning-gym behind the environment interface: the same problems everywhere, and fair scores."""
+"""reasoning-gym as an environment: the same problems in every process, and fair scores."""
 
 import asyncio
 import hashlib
@@ -128,7 +128,7 @@ def test_composite_takes_its_options():
         assert play(tasks, task, tasks.answer(task))[1]
 
 
-def test_the_interpreters_generators_are_left_alone():
+def test_the_interpreters_generators_are_not_changed():
     random.seed(5)
     np.random.seed(5)
     expected = random.random(), np.random.rand()
@@ -146,7 +146,7 @@ def test_the_same_seed_draws_the_same_tasks():
 
 
 @pytest.mark.parametrize("index", [0, reasoning.BLOCK - 1, reasoning.BLOCK, 1507])
-def test_any_place_of_a_stream_can_be_drawn_alone(index):
+def test_each_position_of_a_stream_can_be_drawn_independently(index):
     tasks = source("chain_sum")
     for other in range(12):  # more datasets than are kept at hand
         tasks.draw(f"other-{other}", index)

@@ -34,7 +34,7 @@ def test_a_number_comes_back_and_prints_do_not_disturb(scorer_of):
     assert [scorer.call(n) for n in range(5)] == [0, 2, 4, 6, 8]
 
 
-def test_an_error_is_told_and_the_child_goes_on(scorer_of):
+def test_an_error_is_reported_and_the_child_continues(scorer_of):
     scorer = scorer_of(fail)
     with pytest.raises(ScoringError, match="ValueError: no 3"):
         scorer.call(3)
@@ -107,7 +107,7 @@ def test_an_answer_that_takes_for_ever_earns_nothing(monkeypatch):
 
 
 def test_an_episode_does_not_take_the_child_that_it_started_with_it(byte_tokenizer):
-    """What an episode leaves behind is killed; the child that scores is every episode's."""
+    """Processes that an episode leaves are killed; all episodes share the scoring child."""
     tasks = ReasoningTasks(TaskConfig(dataset="countdown", heldout=1), seed=0)
     text, limits = Text(byte_tokenizer), EpisodeLimits(8, 1, 2000)
 

@@ -41,7 +41,7 @@ def source(heldout=2):
     return open_tasks(config, seed=0)
 
 
-def test_packages_that_nobody_trusts_are_not_imported(monkeypatch):
+def test_untrusted_packages_are_not_imported(monkeypatch):
     monkeypatch.delenv("DELTAWIRE_TRUSTED_MODULES", raising=False)
     with pytest.raises(InputError, match="module doubling, which this machine does not trust"):
         source()

@@ -248,14 +248,14 @@ def test_a_damaged_tokenizer_is_an_input_error(directory):
 
 
 def test_stop_tokens_come_from_all_configurations(directory, byte_tokenizer):
-    """A worker builds its model from the configuration alone, and must stop where a loaded model
+    """A worker builds its model from the configuration only, and must stop where a loaded model
     would: instruct models name their turn's end in generation_config.json only."""
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5]}))
     for model in (load_model(directory), empty_model(directory)):
         assert stop_tokens(model, byte_tokenizer) == [5, 9, BYTES]
 
 
-def test_build_follows_the_seed_alone():
+def test_build_depends_only_on_the_seed():
     config = BuildConfig(hidden_size=32, layers=1, head_size=16, feed_forward_size=24)
     first, again, other = (build_model(config, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)

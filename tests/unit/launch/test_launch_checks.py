@@ -45,7 +45,7 @@ def test_a_directory_without_a_model(tmp_path, capsys):
     assert "has no config.json" in line
 
 
-def test_an_environment_that_nobody_knows(tmp_path, capsys, model):
+def test_an_unknown_environment_is_refused(tmp_path, capsys, model):
     code, line = dry_run(tmp_path, capsys, model, "reasoning_gum")
     assert code == 2
     assert "did you mean reasoning_gym?" in line

@@ -121,7 +121,7 @@ def test_experts_need_a_model_that_has_them() -> None:
 
 
 def test_predictions_are_within_a_tenth_of_what_the_tracker_measures() -> None:
-    """Three of the grid in a process of their own; the bench draws more by seed."""
+    """Three cases of the grid in a separate process; the benchmark draws more by seed."""
     code = """
 import dataclasses
 from benchmarks.training_grid import compare, grid

@@ -49,7 +49,7 @@ def test_more_memory_is_never_estimated_to_be_slower() -> None:
     assert speeds[0] <= speeds[1]  # the same chip with less and with more memory
 
 
-def test_the_binding_constraint_and_both_alternatives_are_told() -> None:
+def test_the_binding_constraint_and_both_alternatives_are_reported() -> None:
     profile = resolve(context=32768)
     assert profile.binding.startswith("device memory: ")
     assert profile.cheaper.accelerators == 4
@@ -62,7 +62,7 @@ def test_any_number_of_accelerators_can_be_planned_for() -> None:
     assert resolve(count=12, mode="lora").as_layout().ranks == 12
 
 
-def test_what_the_trainer_lacks_is_told() -> None:
+def test_features_that_the_trainer_lacks_are_reported() -> None:
     assert {"several ranks", "mode lora"} <= set(resolve(mode="lora").unsupported)
 
 
@@ -133,7 +133,7 @@ def test_wrong_wishes_are_refused(wish: dict[str, Any], message: str) -> None:
         ("qwen3-8b", "names no training shape"),
         ("qwen3-8b-full-8xtpu", "names no training shape"),
         ("qwen3-8b-full-8xh200; rm", "names no training shape"),
-        ("nobody-1b-full-8xh200", "no model of the catalogue"),
+        ("unknown-1b-full-8xh200", "no model of the catalogue"),
     ],
 )
 def test_wrong_names_are_refused(name: str, message: str) -> None:

@@ -144,7 +144,7 @@ def test_state_stays_small_however_long_the_run_and_however_many_the_names(monke
     assert monitor.state.untracked == 12
 
 
-def test_downweighting_withholds_about_the_stated_share_of_the_family_alone():
+def test_downweighting_withholds_the_stated_share_of_one_family_only():
     monitor = Monitor(ProbesConfig(action="downweight", keep=0.25))
     assert not any(monitor.withholds(group(CHEATING, "bad"), n) for n in range(100))
     for number in range(10):
@@ -179,14 +179,15 @@ def watch(bucket, config, *, version=0, steps=None, record=None, clock=None):
     )
 
 
-def pooled(groups, start=0):
+def buffered(groups, start=0):
     return [BufferedGroup(start + n, g, "") for n, g in enumerate(groups)]
 
 
 def test_a_trainer_that_comes_back_goes_on_where_the_evidence_stood():
     """At whatever step it dies, and however old the state in the bucket: as if it had not."""
     steps = {
-        n: pooled([group(CHEATING if n % 3 == 0 else HONEST, "ab"[n % 2])], n) for n in range(1, 31)
+        n: buffered([group(CHEATING if n % 3 == 0 else HONEST, "ab"[n % 2])], n)
+        for n in range(1, 31)
     }
     whole = watch(open_bucket("memory://"), ProbesConfig())
     for step, taken in steps.items():
@@ -208,7 +209,7 @@ def test_a_trainer_that_comes_back_goes_on_where_the_evidence_stood():
 def test_state_of_a_step_that_was_never_committed_is_not_used():
     bucket = open_bucket("memory://")
     ahead = watch(bucket, ProbesConfig())
-    ahead.observe(pooled([group(CHEATING)]), version=5)
+    ahead.observe(buffered([group(CHEATING)]), version=5)
     ahead.close()
     assert read_probes(bucket).version == 5
     back = watch(bucket, ProbesConfig(), version=4)
@@ -231,21 +232,21 @@ def test_a_divergence_is_recorded_once_with_rollouts_to_look_at():
     events = []
     found = watch(open_bucket("memory://"), ProbesConfig(), record=events.append)
     for step in range(1, 20):
-        found.observe(pooled([group(CHEATING)], step), version=step)
+        found.observe(buffered([group(CHEATING)], step), version=step)
     assert [(e.family, e.probe) for e in events] == [("*", "heldout"), ("f", "heldout")]
     assert all(isinstance(e, Diverged) for e in events)
     assert events[0].examples == [f"w/{n}#0" for n in range(1, events[0].version + 1)][-5:]
     assert events[0].excess == 1.0
 
 
-def test_stopping_says_why_and_stays_stopped_until_told_otherwise():
+def test_stopping_states_the_reason_and_lasts_until_cleared():
     bucket = open_bucket("memory://")
     found = watch(bucket, ProbesConfig(action="stop"))
     for step in range(1, 3):
-        found.observe(pooled([group(CHEATING)], step), version=step)
+        found.observe(buffered([group(CHEATING)], step), version=step)
     said = r"probe 'heldout' in all tasks together, for example in w/3#0, w/4#0, w/5#0"
     with pytest.raises(InputError, match=said):
-        found.observe(pooled([group(CHEATING)] * 3, 3), version=3)
+        found.observe(buffered([group(CHEATING)] * 3, 3), version=3)
     found.close()
     version = read_probes(bucket).version
     with pytest.raises(InputError, match=r"probes\.action"):
@@ -256,16 +257,16 @@ def test_stopping_says_why_and_stays_stopped_until_told_otherwise():
 def test_a_store_that_does_not_answer_holds_nothing_up(monkeypatch):
     bucket, clock = open_bucket("memory://"), Clock()
     found = watch(bucket, ProbesConfig(), clock=clock)
-    found.observe(pooled([group(HONEST)]), version=1)
+    found.observe(buffered([group(HONEST)]), version=1)
     with monkeypatch.context() as patched:
         patched.setattr(
             type(bucket), "put", lambda *_: (_ for _ in ()).throw(RetryError("no answer"))
         )
         clock.now = 100.0
-        found.observe(pooled([group(HONEST)]), version=2)
+        found.observe(buffered([group(HONEST)]), version=2)
     assert read_probes(bucket) is None
     clock.now = 200.0
-    found.observe(pooled([group(HONEST)]), version=3)
+    found.observe(buffered([group(HONEST)]), version=3)
     assert read_probes(bucket).version == 2
 
 
@@ -281,7 +282,7 @@ def test_a_store_that_does_not_answer_holds_nothing_up(monkeypatch):
         b"[" * 100_000,
     ],
 )
-def test_a_damaged_state_is_told_to_a_reader_and_replaced_by_the_trainer(data):
+def test_a_damaged_state_is_reported_to_readers_and_replaced_by_the_trainer(data):
     bucket = open_bucket("memory://")
     bucket.put(keys.PROBES, data)
     with pytest.raises(CorruptError, match=keys.PROBES):
@@ -298,12 +299,12 @@ def test_the_command_shows_families_examples_and_an_exit_code(tmp_path, capsys, 
     assert main(["probes", url]) == 2
     assert "no probes yet" in capsys.readouterr().err
     found = watch(bucket, ProbesConfig())
-    found.observe(pooled([group(HONEST, "good"), group(HONEST, "odd\x1b[31m")]), version=1)
+    found.observe(buffered([group(HONEST, "good"), group(HONEST, "odd\x1b[31m")]), version=1)
     found.close()
     assert main(["probes", url, "--json"]) == 0
     capsys.readouterr()
     for step in range(2, 20):
-        found.observe(pooled([group(CHEATING, "bad"), group(HONEST, "good")], step), version=step)
+        found.observe(buffered([group(CHEATING, "bad"), group(HONEST, "good")], step), version=step)
     found.close()
     assert main(["probes", url]) == watching_exit_code()
     shown = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Models from their architecture alone: what is asked for is what is built."""
+"""Models built from an architecture have exactly the requested shape."""
 
 import pytest
 import torch

@@ -65,7 +65,7 @@ def group(rng, prompt, lengths, *, temperature=1.0, turns=False):
 
 
 def segmented(rng, prompt, segments):
-    """A group whose episodes are several segments each, some behind a prompt that others share."""
+    """A group whose episodes are several segments each, some after a shared prompt."""
     whole = group(rng, prompt, [n for lengths in segments for n in lengths])
     again = rng.integers(0, 64, prompt + 2).astype(np.int32)
     numbers = [e for e, lengths in enumerate(segments) for _ in lengths]
@@ -137,11 +137,11 @@ def test_padding_changes_nothing(tiny):
     rng = np.random.default_rng(4)
     short, long = group(rng, 2, [3, 5]), group(rng, 40, [30, 1])
     with torch.no_grad():
-        alone = token_logprobs(tiny, collate([short]))
+        separate = token_logprobs(tiny, collate([short]))
         together = token_logprobs(tiny, collate([long, short]))
     for n, length in enumerate([3, 5]):
         torch.testing.assert_close(
-            together[2 + n, :length], alone[n, :length], atol=1e-4, rtol=1e-4
+            together[2 + n, :length], separate[n, :length], atol=1e-4, rtol=1e-4
         )
 
 

@@ -68,7 +68,7 @@ def test_it_checks_at_the_last_step(tiny):
     assert end.accuracy == 0.3
 
 
-def test_it_stops_when_told(tiny):
+def test_it_stops_on_request(tiny):
     before = tiny.lm_head.weight.detach().clone()
     end, told, drawn = run(tiny, stop_after=3, check_every=100)
     assert (end.step, len(told), drawn) == (3, 3, [0, 1, 2])

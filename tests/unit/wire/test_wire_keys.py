@@ -90,7 +90,7 @@ def test_checkpoint_and_blob_keys():
     assert keys.checkpoint_commit(12) == "checkpoints/0000000012/commit.json"
 
 
-def test_folds_come_back_from_their_keys():
+def test_compacted_deltas_are_parsed_from_their_keys():
     for base, target in ((0, 4), (None, 8), (60, 64)):
         assert keys.compacted_of(keys.compacted(base, target)) == (base, target)
     for stray in ("x", "0000000004-0000000000.json.bak", "4-0.json", "0000000004-anchors.json",

@@ -82,7 +82,7 @@ def test_tables_come_back(shapes, seed, share, blobs, cut):
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.data())
-def test_segments_alone_have_every_piece_of_a_part(seed, data):
+def test_segments_only_hold_every_piece_of_a_part(seed, data):
     run = table_of([(40, CHUNK)] * 30)
     payload = payload_of(run, random.Random(seed), share=0.7, cut=True)
     encoded = encode_table(payload, run)

@@ -45,7 +45,7 @@ def test_every_single_bit_is_noticed(signer):
             read(flip_bit(data, number))
 
 
-def test_any_cut_and_anything_behind_is_noticed():
+def test_truncation_and_trailing_bytes_are_detected():
     data = seal(Thing("a"), key="a/b")
     for wrong in [data[:length] for length in range(len(data))] + [data + b"\n", data + data]:
         with pytest.raises(CorruptError, match="seal"):
@@ -64,7 +64,7 @@ def test_a_signature_is_for_one_key_of_the_bucket_and_one_signer():
 
 
 def test_a_signature_cannot_be_taken_over_to_other_content():
-    """Whoever can seal but not sign must not make the old signature fit."""
+    """A writer that can seal but not sign cannot reuse the old signature."""
     signed = seal(Thing("a", 1), key="a/b", signer=SIGNER)
     body = signed.replace(b'"number":1', b'"number":2').rpartition(b',"blake3"')[0]
     forged = seal_json(body + b"}", key="a/b")

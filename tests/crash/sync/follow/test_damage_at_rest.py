@@ -1,6 +1,6 @@
 """One bit turned in each object where it lies, in turn: noticed, never served, and got around.
 
-Where the run could be read without the object, readers do without it and nobody has to help.
+If a run is readable without the object, readers avoid it without intervention.
 """
 
 import random

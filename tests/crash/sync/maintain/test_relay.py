@@ -268,7 +268,7 @@ def test_following_retention_may_fail_at_each_operation(
 
 
 def test_a_relay_killed_before_it_checked_its_blobs() -> None:
-    """Committed, and then retention took a blob that had lain there, old and nobody's, before."""
+    """The commit succeeds, then retention deletes a blob that was an old orphan before it."""
     source, destination = open_bucket("memory://"), open_bucket("memory://")
     publish(source, 0, 6, anchor_every=3)
     relay(source, destination)

@@ -125,7 +125,7 @@ def test_the_grace_period(bucket):
     found = prune(bucket, run, cutoff=8, grace_s=3600)
     assert (found.floor, found.pruned_below) == (8, 0)
     assert (found.manifests, found.compacted, found.blobs) == ([], [], [])
-    # Closed, but all there: whoever planned before goes on fetching.
+    # Closed, but still stored: readers that planned earlier can fetch it.
     assert before.items() <= stored(bucket).items()
     for version in range(NEWEST + 1):
         assert same_bits(load_mirror(bucket, run, at=version).tensors, weights(version))
@@ -290,7 +290,7 @@ def test_an_object_at_a_floors_key_deletes_nothing(bucket, floor):
 
 
 def test_a_floor_of_the_run_itself_deletes_no_more_than_can_be_missed_now(bucket):
-    """Whoever can write could raise one at the newest version of an unsigned run."""
+    """Any process that can write could raise one to the newest version of an unsigned run."""
     run = start_run(bucket)
     raise_floor(bucket, run, NEWEST)
     found = prune(bucket, run, cutoff=5, grace_s=0)

@@ -19,7 +19,7 @@ from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import same_bits, start_publisher
 from deltawire.wire import keys
 
-FOLDS = (2, 4)
+STRIDES = (2, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def _no_pauses(monkeypatch):
 
 def publish(bucket, versions, *, seed=0):
     """Publish so many versions after the newest; a rival publishes with another seed."""
-    publisher = start_publisher(bucket, anchor_every=3, compaction_strides=FOLDS)
+    publisher = start_publisher(bucket, anchor_every=3, compaction_strides=STRIDES)
     first = publisher.version + 1
     for version in range(first, first + versions):
         publisher.publish(weights(version, seed=seed if version else 0), metadata={"seed": seed})
@@ -66,7 +66,7 @@ def check(bucket):
 def operations_of_a_publish():
     bucket = FaultyBucket(open_bucket("memory://"))
     publish(bucket, 5)
-    publisher = start_publisher(bucket, anchor_every=3, compaction_strides=FOLDS)
+    publisher = start_publisher(bucket, anchor_every=3, compaction_strides=STRIDES)
     bucket.operations.clear()
     publisher.publish(weights(5))
     publisher.close()
@@ -78,7 +78,7 @@ def operations_of_a_publish():
 def test_a_publisher_stalled_for_longer_than_retention(new_bucket, kind, done):
     """At each operation of a commit in turn; meanwhile a rival goes on and retention runs twice.
 
-    The stalled one stops with an error of its own, and what it had begun is nobody's version.
+    The stalled publisher stops with an error, and no manifest names what it began to upload.
     """
     fenced = 0
     for at in range(1, operations_of_a_publish() + 1):
@@ -117,12 +117,12 @@ def test_a_publisher_stalled_for_longer_than_retention(new_bucket, kind, done):
 @pytest.mark.parametrize("kind", ["memory", "s3"])
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 def test_retention_in_the_middle_of_a_commit(new_bucket, kind, done):
-    """No rival: what the publisher has uploaded and not yet committed is nobody's, and old."""
+    """Without a rival: uploads that are not committed yet are unreferenced, and old."""
     for at in range(1, operations_of_a_publish() + 1):
         inner = new_bucket(kind)
         publish(inner, 5)
         bucket = FaultyBucket(inner)
-        publisher = start_publisher(bucket, anchor_every=3, compaction_strides=FOLDS)
+        publisher = start_publisher(bucket, anchor_every=3, compaction_strides=STRIDES)
         bucket.pause(wait=lambda inner=inner: prune_all(inner), at=at, done=done)
         for version in (5, 6, 7):
             with suppress(DeltawireError):
@@ -192,7 +192,7 @@ def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed
 
     @guarded
     def publishing():
-        publisher = start_publisher(bucket, anchor_every=4, compaction_strides=FOLDS)
+        publisher = start_publisher(bucket, anchor_every=4, compaction_strides=STRIDES)
         for version in range(publisher.version + 1, last + 1):
             publisher.publish(weights(version), metadata={"seed": 0})
             finished.wait(0.05)
@@ -210,7 +210,7 @@ def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed
         rng = random.Random(f"{drill_seed} {number}")
         subscriber = Subscriber(bucket, run, load_at_any(bucket, run), stepwise=number % 2 == 0)
         while True:
-            # A lag of its own: it sleeps while versions go by.
+            # Each reader lags differently: it sleeps while versions are committed.
             over = finished.wait(rng.choice([0.0, 0.005, 0.02, 0.1]))
             for _ in range(50):
                 update = None

@@ -1,7 +1,7 @@
 """Retention and a writer that was stalled for longer than the grace, one step of each at a time.
 
-The writer's blobs lie there, old and nobody's, and it is about to commit. It does so before each
-operation of retention in turn: whichever way, what it has committed can be read in the end.
+The writer's blobs are stored, old and not referenced, and it is about to commit. It commits before
+each operation of retention in turn; in every case its committed versions can be read at the end.
 """
 
 import threading
@@ -138,8 +138,8 @@ class Turns:
 
     def prune_around_the_commit(self, at, *, done=False):
         """Whether retention came as far as its ``at``-th operation."""
-        with ThreadPoolExecutor(1) as pool:
-            writing = pool.submit(self.writer.commit)
+        with ThreadPoolExecutor(1) as threads:
+            writing = threads.submit(self.writer.commit)
             writing.add_done_callback(lambda _: self.settled.set())
             assert self.committing.wait(30)
             bucket = FaultyBucket(self.inner)
@@ -222,7 +222,7 @@ def left_behind(bucket, blobs, *, run=None):
 def test_an_intent_whose_maker_died_delays_no_longer_than_it_may_delete(
     original, kind, monkeypatch
 ):
-    """One that is damaged, or anybody's junk, delays nobody."""
+    """A damaged intent, or a junk object, delays no writer."""
     inner = snapshot(original)
     publish(inner, LAST + 1, LAST + 1)
     doomed = one_blob(inner, LAST + 1)
@@ -257,7 +257,7 @@ def test_an_intent_whose_maker_died_delays_no_longer_than_it_may_delete(
     assert bool(inner.list(keys.DELETION_INTENTS)) == (kind == "damaged")
 
 
-def test_an_intent_that_names_other_blobs_delays_nobody(original, monkeypatch):
+def test_an_intent_that_names_other_blobs_delays_no_writer(original, monkeypatch):
     inner = snapshot(original)
     left_behind(inner, [one_blob(inner, 1)])
     monkeypatch.setattr(intents, "time", SimpleNamespace(**vars(time) | {"sleep": pytest.fail}))

@@ -204,7 +204,7 @@ def test_a_rival_at_each_operation_in_turn():
         for done in (False, True):
             history = History(open_bucket("memory://"), last=LAST)
             rival = History(history.bucket.inner, last=LAST)
-            rival.lives = 100  # Weights of its own.
+            rival.lives = 100  # Different weights.
             rival.attempts = history.attempts
 
             def overtake(rival=rival):

@@ -41,7 +41,7 @@ class Driver:
     def life(self, bucket, number, *, options, kill_at=None, done=False, until=None, pause_s=0.0):
         """One publisher's life, ended by SIGKILL; the newest version it knew to be committed.
 
-        It is killed at an operation, or ``pause_s`` after it knew of version ``until`` (of its own
+        It is killed at an operation, or ``pause_s`` after it knew of version ``until`` (after its
         start, if that is -1).
         """
         order = {
@@ -125,7 +125,7 @@ def test_killed_at_a_hundred_random_moments(driver, place, drill_seed):
         bucket, options = place()
         head = -1
         for life in range(KILLS_A_RUN):
-            # Within the time of two versions after its start, or after a version of its own.
+            # Within the time of two versions after its start, or after one of its own versions.
             until = rng.choice([-1, head + 1, head + 2])
             pause_s = rng.uniform(0.0, 2 * version_s)
             known = driver.life(bucket, life, options=options, until=until, pause_s=pause_s)

@@ -62,8 +62,8 @@ def test_a_race_for_every_version(bucket):
             publisher.close()
             bucket_of_mine.heal()
 
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(race, rival) for rival in (1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(race, rival) for rival in (1, 2)]
         try:
             for running in runs:
                 running.result(timeout=60)

@@ -54,14 +54,14 @@ def test_a_watch_ends_nothing_early_and_misses_nothing(tokens, stops):
 @example(tokens=[97, 97, 259], stops=["ab"])
 @given(tokens=TOKENS, stops=STOPS)
 @settings(max_examples=200, deadline=None)
-def test_what_is_told_on_the_way_is_a_beginning_of_what_is_told_at_the_end(tokens, stops):
+def test_streamed_text_is_a_prefix_of_the_final_text(tokens, stops):
     heard, said, told = IncrementalText(TEXT), "", ""
     found = naive(tokens, stops)
     final = TEXT.decode(tokens) if found is None else found[1]
     for token in tokens:
         said += heard.add(token)
         now = safe(said, stops)
-        # Behind a stop a longer one may be found that begins before it; what was told is told.
+        # After one stop a longer one that begins earlier may be found; text already sent stays.
         assert now.startswith(told) or told.startswith(now)
         told = max(told, now, key=len)
     assert final.startswith(told)

@@ -335,7 +335,7 @@ def mixed(slowness):
 def test_the_windowed_fifo_drops_nothing_and_keeps_its_bound(
     make_group, seed, staleness, groups, sizes
 ):
-    """The derivation's own case: nobody dies. Groups take from one tick to any number."""
+    """The case of the derivation: no worker dies. Groups take from one tick to any number."""
     done = Simulation(
         seed=seed,
         staleness=staleness,
@@ -472,6 +472,6 @@ def test_grants_fill_the_limit_and_never_pass_it(workers, groups, staleness):
         assert new == 0
     unfinished = {name: granted[name] - load.stored for name, load in workers.items() if load.alive}
     for name, count in unfinished.items():
-        if granted[name] > workers[name].granted:  # it got one: nobody had fewer at that moment
+        if granted[name] > workers[name].granted:  # it got one: no worker had fewer at that moment
             assert count - 1 <= min(unfinished.values())
     assert admission.grant(workers) == granted

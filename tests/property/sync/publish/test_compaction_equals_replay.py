@@ -1,4 +1,4 @@
-"""A fold equals step-by-step replay, digest included; and readers far behind need few objects."""
+"""A compacted delta equals step-by-step replay; readers that lag far need few objects."""
 
 import time
 
@@ -22,7 +22,7 @@ LONG = 129
 
 @pytest.fixture(scope="module")
 def long_run():
-    """A chain without anchors but the first, and its folds."""
+    """A chain with one anchor, the first version, and its compacted deltas."""
     bucket = FaultyBucket(open_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=0, compaction_strides=COMPACTION_STRIDES)
     for version in range(LONG):
@@ -39,34 +39,34 @@ def long_run():
     st.integers(0, 1000),
     st.integers(0, 14),
 )
-def test_a_fold_equals_replay(strides, versions, seed, begun):
+def test_a_compacted_delta_equals_replay(strides, versions, seed, begun):
     bucket = open_bucket("memory://")
     publisher = start_publisher(bucket, seed=seed, anchor_every=5)
-    folder = Compactor(bucket, publisher.run, strides, threads=1)
+    compactor = Compactor(bucket, publisher.run, strides, threads=1)
     made = []
     for version in range(versions + 1):
         publisher.publish(weights(version, seed=seed))
         publisher.flush()
         if version >= begun:
-            made += folder.compact_up_to(version)
+            made += compactor.compact_up_to(version)
     publisher.close()
     run = publisher.run
     assert [keys.compacted_of(key) for key in bucket.list(keys.COMPACTED)] == sorted(
-        made, key=lambda fold: (fold[1], fold[0])
+        made, key=lambda delta: (delta[1], delta[0])
     )
     for base, target in made:
         assert target - base in strides
         assert target % (target - base) == 0
-        fold, mirror = (
+        delta, mirror = (
             read_compacted_delta(bucket, run, base, target),
             load_mirror(bucket, run, at=base),
         )
-        pieces, held = decode_delta(bucket, run, fold, fold.payload, mirror)
-        mirror.move(pieces, target, codec.Digest.from_hex(fold.digest), held)
+        pieces, held = decode_delta(bucket, run, delta, delta.payload, mirror)
+        mirror.move(pieces, target, codec.Digest.from_hex(delta.digest), held)
         assert same_bits(mirror.tensors, weights(target, seed=seed))
         assert mirror.compute_held().hex() == read_manifest(bucket, run, target).digest
         spanned = [read_manifest(bucket, run, v).delta.bytes for v in range(base + 1, target + 1)]
-        assert fold.payload.bytes < sum(spanned)
+        assert delta.payload.bytes < sum(spanned)
 
 
 def test_all_that_is_due_is_made(long_run):
@@ -79,8 +79,8 @@ def test_all_that_is_due_is_made(long_run):
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 5, 17, 47, 61, 67, 68])
-def test_sixty_versions_behind(long_run, start):
-    """At most 12 deltas, folds and anchors, wherever the reader starts."""
+def test_a_reader_that_lags_sixty_versions_needs_few_objects(long_run, start):
+    """At most 12 deltas, compacted deltas and anchors from any version."""
     bucket, run, made = long_run
     newest = start + 60
     for version in range(newest + 1, LONG):
@@ -99,19 +99,19 @@ def test_sixty_versions_behind(long_run, start):
     dropped = len({(t - s, t) for s in COMPACTION_STRIDES for t in range(s, LONG, s)} - set(made))
     assert steps <= 12 + 3 * dropped
     assert len(blobs) == steps
-    # Manifests and folds that are read to plan it are few as well.
+    # Planning reads few manifests and compacted deltas as well.
     assert len(asked) < 60
 
 
-def test_a_damaged_fold_is_got_around(long_run):
+def test_a_damaged_compacted_delta_is_avoided(long_run):
     bucket, run, _ = long_run
     for damage in ("object", "blob", "missing"):
-        fold = read_compacted_delta(bucket.inner, run, 0, 64)
+        delta = read_compacted_delta(bucket.inner, run, 0, 64)
         key = keys.compacted(0, 64)
         if damage == "object":
             bucket.damage(key, lambda data: flip_bit(data, 99))
         elif damage == "blob":
-            bucket.hide(keys.blob(read_blobs(bucket, run, fold.payload)[0].hash))
+            bucket.hide(keys.blob(read_blobs(bucket, run, delta.payload)[0].hash))
         else:
             bucket.hide(key)
         mirror = load_mirror(bucket, run, at=66)
@@ -122,7 +122,7 @@ def test_a_damaged_fold_is_got_around(long_run):
         bucket.heal()
 
 
-def test_a_delta_that_is_gone_is_spanned_by_a_fold(long_run):
+def test_a_missing_delta_is_spanned_by_a_compacted_delta(long_run):
     """Recovery without an operator where another path exists."""
     bucket, run, _ = long_run
     lost = read_blobs(bucket.inner, run, read_manifest(bucket.inner, run, 30).delta)[0]
@@ -136,7 +136,7 @@ def test_a_delta_that_is_gone_is_spanned_by_a_fold(long_run):
         bucket.heal()
 
 
-def test_every_bit_of_a_fold_is_noticed(long_run):
+def test_every_flipped_bit_of_a_compacted_delta_is_detected(long_run):
     bucket, run, _ = long_run
     key = keys.compacted(64, 128)
     for place in range(0, 8 * bucket.inner.size(key), 3):
@@ -159,22 +159,22 @@ def test_strides_must_nest():
 
 
 def test_a_mirror_that_was_lost_on_the_way_is_filled_again():
-    """As by a store that falls silent while the folder's mirror is read from an anchor."""
+    """As by a store that falls silent while the compactor's mirror is read from an anchor."""
     bucket = open_bucket("memory://")
     publisher = start_publisher(bucket, anchor_every=4)
-    folder = Compactor(bucket, publisher.run, (2, 4))
+    compactor = Compactor(bucket, publisher.run, (2, 4))
     for version in range(13):
         publisher.publish(weights(version))
         publisher.flush()
         if version == 4:
-            folder.compact_up_to(version)
-            folder._mirror.begin()
-    assert folder.compact_up_to(12)[-1] == (8, 12)
+            compactor.compact_up_to(version)
+            compactor._mirror.begin()
+    assert compactor.compact_up_to(12)[-1] == (8, 12)
     publisher.close()
     assert Subscriber(bucket, publisher.run, load_mirror(bucket, publisher.run, at=8)).advance()
 
 
-def test_a_fold_that_readers_would_refuse_is_not_published(monkeypatch):
+def test_a_compacted_delta_that_readers_would_refuse_is_not_published(monkeypatch):
     bucket = open_bucket("memory://")
     publisher = start_publisher(bucket, anchor_every=0)
     for version in range(3):
@@ -186,7 +186,7 @@ def test_a_fold_that_readers_would_refuse_is_not_published(monkeypatch):
     assert Compactor(bucket, publisher.run, (2,)).compact_up_to(2) == [(0, 2)]
 
 
-def test_folds_that_cannot_be_made_harm_nothing():
+def test_failed_compactions_do_not_stop_the_publisher():
     bucket = FaultyBucket(open_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=0, compaction_strides=(2, 4))
     bucket.fail(
@@ -207,7 +207,7 @@ def test_folds_that_cannot_be_made_harm_nothing():
 
 
 def test_a_lost_blob_costs_the_compacted_deltas_over_it_and_no_others():
-    """It once stopped compaction for ever, with an error that nobody read."""
+    """Such an error once stopped compaction for ever without a report."""
     bucket = open_bucket("memory://")
     publisher = start_publisher(bucket, anchor_every=4)
     for version in range(13):
@@ -224,7 +224,7 @@ def test_a_lost_blob_costs_the_compacted_deltas_over_it_and_no_others():
     assert {(4, 6), (6, 8), (4, 8), (8, 12)} <= set(made)
 
 
-def test_what_compaction_could_not_make_is_told_with_the_next_commit():
+def test_failed_compactions_are_reported_with_the_next_commit():
     bucket = open_bucket("memory://")
     told = []
     publisher = start_publisher(

@@ -59,8 +59,8 @@ def text():
 
 
 class Says:
-    """An engine that says what it is told to, one text a request, each token with a
-    log-probability of its own; it can end where it is told that there is enough."""
+    """An engine that answers scripted texts, one for each request, each token with a distinct
+    log-probability; it stops where the endpoint asks it to."""
 
     version, slots, capacity, active = 7, 4, 4096, 0
 
@@ -123,7 +123,7 @@ def rows_of(completion, count=None):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_choice_is_a_segment_of_its_own(text, stream):
+def test_each_choice_is_a_separate_segment(text, stream):
     engine = Says("one", "é two", "three")
 
     async def harness(client):
@@ -144,7 +144,7 @@ def test_each_choice_is_a_segment_of_its_own(text, stream):
         finishes = [c.choices[0].finish_reason for c in answer[:-1]]
         assert said == {0: "one", 1: "é two", 2: "three"}
         assert [f for f in finishes if f] == ["stop"] * 3
-        # They come side by side: not one behind the other.
+        # The choices are interleaved: neither waits for the other.
         first = [c.choices[0].index for c in answer if c.choices and c.choices[0].delta.content]
         assert len(set(first[:3])) > 1
         usage = answer[-1].usage
@@ -161,7 +161,7 @@ def test_each_choice_is_a_segment_of_its_own(text, stream):
     assert usage.prompt_tokens == len(segments[0].prompt)
 
 
-def test_a_conversation_goes_on_behind_the_choice_that_was_taken(text):
+def test_a_conversation_continues_the_chosen_answer(text):
     engine = Says("left", "right", "more")
 
     async def harness(client):
@@ -270,7 +270,7 @@ def test_a_stop_string_cuts_the_text_and_leaves_the_tokens(
         assert engine.drawn[0].tokens == expected
 
 
-def test_a_chat_goes_on_behind_a_stop_as_behind_any_turn(text):
+def test_a_chat_continues_after_a_stop_as_after_any_turn(text):
     engine = Says("a STOP b", "c")
 
     async def harness(client):
@@ -286,7 +286,7 @@ def test_a_chat_goes_on_behind_a_stop_as_behind_any_turn(text):
     assert segment.mask[:7] == [1] * 6 + [0]
 
 
-def test_a_text_goes_on_behind_a_stop_only_where_the_client_says_it_too(text):
+def test_a_text_continues_after_a_stop_only_if_the_client_repeats_it(text):
     engine = Says("a Obs: b", "c", "d", "e")
 
     async def harness(client):
@@ -441,7 +441,7 @@ def test_a_call_forced_in_the_middle_of_a_conversation_is_masked_out(text):
     assert drawn_of(segment) == [*rows_of(engine.drawn[0]), *rows_of(engine.drawn[1])]
 
 
-def test_a_forced_call_that_the_model_breaks_is_told_as_it_is(text):
+def test_a_malformed_forced_call_is_returned_unchanged(text):
     choice, recording, _ = talk(text, Says(" nonsense"), ask_with("required"))
     assert choice.message.tool_calls is None
     assert choice.message.content == '<tool_call>\n{"name": nonsense'
@@ -456,7 +456,7 @@ PLAIN = (
 
 
 @pytest.mark.parametrize("template", [PLAIN, None])
-def test_a_call_cannot_be_forced_where_nobody_knows_how_it_begins(template):
+def test_a_call_cannot_be_forced_if_its_beginning_is_undefined(template):
     async def harness(client):
         with pytest.raises(openai.BadRequestError) as error:
             await ask_with("required")(client)

@@ -486,7 +486,7 @@ def test_a_harness_that_fails_has_its_cause(text, harness):
 
 
 def test_many_harnesses_share_the_embedded_engine(tiny, text):
-    """Sixteen clients at once; what each has on record is what the policy draws alone."""
+    """Sixteen clients at once; each records what the policy draws for a single client."""
     limits = EpisodeLimits(6, 3, 200, step_s=60)
     tasks = source(converse)
 
@@ -500,10 +500,10 @@ def test_many_harnesses_share_the_embedded_engine(tiny, text):
         return await play_all(engine, [one] * count, concurrent=count)
 
     together = asyncio.run(run(16, 5))
-    (alone,) = asyncio.run(run(1, 1))
+    (separate,) = asyncio.run(run(1, 1))
     for episode in together:
         assert episode.cause == ""
-        assert episode.prompt == alone.prompt
+        assert episode.prompt == separate.prompt
         assert [t.tokens_T.tolist() for t in episode.trajectories] == [
-            t.tokens_T.tolist() for t in alone.trajectories
+            t.tokens_T.tolist() for t in separate.trajectories
         ]

@@ -21,7 +21,7 @@ QUICK = CommandLimits(wall_s=20, memory_bytes=256 * MIB, disk_bytes=4 * MIB, pro
 
 
 def _boxes():
-    """As root with a user of its own, and by a user namespace as any user would."""
+    """As root with a separate user, and through a user namespace as an ordinary user."""
     kinds = [True] if not hasattr(os, "geteuid") or os.geteuid() != 0 else [False, True]
     return [pytest.param(kind, id="user-namespace" if kind else "root") for kind in kinds]
 
@@ -373,7 +373,7 @@ def test_cancelling_ends_the_command(any_box):
 
 
 @linux
-def test_a_worker_that_is_killed_leaves_no_process_behind():
+def test_a_killed_worker_leaves_no_process_running():
     mark = 5000 + os.getpid()
     code = f"""
 import asyncio
@@ -414,7 +414,7 @@ def test_a_folder_beyond_its_limits_is_refused():
 
 
 @linux
-def test_a_machine_that_cannot_isolate_is_told_and_nothing_runs(tmp_path, monkeypatch):
+def test_a_machine_that_cannot_isolate_is_reported_and_nothing_runs(tmp_path, monkeypatch):
     """Twice: where the kernel has no room for namespaces, and on another system."""
     code = """
 import asyncio, ctypes, sys

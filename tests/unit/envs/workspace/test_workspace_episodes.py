@@ -168,7 +168,7 @@ def test_what_is_asked_wrongly_is_answered_not_raised(name, arguments, answer):
     assert len(said(listed).splitlines()) == len(TASK.files)
 
 
-def test_what_a_command_leaves_stays_and_what_it_breaks_is_told():
+def test_files_of_a_command_persist_and_its_damage_is_reported():
     turns = act(
         opened(wall_s=1.0, output_kib=1),
         [ToolCall("run", {"command": "echo 7 > note; ln -s /etc out; exit 4"})],
@@ -216,7 +216,7 @@ def test_rollouts_never_meet():
     assert "note" not in TASK.files
 
 
-def test_tests_that_were_edited_are_told_from_tests_that_were_added():
+def test_edited_tests_are_distinguished_from_added_tests():
     test = next(path for path in TASK.files if path.startswith("tests/test_"))
     added = ToolCall("edit_file", {"path": "tests/test_more.py", "old": "", "new": "x = 1\n"})
     emptied = ToolCall("run", {"command": f"echo > {test}"})
@@ -227,7 +227,7 @@ def test_tests_that_were_edited_are_told_from_tests_that_were_added():
 
 
 def _byte_model(text, prompt, target, steps):
-    """A small model, taught to write ``target`` behind ``prompt``."""
+    """A small model, trained to write ``target`` after ``prompt``."""
     import torch
 
     from deltawire.config import BuildConfig
@@ -304,7 +304,7 @@ def test_a_configuration_names_it():
     assert tasks.open(tasks.draw("w", 0)).settings.turns == 7
 
 
-def test_a_machine_without_a_sandbox_is_told_before_the_first_episode(monkeypatch):
+def test_a_missing_sandbox_is_reported_before_the_first_episode(monkeypatch):
     """By the worker's call, inside its event loop; a good one is tried once only."""
     tasks = WorkspaceTasks(TaskConfig(environment="workspace", heldout=1), seed=0)
     task = tasks.draw("w", 0)

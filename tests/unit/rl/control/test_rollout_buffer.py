@@ -35,7 +35,7 @@ def names(batch):
     return [(buffered.group.worker, buffered.sequence) for buffered in batch.taken]
 
 
-def test_the_oldest_come_first_whoever_made_them(bucket, store):
+def test_the_oldest_groups_come_first_from_any_worker(bucket, store):
     for sequence, version in enumerate([3, 5, 4]):
         store("a", sequence, version)
     for sequence, version in enumerate([4, 3]):
@@ -81,7 +81,7 @@ def test_exactly_what_exceeds_the_bound_is_dropped(bucket, store, staleness):
     assert batch.dropped == [("a", sequence) for sequence in range(6 - staleness)]
 
 
-def test_drops_are_told_once_with_the_next_batch(bucket, store):
+def test_drops_are_reported_once_with_the_next_batch(bucket, store):
     store("a", 0, 0)
     store("a", 1, 0)
     buffer = RolloutBuffer(bucket, Ledger(), limit=10)

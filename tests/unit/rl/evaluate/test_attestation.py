@@ -13,7 +13,7 @@ def finish(bucket, worker, version, **changes):
     put_heartbeat(bucket, worker, version=version, **{**fields, **changes})
 
 
-def test_a_worker_that_finished_with_an_earlier_end_is_not_judged(new_bucket):
+def test_a_worker_that_finished_with_an_earlier_end_is_ignored(new_bucket):
     """The run continued from version 10 to 20, and the machine of that worker was gone."""
     bucket = new_bucket("memory")
     finish(bucket, "left", 10)
@@ -27,7 +27,7 @@ def test_a_worker_that_finished_with_an_earlier_end_is_not_judged(new_bucket):
 
 def test_the_audit_waits_for_living_workers_only(new_bucket):
     bucket = new_bucket("memory")
-    put_heartbeat(bucket, "killed", at=0.0, number=3)  # Hours old: nobody waits for it.
+    put_heartbeat(bucket, "killed", at=0.0, number=3)  # Hours old: not waited for.
     put_heartbeat(bucket, "slow", at=9e12, worker=None)  # It was restarted a moment ago.
     ticks = []
 

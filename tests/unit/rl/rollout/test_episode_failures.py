@@ -111,7 +111,10 @@ CAUSES = {
     "reward is a word": ({"step": gives(Turn(reward="much"))}, "an invalid turn"),
     "reward never returns": ({"step": never}, "step took longer than 0.2 s"),
     "reward ignores its end": ({"step": refuses_to_end}, "step took longer than 0.2 s"),
-    "a timeout of its own": ({"step": raises_a_timeout}, "step raised TimeoutError: the tool's"),
+    "a timeout raised by the tool": (
+        {"step": raises_a_timeout},
+        "step raised TimeoutError: the tool's",
+    ),
     "no turn": ({"step": gives(None)}, "step returned NoneType"),
     "many messages": ({"step": gives(Turn([Message("user", "x")] * 5000))}, "5000 messages"),
     "reset raises": ({"reset": raises}, "reset raised KeyError"),
@@ -144,7 +147,7 @@ def test_a_failure_has_a_cause_and_can_be_stored(name, text):
     assert again.family == "kind"
 
 
-def test_a_group_of_failures_alone_can_be_stored(text):
+def test_a_group_with_only_failures_can_be_stored(text):
     episodes = [play(failing(reset=raises), text) for _ in range(2)]
     group = group_of("w", "n", Task("t", None), 1.0, episodes)
     again = decode_group(encode_group(group), run="", key="")
@@ -228,7 +231,7 @@ def test_a_hundred_megabytes_are_cut_before_they_are_tokens(text):
 
 
 @pytest.mark.parametrize("limit", range(1, 9))
-def test_short_messages_are_left_alone_and_long_ones_keep_both_ends(limit):
+def test_short_messages_are_unchanged_and_long_ones_keep_both_ends(limit):
     for length in range(12):
         cut = shorten(Message("user", "abcdefghijkl"[:length]), limit).content
         kept = "".join(part for part in cut.split("\n") if "left out" not in part)
@@ -248,7 +251,7 @@ DAEMON = (
 
 @needs_proc
 @pytest.mark.parametrize("env", [None, {"PATH": os.defpath}], ids=["inherited", "its own"])
-def test_processes_left_behind_are_ended_and_told(text, env):
+def test_leftover_processes_are_killed_and_reported(text, env):
     class Messy(Plain):
         async def step(self, action):
             daemon = await asyncio.create_subprocess_exec(sys.executable, "-c", DAEMON, env=env)
@@ -284,7 +287,7 @@ def test_processes_that_end_by_themselves_are_no_failure(text):
 
 
 @needs_proc
-def test_marks_do_not_leak_into_processes_of_nobody(text):
+def test_marks_do_not_leak_into_unrelated_processes(text):
     with track_orphans() as mine:
         subprocess.run(["true"], check=True)
         assert os.environ[VARIABLE] == mine.mark

@@ -164,7 +164,7 @@ async def stepped(engine, *episodes):
 
 
 def test_many_episodes_share_an_engine(tiny, text):
-    """Greedy episodes over several turns give the same tokens together as each alone."""
+    """Greedy episodes over several turns give the same tokens in one batch as one at a time."""
     limits = EpisodeLimits(6, 3, 90)
 
     def episode(engine, number):
@@ -178,13 +178,15 @@ def test_many_episodes_share_an_engine(tiny, text):
     together = asyncio.run(stepped(shared, *(episode(shared, n) for n in range(5))))
     for number, found in enumerate(together):
         single = engine()
-        (alone,) = asyncio.run(stepped(single, episode(single, number)))
-        assert found.prompt == alone.prompt
-        assert found.trajectory.tokens_T.tolist() == alone.trajectory.tokens_T.tolist()
-        assert found.trajectory.logprobs_T == pytest.approx(alone.trajectory.logprobs_T, abs=1e-4)
+        (separate,) = asyncio.run(stepped(single, episode(single, number)))
+        assert found.prompt == separate.prompt
+        assert found.trajectory.tokens_T.tolist() == separate.trajectory.tokens_T.tolist()
+        assert found.trajectory.logprobs_T == pytest.approx(
+            separate.trajectory.logprobs_T, abs=1e-4
+        )
 
 
-def test_a_cancelled_episode_leaves_the_others_alone(tiny, text):
+def test_a_cancelled_episode_does_not_change_the_others(tiny, text):
     async def run():
         engine = TransformersEngine(tiny, stop_tokens=[], slots=2, capacity=64)
         limits = EpisodeLimits(10, 1, 64)

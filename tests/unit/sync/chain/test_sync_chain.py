@@ -140,7 +140,7 @@ def test_newest_version_is_that_of_a_manifest(bucket):
         ({"name": "x" * 65}, "length"),
     ],
 )
-def test_a_run_that_nobody_could_read_is_not_begun(bucket, changes, what):
+def test_a_run_that_no_reader_could_read_is_refused(bucket, changes, what):
     """run.json is never written again: the bucket would be lost."""
     run = msgspec.structs.replace(start_run(open_bucket("memory://")), **changes)
     with pytest.raises(InputError, match=what):

@@ -44,7 +44,7 @@ class RemoteBucket(DelegatingBucket):
                 self._running -= 1
 
 
-def test_a_reader_that_is_behind_catches_up_in_few_round_trips():
+def test_a_lagging_reader_catches_up_in_few_round_trips():
     inner = open_bucket("memory://")
     run = tiny.start_run(inner)
     publisher = tiny.start_publisher(inner)

@@ -57,7 +57,7 @@ def test_waiting_ends(world):
         subscriber.wait_for(1, timeout_s=0.05)
 
 
-def test_follow_until_told_to_stop(world):
+def test_follow_until_stopped(world):
     _, publisher, subscriber = world
     for version in (1, 2, 3, 4):
         publisher.publish(weights(version))

@@ -224,7 +224,7 @@ def test_what_is_no_exception_surfaces_too(world, raised):
         follower.poll()
 
 
-def test_a_dead_thread_is_noticed_by_whoever_polls(world, monkeypatch):
+def test_polling_raises_the_error_of_a_dead_thread(world, monkeypatch):
     _, _, follow = world
     monkeypatch.setattr(Follower, "_run", lambda self: None)
     follower = follow()

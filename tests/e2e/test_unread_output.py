@@ -1,4 +1,4 @@
-"""Output that nobody takes, a full disk behind it, Ctrl-C: one line, an exit code, no traceback."""
+"""Closed output, a full disk, Ctrl-C: commands end with one line and an exit code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
 @needs_full
 @pytest.mark.parametrize("unbuffered", [False, True])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_full_disk_behind_the_output(run: str, command: str, unbuffered: bool) -> None:
+def test_a_full_disk_under_the_output(run: str, command: str, unbuffered: bool) -> None:
     with FULL.open("w") as full:
         ended = subprocess.run(  # noqa: PLW1510 - its code is looked at
             deltawire(command, run, unbuffered=unbuffered),
@@ -51,7 +51,7 @@ def test_a_full_disk_behind_the_output(run: str, command: str, unbuffered: bool)
 
 
 @needs_full
-def test_a_full_disk_behind_the_log_keeps_the_exit_code(tmp_path: Path) -> None:
+def test_a_full_disk_under_the_log_keeps_the_exit_code(tmp_path: Path) -> None:
     """A supervisor goes by it: 2 is what a restart would meet again."""
     with FULL.open("w") as full:
         ended = subprocess.run(
@@ -61,7 +61,7 @@ def test_a_full_disk_behind_the_log_keeps_the_exit_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nobody_reads_the_output(run: str, command: str) -> None:
+def test_an_output_pipe_without_a_reader(run: str, command: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
