@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,6 +21,8 @@ Role = Literal["supervisor", "trainer", "worker", "evaluator", "warm-start"]
 Activity = Literal["start", "wait", "sample", "train", "publish", "swap", "evaluate", "checkpoint"]
 
 MAX_LINE = 64 * 1024
+MAX_STEP_GROUPS = 1 << 20
+"""The most groups of a step that a reader expands from counts."""
 
 
 class _Event(msgspec.Struct, tag_field="event", frozen=True, kw_only=True):
@@ -90,6 +93,11 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     """Why groups were dropped, with counts."""
     failures: dict[str, int] = {}
     """Why episodes of trained groups failed, with counts."""
+    ages: list[tuple[int, int, int]] = []
+    """In a line that would be too long, ``staleness`` and ``queued`` as counts of equal pairs:
+    (staleness, queued, groups). Readers expand them; the order of the groups is lost."""
+    left_out: dict[str, int] = {}
+    """By field, the number of entries that were left out of a line that would be too long."""
 
 
 class Published(_Event, tag="published", frozen=True, kw_only=True):
@@ -209,6 +217,13 @@ class Parity(_Event, tag="parity", frozen=True, kw_only=True):
     warnings: list[str] = []
     masked: list[str] = []
     stopped: list[str] = []
+    left_out: dict[str, int] = {}
+    """By field, the number of entries that were left out of a line that would be too long."""
+
+    @property
+    def sequences_masked(self) -> int:
+        """The number of sequences removed from the loss, those left out of ``masked`` included."""
+        return len(self.masked) + self.left_out.get("masked", 0)
 
 
 Event = (
@@ -225,8 +240,63 @@ def known(value: float) -> float | None:
 
 
 def encode_lines(events: Iterable[Event]) -> bytes:
-    """Encode events as newline-terminated JSON lines."""
-    return b"".join(_encoder.encode(event) + b"\n" for event in events)
+    """Encode events as newline-terminated JSON lines of at most `MAX_LINE` bytes.
+
+    A longer one is shortened, since readers would skip it: equal pairs of a step's ``staleness``
+    and ``queued`` are counted, which loses only their order; then the largest field is halved until
+    the line fits. ``left_out`` counts what is missing; a text that was cut ends in an ellipsis.
+    """
+    return b"".join(_encode_line(event) + b"\n" for event in events)
+
+
+def _encode_line(event: Event) -> bytes:
+    line = _encoder.encode(event)
+    if len(line) > MAX_LINE and isinstance(event, Step):
+        event = _counted(event)
+        line = _encoder.encode(event)
+    while len(line) > MAX_LINE:
+        event = _halved(event)
+        line = _encoder.encode(event)
+    return line
+
+
+def _counted(step: Step) -> Step:
+    if not step.staleness or len(step.queued) != len(step.staleness):
+        return step
+    counts = Counter(zip(step.staleness, step.queued, strict=True))
+    ages = [(age, queued, number) for (age, queued), number in sorted(counts.items())]
+    return msgspec.structs.replace(step, staleness=[], queued=[], ages=ages)
+
+
+def _expanded(step: Step) -> Step:
+    """Restore the lists of a step whose line holds counts."""
+    groups = sum(number for _, _, number in step.ages)
+    if min(number for _, _, number in step.ages) < 0 or groups > MAX_STEP_GROUPS:
+        raise msgspec.ValidationError("the counts of a step's groups are out of range")
+    pairs = [(age, queued) for age, queued, number in step.ages for _ in range(number)]
+    staleness, queued = [age for age, _ in pairs], [queued for _, queued in pairs]
+    return msgspec.structs.replace(step, staleness=staleness, queued=queued, ages=[])
+
+
+def _halved(event: Event) -> Event:
+    """Leave out half of the event's largest field."""
+    sizes = {
+        name: len(_encoder.encode(value))
+        for name in event.__struct_fields__
+        if isinstance(value := getattr(event, name), list | dict | str) and name != "left_out"
+    }
+    name = max(sizes, key=lambda name: sizes[name])
+    value = getattr(event, name)
+    keep = len(value) // 2
+    if isinstance(value, str):
+        return msgspec.structs.replace(event, **{name: value[:keep] + "…"})
+    changes: dict[str, Any] = {
+        name: value[:keep] if isinstance(value, list) else dict(list(value.items())[:keep])
+    }
+    if isinstance(event, Step | Parity):
+        missing = event.left_out.get(name, 0) + len(value) - keep
+        changes["left_out"] = {**event.left_out, name: missing}
+    return msgspec.structs.replace(event, **changes)
 
 
 def decode_lines(data: bytes) -> list[Event]:
@@ -236,7 +306,8 @@ def decode_lines(data: bytes) -> list[Event]:
         if len(line) > MAX_LINE:
             continue
         try:
-            events.append(_decoder.decode(line))
+            event = _decoder.decode(line)
+            events.append(_expanded(event) if isinstance(event, Step) and event.ages else event)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
             continue
     return events

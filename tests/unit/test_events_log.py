@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltawire.errors import InputError, RetryError
-from deltawire.events import MAX_LINE, EventLog, Span, WarmStep, decode_lines, encode_lines
+from deltawire.events import (
+    MAX_LINE,
+    EventLog,
+    Life,
+    Span,
+    Step,
+    WarmStep,
+    decode_lines,
+    encode_lines,
+)
 
 
 def warm(step: int) -> WarmStep:
@@ -168,7 +177,8 @@ def test_garbage_lines_are_passed_over(name):
 
 def test_a_line_beyond_the_limit_is_passed_over():
     long = msgspec.structs.replace(warm(1), process="p" * MAX_LINE)
-    assert decode_lines(encode_lines([warm(0), long, warm(2)])) == [warm(0), warm(2)]
+    lines = [encode_lines([warm(0)]), msgspec.json.encode(long) + b"\n", encode_lines([warm(2)])]
+    assert decode_lines(b"".join(lines)) == [warm(0), warm(2)]
     just = msgspec.structs.replace(warm(1), process="p" * (MAX_LINE - 200))
     assert decode_lines(encode_lines([just])) == [just]
 
@@ -187,3 +197,51 @@ def test_any_bytes_are_survived(noise, place):
     whole = data[:place].count(b"\n")
     assert found[:whole] == [warm(step) for step in range(whole)]
     assert found[-1:] == [warm(3)] or place > data.rindex(b"\n", 0, -1)
+
+
+def big_step(groups: int, workers: int = 3) -> Step:
+    return Step(
+        process="trainer",
+        at=1.0,
+        version=7,
+        groups=groups,
+        dropped=0,
+        reward_mean=0.5,
+        loss=0.0,
+        grad_norm=1.0,
+        k3=0.0,
+        ratio_max=1.0,
+        clipped=0.0,
+        staleness=[10 + number % 60 for number in range(groups)],
+        queued=[10 + number % 7 for number in range(groups)],
+        tokens=groups,
+        seconds=1.0,
+        workers={f"worker-{number:04d}": number + 1 for number in range(workers)},
+    )
+
+
+def test_a_step_of_many_groups_is_read_back_whole():
+    step = big_step(16_384)
+    line = encode_lines([step])
+    assert len(line) <= MAX_LINE
+    (found,) = decode_lines(line)
+    pairs = list(zip(step.staleness, step.queued, strict=True))
+    assert sorted(zip(found.staleness, found.queued, strict=True)) == sorted(pairs)
+    assert (found.left_out, found.ages, found.workers) == ({}, [], step.workers)
+
+
+def test_a_line_that_cannot_hold_everything_counts_what_is_missing():
+    step = big_step(16_384, workers=20_000)
+    (found,) = decode_lines(encode_lines([step]))
+    assert len(found.staleness) == 16_384
+    assert found.workers.items() <= step.workers.items()
+    assert found.left_out == {"workers": 20_000 - len(found.workers)}
+    died = Life(process="w0", at=1.0, role="worker", what="died", detail="é" * MAX_LINE)
+    (found,) = decode_lines(encode_lines([died]))
+    assert found.detail.endswith("é…")
+
+
+def test_counts_of_groups_beyond_the_limit_are_not_expanded():
+    for number in (10**12, -1):
+        step = msgspec.structs.replace(big_step(0), ages=[(1, 1, number)])
+        assert decode_lines(encode_lines([step])) == []

@@ -417,7 +417,7 @@ def _parity_columns(parity: Parity) -> tuple[Text, Text, Text]:
     what = "k3, the same version" if parity.numeric.tokens else "k3, older versions' tokens"
     done = "; ".join(crossed) if crossed else "within limits"
     if parity.masked:
-        done += f"; {len(parity.masked)} masked"
+        done += f"; {parity.sequences_masked} masked"
     return (
         Text(figure(shown.k3), "bold red" if crossed else "bold"),
         Text(what, "dim"),

@@ -321,7 +321,7 @@ def failures_by_cause(state: RunState) -> dict[str, int]:
         for crossed in (*batch.warnings, *batch.stopped):
             counts[f"parity: {crossed.split(' ')[0]}"] += 1
         if batch.masked:
-            counts["parity: sequences masked"] += len(batch.masked)
+            counts["parity: sequences masked"] += batch.sequences_masked
     return dict(counts.most_common())
 
 

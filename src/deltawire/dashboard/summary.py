@@ -272,7 +272,7 @@ def _agreement(state: RunState) -> Agreement:
         largest_gap=max((one.largest_gap for one in seen), default=None),
         flipped_worst=max((max(b.flipped) for b in batches if b.flipped), default=None),
         warnings=sum(bool(batch.warnings) for batch in batches),
-        masked=sum(len(batch.masked) for batch in batches),
+        masked=sum(batch.sequences_masked for batch in batches),
         stopped=[name for batch in batches for name in batch.stopped],
     )
 
