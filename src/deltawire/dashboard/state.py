@@ -3,6 +3,14 @@
 Events arrive interleaved and late, so nothing here depends on their order: an entry with a key (a
 version, a sequence) keeps its latest event, and a series is sorted when it is read.
 
+What is kept does not grow with the run for ever. Views may have `MAX_ENTRIES` spans, swaps and
+groups, at about 150 bytes each, so 150 MB; a process has an equal share of them. Beyond its share,
+older spans are merged 64 at a time, which keeps the seconds of each activity and blurs where they
+lie; of swaps and groups the newest stay, and the number of groups. Of a step's groups, their
+staleness is kept one by one for the newest `MAX_STALENESS` groups, 16 bytes each and thus 64 MB; an
+older step keeps `SAMPLED` of them, the largest included. Steps, versions and evaluations stay, one
+entry a version.
+
 Idle time is counted in the window from the first to the last training step; the start and the
 warm start are not part of it. There, a process's idle share is ``wait / (wait + busy)``, where
 busy is every span that is neither ``wait`` nor ``start``.
@@ -15,6 +23,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+import msgspec
 
 from deltawire.events import (
     Activity,
@@ -34,6 +44,15 @@ from deltawire.events import (
 from deltawire.reward_monitor.watch import ProbeFigures
 
 Window = tuple[float, float]
+
+MAX_ENTRIES = 1 << 20
+"""Spans, swaps and groups of all processes together."""
+MIN_SHARE = 64
+"""The least entries of one kind that a process keeps."""
+MERGED = 64
+"""Old spans that are merged at a time, into one for each activity."""
+MAX_STALENESS = 1 << 22
+SAMPLED = 64
 
 _LATELY_S = 3.0
 
@@ -55,6 +74,10 @@ class ProcessState:
     """By version."""
     generated: dict[int, Generated] = field(default_factory=dict)
     """By sequence."""
+    forgotten: int = 0
+    """Groups that it stored before those in ``generated``."""
+    first_kept: int = 0
+    """Groups with lower sequence numbers are counted in ``forgotten``."""
     first_at: float = math.inf
     heard_at: float = -math.inf
     """Times of its first and its latest event, in seconds since the epoch."""
@@ -109,7 +132,18 @@ class ProcessState:
     @property
     def groups(self) -> int:
         """Groups it has stored."""
-        return len(self.generated)
+        return len(self.generated) + self.forgotten
+
+    def limit(self, entries: int) -> None:
+        """Keep about ``entries`` spans, swaps and groups, or up to twice as many."""
+        if len(self.spans) > 2 * entries:
+            self.spans = _merge_older(self.spans, entries)
+        if len(self.swaps) > 2 * entries:
+            self.swaps = _newest(self.swaps, entries)
+        if len(self.generated) > 2 * entries:
+            self.forgotten += len(self.generated) - entries
+            self.generated = _newest(self.generated, entries)
+            self.first_kept = min(self.generated)
 
     def add_span(self, span: Span) -> None:
         """Add an activity."""
@@ -145,11 +179,44 @@ def wait_and_busy(spent: dict[Activity, float]) -> tuple[float, float]:
     return spent.get("wait", 0.0), busy
 
 
+def _merge_older(spans: list[Span], kept: int) -> list[Span]:
+    """Merge all spans but the newest ``kept``: chunks of them become one span an activity."""
+    ordered = sorted(spans, key=lambda span: (span.start, span.end))
+    older, merged = ordered[:-kept], []
+    for first in range(0, len(older), MERGED):
+        spent: dict[Activity, float] = {}
+        for span in older[first : first + MERGED]:
+            spent[span.activity] = spent.get(span.activity, 0.0) + span.end - span.start
+        at = older[first].start
+        for activity, seconds in spent.items():
+            merged.append(
+                Span(process=older[first].process, activity=activity, start=at, end=at + seconds)
+            )
+            at += seconds
+    return merged + ordered[-kept:]
+
+
+def _newest(events: dict[int, _Timed], kept: int) -> dict[int, _Timed]:
+    return {number: events[number] for number in sorted(events)[-kept:]}
+
+
+def _sampled(step: Step) -> Step:
+    """Keep `SAMPLED` groups of a step, at equal distances in the order of their staleness."""
+    if len(step.queued) != len(step.staleness):
+        return msgspec.structs.replace(step, staleness=sorted(step.staleness)[-SAMPLED:], queued=[])
+    pairs = sorted(zip(step.staleness, step.queued, strict=True), reverse=True)
+    chosen = pairs[:: -(-len(pairs) // SAMPLED)]
+    return msgspec.structs.replace(
+        step, staleness=[age for age, _ in chosen], queued=[queued for _, queued in chosen]
+    )
+
+
 class RunState:
     """Everything that the views of a run need; `add` more events to it at any time."""
 
     def __init__(self) -> None:
         self.processes: dict[str, ProcessState] = {}
+        self._groups_added = 0
         self.steps: dict[int, Step] = {}
         """By the version that the step made."""
         self.published: dict[int, Published] = {}
@@ -166,6 +233,21 @@ class RunState:
         """Add ``events``, in any order."""
         for event in events:
             self._add(event)
+        share = max(MAX_ENTRIES // (6 * max(len(self.processes), 1)), MIN_SHARE)
+        for process in self.processes.values():
+            process.limit(share)
+        self._limit_staleness()
+
+    def _limit_staleness(self) -> None:
+        """Sample the groups of old steps, beyond `MAX_STALENESS` groups in all."""
+        if self._groups_added <= MAX_STALENESS // 2:
+            return
+        self._groups_added = kept = 0
+        for version in sorted(self.steps, reverse=True):
+            step = self.steps[version]
+            kept += len(step.staleness)
+            if kept > MAX_STALENESS // 2 and len(step.staleness) > SAMPLED:
+                self.steps[version] = _sampled(step)
 
     def _add(self, event: Event) -> None:
         process = self.processes.setdefault(event.process, ProcessState(event.process))
@@ -176,6 +258,7 @@ class RunState:
                 process.add_span(event)
             case Step():
                 process.imply("trainer")
+                self._groups_added += len(event.staleness)
                 _keep_latest(self.steps, event.version, event)
             case Published():
                 _keep_latest(self.published, event.version, event)
@@ -185,7 +268,8 @@ class RunState:
             case Generated():
                 process.imply("worker")
                 process.holds(*event.versions)
-                _keep_latest(process.generated, event.sequence, event)
+                if event.sequence >= process.first_kept:
+                    _keep_latest(process.generated, event.sequence, event)
             case Evaluated():
                 process.imply("evaluator")
                 process.holds(event.version)
