@@ -32,7 +32,7 @@ from deltawire.errors import DeltawireError
 from deltawire.events import Event, Life, decode_lines
 from deltawire.launch.session import Job, execute
 from deltawire.rl.evaluate.audit import Fates, audit_fates
-from deltawire.rl.trainer.verify_training import TrainingVerification, replay
+from deltawire.rl.trainer.verify_training import TrainingVerification, verify_training
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version
@@ -261,7 +261,7 @@ def _audit(report: Report, bucket: Bucket, config: RunConfig, chaos: Chaos) -> N
         if after and "no sign of life" in after[0][1]:  # Not if a strike killed it meanwhile.
             report.noticed_s.append(after[0][0])
     report.fates = audit_fates(bucket, max_staleness=config.train.max_staleness)
-    report.replayed = replay(bucket)
+    report.replayed = verify_training(bucket)
 
 
 def cause_of(life: Life) -> str:

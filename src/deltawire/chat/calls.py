@@ -312,8 +312,8 @@ _STARTS = (
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a chat template spells a call: its dialect, the text ``before`` the tool's name, and the
-    text ``between`` the name and the arguments.
+    """A chat template's notation for a call: its dialect, the text ``before`` the tool's name, and
+    the text ``between`` the name and the arguments.
 
     Both are empty where the arguments come first, or where something else that a call does not
     always have is in between; only the mark that begins a call is known then.

@@ -105,7 +105,7 @@ class Text:
 
     @property
     def structured(self) -> bool:
-        """Whether a turn's text marks parts that are not content; see `Dialect`."""
+        """Returns whether a turn's text marks parts that are not content; see `Dialect`."""
         return self._dialect.structured
 
     def encode(self, text: str) -> list[int]:

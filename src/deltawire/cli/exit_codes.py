@@ -2,7 +2,7 @@
 
 INTERRUPTED = 130
 NOT_READ = 1
-"""Nobody reads what is printed any more, such as after ``| head``; rich uses it too."""
+"""The reader of standard output closed it, such as ``| head``; rich uses this code too."""
 IO_FAILED = 74
 DAMAGED = 3
 """``fsck`` found a version that cannot be read."""

@@ -84,7 +84,7 @@ def _refusal(error: OSError) -> str:
 
 
 def _unread() -> bool:
-    """Tell whether nobody reads standard output any more."""
+    """Return whether the reader of standard output has closed it."""
     if sys.stdout is None or not hasattr(select, "poll"):
         return False
     poll = select.poll()

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     from deltawire.dashboard.verification import print_verification
-    from deltawire.rl.trainer.verify_training import Dump, replay
+    from deltawire.rl.trainer.verify_training import Dump, verify_training
     from deltawire.store import open_bucket
 
     bucket = open_bucket(arguments.run)
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     columns = (TextColumn("repeating steps"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar:
         task = bar.add_task("", total=None)
-        found = replay(
+        found = verify_training(
             bucket,
             first=arguments.first,
             last=arguments.to,

@@ -34,7 +34,7 @@ LENGTH: Final = np.dtype("<u4")
 
 
 class Layout(NamedTuple):
-    """How an element's bits divide below the sign: ``exponent`` bits above ``mantissa`` bits."""
+    """The layout of an element's bits below the sign: ``exponent`` bits above ``mantissa`` bits."""
 
     mantissa: int
     exponent: int

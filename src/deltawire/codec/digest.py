@@ -104,7 +104,7 @@ def digest_at(name: str, positions: NDArray[np.int64], bits: Bits) -> Digest:
 
 
 def digest_patch(name: str, patch: Patch, old_bits: Bits, start: int = 0) -> Digest:
-    """How the digest changes when ``patch`` replaces ``old_bits``, uint[N], at its positions.
+    """Returns the digest's change when ``patch`` replaces ``old_bits``, uint[N], at its positions.
 
     ``start`` is the flat index in the tensor ``name`` of the patch's position 0: that of the
     piece, if the patch is one of a piece. Raises InputError if ``old_bits`` differ from the

@@ -36,14 +36,14 @@ class Patch:
             )
 
     def __len__(self) -> int:
-        """How many elements change."""
+        """Returns how many elements change."""
         return self.positions.size
 
 
 def diff(base_bits: Bits, target_bits: Bits) -> Patch:
-    """The patch that turns ``base_bits``, uint[COUNT], into ``target_bits``, uint[COUNT].
+    """Returns the patch that turns ``base_bits``, uint[COUNT], into ``target_bits``, uint[COUNT].
 
-    Its extra memory is that of the patch and one chunk. Raises InputError if the two differ in
+    Takes memory for the patch and one chunk. Raises InputError if the two differ in
     length or width.
     """
     require_alike(base_bits, target_bits)
@@ -56,7 +56,7 @@ def diff(base_bits: Bits, target_bits: Bits) -> Patch:
 
 
 def apply(patch: Patch, target_bits: Bits) -> None:
-    """Write ``patch`` into ``target_bits``, uint[COUNT], in place.
+    """Writes ``patch`` into ``target_bits``, uint[COUNT], in place.
 
     Raises CorruptError if a position is out of bounds, and InputError if the widths differ or
     the array is read-only; then nothing has been written.
@@ -68,7 +68,7 @@ def apply(patch: Patch, target_bits: Bits) -> None:
 
 
 def undo(patch: Patch, base_bits: Bits) -> Patch:
-    """The patch that takes ``patch`` back: the bits that ``base_bits``, uint[COUNT], holds there.
+    """Returns the inverse of ``patch``: the bits of ``base_bits``, uint[COUNT], at its positions.
 
     Raises CorruptError if a position is out of bounds, and InputError if the widths differ.
     """
@@ -80,6 +80,6 @@ def _check_fits(patch: Patch, bits: Bits) -> None:
     require_bits(bits)
     if bits.dtype != patch.bits.dtype:
         raise InputError(f"the patch holds {patch.bits.dtype}, the array {bits.dtype}")
-    # Both ends of the whole, not the first and last: NumPy would let a negative one wrap around.
+    # Min and max, not first and last: NumPy would let an unsorted negative index wrap around.
     if len(patch) and (patch.positions.min() < 0 or patch.positions.max() >= bits.size):
         raise CorruptError(f"the patch reaches outside of {bits.size} elements")

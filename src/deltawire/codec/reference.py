@@ -55,7 +55,7 @@ PLANES = 4
 
 
 def lanes_for(count: int) -> int:
-    """How many lanes code a block of so many elements."""
+    """Returns how many lanes code a block of so many elements."""
     return 64 if count >= 1 << 20 else 16 if count >= 1 << 15 else 1
 
 
@@ -89,7 +89,7 @@ class Odds:
 
     @classmethod
     def of(cls, contexts: Ints, bits: Ints) -> Odds:
-        """Those of a plane's own counts."""
+        """Computes the odds from one plane's counts."""
         total = np.bincount(contexts, minlength=CONTEXTS)
         ones = np.bincount(contexts, bits, CONTEXTS).astype(np.int64)
         return cls([level_of(int(a), int(b)) for a, b in zip(ones, total, strict=True)])
@@ -129,7 +129,7 @@ class PlaneWriter:
 
 
 class PlaneReader:
-    """What `PlaneWriter` wrote, backwards."""
+    """Reads the output of `PlaneWriter`, last decision first."""
 
     def __init__(self, data: bytes, lanes: int) -> None:
         split = len(data) - 4 * lanes
@@ -185,7 +185,7 @@ class Bytes:
         return int.from_bytes(self.take(size), "little")
 
     def odds(self) -> Odds:
-        """What `Odds.write` wrote."""
+        """Reads the output of `Odds.write`."""
         mask = self.number(2)
         return Odds([self.take(1)[0] if mask >> c & 1 else 0 for c in range(CONTEXTS)])
 
@@ -200,7 +200,7 @@ def pack(numbers: list[tuple[int, int]]) -> bytes:
 
 
 def unpack(data: bytes, widths: list[int]) -> list[int]:
-    """What `pack` packed."""
+    """Reads the output of `pack`."""
     whole, numbers = int.from_bytes(data, "little"), []
     for width in widths:
         numbers.append(whole & (1 << width) - 1)

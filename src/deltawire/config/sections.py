@@ -34,7 +34,7 @@ class BuildConfig(Section, frozen=True, kw_only=True):
     layers: Count = 4
     head_size: Count = 32
     feed_forward_size: Count = 480
-    """Of each expert in a mixture of experts."""
+    """The hidden width of each expert in a mixture of experts."""
     experts: Count = 16
     """Experts of a layer; this and the next key are for ``qwen3_moe`` only."""
     experts_per_token: Count = 2
@@ -272,7 +272,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     max_grad_norm: Positive = 1.0
     micro_batch_groups: Count = 16
     exporter: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}\Z")] = "bf16"
-    """What is published of the model: a registered name of `deltawire.export.source`."""
+    """The registered name in `deltawire.export.source` of the exporter of the model's weights."""
     anchor_every: Count = 50
     compaction: bool = False
     """Also make compacted deltas over longer strides, for readers that lag far. This takes a core
@@ -398,7 +398,7 @@ class FaultsConfig(Section, frozen=True, kw_only=True):
 
 
 class RetainConfig(Section, frozen=True, kw_only=True):
-    """What a run keeps; 0 keeps everything."""
+    """Retention of a run's objects; 0 keeps everything."""
 
     rollouts: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Keep the groups of this many versions, and always those after the oldest checkpoint."""

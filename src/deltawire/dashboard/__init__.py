@@ -1,1 +1,1 @@
-"""What a person sees of a run: the live screen, the closing summary and the report."""
+"""Renders a run for people: the live screen, the closing summary and the report."""

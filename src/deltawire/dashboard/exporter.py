@@ -51,12 +51,12 @@ class RunCollector:
         self._looked_at = float("-inf")
         self._status: RunStatus | None = None
 
-    def look(self) -> RunStatus | None:
+    def poll(self) -> RunStatus | None:
         """Return the run's status, None if it could not be read."""
         with self._lock:
             if self._clock() - self._looked_at >= self._every_s:
                 try:
-                    self._status = self._watch.look()
+                    self._status = self._watch.poll()
                 except DeltawireError:
                     self._status = None
                 self._looked_at = self._clock()
@@ -68,7 +68,7 @@ class RunCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; figures that were not measured are left out."""
-        status = self.look()
+        status = self.poll()
         yield GaugeMetricFamily(
             "deltawire_up", "Whether the run could be read", value=float(status is not None)
         )

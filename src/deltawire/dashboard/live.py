@@ -411,7 +411,7 @@ def _number(value: int | None) -> Text:
 
 
 def _parity_columns(parity: Parity) -> tuple[Text, Text, Text]:
-    """The newest batch's k3, what it says, and what was done about it."""
+    """Render the newest batch's k3, its meaning, and the action taken."""
     crossed = parity.stopped or parity.warnings
     shown = parity.numeric if parity.numeric.tokens else parity.drift
     what = "k3, the same version" if parity.numeric.tokens else "k3, older versions' tokens"
@@ -426,7 +426,7 @@ def _parity_columns(parity: Parity) -> tuple[Text, Text, Text]:
 
 
 def _last_staleness(state: RunState) -> tuple[float | None, int | None]:
-    """The mean of the last step that tells, and the largest of the whole run."""
+    """Return the mean of the last step that reports staleness, and the run's maximum."""
     for step in reversed(state.steps_in_order):
         if step.staleness:
             return sum(step.staleness) / len(step.staleness), max(state.staleness)
@@ -434,12 +434,12 @@ def _last_staleness(state: RunState) -> tuple[float | None, int | None]:
 
 
 def _worth_a_row(process: ProcessState, state: RunState) -> bool:
-    """The supervisor only watches, and the warm start is over once training runs."""
+    """Return whether to show a process: not a supervisor, nor a warm start once training runs."""
     return process.role != "supervisor" and not (process.role == "warm-start" and state.training)
 
 
 def _rank(process: ProcessState) -> tuple[int, list[tuple[int, str]]]:
-    """By role, then by name, where ``worker-10`` comes after ``worker-9``."""
+    """Return a sort key: by role, then by name, with ``worker-10`` after ``worker-9``."""
     parts = re.split(r"(\d{1,18})", process.name[:100])
     natural = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
     return _ROLES.index(process.role), natural

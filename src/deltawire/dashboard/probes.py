@@ -35,7 +35,7 @@ def family_of(stream: StreamFigures) -> str:
 
 
 def flags(probes: ProbeFigures) -> list[str]:
-    """One line a flag: ``strings heldout_tests since 12``."""
+    """Describe each flag in one line: ``strings heldout_tests since 12``."""
     return [
         f"{family_of(stream)} {legible(stream.probe)} since {stream.flagged_at}"
         for stream in worst_first(probes)
@@ -54,7 +54,7 @@ def mean(value: float) -> str:
 
 
 def table(probes: ProbeFigures, streams: Sequence[StreamFigures]) -> Table:
-    """A row for each of ``streams``; the last column is the evidence, or the flag."""
+    """Render a row for each of ``streams``; the last column is the evidence or the flag."""
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     drawn.add_column("family", no_wrap=True)
     drawn.add_column("probe", no_wrap=True)

@@ -279,7 +279,7 @@ def _figures(summary: Summary) -> str:
 
 
 def _policy_cost(cost: PolicyCost) -> list[tuple[str, str]]:
-    """Rows on dropped groups and the bias from dropping; none if nothing was dropped."""
+    """Render rows on dropped groups and the bias from dropping; none if nothing was dropped."""
     rows = [(f"· dropped: {_safe(cause)}", f"{count:,}") for cause, count in cost.dropped.items()]
     rows += [
         (f"· episodes failed: {_safe(cause)}", f"{count:,}")
@@ -294,7 +294,7 @@ def _policy_cost(cost: PolicyCost) -> list[tuple[str, str]]:
 
 
 def _parity(summary: Summary) -> list[tuple[str, str]]:
-    """Rows on the comparison of sampler and trainer."""
+    """Render rows on the comparison of sampler and trainer."""
     parity = summary.parity
     rows = [
         ("· over tokens of the trained version, median", figure(parity.numeric_k3_median)),
@@ -310,7 +310,7 @@ def _parity(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _proof(summary: Summary) -> list[tuple[str, str]]:
-    """Rows on the audit that read every manifest and every named group back from the bucket."""
+    """Render rows on the audit, which read every manifest and every named group from the bucket."""
     proof = summary.proof
     if proof is None:
         return []

@@ -110,7 +110,7 @@ class ProcessState:
 
     @property
     def gone(self) -> bool:
-        """Whether its latest Life event is that it stopped or died."""
+        """Return whether its latest Life event is that it stopped or died."""
         life = self.last_life
         return life is not None and life.what in {"stopped", "died"}
 
@@ -325,7 +325,7 @@ class RunState:
 
     @property
     def staleness(self) -> Counter[int]:
-        """How many consumed groups had each staleness."""
+        """Return how many consumed groups had each staleness."""
         return Counter(value for step in self.steps.values() for value in step.staleness)
 
     @property

@@ -129,7 +129,7 @@ class Watch:
         self._events = RecentEvents(bucket, window_s)
         self._newest: int | None = None
 
-    def look(self) -> RunStatus:
+    def poll(self) -> RunStatus:
         """Read the run's current status.
 
         Raises `InputError` if there is no run, `CorruptError` if its ``run.json`` is damaged,

@@ -21,7 +21,7 @@ OnToken = Callable[[int], bool | None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw tokens. ``temperature`` 0 is greedy; log-probabilities are those of the
+    """Sampling parameters. ``temperature`` 0 is greedy; log-probabilities are those of the
     tempered distribution that was sampled (of the untempered one when greedy)."""
 
     max_tokens: int
@@ -127,7 +127,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """What an engine is opened on.
+    """The inputs that an engine is opened with.
 
     ``folder`` holds the model's files without weights; ``build_model`` returns the causal LM that
     they describe, with weights unset, on torch's default device and in ``precision``. ``version``

@@ -118,7 +118,7 @@ class Environment(Protocol):
         return
 
     def solved(self, total_reward: float) -> bool:
-        """Whether an episode that earned this reward counts as correct in an evaluation."""
+        """Returns whether an episode that earned this reward counts as correct in an evaluation."""
         return total_reward >= 1.0
 
 

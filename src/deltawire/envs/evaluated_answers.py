@@ -23,7 +23,7 @@ _REFUSED = {"exec", "compile", "sympify", "lambdify"}
 
 
 def evaluating(dataset: Any) -> bool:
-    """Whether the scorer of a dataset, or of a part of a composite one, evaluates anything.
+    """Returns whether the scorer of a dataset, or of a part of a composite one, evaluates anything.
 
     Raises `InputError` if it does so in a way that the sandbox does not cover.
     """

@@ -48,7 +48,7 @@ class Ceilings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What this machine allows.
+    """The environments, modules and limits that this machine allows.
 
     Example::
 

@@ -38,7 +38,7 @@ def saved_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 class ShardedWeights:
-    """What one rank publishes of a module that FSDP2 has sharded, each tensor in its own dtype.
+    """Publishes one rank's part of a module that FSDP2 has sharded, each tensor in its own dtype.
 
     Tensors that are not sharded are published by rank 0, a replicated shard by its first holder.
 

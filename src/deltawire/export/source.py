@@ -1,4 +1,4 @@
-"""What a trainer publishes: the `WeightSource` protocol and the registry of its implementations.
+"""Defines `WeightSource`, the tensors that a trainer publishes, and its registry.
 
 An exporter is one module in this folder and one line in `EXPORTERS`. It decides which tensors of a
 model are published, in which dtypes, and how a published version is read back into the model::

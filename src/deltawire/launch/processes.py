@@ -1,7 +1,7 @@
 """Runs one process of a run: a worker, the trainer, the evaluator, or a warm start.
 
-The heavy libraries of a process are imported after its arguments were checked and before it
-listens to signals: until then a signal may simply end it, because nothing has begun.
+A process imports its heavy libraries after checking its arguments and before installing signal
+handlers: until then a signal may simply end it, because it has not begun any work.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MAX_NAME = 40
 
 @dataclass(frozen=True)
 class ChildOptions:
-    """How a process was started: by a supervisor or by hand, and on which processors."""
+    """Start options of a process: under a supervisor or by hand, and its processors."""
 
     supervised: bool = False
     cpus: str = ""
 
 
 def pin(cpus: str) -> None:
-    """Run on these processors only, where the system can; ``cpus`` is a list such as ``0,1``."""
+    """Pin this process to processors where the system can; ``cpus`` is a list such as ``0,1``."""
     if not cpus:
         return
     try:
@@ -52,9 +52,9 @@ def pin(cpus: str) -> None:
 
 
 def read_config(path: Path, *, seed: int | None = None, engine: str | None = None) -> RunConfig:
-    """Load a configuration, with another seed or another engine for its workers if given.
+    """Load a configuration and override its seed and its workers' engine if given.
 
-    Raises `InputError` if the rest of it does not go with the engine.
+    Raises `InputError` if the rest of the configuration is invalid with that engine.
     """
     config = load_config(path)
     if seed is not None:
@@ -77,10 +77,10 @@ def refuse_memory(bucket: Bucket) -> None:
 
 
 def stay_off_the_hub() -> None:
-    """Keep the model libraries from fetching anything, unless the machine's owner has decided.
+    """Keep model libraries from downloading, unless the machine's owner set the variable already.
 
     Models and configurations come from a bucket, which must not make this machine download files
-    or kernels. Call it before the libraries are imported, which read the variable then.
+    or kernels. Call this before importing the libraries, because they read the variable on import.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -147,7 +147,7 @@ def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
 
 
 def make_model(config: RunConfig, out: Path, *, bucket: str, supervised: bool) -> bool:
-    """Make the model directory that a run starts from; False if it was interrupted first.
+    """Make the model directory that a run starts from; returns False if it was interrupted.
 
     Progress is recorded in ``bucket`` unless that is empty.
     """

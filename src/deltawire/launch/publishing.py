@@ -42,7 +42,7 @@ class PublishedDirectory(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    """How versions are made; durations in seconds, ``retain`` 0 keeps every version."""
+    """Options of publishing; durations in seconds, ``retain`` 0 keeps every version."""
 
     name: str = ""
     signer: Signer | None = None

@@ -14,7 +14,7 @@ from deltawire.wire.seal import Signer
 
 @dataclass(frozen=True, kw_only=True)
 class RelayOptions:
-    """How a relay copies: from ``start`` (the newest anchor), pruning as the source does."""
+    """Options of a relay: copy from ``start`` (default: the newest anchor), prune as the source."""
 
     start: int | None = None
     public_key: str = ""

@@ -81,7 +81,7 @@ class Job:
 
     @property
     def makes_model(self) -> bool:
-        """Whether a warm start, or a build, of this job makes version 0."""
+        """Returns whether a warm start, or a build, of this job makes version 0."""
         return not self.config.model.path or self.config.warm_start.max_steps > 0
 
     @property

@@ -1,4 +1,4 @@
-"""Shows how a run stands, once or until it is over."""
+"""Prints a run's status, once or until the run is over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def show_status(
     source = Watch(open_bucket(location), window_s=window_s)
     console = Console()
     if not watch:
-        _print(console, source.look(), as_json=as_json)
+        _print(console, source.poll(), as_json=as_json)
     elif as_json or not console.is_terminal:
         _repeat(console, source, every_s, as_json=as_json)
     else:
@@ -43,7 +43,7 @@ def _print(console: Console, found: RunStatus, *, as_json: bool) -> None:
 
 
 def _repeat(console: Console, source: Watch, every_s: float, *, as_json: bool) -> None:
-    found = source.look()
+    found = source.poll()
     while True:
         _print(console, found, as_json=as_json)
         if found.phase in OVER:
@@ -53,12 +53,12 @@ def _repeat(console: Console, source: Watch, every_s: float, *, as_json: bool) -
 
 
 def _screen(console: Console, source: Watch, every_s: float) -> None:
-    found = source.look()
+    found = source.poll()
     with Live(view(found), console=console, auto_refresh=False) as live:
         while found.phase not in OVER:
             time.sleep(every_s)
             try:
-                found = source.look()
+                found = source.poll()
                 live.update(view(found), refresh=True)
             except RetryError as error:
                 live.update(Text(f"{error}; trying again", "yellow"), refresh=True)
@@ -67,6 +67,6 @@ def _screen(console: Console, source: Watch, every_s: float) -> None:
 def _read_again(source: Watch, before: RunStatus) -> RunStatus:
     """Read the status; while the store does not answer, repeat the last one with the error."""
     try:
-        return source.look()
+        return source.poll()
     except RetryError as error:
         return msgspec.structs.replace(before, problems=[*before.problems[-1:], str(error)])

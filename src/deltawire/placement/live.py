@@ -1,7 +1,7 @@
 """Serves a run's weights from an ``nn.Module`` whose tensors have the published names.
 
-What is published is what a checkpoint saves: parameters and saved (persistent) buffers, such as the
-router biases of DeepSeek-V3 and GLM-4 that balance the load of experts.
+The published tensors are those that a checkpoint saves: parameters and persistent buffers, such as
+the router biases of DeepSeek-V3 and GLM-4 that balance the load of experts.
 
 The published dtype may be narrower than the served one: bf16 bits are served as float32 on machines
 without bf16 arithmetic. Widening is exact, so the published bits can always be read back from the
@@ -68,8 +68,8 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def module_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns what is published of a model, as it lies in the model: parameters, tied ones once,
-    and saved buffers."""
+    """Returns a model's published tensors themselves, not copies: parameters, tied ones once, and
+    saved buffers."""
     return {**dict(model.named_parameters()), **saved_buffers(model)}
 
 

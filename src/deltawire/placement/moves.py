@@ -147,7 +147,7 @@ class Move:
 
 
 def _differ(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether any pair differs, with a single synchronization of the device."""
+    """Returns whether any pair differs, with a single synchronization of the device."""
     return bool(torch.stack([(found != expected).any() for found, expected in pairs]).any())
 
 

@@ -31,7 +31,7 @@ def kernels_of(device: torch.device) -> Kernels | None:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether NumPy and the native kernels can access a tensor."""
+    """Returns whether NumPy and the native kernels can access a tensor."""
     return tensor.device.type == "cpu"
 
 

@@ -67,12 +67,12 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def exact(self) -> bool:
-        """Whether the published bits can be read back from the live ones."""
+        """Returns whether the published bits can be read back from the live ones."""
         return len(self.dtypes) == 1 or self.widened
 
     @property
     def widened(self) -> bool:
-        """Whether bf16 is served as float32, whose upper halves are the published bits."""
+        """Returns whether bf16 is served as float32, whose upper halves are the published bits."""
         return self.dtypes == ("BF16", "F32")
 
 
@@ -103,7 +103,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):
     uncovered: dict[str, int]
     mirrored: list[MirroredRange] = []
     assigned: bool = False
-    """Whether `assign_ownership` has decided which regions count."""
+    """True once `assign_ownership` has decided which regions count."""
 
     @cached_property
     def by_tensor(self) -> dict[str, list[Region]]:
@@ -307,7 +307,7 @@ class _Table:
         found.setdefault((origin.tensor, dtypes), []).extend(simple)
 
     def _count_uncovered(self, regions: Sequence[Region]) -> dict[str, int]:
-        """How many elements of each live tensor no region leads to."""
+        """Returns how many elements of each live tensor no region leads to."""
         by_storage: dict[int, list[AffineMap]] = {}
         for region in regions:
             by_storage.setdefault(region.storage, []).append(region.map)

@@ -62,7 +62,7 @@ class LayerActivations:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What the operations of a layer depend on besides the layer."""
+    """The settings that a layer's operations depend on, apart from the layer itself."""
 
     hidden: int
     tensor: int
@@ -211,7 +211,7 @@ def _latent_attention(shape: Attention, setting: _Setting) -> Iterator[Operation
     """Low-rank projections with norms between, then attention as in `_grouped_attention`.
 
     Keys are as wide as queries once expanded. DeepSeek-V4's compressed attention has one shared
-    key-value head and is described by the same chain; its compressor is small beside the rest.
+    key-value head and is described by the same chain; its compressor is small in comparison.
     """
     hidden, split = setting.hidden, setting.tensor
     q, k, v = shape.queries / split, shape.keys / split, shape.values / split
@@ -244,7 +244,7 @@ def _linear_attention(shape: Attention, setting: _Setting) -> Iterator[Operation
     """Projections, a short convolution, a chunked delta rule, a gated norm and the output.
 
     The kernel keeps its inputs, its output and one state for every `CHUNK_OF_LINEAR` tokens.
-    transformers' fallback without that kernel takes far more; it is not what is described.
+    transformers' fallback without that kernel takes far more and is not modeled.
     """
     hidden, split = setting.hidden, setting.tensor
     keys, values = shape.keys / split, shape.values / split

@@ -35,7 +35,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Attention:
-    """What the activations of an attention block depend on; widths in values per token."""
+    """The dimensions that set an attention block's activations, in values per token."""
 
     kind: AttentionKind
     heads: int
@@ -56,10 +56,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """What the activations of a feed-forward block depend on."""
+    """The dimensions that set a feed-forward block's activations."""
 
     intermediate: int = 0
-    """Of the dense MLP; 0 where experts stand in its place."""
+    """The width of the dense MLP; 0 where experts replace it."""
     experts: int = 0
     chosen: int = 0
     """Experts per token."""

@@ -1,4 +1,5 @@
-"""How a model is laid out over ranks, and what of a step is recomputed, packed or offloaded."""
+"""Describes how a model is laid out over ranks, and which parts of a step are recomputed, packed or
+offloaded."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class TrainingLayout:
     offload: Offload = "none"
     optimizer: Optimizer = "adamw"
     packing: Packing = "none"
-    """Of frozen routed experts."""
+    """The packed format of frozen routed experts."""
     lora_rank: int = 0
     lora_experts: bool = False
     """Every expert's matrices have adapters too."""

@@ -79,7 +79,7 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class _LayerBytes:
-    """What one layer costs on one rank besides activations."""
+    """The memory of one layer on one rank, without activations."""
 
     stored: float
     """Masters or frozen weights, sharded."""
@@ -175,7 +175,7 @@ class _PipelineStage:
         self.all_gradients = 0.0 if layout.offload == "all" else GRADIENT * gradients
 
     def kept(self, act: LayerActivations) -> float:
-        """What one layer leaves for its backward, by checkpointing policy."""
+        """Returns the bytes that one layer saves for its backward, by checkpointing policy."""
         policy = self.layout.checkpointing
         if self.layout.mode == "reference" or policy == "offloaded":
             return 0.0
@@ -240,7 +240,7 @@ class _PipelineStage:
         The logits of a chunk exist as fp32 four times during their backward (themselves, the
         softmax that the log-sum-exp's gradient needs, the gathered targets' gradient and the
         sum): 16 bytes per token and vocabulary entry. From the second chunk on the head's bf16
-        gradient waits beside them, and for a moment there are three: the old, the new and their
+        gradient is held as well, and for a moment there are three: the old, the new and their
         sum. Without a backward there are the bf16 and the fp32 logits.
         The final norm saves 8 bytes per hidden value (6 where it is frozen), and the gradient of
         its output takes 2.

@@ -1,4 +1,4 @@
-"""Training profiles as plain, versioned data: what the resolver found, ready for run.json."""
+"""Training profiles: the resolver's results as versioned data, ready for run.json."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model needs on given accelerators, per rank. Bytes are predicted, times estimated."""
+    """A model's needs on given accelerators, per rank: bytes as predicted, times as estimated."""
 
     version: int
     name: Text
@@ -80,7 +80,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cheaper: Alternative | None = None
     faster: Alternative | None = None
     unsupported: list[Text] = []
-    """What deltawire's trainer does not do yet."""
+    """The parts of the layout that deltawire's trainer does not support yet."""
 
     def as_layout(self) -> TrainingLayout:
         """Return the layout that the memory model takes."""

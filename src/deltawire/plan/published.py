@@ -30,7 +30,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class PublishedComparison:
-    """One published shape beside ours."""
+    """Compares one published configuration with the resolver's."""
 
     published: PublishedShape
     smallest: int | None

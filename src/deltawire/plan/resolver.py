@@ -67,7 +67,7 @@ class Accelerators:
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What a layout must do; None leaves the choice to the resolver."""
+    """Requirements on a layout; None leaves the choice to the resolver."""
 
     mode: Mode
     context: int
@@ -459,7 +459,7 @@ def _faster(model: Model, wish: Wish, accelerators: Accelerators, now: Candidate
     """Describe the next larger number of accelerators."""
     count = accelerators.count * 2
     if count > MOST_ACCELERATORS:
-        return Alternative(accelerators=count, note="beyond what is planned for")
+        return Alternative(accelerators=count, note="more accelerators than the plan supports")
     best, _ = best_layout(model, wish, Accelerators(accelerators.kind, count))
     if best is None or best.time.tokens_per_second <= now.time.tokens_per_second:
         return Alternative(accelerators=count, note="not estimated to be faster")

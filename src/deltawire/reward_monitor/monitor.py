@@ -111,7 +111,7 @@ class ProbeState(msgspec.Struct, kw_only=True):
 
     @property
     def flagged(self) -> list[ProbeStream]:
-        """Those that are."""
+        """Returns the streams that are flagged."""
         return [stream for stream in self.streams if stream.flagged_at is not None]
 
 
@@ -155,7 +155,7 @@ class Monitor:
         return found
 
     def withholds(self, group: Group, sequence: int) -> bool:
-        """Whether a new group is left out, to down-weight its family.
+        """Returns whether a new group is left out, to down-weight its family.
 
         The choice depends only on the group's name, so that the probe does not become a reward:
         groups that cheat and groups that do not are left out alike.
@@ -167,7 +167,7 @@ class Monitor:
         return place / 2**64 >= self._config.keep
 
     def suspect(self, family: str) -> bool:
-        """Whether a family is flagged, or all are flagged together and its excess is too large."""
+        """Returns whether a family is flagged, or all together are and its excess is too large."""
         everywhere = {s.probe for s in self.state.flagged if s.family == ALL}
         return any(
             stream.flagged_at is not None

@@ -127,18 +127,18 @@ class ProbeWatch:
             monitor.state.since = monitor.state.version = max(0, version - LOOK_BACK)
         for step in range(monitor.state.version + 1, version + 1):
             try:
-                pooled = again(step)
+                groups = again(step)
             except RetryError:
                 raise
             except DeltawireError:
-                pooled = None
-            for one in pooled or ():
+                groups = None
+            for one in groups or ():
                 monitor.add(one.group, one.sequence, version=step)
             monitor.state.version = step
         return monitor
 
     def withholds(self, group: Group, sequence: int) -> bool:
-        """`Monitor.withholds`, for the pool."""
+        """Calls `Monitor.withholds`; the rollout buffer asks here."""
         return self.monitor.withholds(group, sequence)
 
     def observe(self, taken: Sequence[Numbered], *, version: int) -> None:

@@ -39,7 +39,7 @@ class Lease:
         self._checked_at = time.monotonic()
 
     def acquire(self, first: int) -> None:
-        """Create the first lease from number ``first`` on that nobody else has created."""
+        """Create the lease with the lowest free number from ``first`` on."""
         self.number = first
         while not self._create():
             self.number += 1
@@ -54,7 +54,7 @@ class Lease:
 
     @property
     def fresh(self) -> bool:
-        """Whether the last check is still valid."""
+        """Returns whether the last check is still valid."""
         return time.monotonic() - self._checked_at <= FRESH_S
 
     def check(self, bucket: Bucket | None = None) -> None:

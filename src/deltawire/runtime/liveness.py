@@ -17,8 +17,8 @@ class Liveness:
     """Judges one process; a pure function of the heartbeats and times that it is given.
 
     Silence is measured by the observer's clock, and only while a heartbeat could have been
-    noticed, so that an outage of the store counts against nobody. ``first_s`` is the time allowed
-    until the first heartbeat, if that is more than ``silence_s``.
+    noticed, so that an outage of the store marks no process as dead. ``first_s`` is the time
+    allowed until the first heartbeat, if that is more than ``silence_s``.
 
     Example::
 

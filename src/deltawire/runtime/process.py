@@ -80,7 +80,7 @@ class Process:
 
     @property
     def stopping(self) -> bool:
-        """Whether to stop as soon as nothing is left unfinished."""
+        """Returns whether to stop as soon as nothing is left unfinished."""
         if self.supervised and os.getppid() != self._parent:
             self._stop.set()
         return self._stop.is_set()

@@ -170,7 +170,7 @@ class Supervisor:
         return all(child.done for child in self._children if child.role == "trainer")
 
     def running(self) -> bool:
-        """Whether any child is running or will be restarted."""
+        """Returns whether any child is running or will be restarted."""
         return any(not child.done for child in self._children)
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:

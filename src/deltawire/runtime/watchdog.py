@@ -42,7 +42,7 @@ class Child:
     log_from: int = 0
     """The length of its log when it was last started."""
     productive: bool = False
-    """Whether it finished a piece of work since it was last started."""
+    """True if it finished a piece of work since its last start."""
 
 
 class Watchdog(threading.Thread):
@@ -119,7 +119,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a child has ended; the rest of its group is then killed."""
+    """Returns whether a child has ended; the rest of its group is then killed."""
     if process.returncode is None and hasattr(os, "waitid"):
         # Waited for but not reaped: no other process can have its id, or its group's, yet.
         if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:

@@ -59,7 +59,7 @@ class HotLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoadingState(msgspec.Struct, frozen=True):
-    """What a replica is doing."""
+    """The state of a replica."""
 
     stage: Stage
     target_snapshot_identity: str | None = None

@@ -159,12 +159,12 @@ class ReplicaSet:
 
     @property
     def ready(self) -> bool:
-        """Whether every replica holds, by its own attestation, the version requested last."""
+        """Returns whether every replica attested that it holds the version requested last."""
         return all(self._is_ready(member) for member in self._members)
 
     @property
     def draining(self) -> bool:
-        """Whether a replica is waiting for its requests to end before it is loaded."""
+        """Returns whether a replica is waiting for its requests to end before it is loaded."""
         return any(member.draining for member in self._members)
 
     def pick(self, session: str = "") -> TrackedReplica | None:

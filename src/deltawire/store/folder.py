@@ -185,7 +185,7 @@ def make_folder(folder: Path, *, durable: bool) -> None:
             folder.mkdir(exist_ok=True)
         except FileExistsError as error:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from error
-    # Also one that was there: whoever made it may have ended before it flushed the parent.
+    # An existing one too: the process that made it may have died before flushing the parent.
     if durable:
         flush_folder(folder.parent)
 

@@ -46,7 +46,7 @@ class RetryPolicy:
 
 
 PATIENT = RetryPolicy()
-"""What most callers want: six attempts within about three seconds."""
+"""The default for most callers: six attempts within about three seconds."""
 
 
 class RetryingBucket(DelegatingBucket):

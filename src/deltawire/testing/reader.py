@@ -200,7 +200,7 @@ class Planes:
 
 
 def lanes_of(count: int) -> int:
-    """How many lanes code a block of ``count`` elements."""
+    """Return how many lanes code a block of ``count`` elements."""
     return 64 if count >= 1 << 20 else 16 if count >= 1 << 15 else 1
 
 

@@ -91,5 +91,5 @@ def build_model(config: BuildConfig, *, seed: int) -> Any:
 
 
 def is_built(path: Path) -> bool:
-    """Whether ``path`` holds a complete model directory."""
+    """Returns whether ``path`` holds a complete model directory."""
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))

@@ -44,9 +44,9 @@ class DeletionIntent(
 class Part(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
-    """What one of ``ranks`` ranks adds to a version: its pieces, uploaded and waiting for the
-    leader's manifest. ``base_digest`` is that of the whole model at the base, ``digest`` that of
-    what the rank holds of the version: those of all ranks add up to the version's digest."""
+    """The contribution of one of ``ranks`` ranks to a version: its pieces, uploaded and waiting for
+    the leader's manifest. ``base_digest`` is that of the whole model at the base, ``digest`` that
+    of the rank's share of the version: those of all ranks add up to the version's digest."""
 
     run: Identity
     version: Index

@@ -32,8 +32,8 @@ MAX_NUMBER = 10**10 - 1
 
 
 def valid_name(name: str) -> bool:
-    """Whether ``name`` may name a worker or a process: letters, digits, ``-`` and ``_``, at most
-    63 of them."""
+    """Returns whether ``name`` may name a worker or a process: at most 63 letters, digits, ``-``
+    and ``_``."""
     return bool(_NAME.match(name))
 
 
@@ -88,7 +88,7 @@ def compacted_of(key: str) -> tuple[int | None, int] | None:
 
 
 def compacted_after(version: int) -> str:
-    """Where in a listing of compacted deltas those to versions newer than ``version`` begin."""
+    """Returns the key after which a listing holds only compacted deltas to newer versions."""
     return f"{COMPACTED}{_number(version)}-~"
 
 

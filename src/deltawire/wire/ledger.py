@@ -15,8 +15,8 @@ from deltawire.wire.payload import Index
 
 GROUP_HASH_DIGITS = 32
 STEP_RECORD = "deltawire.step"
-"""The member of a manifest's metadata that holds `CommitMetadata`; each record of this project has
-a member of its own, so that others can be added."""
+"""The member of a manifest's metadata that holds `CommitMetadata`; each kind of record
+has a separate member, so that others can be added."""
 
 Sequence = Annotated[int, Meta(ge=0, le=10**10 - 1)]
 DroppedRange = tuple[str, Sequence, Annotated[int, Meta(ge=1, le=1 << 20)]]
@@ -42,11 +42,11 @@ class Ledger(msgspec.Struct):
         self.above[worker] = sorted(above)
 
     def settled(self, worker: str, sequence: int) -> bool:
-        """Whether a group is settled."""
+        """Returns whether a group is settled."""
         return sequence < self.below.get(worker, 0) or sequence in self.above.get(worker, [])
 
     def count(self, worker: str) -> int:
-        """How many of a worker's groups are settled."""
+        """Returns how many of a worker's groups are settled."""
         return self.below.get(worker, 0) + len(self.above.get(worker, []))
 
     def copy(self) -> Ledger:

@@ -93,7 +93,7 @@ class Payload(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """How many bytes a reader of the whole fetches."""
+        """Returns how many bytes a reader of the whole fetches."""
         return sum(blob.bytes for blob in self.blobs)
 
 
@@ -190,8 +190,8 @@ def encode_table(payload: Payload, table: Run) -> bytes:
 
 
 def payload_ref(payload: Payload, encoded: bytes) -> PayloadRef:
-    """How a manifest states a payload whose piece table is ``encoded``; a table that is not
-    inline must be put as a blob before the manifest is created."""
+    """Returns the manifest's reference to a payload whose piece table is ``encoded``; a table that
+    is not inline must be put as a blob before the manifest is created."""
     counts = TableRef(pieces=len(payload.pieces), blobs=len(payload.blobs))
     if len(encoded) <= INLINE_BYTES:
         table = msgspec.structs.replace(counts, inline=encoded)
@@ -394,8 +394,8 @@ def codec_fault(ref: PayloadRef) -> str:
 
 
 def payload_fault(payload: Payload, table: Run, *, base_digest: str | None, to: str) -> str:
-    """What is wrong with a payload that leads from ``base_digest`` (None: from nothing) to the
-    digest ``to``, in a few words; empty if nothing is."""
+    """Describes in a few words the first fault of a payload that leads from ``base_digest`` (None:
+    from nothing) to the digest ``to``; empty if it has none."""
     if fault := too_many(payload) or pieces_fault(payload, table):
         return fault
     if base_digest is None and (fault := _coverage_fault(payload.pieces, table)):
@@ -406,7 +406,7 @@ def payload_fault(payload: Payload, table: Run, *, base_digest: str | None, to: 
 
 
 def too_many(payload: Payload) -> str:
-    """Which limit of readers a payload exceeds, in a few words; empty if none."""
+    """Names the readers' limit that a payload exceeds; empty if none."""
     if len(payload.pieces) > MAX_PIECES:
         return f"{len(payload.pieces)} pieces, the most is {MAX_PIECES}"
     if len(payload.blobs) > MAX_BLOBS:
@@ -415,8 +415,8 @@ def too_many(payload: Payload) -> str:
 
 
 def pieces_fault(payload: Payload, table: Run) -> str:
-    """What is wrong with the pieces of a payload, or of a part of one, each for itself and in
-    their order; empty if nothing is."""
+    """Describes the first fault in the pieces of a payload or of one part, each piece and their
+    order; empty if there is none."""
     tensors, blobs = table.tensors, payload.blobs
     for blob in blobs:
         if blob.bytes > MAX_BLOB_BYTES:

@@ -1,8 +1,8 @@
 """Role keys of a signed run: who may sign which object, for which run, and how long ago.
 
-The run's owner grants one key to each role by an object of its own, ``roles/<role>.json``; the
-role's objects are then signed by that key, name the role in their seal, and state the run and the
-time of signing. A run that is not signed has none of this, and its objects are plain.
+The run's owner grants one key to each role in a separate object, ``roles/<role>.json``. The role's
+objects are then signed by that key, name the role in their seal, and state the run and the time of
+signing. An unsigned run has none of this, and its objects have no seal.
 
 Example::
 
@@ -115,8 +115,8 @@ class Pin:
 
 @dataclass(frozen=True)
 class Trust:
-    """What a reader of a run's objects checks: the run's id, its owner's public key (empty if the
-    run is not signed), the keys granted to roles, and how to verify a signature."""
+    """The facts that a reader checks a run's objects against: the run's id, its owner's public key
+    (empty if unsigned), the keys granted to roles, and how to verify a signature."""
 
     run_id: str
     owner: str
@@ -216,7 +216,7 @@ def open_bytes(
     max_age_s: float | None = None,
     now: float | None = None,
 ) -> bytes:
-    """What `sign_bytes` was given, or ``data`` itself if the run is not signed; raises
+    """Returns the bytes that `sign_bytes` signed, or ``data`` itself in an unsigned run; raises
     `CorruptError` as `open_json` does."""
     if not trust.owner:
         return data

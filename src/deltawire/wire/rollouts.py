@@ -1,10 +1,10 @@
-"""``rollouts/``: a finished group, as one object.
+"""Encodes and decodes ``rollouts/``: one object for each finished group.
 
-Token arrays travel as little-endian bytes: ids int32, log-probabilities float32, versions int32,
-loss mask uint8, one entry a token.
+Token arrays are stored as little-endian bytes: ids int32, log-probabilities float32, versions
+int32, loss mask uint8, with one entry per token.
 
-An episode whose context was rebuilt on the way, by a summary for example, is several trajectories
-with one number: each has the prompt that the model really read.
+An episode whose context was rebuilt while it ran, for example by a summary, is several trajectories
+with one episode number: each has the prompt that the model actually read.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One completion of a group, after the prompt that the group shares or a prompt for itself.
+    """One completion of a group, after the group's shared prompt or a separate one.
 
-    Arrays of one length T. ``mask`` is 1 where the model drew the token and 0 where the
-    environment wrote it; ``logprobs`` (nats) and ``versions`` hold only where it is 1.
+    All arrays have length T. ``mask`` is 1 where the model drew the token and 0 where the
+    environment wrote it; ``logprobs`` (nats) and ``versions`` are valid only where it is 1.
 
     Trajectories of one ``episode`` are its segments, in order, and all state the whole episode's
-    reward. ``prompt`` is what stood before this one, None if that is the group's. A ``cause`` says
-    why an episode failed for another reason than the model: it is counted, and not trained on.
-    ``probes`` are checks that the reward does not see; ``routes`` the sampler's expert choices,
-    packed (`deltawire.parity`), empty if none were recorded.
+    reward. ``prompt`` is the trajectory's prompt, None if it is the group's. A ``cause`` states why
+    an episode failed through no fault of the model: it is counted but not trained on. ``probes``
+    are checks that do not enter the reward; ``routes`` are the sampler's packed expert choices
+    (`deltawire.parity`), empty if none were recorded.
     """
 
     tokens_T: NDArray[np.int32]
@@ -89,7 +89,7 @@ class Trajectory:
 class Group:
     """The completions sampled for one prompt: the unit of advantage and of storage.
 
-    ``family`` names the kind of task, for statistics that should not mix kinds.
+    ``family`` names the kind of task, so that statistics can be kept per kind.
     """
 
     worker: str
@@ -101,13 +101,13 @@ class Group:
     family: str = ""
 
     def prompt_of(self, trajectory: Trajectory) -> NDArray[np.int32]:
-        """What stood before one of its trajectories."""
+        """Returns the prompt of one of its trajectories."""
         return self.prompt if trajectory.prompt is None else trajectory.prompt
 
     @property
     def episodes(self) -> list[int]:
-        """Each trajectory's episode, numbered from 0 in order of appearance; a trajectory that
-        names no episode is a separate one."""
+        """Returns each trajectory's episode, numbered from 0 in order of appearance; a trajectory
+        that names no episode counts as a separate one."""
         numbers: dict[int, int] = {}
         return [
             numbers.setdefault(t.episode if t.episode >= 0 else -1 - i, len(numbers))
@@ -115,8 +115,8 @@ class Group:
         ]
 
     def trained(self) -> Iterator[tuple[int, int, Trajectory]]:
-        """(place, episode, trajectory) of those that can be trained on: of episodes none of whose
-        segments states a cause."""
+        """Yields (index, episode, trajectory) for the trajectories that can be trained on: those of
+        episodes in which no segment states a cause."""
         episodes = self.episodes
         failed = {e for e, t in zip(episodes, self.trajectories, strict=True) if t.cause}
         for place, (episode, t) in enumerate(zip(episodes, self.trajectories, strict=True)):
@@ -125,13 +125,13 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that drew any of its tokens; -1 if none drew one, because every
-        episode failed before."""
+        """The oldest version that drew any of its tokens; -1 if every episode failed before the
+        first token."""
         return min(self._versions(), default=-1)
 
     @property
     def newest_version(self) -> int:
-        """The newest version that drew any of its tokens; -1 if none did."""
+        """The newest version that drew any of its tokens; -1 if none was drawn."""
         return max(self._versions(), default=-1)
 
     def _versions(self) -> set[int]:
@@ -149,12 +149,12 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the model drew."""
+        """Returns how many tokens the model drew."""
         return sum(int(t.mask_T.sum()) for t in self.trajectories)
 
 
 def encode_group(group: Group) -> bytes:
-    """The object for ``rollouts/<worker>/<sequence>``."""
+    """Encodes the object stored at ``rollouts/<worker>/<sequence>``."""
     return encode_packed(
         _Group(
             worker=group.worker,
@@ -185,12 +185,12 @@ def encode_group(group: Group) -> bytes:
 
 
 def decode_group(data: bytes, *, run: str, key: str) -> Group:
-    """Parse a group and check that its arrays fit each other.
+    """Decodes a group and validates its arrays.
 
-    Raises `CorruptError` for anything else: wrong lengths, a trajectory the model drew nothing
-    of and that states no cause, log-probabilities that are not finite or above 0, a negative token
-    or version, a reward or probe that is not finite, segments of one episode that state different
-    rewards, a temperature that is not finite or not above 0.
+    Raises `CorruptError` for arrays of different lengths, a trajectory without a drawn token and
+    without a cause, log-probabilities that are not finite or are above 0, a negative token or
+    version, a reward or probe that is not finite, segments of one episode that state different
+    rewards, and a temperature that is not finite and above 0.
     """
     raw = decode_packed(data, _Group, run=run, key=key)
     fault = "" if raw.format == FORMAT else f"format {raw.format}"

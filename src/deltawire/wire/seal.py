@@ -51,7 +51,7 @@ class Verifier(Protocol):
     """A function that checks a signature."""
 
     def __call__(self, public_key: str, signature: bytes, message: bytes) -> bool:
-        """Return whether ``signature`` is the signature of ``message`` by that key's owner."""
+        """Return whether ``signature`` signs ``message`` under ``public_key``."""
 
 
 def seal_json(body: bytes, *, key: str, signer: Signer | None = None, role: str = OWNER) -> bytes:

@@ -91,7 +91,7 @@ class Ed25519Signer:
 
 
 def verify(public_key: str, signature: bytes, message: bytes) -> bool:
-    """Whether ``signature`` is that of ``message`` by the owner of ``public_key``.
+    """Returns whether ``signature`` is that of ``message`` by the owner of ``public_key``.
 
     Raises `InputError` if the ``sign`` extra is not installed.
     """

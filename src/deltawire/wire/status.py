@@ -81,5 +81,5 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stalled(self) -> bool:
-        """Whether the main thread marked no progress for longer than its activity may take."""
+        """Returns whether the main thread has made no progress for longer than is allowed."""
         return not self.ended and self.quiet_s > self.allowed_s

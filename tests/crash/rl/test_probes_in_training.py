@@ -23,7 +23,7 @@ from deltawire.export.models import empty_model, fetch_model_files, save_model
 from deltawire.reward_monitor.watch import read_probes
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.trainer import Trainer
-from deltawire.rl.trainer.verify_training import replay
+from deltawire.rl.trainer.verify_training import verify_training
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
@@ -130,7 +130,7 @@ def test_a_run_that_is_to_warn_goes_on_and_shows_it_everywhere(bucket, tmp_path,
     state = read_probes(bucket)
     assert state.version == VERSIONS
     assert {s.family for s in state.flagged} == {"*", "bad"}
-    status = Watch(bucket).look()
+    status = Watch(bucket).poll()
     assert status.probes["bad heldout"] == 0.5
     assert status.probes["good heldout"] == 0.0
     assert any("diverged from probe 'heldout' in family 'bad'" in p for p in status.problems)
@@ -169,7 +169,7 @@ def test_a_family_that_is_flagged_is_trained_on_less_and_replay_agrees(bucket):
     assert after
     assert all(number % 2 == 1 for number in after)
     assert not set(consumed) & set(dropped)
-    found = replay(bucket)
+    found = verify_training(bucket)
     assert found.differs is None
     assert (found.first, found.last) == (1, VERSIONS)
 

@@ -28,7 +28,7 @@ from deltawire.rl.trainer import resume as redoing
 from deltawire.rl.trainer import trainer as training
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.trainer import Trainer
-from deltawire.rl.trainer.verify_training import Dump, replay
+from deltawire.rl.trainer.verify_training import Dump, verify_training
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import Process, open_run
@@ -138,7 +138,7 @@ def test_after_a_crash_the_same_bits(bucket, uninterrupted, crashes) -> None:
     for version in crashes:
         train(bucket, to=version, die=True)
     assert train(bucket) == uninterrupted
-    assert replay(bucket).exact
+    assert verify_training(bucket).exact
 
 
 def test_other_bits_than_before_end_no_run_that_has_nothing_left_to_train(
@@ -205,8 +205,8 @@ def test_a_group_damaged_at_rest_is_named_and_never_trained_on(bucket) -> None:
     with pytest.raises(CorruptError, match=f"not the one that was trained on.*{key}"):
         trainer_of(bucket)
     with pytest.raises(CorruptError, match=key):
-        replay(bucket)
-    assert replay(bucket, last=2).exact
+        verify_training(bucket)
+    assert verify_training(bucket, last=2).exact
 
 
 @pytest.mark.parametrize("threads", [2, 4])
@@ -214,7 +214,7 @@ def test_replay_is_exact_with_several_threads(bucket, threads) -> None:
     """A commit records its number of threads; with as many again, the bits are the same."""
     train(bucket, threads=threads)
     torch.set_num_threads(1)
-    assert replay(bucket).exact
+    assert verify_training(bucket).exact
 
 
 def test_dropout_is_off_unless_configured(bucket) -> None:
@@ -239,7 +239,7 @@ def test_dropout_is_off_unless_configured(bucket) -> None:
 def test_replay_from_a_checkpoint_recomputes_only_later_steps(bucket, uninterrupted) -> None:
     train(bucket)
     seen = []
-    found = replay(bucket, first=5, progress=lambda *report: seen.append(report))
+    found = verify_training(bucket, first=5, progress=lambda *report: seen.append(report))
     assert (found.origin, found.first, found.last, found.exact) == (4, 5, 6, True)
     assert seen == [(0, 2), (1, 2), (2, 2)]
 
@@ -250,7 +250,7 @@ def test_replay_names_the_first_version_that_differs(bucket, monkeypatch) -> Non
     monkeypatch.setattr(
         redoing, "seed_step", lambda config, version: honest(config, version + (version == 3))
     )
-    found = replay(bucket)
+    found = verify_training(bucket)
     assert (found.exact, found.differs) == (False, 3)
     assert "the arithmetic differs" in found.reason
     assert sum(found.tensors.values()) > 0
@@ -260,7 +260,7 @@ def test_a_dump_holds_all_that_a_step_was_made_of(bucket, tmp_path) -> None:
     import safetensors.torch
 
     train(bucket)
-    assert replay(bucket, dump=Dump(6, tmp_path / "step")).exact
+    assert verify_training(bucket, dump=Dump(6, tmp_path / "step")).exact
     record = msgspec.json.decode((tmp_path / "step" / "step.json").read_bytes())
     assert record["equal"]
     assert [found["sequence"] for found in record["groups"]] == [10, 11]
@@ -268,14 +268,14 @@ def test_a_dump_holds_all_that_a_step_was_made_of(bucket, tmp_path) -> None:
     state = safetensors.torch.load_file(tmp_path / "step" / "state.safetensors")
     assert int(state["steps"]) == 5
     with pytest.raises(InputError, match="exists already"):
-        replay(bucket, dump=Dump(6, tmp_path / "step"))
+        verify_training(bucket, dump=Dump(6, tmp_path / "step"))
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 3), (4, 3), (1, 9)])
 def test_versions_that_are_not_there_are_refused(bucket, first, last) -> None:
     train(bucket, to=3)
     with pytest.raises(InputError, match="the run has 1 to 3"):
-        replay(bucket, first=first, last=last)
+        verify_training(bucket, first=first, last=last)
 
 
 def test_what_a_dead_worker_stored_is_trained_on(bucket) -> None:
@@ -467,11 +467,11 @@ def test_the_audit_finds_a_version_that_is_missing(skipped) -> None:
 
 
 def test_replay_follows_the_chain_across_skipped_numbers(skipped) -> None:
-    found = replay(skipped)
+    found = verify_training(skipped)
     assert (found.exact, found.last, found.groups) == (True, 5, 8)
     skipped.put(keys.manifest(9), b"junk")
-    assert replay(skipped, first=3).exact
-    assert replay(skipped, last=3).groups == 4
+    assert verify_training(skipped, first=3).exact
+    assert verify_training(skipped, last=3).groups == 4
 
 
 def test_a_resumed_trainer_recomputes_across_skipped_numbers(skipped) -> None:
@@ -481,7 +481,7 @@ def test_a_resumed_trainer_recomputes_across_skipped_numbers(skipped) -> None:
     trainer = trainer_of(skipped, versions=6)
     assert (trainer.version, trainer._diverged) == (5, False)
     trainer.loop()
-    assert replay(skipped).exact
+    assert verify_training(skipped).exact
 
 
 def test_retention_deletes_groups_across_skipped_numbers(skipped) -> None:

@@ -99,7 +99,7 @@ def cost_of_readers(bucket, issuer, buffer):
     for _ in range(2):
         faulty.operations.clear()
         listed.clear()
-        watch.look()
+        watch.poll()
         tail.read(everything=True)
         fleet.poll()
         buffer.poll(fleet.known_workers, issuer.granted())

@@ -94,7 +94,7 @@ class Stub:
         self.status = status
         self.looks = 0
 
-    def look(self) -> RunStatus:
+    def poll(self) -> RunStatus:
         self.looks += 1
         if self.status is None:
             raise RetryError("no answer")

@@ -128,7 +128,7 @@ def bucket(tmp_path) -> Bucket:
 
 
 def look(bucket: Bucket) -> RunStatus:
-    return Watch(bucket, clock=lambda: NOW).look()
+    return Watch(bucket, clock=lambda: NOW).poll()
 
 
 def shown(status: RunStatus, width: int = 100) -> str:
@@ -206,7 +206,7 @@ def test_what_is_damaged_is_named_and_the_rest_shown(bucket) -> None:
 
 def test_only_the_window_is_read_and_nothing_twice(bucket, monkeypatch) -> None:
     watch = Watch(bucket, clock=lambda: NOW)
-    watch.look()
+    watch.poll()
     read: list[str] = []
     get = bucket.get
 
@@ -216,7 +216,7 @@ def test_only_the_window_is_read_and_nothing_twice(bucket, monkeypatch) -> None:
 
     monkeypatch.setattr(bucket, "get", spy)
     bucket.put(keys.events("trainer-a", 1), encode_lines([step(4, [1], [1])]))
-    assert watch.look().reward == 0.5
+    assert watch.poll().reward == 0.5
     assert [key for key in read if key.startswith(keys.EVENTS)] == [keys.events("trainer-a", 1)]
 
 
@@ -228,7 +228,7 @@ def test_old_segments_are_left_out_but_for_each_series_last_words(bucket, monkey
         bucket.put(keys.events("trainer-a", number), encode_lines([step(4, [1], [1])]))
         os.utime(folder / f"{number:010d}.jsonl", (NOW, NOW))
     watch = Watch(bucket, window_s=60, clock=lambda: NOW)
-    watch.look()
+    watch.poll()
     kept = [key for key in watch._events._kept if "trainer-a" in key]
     assert sorted(kept) == [keys.events("trainer-a", n) for n in (6, 7, 8)]
 
@@ -248,7 +248,7 @@ def test_late_writes_of_processes_replaced_long_ago_cost_no_reads(bucket) -> Non
     assert after.tokens_trained_per_s == before.tokens_trained_per_s
     assert after.tokens_generated_per_s == before.tokens_generated_per_s
     assert (after.window_s, after.staleness) == (before.window_s, before.staleness)
-    slow = Watch(bucket, window_s=1, clock=lambda: NOW).look()
+    slow = Watch(bucket, window_s=1, clock=lambda: NOW).poll()
     assert slow.steps_per_minute == 60.0, "two steps at least"
 
 

@@ -40,7 +40,7 @@ MAX_BODY_BYTES = 16 << 20
 
 @dataclass
 class Policy:
-    """How requests are sampled and bounded.
+    """The sampling settings and limits of requests.
 
     With ``temperature`` None the client chooses it. ``capacity`` bounds prompt and answer together,
     ``turns`` the answers of one recording, and ``characters`` the length of a message that the

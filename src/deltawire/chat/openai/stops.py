@@ -51,7 +51,7 @@ class StopWatch:
         self._end = ""
 
     def add(self, token: int) -> bool:
-        """Whether the answer contains one, including this token."""
+        """Returns whether the answer contains one, including this token."""
         new = self._heard.add(token)
         self._end += new
         near = any(stop in self._end for stop in self._stops)

@@ -9,7 +9,7 @@ Who waits for whom::
       the mirror advances before the
       next version is prepared
 
-All ranks enter `RankWeights.swap` together and reach agreement there, whoever calls it. An answer
+All ranks enter `RankWeights.swap` together and agree on the result there. An answer
 is a dictionary with ``failure``, empty on success: an exception would end vLLM's worker, and with
 it serving.
 """

@@ -1,7 +1,7 @@
 """Starts a vLLM server for this process, waits for it, and ends it with this process.
 
 The server listens on a socket in a folder that only this user can enter. There is no port to guess
-or to race for, and nobody else can make the calls that vLLM does not protect by its key, such as
+or to race for, and no other user can make the calls that vLLM does not protect by its key, such as
 ``/collective_rpc``.
 """
 

@@ -27,11 +27,11 @@ class FollowSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     public_key: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     in_flight: InFlight = "keep"
     follow: bool = True
-    """Whether to swap to every new version, without a call that asks for it."""
+    """True to swap to every new version without being asked."""
     threads: Annotated[int, Meta(ge=1, le=64)] = 1
     """Threads that decode, on each rank, in addition to the model's own."""
     attest_every_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """How often all live bits are digested, and repaired if they differ; 0 is never."""
+    """Seconds between checks of all live bits, which repair any difference; 0 is never."""
 
 
 def parse(values: Any, *, where: str) -> FollowSettings:
@@ -55,7 +55,7 @@ def settings_of(vllm_config: Any) -> FollowSettings | None:
 
 
 def in_use(vllm_config: Any) -> bool:
-    """Whether deltawire updates this engine's weights."""
+    """Returns whether deltawire updates this engine's weights."""
     if vllm_config is None:
         return False
     transfer = getattr(vllm_config, "weight_transfer_config", None)
@@ -69,7 +69,7 @@ def in_use(vllm_config: Any) -> bool:
 
 
 def in_use_here() -> bool:
-    """Whether deltawire updates the weights of the engine that this process is configuring."""
+    """Returns whether deltawire updates the weights of the engine being configured here."""
     from vllm.config import get_current_vllm_config_or_none
 
     return in_use(get_current_vllm_config_or_none())

@@ -249,7 +249,7 @@ class SwapController:
         return f"{self.swaps} {self.version}"
 
     def _due(self) -> bool:
-        """Whether the controller has work to do before the next step."""
+        """Returns whether the controller has work to do before the next step."""
         if self.phase == "ready":
             return True
         now = time.monotonic()
@@ -258,7 +258,7 @@ class SwapController:
         return now >= self._attest_at or (self.wanted != self.version and now >= self._not_before)
 
     def busy(self) -> bool:
-        """Whether the loop must be woken even if no newer version was found."""
+        """Returns whether the loop must be woken even if no newer version was found."""
         return self.phase != "serving" or self._due()
 
     def _wake(self) -> None:
@@ -290,7 +290,7 @@ class SwapController:
             self._swap()
 
     def _succeeded(self, answers: list[dict[str, Any]]) -> bool:
-        """Whether nothing failed; otherwise the old version stays, and a retry is scheduled."""
+        """Returns whether nothing failed; otherwise keeps the old version and schedules a retry."""
         failed = [answer["failure"] for answer in answers if answer["failure"]]
         if not failed:
             return True
@@ -311,8 +311,8 @@ class SwapController:
         self._resume()
 
     def _idle(self) -> bool:
-        """Whether the swap may happen now: no step is in progress and, with ``drain``, no sequence
-        runs. If not, pauses the scheduler until that is so."""
+        """Returns whether a swap may happen: no step and, with ``drain``, no sequence is running.
+        If not, pauses the scheduler until none is."""
         from vllm.v1.core.sched.interface import PauseState
 
         assert self.settings is not None

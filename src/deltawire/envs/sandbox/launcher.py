@@ -149,7 +149,7 @@ def _walk(root: Path) -> Iterator[str | None]:
 
 @dataclass
 class Usage:
-    """What the command's processes use together, as ``/proc`` reports it.
+    """Measures what the command's processes use together, from ``/proc``.
 
     The CPU time of a child is in its parent's counters once it has been waited for, but not if the
     parent ignores SIGCHLD. So the time of a process that was seen running and then vanished is

@@ -25,7 +25,7 @@ links or empty folders."""
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """What one command may use, for all its processes together unless stated otherwise.
+    """The limits of one command, for all its processes together unless stated otherwise.
 
     ``memory_bytes`` bounds the address space of each process by the kernel, and the resident sum by
     a check every `launcher.LOOK_S`; ``cpu_s`` likewise. Files count under ``disk_bytes`` instead.
@@ -88,7 +88,7 @@ class Result:
 
 
 def valid_path(path: str) -> bool:
-    """Whether a path is relative, printable, and stays below its start."""
+    """Returns whether a path is relative, printable, and stays below its start."""
     names = path.split("/")
     return (
         0 < len(path.encode(errors="replace")) <= MAX_PATH

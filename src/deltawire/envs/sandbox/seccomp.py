@@ -65,7 +65,7 @@ _MACHINES = {
 
 
 def supported() -> bool:
-    """Whether there is a filter for this machine."""
+    """Returns whether there is a filter for this machine."""
     return platform.machine() in _MACHINES
 
 

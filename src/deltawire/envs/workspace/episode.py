@@ -141,7 +141,7 @@ class Workspace(Environment):
         }
 
     def tests_edited(self) -> bool:
-        """Whether one of the package's tests was changed or removed."""
+        """Returns whether one of the package's tests was changed or removed."""
         tests = {p: d for p, d in self.problem.files.items() if p.startswith("tests/")}
         return any(self.files.get(path) != data for path, data in tests.items())
 
@@ -150,7 +150,7 @@ class Workspace(Environment):
         return self._probes
 
     def solved(self, total_reward: float) -> bool:
-        """Whether every hidden case passed, regardless of the cost of broken calls."""
+        """Returns whether every hidden case passed, regardless of the cost of broken calls."""
         del total_reward
         return self._score is not None and self._score >= 1.0
 

@@ -46,7 +46,7 @@ class Grade:
     asked: tuple[int, ...]
 
     def all_right(self, number: int) -> bool:
-        """Whether all cases of a set passed."""
+        """Returns whether all cases of a set passed."""
         return self.passed[number] == self.asked[number]
 
 

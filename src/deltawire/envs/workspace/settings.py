@@ -19,7 +19,7 @@ _MIB = 1 << 20
 
 
 class WorkspaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a workspace may use and how its episodes end.
+    """The limits of a workspace and the rules that end its episodes.
 
     An episode ends after ``idle_turns`` turns in a row without a call. ``loophole`` plants a way to
     earn the reward without solving the task, for tests of the probes.
@@ -28,7 +28,7 @@ class WorkspaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     turns: Annotated[int, Meta(ge=1, le=10_000)] = 50
     idle_turns: Annotated[int, Meta(ge=1, le=10_000)] = 3
     describe_tools: bool = False
-    """Whether the prompt says how to call the tools, for models without a chat template."""
+    """True to explain the tools in the prompt, for models without a chat template."""
     broken_call_cost: Annotated[float, Meta(ge=0, le=1)] = 0.02
     isolation: Isolation = "namespaces"
     at_once: Annotated[int, Meta(ge=0, le=4096)] = 0

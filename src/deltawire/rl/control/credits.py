@@ -83,7 +83,7 @@ class CreditIssuer:
             self.alive = {name for name in alive if self._delivers(name)}
 
     def _delivers(self, worker: str) -> bool:
-        """Whether a worker stored a group since it was granted one, or may still be sampling it.
+        """Returns whether a worker stored a group after its last grant, or may still be sampling.
 
         A worker that holds credits for ``faults.long_s`` and stores nothing loses its claim on
         them, like a dead one, until it stores a group.
@@ -98,7 +98,7 @@ class CreditIssuer:
     def granted(self) -> dict[str, int]:
         """Every worker's credits; its groups with lower sequence numbers may be read.
 
-        Credits of a lost ``trainer.json`` are made up for by what is settled.
+        The settled groups make up for the credits of a lost ``trainer.json``.
         """
         with self._lock:
             names = self._credits.keys() | self.ledger.below.keys()
@@ -108,7 +108,7 @@ class CreditIssuer:
             }
 
     def is_settled(self, worker: str) -> bool:
-        """Whether every group that the worker stored is settled."""
+        """Returns whether every group that the worker stored is settled."""
         with self._lock:
             settled = self.ledger.count(worker) + self._dropping.get(worker, 0)
             return self._stored.get(worker, 0) <= settled

@@ -138,11 +138,11 @@ class RolloutBuffer:
         return len(self._waiting) + len(self._requeued)
 
     def stored(self, worker: str) -> int:
-        """How many groups the worker has stored, as far as they were fetched."""
+        """Returns how many groups the worker has stored, as far as they were fetched."""
         return self._next.get(worker, 0)
 
     def dropping(self, worker: str) -> int:
-        """How many of a worker's unsettled groups hold no credit.
+        """Returns how many of a worker's unsettled groups hold no credit.
 
         They were dropped and not yet reported with a batch, or requeued.
         """

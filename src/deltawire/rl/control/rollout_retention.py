@@ -61,7 +61,7 @@ class RolloutRetention:
 
 
 def read_retained(bucket: Bucket) -> Retained:
-    """What the owner has deleted on purpose; nothing if ``retained.json`` cannot be read."""
+    """Read which rollouts were deleted on purpose; none if ``retained.json`` cannot be read."""
     try:
         data = bucket.get(keys.RETAINED, limit=MAX_RETAINED_BYTES)
         if data is None:

@@ -17,7 +17,7 @@ AUDIT_PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Attestation:
-    """What one worker attested at the end of a run: does it hold the final version, to the bit?"""
+    """One worker's statement, at the end of a run, that it holds the final version bit for bit."""
 
     worker: str
     version: int
@@ -68,7 +68,7 @@ def _is_finished(heartbeat: Heartbeat) -> bool:
 
 
 def _attests(heartbeat: Heartbeat, status: TrainerStatus) -> bool:
-    """Whether it is a worker that has not stopped, nor finished with an earlier end of the run.
+    """Returns whether a worker must attest: it neither stopped nor finished at an earlier end.
 
     A worker that finished earlier, and was gone when the run continued, holds an older version.
     One that is still starting has no status yet.

@@ -38,7 +38,7 @@ class ServedPolicy:
     tasks: TaskSource
     close: Callable[[], Awaitable[None]] = nothing_to_close
     external: bool = False
-    """Whether the engine runs in another process, which keeps decoding during a swap."""
+    """True if the engine runs in another process, which keeps decoding during a swap."""
 
 
 def serve_policy(

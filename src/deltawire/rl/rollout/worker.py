@@ -214,7 +214,7 @@ class Worker:
 
 
 def allowed_lag(max_staleness: int) -> int:
-    """How many versions behind the trainer a worker may be when it starts a group.
+    """Returns how many versions behind the trainer a worker may be when it starts a group.
 
     The group's age when it is trained on is this lag, plus the versions that pass while it is
     sampled and while it waits. The lag may use half of the bound. With a bound of 0 or 1 only the

@@ -118,7 +118,7 @@ class RecomputedStep:
 
     @property
     def equal(self) -> bool:
-        """Whether it gave the published bits."""
+        """Returns whether it gave the published bits."""
         return self.digest == self.published
 
 
@@ -132,7 +132,7 @@ def next_committed(bucket: Bucket, run: Run, version: int) -> int | None:
 
 
 def metadata_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata, Digest]:
-    """What a committed version was made of, and its digest; raises `CorruptError`."""
+    """Reads the inputs of a committed version's step, and its digest; raises `CorruptError`."""
     manifest = read_manifest(bucket, run, version)
     if manifest is None or manifest.pruned:
         raise CorruptError(
@@ -163,7 +163,7 @@ def recompute_step(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) 
         seed_step(config, version)
         result = train_step(
             state.masters,
-            [pooled.group for pooled in groups],
+            [numbered.group for numbered in groups],
             config,
             reference=state.reference,
         )

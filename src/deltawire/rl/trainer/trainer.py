@@ -195,7 +195,7 @@ class Trainer:
         self._finish()
 
     def _claimed(self) -> dict[str, int]:
-        """Credits to start with if ``trainer.json`` is lost: what the workers say they stored."""
+        """Credits to start with if ``trainer.json`` is lost: the groups that the workers report."""
         self.fleet.poll()
         limit = policy_of(self.config.train).limit
         return {
@@ -239,7 +239,7 @@ class Trainer:
                 )
 
     def _is_settled(self, worker: str) -> bool:
-        """Whether no step needs a group of this worker any more."""
+        """Returns whether no step needs a group of this worker any more."""
         if worker in self.buffer.quarantined:
             return True
         heartbeat = self.fleet.heartbeats[worker]

@@ -57,7 +57,7 @@ class TrainingVerification:
 
     @property
     def exact(self) -> bool:
-        """Whether every compared version equals the published one."""
+        """Returns whether every compared version equals the published one."""
         return self.differs is None
 
 
@@ -69,7 +69,7 @@ class Dump:
     folder: Path
 
 
-def replay(
+def verify_training(
     bucket: Bucket,
     *,
     first: int = 1,
@@ -138,7 +138,7 @@ def _check_range(bucket: Bucket, first: int, last: int, newest: int, dump: Dump 
 
 
 def _explain(bucket: Bucket, run: Run, found: TrainingVerification, state: Resumed) -> None:
-    """Find the tensors that differ, and what is known about the cause."""
+    """Find the tensors that differ and the likely cause."""
     assert found.differs is not None
     metadata, _ = metadata_at(bucket, run, found.differs)
     found.reason = (
@@ -183,17 +183,17 @@ def _dump_step(dump: Dump, step: RecomputedStep, state: Resumed) -> None:
     }
     groups = [
         {
-            "worker": pooled.group.worker,
-            "sequence": pooled.sequence,
-            "task": pooled.group.task,
-            "hash": pooled.hash,
-            "staleness": step.base - pooled.group.oldest_version,
-            "queued": step.base - pooled.group.newest_version,
-            "tokens": pooled.group.tokens,
-            "rewards": [trajectory.reward for trajectory in pooled.group.trajectories],
-            "finishes": [trajectory.finish for trajectory in pooled.group.trajectories],
+            "worker": numbered.group.worker,
+            "sequence": numbered.sequence,
+            "task": numbered.group.task,
+            "hash": numbered.hash,
+            "staleness": step.base - numbered.group.oldest_version,
+            "queued": step.base - numbered.group.newest_version,
+            "tokens": numbered.group.tokens,
+            "rewards": [trajectory.reward for trajectory in numbered.group.trajectories],
+            "finishes": [trajectory.finish for trajectory in numbered.group.trajectories],
         }
-        for pooled in step.groups
+        for numbered in step.groups
     ]
     record = {
         "version": step.version,

@@ -1,4 +1,4 @@
-"""Deletion intents: keep retention from deleting a blob that a committed version counts on.
+"""Deletion intents: keep retention from deleting a blob that a committed version needs.
 
 Who waits for whom::
 
@@ -10,23 +10,24 @@ Who waits for whom::
       3. deletes what nothing refers to           4. checks its blobs, puts what is missing
       4. deletes the intent
 
-Both announce what they are about to do before they read what the other does. So of an intent and a
-commit one must see the other, however long either is stalled and wherever:
+Each side announces its action before it reads the other side's announcements. So of an intent and a
+commit at least one sees the other, wherever and for however long either side stalls:
 
-- If the read (2) of retention begins after the commit, it sees the manifest, and keeps its blobs.
-- Otherwise the intent was there before the commit. The writer then finds it, and waits; or it is
-  gone again, because every deletion is done. Either way the writer checks its blobs after the last
-  deletion, and what it puts again is named by a manifest that is there: later intents leave it.
+- If step 2 of retention begins after the commit, it reads the manifest and keeps its blobs.
+- Otherwise the intent existed before the commit. The writer either finds it and waits, or it is
+  gone because every deletion is done. In both cases the writer checks its blobs after the last
+  deletion, and the blobs that it puts again are named by a committed manifest, so that later
+  retention keeps them.
 
-Names do not help here: a blob's name states its content, so the same name may be unused now and
-needed by a version a moment later. Ages alone do not help either: a writer may be stalled for
-longer than any grace period, and a deleter too.
+Blob names cannot replace intents: a blob's name is the hash of its content, so the same name may be
+unused now and needed by a version a moment later. Neither can ages: a writer or a deleter may stall
+for longer than any grace period.
 
-Waiting ends. Retention deletes nothing later than `INTENT_S` after it has created its intent, by
-its own clock, and a deletion whose answer never came is given `MARGIN_S` to happen. An intent that
-is older than both by the store's clock was left by a process that died: writers do not wait for it,
-and the next retention deletes it. An object that is no intent of this run, or not signed in a
-signed run, delays nobody.
+The wait is bounded. Retention deletes nothing later than `INTENT_S` after it created its intent, by
+its own clock, and a deletion whose response never came is given `MARGIN_S` to take effect. An
+intent older than the sum of both by the store's clock was left by a process that died: writers do
+not wait for it, and the next retention deletes it. Writers ignore objects that are no intent of
+this run, and unsigned ones in a signed run.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer, seal
 
 INTENT_S = 600.0
-"""How long after it was created an intent may still delete."""
+"""The time after its creation during which an intent permits deletions."""
 
 MARGIN_S = 300.0
-"""How long a deletion that was not answered may take to happen."""
+"""The time that a deletion without a response may take to take effect."""
 
 
 def store_clock(bucket: Bucket) -> datetime:
@@ -75,11 +76,11 @@ def delete_blobs(
     *,
     signer: Signer | None = None,
 ) -> Iterator[str]:
-    """Deletes those blobs of ``doomed``, keys, that are not among ``referred()``, which is called
-    after each intent was created and must read the bucket again each time.
+    """Deletes the blobs with keys in ``doomed`` that are not in ``referred()``, which is called
+    after each intent is created and must read the bucket again each time.
 
-    Yields each key before it is deleted; the caller need not continue. Raises `RetryError` if the
-    store does not answer: the intent then stays, because a deletion may still be under way.
+    Yields each key before deleting it; the caller may stop early. Raises `RetryError` if the store
+    does not answer: the intent then stays, because a deletion may still be in flight.
     """
     left = list(doomed)
     while left:
@@ -103,7 +104,7 @@ def delete_blobs(
 
 
 def _delete_before(until: float, bucket: Bucket, key: str) -> None:
-    """Deletes an object; repeating it is another deletion, which must not begin after ``until``."""
+    """Deletes an object unless ``until`` has passed, which is checked at each attempt."""
     if _uptime() > until:
         raise RetryError("the time for this deletion is over", run=bucket.url, key=key)
     bucket.delete(key)
@@ -119,11 +120,11 @@ def drop_dead_intents(bucket: Bucket, now: datetime) -> None:
 def blobs_stay(
     bucket: Bucket, run: Run, refs: Iterable[BlobRef], *, unsigned: bool = False
 ) -> bool:
-    """Whether all of ``refs``, blobs of an object that was just committed, are there and will stay.
+    """Returns whether ``refs``, the blobs of an object just committed, all exist and will stay.
 
-    Waits for the intents that were created before and name one of them; ``unsigned`` ones count too
-    in a signed run where retention has no key. If the answer is no, what is missing must be put
-    again; it then stays. Raises `RetryError` if the store does not answer.
+    Waits for the earlier intents that name one of them; ``unsigned`` ones count too in a signed run
+    where retention has no key. If the result is False, the caller must put the missing blobs again;
+    they then stay. Raises `RetryError` if the store does not answer.
     """
     bucket = RetryingBucket.over(bucket)
     sizes = {keys.blob(ref.hash): ref.bytes for ref in refs}
@@ -137,7 +138,7 @@ def blobs_stay(
 
 def _named_by(bucket: Bucket, run: Run, entry: ObjectMeta, *, unsigned: bool) -> set[str]:
     """Returns the keys of the blobs that an intent names, none if it is not retention's."""
-    for _ in range(2):  # A damaged answer is asked for again.
+    for _ in range(2):  # The damage may be in the response only.
         try:
             data = bucket.get(entry.key, limit=MAX_INTENT_BYTES)
             if data is None:
@@ -159,7 +160,7 @@ def _wait_for(bucket: Bucket, entry: ObjectMeta) -> None:
 
 
 def _uptime() -> float:
-    """Returns seconds of a clock that runs while the machine sleeps, where there is one."""
+    """Returns the seconds of a clock that also advances while the machine sleeps, if it has one."""
     boot = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if boot is None else time.clock_gettime(boot)
 

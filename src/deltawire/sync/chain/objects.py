@@ -232,7 +232,7 @@ def read_retention_floors(bucket: Bucket, run: Run, *, unsigned: bool = False) -
 
 
 def _check_floor(bucket: Bucket, run: Run, version: int, *, unsigned: bool) -> bool:
-    """Whether there is a floor at ``version``; raises `CorruptError` if it is none of this run."""
+    """Returns whether there is a floor at ``version``. Raises `CorruptError` for another run's."""
     key = keys.retention_floor(version)
     data = bucket.get(key, limit=MAX_FLOOR_BYTES)
     if data is None:

@@ -64,11 +64,12 @@ def read_payload(
     ref: PayloadRef,
     ranges: Mapping[int, tuple[int, int]] | None = None,
 ) -> Payload:
-    """A payload of ``stated``, checked.
+    """Reads and checks a payload of ``stated``.
 
-    With ``ranges`` (by tensor number the first element and the one after the last, at borders of
-    chunks), at least the pieces in these, from the segments of the table that have them. Raises
-    `CorruptError` if the table is missing, damaged, or not one of this run.
+    ``ranges`` maps tensor numbers to the first element and the one after the last, at chunk
+    boundaries. With it, the result holds at least the pieces in these ranges, read from the table
+    segments that list them. Raises `CorruptError` if the table is missing, damaged, or of another
+    run.
     """
     try:
         if ranges is not None and not ref.table.inline:
@@ -85,7 +86,7 @@ def read_payload(
 
 
 def read_table(bucket: Bucket, run: Run, ref: PayloadRef) -> Payload:
-    """A payload's whole piece table, its places and sums not yet checked; raises
+    """Reads a payload's whole piece table without checking its positions and sums; raises
     `CorruptError`."""
     blob = ref.table_blob
     data = ref.table.inline if blob is None else bytes(get_blob(bucket, blob))
@@ -93,7 +94,7 @@ def read_table(bucket: Bucket, run: Run, ref: PayloadRef) -> Payload:
 
 
 def read_blobs(bucket: Bucket, run: Run, ref: PayloadRef) -> list[BlobRef]:
-    """The blobs of a payload, by the head and the last segments of its table; raises
+    """Reads the list of a payload's blobs from the head and last segments of its table; raises
     `CorruptError`."""
     if ref.table.inline:
         return list(read_table(bucket, run, ref).blobs)
@@ -107,7 +108,7 @@ def read_blobs(bucket: Bucket, run: Run, ref: PayloadRef) -> list[BlobRef]:
 
 
 def all_blobs(bucket: Bucket, run: Run, stated: Stated | Part) -> list[BlobRef]:
-    """Every blob that the payloads of ``stated`` need, their piece tables first.
+    """Lists every blob that the payloads of ``stated`` need, their piece tables first.
 
     Raises `CorruptError`.
     """
@@ -122,15 +123,15 @@ def all_blobs(bucket: Bucket, run: Run, stated: Stated | Part) -> list[BlobRef]:
 
 
 def table_blobs(refs: Sequence[PayloadRef]) -> list[BlobRef]:
-    """The blobs of the piece tables that are not inline."""
+    """Returns the blobs of the piece tables that are not inline."""
     return [ref.table_blob for ref in refs if ref.table_blob is not None]
 
 
 def _read_part(
     bucket: Bucket, run: Run, ref: PayloadRef, ranges: Mapping[int, tuple[int, int]]
 ) -> Payload | None:
-    """The pieces of the segments that ``ranges`` need and their blobs, numbered anew; None if
-    reading everything is better."""
+    """Reads the table segments that ``ranges`` need and renumbers their blobs from 0; returns None
+    if reading the whole table is cheaper."""
     head = decode_head(_read(bucket, ref, [(0, ref.head_bytes)])[0], ref)
     segments = [head.piece_segments[number] for number in head.wanted(ranges)]
     if sum(segment.length for segment in segments) > WHOLE * ref.table.bytes:

@@ -169,7 +169,7 @@ class RouteFinder:
         ]
 
     def _open_to(self, anchor: int) -> bool:
-        """Whether an anchor may be used: one older than the version held only if all else fails."""
+        """Returns whether an anchor may be used; one older than ``held`` is a last resort."""
         return self._anchors and (self.held is None or anchor > self.held or self._back)
 
     def _search_coarsely(self) -> Iterator[Edge]:

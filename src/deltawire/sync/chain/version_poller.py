@@ -1,10 +1,10 @@
 """Polls a bucket for versions newer than the one held.
 
-One poll asks for the next manifest by name. Every `LIST_EVERY_POLLS` polls, and whenever the next
-manifest is there but cannot be read, a listing shows whether a newer version can be reached around
-it. A manifest that is damaged, or that somebody without the key has written, does not exist for a
-reader: it is kept as the poller's ``alarm`` and read again with increasing pauses, since a damaged
-answer may be the store's and not the object's.
+One poll requests the next manifest by name. Every `LIST_EVERY_POLLS` polls, and whenever the next
+manifest exists but cannot be read, the poller lists the manifests to find a newer version that can
+be reached without it. A reader ignores a manifest that is damaged or not signed by the run's key:
+the poller keeps it as its ``alarm`` and reads it again after increasing pauses, because the damage
+may be in the store's response and not in the object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
 
 LIST_EVERY_POLLS = 20
-"""Polls between two listings while the next manifest is missing: a lost one is not waited for."""
+"""Polls between two listings while the next manifest is missing, in case it was lost."""
 
 PATIENCE_SHARE = 0.05
 """Pauses grow with the time since the last version: they add at most this share to its age."""
@@ -34,13 +34,13 @@ LONGEST_PAUSE = 10.0
 """The longest pause, in multiples of the bucket's own polling interval."""
 
 JITTER = 0.25
-"""Pauses vary by up to this share, so that many readers do not ask in step."""
+"""Pauses vary by up to this share, so that many readers do not poll at the same time."""
 
 MOST_AHEAD = 16
-"""The most manifests that one poll asks for, of a store in a network."""
+"""The most manifests that one poll requests from a network store."""
 
 LONGEST_RECHECK_S = 60.0
-"""The longest time for which a manifest that could not be read is not read again."""
+"""The longest pause before an unreadable manifest is read again."""
 
 
 @dataclass
@@ -54,9 +54,9 @@ class _Rejected:
 
 
 class VersionPoller:
-    """Answers whether a run has a version newer than the one held.
+    """Finds the newest readable version of a run above the one held.
 
-    ``read`` replaces `read_manifest`, for a caller that keeps more than the manifest.
+    ``read`` replaces `read_manifest`, for a caller that also keeps the manifest's bytes.
 
     Example::
 
@@ -89,16 +89,16 @@ class VersionPoller:
 
     @property
     def alarm(self) -> CorruptError | None:
-        """Why the newest version that was listed could not be read, None if all could."""
+        """The error of the newest listed version that could not be read, None if all could."""
         newest = max(self._rejected, default=None)
         return None if newest is None else self._rejected[newest].error
 
     @property
     def pause_s(self) -> float:
-        """How long to sleep before the next poll.
+        """Returns how long to sleep before the next poll.
 
-        At least the bucket's own interval, growing to `LONGEST_PAUSE` times as much while nothing
-        new comes: a version that took T seconds to come is seen at most T/20 later.
+        At least the bucket's polling interval, growing to `LONGEST_PAUSE` times as much while no
+        version appears: one that took T seconds to appear is found at most about T/20 later.
         """
         shortest = self.bucket.poll_s
         idle_s = self._clock() - self._progress_at
@@ -123,7 +123,7 @@ class VersionPoller:
         if self.found:
             newest = self.found[-1]
             missing = len(self.found) < self._ahead
-            # A reader that was behind by so much may be again: the next poll asks for all at once.
+            # The lag is likely to repeat: the next poll asks for as many manifests at once.
             self._ahead = 1 if self.bucket.local else min(len(self.found) + 1, MOST_AHEAD)
             if nearest or missing or newest.version + 1 > keys.MAX_NUMBER:
                 return newest
@@ -185,7 +185,7 @@ class VersionPoller:
         return manifest
 
     def _check_run(self, held: int) -> None:
-        """Notices a run that was deleted, replaced by another, or set back to older versions."""
+        """Detects a run that was deleted, replaced by another, or set back to older versions."""
         meta = self.bucket.head(keys.RUN)
         if meta != self._run_meta:
             there = require_run(self.bucket, public_key=self.run.public_key)
@@ -213,8 +213,9 @@ class VersionPoller:
 def newest_readable(bucket: Bucket, run: Run) -> Manifest | None:
     """Returns the manifest of the newest version that can be read, None if nothing is committed.
 
-    A damaged manifest is read twice before an older version is taken: the answer may have been at
-    fault. Raises `CorruptError` for the newest one if versions are there and none can be read.
+    Reads a damaged manifest twice before it falls back to an older version, because the store's
+    response may have been at fault. Raises `CorruptError` for the newest one if versions exist and
+    none can be read.
     """
     damage: CorruptError | None = None
     for version in sorted(committed_objects(bucket), reverse=True):

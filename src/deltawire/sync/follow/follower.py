@@ -38,7 +38,7 @@ class Steps(Protocol):
 
     @property
     def pause_s(self) -> float:
-        """How long to sleep after `prepare` found nothing."""
+        """Returns how long to sleep after `prepare` found nothing."""
 
     @property
     def alarm(self) -> CorruptError | None:

@@ -86,7 +86,7 @@ def load_mirror(
 
 
 def holds_its_version(finder: RouteFinder, mirror: Mirror) -> bool:
-    """Whether the mirror's digest is the one that its version's manifest states.
+    """Returns whether the mirror's digest is the one that its version's manifest states.
 
     A pruned version still states its digest. Where the manifest is missing or damaged, the
     next delta decides: it states the digest of its base.

@@ -36,7 +36,7 @@ class ManifestFollower:
 
     @property
     def pause_s(self) -> float:
-        """How long to sleep before the next `prepare`."""
+        """Returns how long to sleep before the next `prepare`."""
         return self._poller.pause_s
 
     @property

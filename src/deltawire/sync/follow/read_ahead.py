@@ -1,7 +1,7 @@
-"""Fetches the blobs of the next steps of a route in parallel, from a store in a network.
+"""Prefetches the blobs of the next steps of a route in parallel, from a network store.
 
-A reader that is several versions behind would otherwise wait for one round trip a version, and a
-publisher that is faster than that could not be caught up with.
+Without it, a reader that lags by several versions waits for one round trip per version, and never
+catches up with a publisher that is faster than that.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from deltawire.wire.payload import BlobRef
 
 READERS = 8
 LARGEST_BYTES = 8 << 20
-"""Larger blobs take longer than a round trip, and are fetched when they are needed."""
+"""Larger blobs take longer than a round trip and are fetched only when needed."""
 
 
 class ReadAhead(DelegatingBucket):
-    """Passes operations on to ``inner``; a `get` of an expected blob waits for its request.
+    """Forwards operations to ``inner``; a `get` of an expected blob returns its prefetched bytes.
 
-    At most `READERS` blobs of `LARGEST_BYTES` are held at once. A blob whose request failed is
+    Holds at most `READERS` blobs of `LARGEST_BYTES` at once. A blob whose request failed is
     requested again when it is needed.
     """
 

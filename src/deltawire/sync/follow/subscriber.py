@@ -97,7 +97,7 @@ class Subscriber:
 
     @property
     def pause_s(self) -> float:
-        """How long to sleep before asking again after `prepare` found nothing."""
+        """Returns how long to sleep before asking again after `prepare` found nothing."""
         return self._poller.pause_s
 
     @property
@@ -204,7 +204,7 @@ class Subscriber:
         if self.mirror.version < 0:
             raise ResyncError(
                 "the mirror holds no version to go on from",
-                hint="fill it first, and load what is served from it again",
+                hint="fill it first, then load the served weights from it again",
                 run=self.bucket.url,
             )
 
@@ -317,7 +317,7 @@ class Subscriber:
     def _find_edges(self, finder: RouteFinder) -> tuple[Edge, ...]:
         route = finder.find()
         if route is None:
-            # The goal cannot be reached: perhaps a newer version can, around what is damaged.
+            # The goal cannot be reached; a newer version may be, around the damage.
             newest = newest_version(self.bucket, newer_than=finder.goal)
             if newest is not None:
                 finder.goal = newest

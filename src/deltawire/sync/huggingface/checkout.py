@@ -115,7 +115,7 @@ class Checkout:
 
     @property
     def pause_s(self) -> float:
-        """How long to sleep before the next `newest`."""
+        """Return how long to sleep before the next `newest`."""
         return self._poller.pause_s
 
     @property

@@ -68,7 +68,7 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """How many bytes its tensors hold."""
+        """Return how many bytes its tensors hold."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def model_files(self) -> list[ModelFile]:

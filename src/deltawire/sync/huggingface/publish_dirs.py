@@ -51,11 +51,11 @@ State = Literal["published", "there", "planned", "older"]
 
 @dataclass(frozen=True)
 class DirectoryResult:
-    """What became of a directory.
+    """The outcome for one directory.
 
-    It was ``published`` now, at the cost that ``stats`` says, was ``there`` already, is only
-    ``planned`` by a dry run, or is ``older`` than what is published and was skipped; ``version`` is
-    then the newest one.
+    It was ``published`` now, at the cost in ``stats``; was ``there`` already; is only ``planned``
+    by a dry run; or is ``older`` than the published weights and was skipped: ``version`` is then
+    the newest one.
     """
 
     path: Path
@@ -67,12 +67,12 @@ class DirectoryResult:
 
     @property
     def published(self) -> bool:
-        """Whether this call made the version."""
+        """Return whether this call made the version."""
         return self.state == "published"
 
 
 class _Version(NamedTuple):
-    """What tells a version: its digest, and its files unless retention has taken their list."""
+    """Identifies a version: its digest, and its files unless retention deleted their list."""
 
     digest: str
     files: list[ModelFile] | None
@@ -136,9 +136,9 @@ class CheckpointPublisher:
         if self.run is not None and self.run.public_key and signer is None and not dry_run:
             raise InputError("the run is signed", hint="pass its private key", run=bucket.url)
         self._versions: dict[int, _Version] = {}
-        """What tells each version that can be read, oldest first."""
+        """The identity of each version that can be read, oldest first."""
         self._at = -1
-        """With ``backwards``: the version that the directory before was, or has become."""
+        """With ``backwards``: the version of the previous directory."""
         if self.run is not None:
             self._versions = _read_versions(self.bucket, self.run, on_version or (lambda *_: None))
 

@@ -1,9 +1,9 @@
 """Describes how a published directory lays its tensors out in safetensors files.
 
 A layout holds the files' headers as they were, so that followers can write files that equal the
-published ones byte for byte. It is a model file like the others, under a name of its own. It comes
-out of a bucket: file names are one plain word, and what the headers say is compared with the run's
-table before a file is made.
+published ones byte for byte. It is stored as one more model file. It comes from an
+untrusted bucket: file names must be single path components, and the headers are compared with the
+run's table before any file is written.
 """
 
 from __future__ import annotations

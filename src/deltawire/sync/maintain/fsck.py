@@ -1,6 +1,6 @@
 """Checks a run: every object it should have, every bit of it, every route between versions.
 
-The run may be live: what is committed, pruned or compacted during the check is no fault.
+The run may be live: commits, pruning and compaction during the check are not faults.
 
 One pass, in the order of versions, with one mirror that moves along: each manifest, compacted delta
 and blob is read once, however many are damaged. A version counts as reached if a sound anchor, or a
@@ -73,7 +73,7 @@ class RunFault:
 
 @dataclass
 class CheckedRun:
-    """What a check found. ``first`` is the oldest version that is here: where a relay began, 0 in
+    """The findings of a check. ``first`` is the oldest version here: where a relay began, 0 in
     the run's own bucket. ``newest`` is the newest whose manifest can be read. ``unreachable``
     versions cannot be read by any route."""
 
@@ -93,7 +93,7 @@ class CheckedRun:
 
     @property
     def whole(self) -> bool:
-        """Whether every version that should be readable is, and at least one if there is any."""
+        """Returns whether the check found no error; warnings are allowed."""
         return not any(fault.level == "error" for fault in self.faults)
 
 

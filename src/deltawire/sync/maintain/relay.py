@@ -84,7 +84,7 @@ up."""
 
 @dataclass(frozen=True)
 class Relayed:
-    """What copying one version took. ``crossed`` bytes came from the source, of them
+    """The cost of copying one version. ``crossed`` bytes came from the source, of them
     ``anchor_copied`` for an anchor; ``anchor_made`` were encoded here instead. ``alarm`` says which
     manifest at the source could not be read, ``compaction_error`` why a compacted delta could not
     be made."""
@@ -258,7 +258,7 @@ class Relay:
         )
 
     def _compaction_error(self) -> str:
-        error = self.compaction.error  # What the source has not made yet is no error.
+        error = self.compaction.error  # A delta that the source has yet to make is no error.
         return "" if error is None or isinstance(error, RetryError) else str(error)
 
     def _next(self) -> tuple[bytes, Manifest] | None:
@@ -518,7 +518,7 @@ class Relay:
         try:
             there = read_manifest(self.destination, self.run, manifest.version)
         except CorruptError:
-            self.destination.put(key, data)  # Nobody could read what lay there.
+            self.destination.put(key, data)  # The manifest there was unreadable.
             return
         if there is None or (
             (there.nonce, there.digest) != (manifest.nonce, manifest.digest)
@@ -535,7 +535,7 @@ class Relay:
 
 
 def _same_place(left: str, right: str) -> bool:
-    """Whether two URLs name the same bucket; two memory buckets never do."""
+    """Returns whether two URLs name the same bucket; two memory buckets never do."""
     if left.startswith("memory:"):
         return False
     return posixpath.normpath(left) == posixpath.normpath(right)

@@ -21,9 +21,9 @@ the tombstone of their next version and plan again. Writers need no grace: what 
 the second read of step 5 it checks itself. Ages are the store's own, measured against an object
 written for the purpose: no two clocks are compared.
 
-Nothing is believed by its key. Floors must be sealed, and signed in a signed run; checkpoints count
-if their commit can be read; damaged compacted deltas and whatever lies above the newest version
-that can be read are ignored. All of it is reported in `Pruned.refused`.
+A key by itself proves nothing. Floors must be sealed, and signed in a signed run; checkpoints count
+if their commit can be read; damaged compacted deltas and any object above the newest readable
+version are ignored. All of these are reported in `Pruned.refused`.
 """
 
 from __future__ import annotations
@@ -69,9 +69,12 @@ MAX_COMMIT_BYTES = 16 << 20
 
 @dataclass
 class Pruned:
-    """What retention did. It hangs on ``anchor``, None if it found none; versions below ``floor``
-    are closed, those below ``pruned_below`` deleted. ``refused`` lists objects that it did not
-    believe."""
+    """The result of retention.
+
+    It keeps the versions from ``anchor`` on (None: none was found). Versions below ``floor`` are
+    closed, those below ``pruned_below`` deleted. ``refused`` lists the objects that were ignored
+    because they are damaged or unsigned.
+    """
 
     anchor: int | None = None
     floor: int = 0
@@ -169,7 +172,7 @@ class _Retention:
         if not self._dry_run:
             drop_dead_intents(self.bucket, now)
         closed = max((v for v, entry in valid.items() if entry.modified <= due), default=0)
-        # A floor was raised by whoever had the key then. What may go is what can be missed now.
+        # A former key holder may have raised the floor: prune only what nothing needs now.
         found.pruned_below = min(closed, found.anchor or 0)
         if found.pruned_below:
             self._bury(versions)
@@ -204,7 +207,7 @@ class _Retention:
         return None
 
     def _is_there(self, anchor: PayloadRef) -> bool:
-        """Whether every blob of an anchor is there; the delta of its manifest does not count."""
+        """Returns whether every blob of an anchor exists, regardless of its manifest's delta."""
         try:
             blobs = [*table_blobs([anchor]), *read_blobs(self.bucket, self.run, anchor)]
         except CorruptError:
@@ -372,7 +375,7 @@ class _References:
         """Returns them as they are now: reads what was not there at the call before.
 
         Raises `CorruptError` for a manifest up to the newest readable version that is damaged: its
-        blobs may be needed once it is repaired. Damaged objects above that are nobody's.
+        blobs may be needed once it is repaired. Damaged objects above that hold no blobs.
         """
         newer_than = self._start - 1 if self._start else None
         for version in committed_objects(self._bucket, newer_than=newer_than):

@@ -174,7 +174,7 @@ class VersionWriter:
 
     @property
     def first(self) -> bool:
-        """Whether the next version is version 0."""
+        """Return whether the next version is version 0."""
         return self.baseline.version < 0
 
     @property
@@ -185,7 +185,7 @@ class VersionWriter:
     def skip_unreadable(self) -> None:
         """Pass over numbers above the baseline that damaged or foreign manifests occupy.
 
-        Nobody can read them, so the run goes on from the baseline under the next free number.
+        No reader can use them, so the run continues from the baseline at the next free number.
         """
         while not self.first:
             try:
@@ -202,7 +202,7 @@ class VersionWriter:
         if size > MAX_METADATA_BYTES:
             raise InputError(
                 f"the commit metadata has {size} bytes; the most is {MAX_METADATA_BYTES}",
-                hint="store large data as objects of its own and refer to them",
+                hint="store large data in separate objects and refer to them",
                 run=self.bucket.url,
                 version=self.next_version,
             )
@@ -391,7 +391,7 @@ def merge_parts(
 
     Raises `InputError` if parts overlap, leave a gap, build on different bases, or do not lead from
     the base to the sum of what the parts say that they hold: then the mirror of at least one writer
-    differs from the base, and nobody could decode the version.
+    differs from the base, and no reader could decode the version.
     """
     version, first = parts[0].version, parts[0].version == 0
     if any(part.base_digest != base_digest for part in parts):

@@ -111,7 +111,7 @@ class _Chain:
 
 
 class Compactor:
-    """Makes the compacted deltas of a run that are due, from a mirror of its own.
+    """Makes the compacted deltas of a run that are due, from a separate mirror.
 
     Example::
 
@@ -276,7 +276,7 @@ def nested(strides: Sequence[int]) -> tuple[int, ...]:
 
 
 class CompactionThread:
-    """A thread next to a publisher or a relay that compacts what is due whenever it is woken.
+    """A thread of a publisher or a relay that makes the compacted deltas due at each wake.
 
     ``error`` is why the last attempt failed or left something out, None if it did not. It is tried
     again at the next wake: a compacted delta that is missing costs readers bytes and nothing else.
@@ -321,7 +321,7 @@ class CompactionThread:
             self._wake.notify()
 
     def close(self) -> None:
-        """Finishes what is due and ends the thread."""
+        """Finishes the compactions that are due and ends the thread."""
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -144,7 +144,7 @@ class Publisher:
         self._submitted = -1
         self._fenced: FencedError | None = None
         self._nonces: set[str] = set()
-        """Of manifests that this publisher tried to create for the next version."""
+        """Identifies the manifests that this publisher tried to create for the next version."""
         self._unanswered: _Attempt | None = None
         self._elements = sum(tensor.count for tensor in run.tensors)
         self._bytes_full = sum(bits.nbytes for bits in mirror.tensors.values())

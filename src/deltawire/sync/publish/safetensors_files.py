@@ -41,12 +41,12 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """Return how many elements it has."""
         return self.spec.count
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """Return how many bytes it has."""
         return self.spec.count * codec.ITEMSIZE[self.spec.dtype]
 
     def read(self, start: int = 0, count: int | None = None) -> Bits:

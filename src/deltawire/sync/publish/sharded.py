@@ -203,7 +203,7 @@ class ShardPublisher:
         ):
             raise InputError(
                 "another rank of this number, or an earlier session of this name, was here",
-                hint="give every rank its own number, and every start a session of its own",
+                hint="give every rank a unique number, and every start a unique session",
                 run=self.bucket.url,
                 key=key,
             )
