@@ -28,7 +28,7 @@ _EXTRA_OF = {
 """The extra that brings a module; all others come with ``rl``."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """A parser whose errors repeat neither control sequences nor credentials."""
 
     def error(self, message: str) -> NoReturn:
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands; a test freezes their options."""
-    parser = _Parser(
+    parser = _CommandParser(
         prog="deltawire",
         description="Reinforcement learning of language models over an object-store bucket.",
     )
