@@ -148,9 +148,11 @@ def _merged(values: dict[str, float] | dict[str, int]) -> list[tuple[tuple[str, 
 
 
 def _processes(status: RunStatus) -> Iterator[Metric]:
-    lines = status.processes[: 16 * MAX_LABELS]
+    # Two series of the same labels would fail the whole scrape.
+    named = {legible(line.name, 80): line for line in status.processes[: 16 * MAX_LABELS]}
+    lines = list(named.values())
     labels = ["process", "role"]
-    of = [(line.name, line.role or "") for line in lines]
+    of = [(name, line.role or "") for name, line in named.items()]
     alive = [float(line.state == "alive") for line in lines]
     ended = [float(line.state == "ended") for line in lines]
     each: list[tuple[str, str, list[float | None]]] = [

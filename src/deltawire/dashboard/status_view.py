@@ -154,5 +154,5 @@ def _counts(title: str, counts: dict[str, int] | dict[str, str]) -> Table:
     table.add_column(title, no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
     for cause, count in list(counts.items())[:MAX_ROWS]:
-        table.add_row(legible(cause, 90), str(count))
+        table.add_row(Text(legible(cause, 90)), str(count))
     return table

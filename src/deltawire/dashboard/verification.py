@@ -20,9 +20,9 @@ def print_verification(found: TrainingVerification, console: Console) -> None:
         )
         return
     console.print(f"version {found.differs} is the first that differs, repeated {origin}")
-    console.print(safe_line(found.reason), markup=False)
+    console.print(safe_line(found.reason), markup=False, emoji=False)
     worst = sorted(found.tensors.items(), key=lambda item: -item[1])
     for name, count in worst[:NAMED]:
-        console.print(f"  {count} weights of {legible(name, 100)}", markup=False)
+        console.print(f"  {count} weights of {legible(name, 100)}", markup=False, emoji=False)
     if len(worst) > NAMED:
         console.print(f"  and {len(worst) - NAMED} more tensors")

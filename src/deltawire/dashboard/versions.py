@@ -34,7 +34,9 @@ def print_check(found: CheckedRun, console: Console) -> None:
         )
     for fault in found.faults:
         place = fault.key or f"version {fault.version}"
-        console.print(safe_line(f"{fault.level}: {place}: {fault.message}"), markup=False)
+        console.print(
+            safe_line(f"{fault.level}: {place}: {fault.message}"), markup=False, emoji=False
+        )
     console.print("whole" if found.whole else "damaged")
 
 

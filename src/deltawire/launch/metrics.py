@@ -63,13 +63,13 @@ def export_metrics(
     token = "" if listener.open else read_token(listener.token_file)
     if not token and not listener.open:
         token = secrets.token_urlsafe(24)
-        console.print(f"token {token}", markup=False)
+        console.print(f"token {token}", markup=False, emoji=False)
     collector = RunCollector(Watch(bucket, window_s=window_s), every_s=every_s)
     app = application(collector, token=token)
     with listen(app, host=listener.host, port=listener.port, token=token) as server:
         host, port = server.server_address[:2]
         line = f"metrics of {run.name} on http://{host!s}:{port}/metrics"
-        console.print(safe_line(line), markup=False)
+        console.print(safe_line(line), markup=False, emoji=False)
         server.serve_forever()
 
 

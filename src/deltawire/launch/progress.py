@@ -50,7 +50,9 @@ class Bars:
 
     def log(self, line: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(safe_line(line), markup=False, highlight=False, soft_wrap=True)
+        self._progress.console.print(
+            safe_line(line), markup=False, emoji=False, highlight=False, soft_wrap=True
+        )
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def _token(console: Console, name: str, path: str, variable: str) -> str:
                 hint=f"give --{name.replace(' ', '-')}-file, or set {variable}",
             )
         token = secrets.token_urlsafe(24)
-        console.print(f"{name} {token}", soft_wrap=True, markup=False)
+        console.print(f"{name} {token}", soft_wrap=True, markup=False, emoji=False)
     return token
 
 
@@ -159,7 +159,7 @@ async def _serve(
             host, port = runner.addresses[0][:2]
             scheme = "http" if context is None else "https"
             line = f"serving {run.name} on {scheme}://{host}:{port}"
-            console.print(safe_line(line), soft_wrap=True, markup=False)
+            console.print(safe_line(line), soft_wrap=True, markup=False, emoji=False)
             await _report_changes(replicas, stopping, console)
         finally:
             await runner.cleanup()
@@ -171,7 +171,9 @@ async def _report_changes(replicas: ReplicaSet, stopping: asyncio.Event, console
     while not stopping.is_set():
         for name, line in _lines(replicas.state()).items():
             if printed.get(name) != line:
-                console.print(safe_line(f"{name}: {line}"), soft_wrap=True, markup=False)
+                console.print(
+                    safe_line(f"{name}: {line}"), soft_wrap=True, markup=False, emoji=False
+                )
                 printed[name] = line
         try:
             await asyncio.wait_for(stopping.wait(), REPORT_EVERY_S)

@@ -180,7 +180,7 @@ def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
     if verdicts is None:
         status = read_trainer(job.bucket)
         at = f" at version {status.version}" if status else ""
-        console.print(f"stopped{at}; the same command continues it", markup=False)
+        console.print(f"stopped{at}; the same command continues it", markup=False, emoji=False)
         return None
     summary = summary_of(job.config, job.bucket, watcher, verdicts)
     write_report(summary, watcher.state, job.out)

@@ -92,7 +92,9 @@ class Watcher:
             self._printed_at = time.monotonic()
             line = self.view.plain_line(self.state)
             if line != self._line:
-                self.console.print(safe_line(line), markup=False, highlight=False, soft_wrap=True)
+                self.console.print(
+                    safe_line(line), markup=False, emoji=False, highlight=False, soft_wrap=True
+                )
                 self._line = line
         time.sleep(TICK_S)
 
