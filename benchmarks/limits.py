@@ -1,4 +1,4 @@
-"""What memory itself allows: the speeds that a codec cannot exceed, measured beside it."""
+"""Measures the speeds of memory that no codec can exceed, in the same process as the codec."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Limits:
         self._copies: list[float] = []
 
     def measure(self, repeats: int, seconds: float) -> None:
-        """Measure some more; both bounds as for `timed`, each way."""
+        """Measure again; `repeats` and `seconds` as in `timed`, for reading and for copying."""
         self._reads += timed(
             lambda: read_both(self._old, self._new), repeats=repeats, seconds=seconds
         )
@@ -55,7 +55,7 @@ class Limits:
 
 
 def read_both(old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bits]) -> None:
-    """Read every bit of both models once and do next to nothing with them: OR them together.
+    """Read every bit of both models once and do almost nothing else: OR them together.
 
     Of NumPy's ways to read two arrays (XOR or comparison in pieces, maximum, comparison of bytes)
     this is the fastest, and so the strictest limit.
@@ -67,6 +67,6 @@ def read_both(old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bits]) -> None:
 
 
 def copy_one(new: Mapping[str, Bf16Bits], into: Mapping[str, NDArray[Any]]) -> None:
-    """Copy a model into memory that is there already."""
+    """Copy a model into memory that is already allocated."""
     for name, bits in new.items():
         np.copyto(into[name], bits)

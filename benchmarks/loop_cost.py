@@ -1,9 +1,8 @@
-"""What the loop itself costs: everything between drawing a task and the next version that is
-neither model nor environment.
+"""Measures the cost of the loop: all work of a step that is neither model nor environment.
 
 Both sides do what a worker and a trainer do, with their own functions, on a folder as the bucket.
-In place of the model stand tokens from a script and the sampler's own log-probabilities; coding and
-publishing weights is measured by ``deltawire bench sync`` and not here.
+Scripted tokens and the sampler's log-probabilities replace the model. ``deltawire bench sync``
+measures coding and publishing weights.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def measure_loop_cost(config: RunConfig, *, steps: int = 10) -> LoopCost:
 
 
 class _NullWorker:
-    """Plays groups and stores them."""
+    """Samples groups and stores them."""
 
     def __init__(self, bucket: Bucket, config: RunConfig) -> None:
         self._bucket = bucket
@@ -117,7 +116,7 @@ class _NullWorker:
 
 
 class _NullTrainer:
-    """Takes groups, makes their loss, and settles them."""
+    """Consumes groups, computes their loss, and settles them."""
 
     def __init__(self, bucket: Bucket, config: RunConfig) -> None:
         self._config = config
@@ -130,7 +129,7 @@ class _NullTrainer:
         self._desk.write("training")
 
     def step(self, version: int) -> None:
-        """From the look into the bucket to the credits that follow."""
+        """Run one step, from listing the bucket to granting the next credits."""
         self._pool.poll([WORKER])
         batch = self._pool.next_batch(self._desk.staleness, version=version, alive={WORKER})
         self._desk.observe(self._pool, {WORKER})
@@ -203,7 +202,7 @@ class AtOnce:
 
 
 def measure_rollouts_at_once(*, episodes: int = 200, turns: int = 50) -> AtOnce:
-    """Play that many episodes at once in this process, each to its last turn.
+    """Run that many episodes at once in this process, each to its last turn.
 
     Raises `BugError` if any failed or ended early.
     """

@@ -1,14 +1,14 @@
-"""How long a trainer waits, by simulation: agents of one to fifty turns under a clock of their own.
+"""Simulates the idle time of a trainer for agents of one to fifty turns, on a simulated clock.
 
 The staleness policy, with its admission and its bookkeeping, is the loop's; workers, trainer and
-durations are made up:
+durations are simulated:
 
 - an episode has a number of turns from a Pareto law of exponent 1.1, cut at fifty: more than
   half have a single one, one in seventy all fifty; a turn takes a log-normal time, median 2 s,
   sigma 0.6; a group takes as long as its slowest episode.
 - a step takes 60 s, a commit 2 s more, and a worker holds a version 3 s after its commit.
 
-Enough workers are so many that sampling alone would be faster than training by half.
+The number of workers is such that sampling could go 1.5 times as fast as training.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Worker:
 
 
 def draw_group_s(rng: random.Random) -> float:
-    """How long a group takes: its slowest episode."""
+    """The duration of a group, which is that of its slowest episode."""
     return max(_draw_episode_s(rng) for _ in range(GROUP_SIZE))
 
 

@@ -1,9 +1,9 @@
-"""One coding measured on some pairs, in a process of its own.
+"""Measures one coding on some pairs, in a separate process.
 
-A process of its own, because which vector path the codec takes is settled when it is loaded, and
-because a peak of memory belongs to a process. It is pinned to as many processors as the coding may
-use threads, and measures beside each coding what memory allows, so that ratios hold although the
-machine may be busier in one minute than in the next.
+The process is separate because the vector path is chosen when the codec is loaded, and because peak
+memory is counted per process. It is pinned to as many processors as the coding may use threads. It
+also measures the limits of memory next to each coding, so that ratios are comparable although the
+load of the machine changes.
 
 ``python -m benchmarks.measure CODEC PAIR …`` prints a JSON line a pair.
 """

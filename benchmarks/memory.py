@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes at its peak, above what was held before it."""
+"""Measures the peak memory of a function above the memory held before it."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
 A pair on disk is an ``.npz`` of three arrays a tensor, none of them pickled:
 
-| key | dtype | what |
+| key | dtype | content |
 |---|---|---|
 | ``old/NAME`` | int16, shaped | the bf16 bits before |
 | ``idx/NAME`` | uint32[N] | the flat positions that changed, ascending |
-| ``new/NAME`` | int16[N] | the bits behind, at those positions |
+| ``new/NAME`` | int16[N] | the bits after, at those positions |
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Pair:
 
 
 def save_pair(path: Path, old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bits]) -> float:
-    """Write a pair, all of it or nothing; returns the share of weights that changed."""
+    """Write a pair atomically; returns the share of weights that changed."""
     arrays: dict[str, NDArray[Any]] = {}
     changed = elements = 0
     for name, before in old.items():

@@ -1,6 +1,6 @@
-"""Ratio against speed, for every coding that makes something smaller.
+"""Plots ratio against speed for every coding that compresses.
 
-Colours are Okabe and Ito's, told apart with any colour vision; shapes differ as well.
+Colors are Okabe and Ito's, which are distinct for color-blind readers; shapes differ as well.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Recording pairs of real weights: the loop's own trainer, sampler and tasks, in one process.
+"""Records pairs of real weights with the loop's trainer, sampler and tasks, in one process.
 
 Every setting (reinforcement learning or supervised, at one learning rate) starts from the same
 warm-started model. It takes ``settle`` steps so that Adam's moments are those of a running job,
-then the base is set down, and after each stride k the weights are compared with it: one pair each.
+then the base is recorded, and after each stride k the weights make a pair with it.
 
-Sampling is on-policy, drawn afresh at every step by the embedded engine from seeds that follow
-from the step's number, so a setting that was interrupted goes on from its last saved state.
+Sampling is on-policy: the embedded engine draws at every step from seeds that depend only on the
+step's number, so an interrupted setting continues from its last saved state.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Recorded:
 
 
 def warm_model(config: RunConfig, folder: Path, say: Callable[[str], None]) -> Path:
-    """The warm-started model's directory, made unless it is there."""
+    """The warm-started model's directory, created if it is missing."""
     out = folder / "warm"
     if is_built(out):
         return out
@@ -115,7 +115,7 @@ def record(
     while session.masters.steps < last:
         if session.masters.steps == setting.settle:
             session.set_base()
-        told = session.step()
+        done = session.step()
         steps = session.masters.steps
         stride = steps - setting.settle
         if stride in missing:
@@ -125,12 +125,12 @@ def record(
         if steps % SAVE_EVERY == 0 or steps == last:
             session.save()
             pace = (time.monotonic() - started) / (steps - first)
-            say(f"{config.name} {setting.name}: step {steps} of {last}, {told}, {pace:.1f} s each")
+            say(f"{config.name} {setting.name}: step {steps} of {last}, {done}, {pace:.1f} s each")
     return recorded
 
 
 def pair_path(config: RunConfig, setting: Setting, out: Path, stride: int) -> Path:
-    """Where the pair of a stride lies."""
+    """The path of a stride's pair."""
     return out / f"{config.name}-{setting.name}-k{stride}.npz"
 
 
@@ -161,7 +161,7 @@ class _Session:
         }
 
     def set_base(self) -> None:
-        """Remember the weights as they are now."""
+        """Record the current weights as the base."""
         self.base = self.bits()
 
     def step(self) -> str:
@@ -225,7 +225,7 @@ class _Session:
         return group_of("recording", "recording", task, rollout.temperature, episodes)
 
     def save(self) -> None:
-        """Write the state, all of it or nothing."""
+        """Write the state atomically."""
         state = {name: tensor.contiguous() for name, tensor in self.masters.state().items()}
         for name, bits in self.base.items():
             state[_BASE + name] = torch.from_numpy(bits.view(np.int16))
@@ -235,7 +235,7 @@ class _Session:
         unfinished.rename(self._state)
 
     def restore(self, *, before: int) -> None:
-        """Go on from the saved state, unless it has none or is at step ``before`` or past it."""
+        """Continue from the saved state, if there is one before step ``before``."""
         if not self._state.is_file():
             return
         try:

@@ -1,4 +1,4 @@
-"""Every coding on every pair, one process after another, and what the machine was."""
+"""Runs every coding on every pair, one process after another, and describes the machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CPU_INFO: Final = Path("/proc/cpuinfo")
 
 
 class Job(NamedTuple):
-    """One process: a coding, the vector path it is held to (\"\" for its own choice), threads."""
+    """One process: a coding, the vector path to use (\"\" for its own choice), threads."""
 
     codec: str
     simd: str
@@ -114,7 +114,7 @@ def run_job(
     seconds: float,
     tell: Callable[[Measured], None],
 ) -> list[Measured]:
-    """Measure one coding on all pairs in a process of its own; ``tell`` hears of each row."""
+    """Measure one coding on all pairs in a separate process; calls ``tell`` with each row."""
     environment = {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(job.threads))}
     environment.pop(SIMD_VARIABLE, None)
     if job.simd:
@@ -133,7 +133,7 @@ def run_job(
             for line in process.stdout:
                 rows.append(msgspec.json.decode(line, type=Measured))
                 tell(rows[-1])
-        except BaseException:  # An interrupt is for us alone, who answer in one line.
+        except BaseException:  # Only this process reports an interrupt.
             process.kill()
             raise
     for path in pairs[len(rows) :]:

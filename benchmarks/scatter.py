@@ -1,4 +1,4 @@
-"""What a swap over a placement costs by itself, without an engine: beside a reload, and memcpy."""
+"""Measures a swap over a placement without an engine, compared with a reload and a memcpy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
 WIDTH = 1024
-"""The hidden size of the layers that weights are made up in."""
+"""The hidden size of the generated layers."""
 
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "out": ("out",), "down": ("down",)}
 _ROWS = {"q": 1, "k": 1, "v": 1, "gate": 2, "up": 2, "out": 1, "down": 2}

@@ -1,4 +1,4 @@
-"""A model and an environment that cost nothing, so that what is left is the loop's own work."""
+"""A scripted model and environment that cost almost nothing, to measure the loop's work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deltawire.engines.base import Completion, OnToken, Sampling
 from deltawire.envs.base import Action, Environment, Task, Turn
 
 TOKEN = ord("x")
-"""What is drawn every time."""
+"""The token that every draw returns."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class ScriptedEnvironment(Environment):
     async def reset(self) -> Turn:
         """The prompt."""
         self._seen(1)
-        return Turn("mend what is broken\n")
+        return Turn("repair the fault\n")
 
     async def step(self, action: Action) -> Turn:
         """The next few words."""

@@ -1,8 +1,8 @@
-"""A swap measured: vLLM in this process, serving a model made from its configuration.
+"""Measures a swap in vLLM, which runs in this process with a model built from its configuration.
 
-Of one run: the pause that a swap makes, in turn with that of as many changes in a model twice as
-large; what vLLM itself takes to load the same model again from the page cache, and to load the same
-changes with its own patch loader; and what is served while a step is prepared.
+One run measures the pause of a swap, in turn with the same number of changes in a model twice as
+large; vLLM's time to reload the same model from the page cache, and to load the same changes with
+its patch loader; and the throughput while a step is prepared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEED = 7
 
 
 class SwapFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What docs/BENCHMARKS.md explains, key by key. Times are medians over ``repeats``.
+    """The figures that docs/BENCHMARKS.md defines by key. Times are medians over ``repeats``.
 
     ``pause_ms`` is how long the engine does not step because of a swap; ``token_gap_ms`` is from
     the last token before it to the first after it, where ``usual_gap_ms`` lie between two tokens.
@@ -90,7 +90,7 @@ def bench_swap(
         for _ in range(repeats + 1):
             swaps.append(once.swap(changes))
             doubled.append(twice.swap(changes).pause_ms)
-        del swaps[0], doubled[0]  # They warmed up.
+        del swaps[0], doubled[0]  # Warm-up.
         pause_ms = median(swap.pause_ms for swap in swaps)
         tell(f"swaps of {changes} changes: {pause_ms:.1f} ms, of two models {median(doubled):.1f}")
         twice.drain()
@@ -99,7 +99,7 @@ def bench_swap(
         lost = once.throughput_lost(changes)
         prepare_ms = once.last["prepare_ms"]
         staged = int(once.last["staged_bytes"])
-        once.close()  # And with it what all engines of this process share.
+        once.close()  # Also releases the state that all engines of this process share.
         twice.close()
         return SwapFigures(
             pause_ms=pause_ms,
@@ -201,7 +201,7 @@ class _Subject:
         return self.publisher.version
 
     def swap(self, changes: int) -> _Swap:
-        """A swap beside running sequences."""
+        """Swap while sequences run."""
         version = self.publish(changes)
         self._keep_busy()
         usual = [self._step_ms() for _ in range(8)][2:]
@@ -282,8 +282,10 @@ class _Subject:
             yield make(spec.name, spec.shape, torch.bfloat16, values, torch.from_numpy(where))
 
     def throughput_lost(self, changes: int, *, rounds: int = 3, steps: int = 40) -> float:
-        """The share of steps a second that is lost while a step is being prepared, in turn with
-        as many steps beside which nothing is."""
+        """The share of steps per second that is lost while a version is prepared.
+
+        Alternates with as many steps without preparation.
+        """
         from deltawire.engines.vllm.rank_weights import rank_of
 
         rank = rank_of(self._core.model_executor.driver_worker.worker.get_model())
@@ -357,7 +359,7 @@ class _Subject:
         return answer
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self.drain()
         self.publisher.close()
         self._llm.llm_engine.engine_core.shutdown()

@@ -1,9 +1,8 @@
-"""The wire measured: publisher, bucket, mirror and relay in one process, on made-up weights.
+"""Measures publisher, bucket, mirror and relay in one process, on generated weights.
 
-Beside it, moved through the same bucket by the same client: the whole model as safetensors, saved
-and loaded again, and the deltas of other systems (`benchmarks.peers`), encoded, put, got and
-decoded. Every way ends with the reader's weights compared with the trainer's, and no way is told
-which weights changed.
+For comparison, the same client moves the whole model as safetensors, and the deltas of other
+systems (`benchmarks.peers`), through the same bucket. Every method ends with a comparison of the
+reader's weights with the trainer's, and none receives the positions that changed.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FULL = "full-safetensors"
 
 
 class Rival(msgspec.Struct, frozen=True, kw_only=True):
-    """Another way through the same bucket; seconds from weights to weights, medians."""
+    """Times of another format through the same bucket, from weights to weights: median seconds."""
 
     name: str
     used_by: str
@@ -54,7 +53,7 @@ class Rival(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What docs/BENCHMARKS.md explains, key by key. Times are medians, in seconds."""
+    """The figures that docs/BENCHMARKS.md defines by key. Times are medians, in seconds."""
 
     trainer_blocked_vs_memcpy: float
     end_to_end_speedup_vs_full: float
@@ -167,7 +166,7 @@ class _Latency:
         self._spare = {name: np.zeros_like(bits) for name, bits in steps.tensors.items()}
 
     def measure(self) -> None:
-        """The step that was just taken, published and followed.
+        """Publish and follow the step that was just taken.
 
         The copy that the trainer's wait is compared with is measured right before, into memory
         that was written to before.
@@ -188,8 +187,10 @@ class _Latency:
         _check_same(self._steps.tensors, self.mirror.tensors)
 
     def measure_memory(self) -> tuple[int, int]:
-        """What a step takes of the reader beyond its mirror at its peak, and the limit for it: two
-        of the largest blobs and a twentieth of the mirror."""
+        """The reader's peak memory for a step beyond its mirror, and the limit for it.
+
+        The limit is two of the largest blobs and a twentieth of the mirror.
+        """
         self._steps.advance()
         version = self._publisher.publish(self._steps.tensors)
         self._publisher.flush()
@@ -208,7 +209,7 @@ class _Latency:
 
 
 class _Whole:
-    """Every tensor as it is, in one safetensors file, read into memory that is there."""
+    """Every tensor unchanged in one safetensors file, read into allocated memory."""
 
     name, used_by = FULL, "checkpoints"
 
@@ -222,7 +223,7 @@ class _Whole:
 
 
 class _Rivals:
-    """Other ways for the same step, one after the other, each in a bucket of its own."""
+    """Other formats for the same step, one after the other, each in a separate bucket."""
 
     def __init__(
         self, names: Sequence[str], make_bucket: Callable[[str], Bucket], steps: SyntheticSteps
@@ -238,11 +239,11 @@ class _Rivals:
         self._bytes: dict[str, int] = {}
 
     def remember(self) -> None:
-        """What the weights are before the next step."""
+        """Record the weights before the next step."""
         copy_one(self._steps.tensors, self._old)
 
     def measure(self) -> None:
-        """From weights in the trainer to weights in the reader, by each way."""
+        """Time each format from weights in the trainer to weights in the reader."""
         for name, coding in self._codings.items():
             copy_one(self._old, self._reader)
             bucket = self._buckets[name]
@@ -256,7 +257,7 @@ class _Rivals:
             coding.decode(found, self._reader)
             self.seconds[name].append(time.perf_counter() - started)
             _check_same(self._steps.tensors, self._reader)
-            for key, bits in self._reader.items():  # Some formats put other arrays there.
+            for key, bits in self._reader.items():  # Some formats replace the arrays.
                 if not bits.flags.writeable:
                     self._reader[key] = bits.copy()
 
@@ -280,8 +281,10 @@ def _region(
     threads: int | None,
     tell: Callable[[str], None],
 ) -> tuple[tuple[float, float], int]:
-    """The shares of 50 full models that two windows of 50 versions moved to a region, and the
-    objects that a reader fetches there who is 60 versions behind."""
+    """Measure a relay: bytes per window of 50 versions, and objects for a lag of 60 versions.
+
+    Bytes are shares of 50 full models.
+    """
     source, destination = MeteredBucket(make_bucket("source")), make_bucket("destination")
     steps = SyntheticSteps(size // 2, density)
     publisher = open_publisher(
@@ -307,13 +310,15 @@ def _region(
 
 
 def _objects(bucket: Bucket, run: Run, newest: int) -> int:
-    """The most deltas, folds and anchors that any reader fetches who is 60 versions behind, of
-    those that end at one of the last 40 versions."""
+    """The most deltas, compacted deltas and anchors that a reader fetches for a lag of 60 versions.
+
+    Covers the readers that end at one of the last 40 versions.
+    """
     counts = []
     for goal in range(max(LAG, newest - 39), newest + 1):
         route = RouteFinder(bucket, run, held=goal - LAG, goal=goal).find()
         if route is None:
-            raise BugError("nothing leads 60 versions on", run=bucket.url, version=goal)
+            raise BugError("no route leads over 60 versions", run=bucket.url, version=goal)
         counts.append(route.objects)
     return max(counts)
 

@@ -1,9 +1,8 @@
-"""Synthetic pairs of any size: normal weights, and a step as an optimizer would take it.
+"""Generates pairs of any size: normal weights, and a step similar to an optimizer's.
 
-Behind every old bf16 value stands a float32 master somewhere within its rounding interval. The
-step adds a normal number of one spread to every master, so that a small weight changes its bits
-often and a large one almost never, as in training; the spread is chosen to change the share of
-weights asked for.
+Every old bf16 value has a float32 master, drawn within its rounding interval. The step adds a
+normal number to every master. A small weight therefore changes its bits often and a large one
+almost never, as in training. The standard deviation is chosen so that the requested share changes.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ def synthetic_pair(elements: int, density: float, *, seed: int = 0) -> Pair:
 
 
 class SyntheticSteps:
-    """A model of ``elements`` bf16 weights that goes on changing, ``density`` of it a step.
+    """A model of ``elements`` bf16 weights of which each step changes a share ``density``.
 
-    ``tensors`` holds the bits of now in their shapes, in the same memory at every step: matrices
-    of 4096 columns and at most ``rows`` rows, as a transformer has. float32 masters stand behind
-    them, so that it takes three times the model's memory.
+    ``tensors`` holds the current bits in their shapes, in the same memory at every step: matrices
+    of 4096 columns and at most ``rows`` rows, as a transformer has. Each weight also has a float32
+    master, so memory is three times the model's.
     """
 
     def __init__(self, elements: int, density: float, *, rows: int = 4096, seed: int = 0) -> None:

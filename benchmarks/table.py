@@ -59,11 +59,11 @@ def _title(pair: str, rows: list[Measured]) -> str:
 
 
 def _caption(rows: list[Measured]) -> str:
-    alone = [row for row in rows if row.threads == 1 and row.read_both_s]
-    if not alone:
+    single = [row for row in rows if row.threads == 1 and row.read_both_s]
+    if not single:
         return ""
-    read = median(row.read_gbs for row in alone)
-    copy = median(row.copy_gbs for row in alone)
+    read = median(row.read_gbs for row in single)
+    copy = median(row.copy_gbs for row in single)
     traced = any(row.memory_method == "traced" for row in rows)
     return (
         "GB of model a second, on as many processors as threads. The limit: reading base and "

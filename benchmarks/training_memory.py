@@ -292,7 +292,7 @@ def measure(case: Case) -> dict[str, int]:
     from transformers import AutoConfig
 
     if dist.is_initialized():
-        raise RuntimeError("a process group exists: measure in a process of its own")
+        raise RuntimeError("a process group exists; measure in a separate process")
     dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
     try:
         if case.replicate > 1:
@@ -317,7 +317,7 @@ def measure_real(case: Case) -> int:
     """Run the same two steps with real tensors on one rank, and return the growth of the process.
 
     Peak resident memory less what was resident before: it includes what operations allocate
-    inside, which the tracker does not see. Meant for a process of its own.
+    inside, which the tracker does not see. Run it in a separate process.
     """
     from transformers import AutoConfig
 

@@ -1,6 +1,6 @@
-"""How other systems write deltas, each re-implemented from what is public, to be measured beside.
+"""Delta formats of other systems, re-implemented from public sources for comparison.
 
-None of it is used by deltawire itself, and none of it defends against bytes of strangers.
+deltawire does not use them outside benchmarks, and they do not validate untrusted input.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every format offers to be measured: parts of a file out, weights changed in place."""
+"""The interface of a measured format: encode to parts of a file, decode into weights in place."""
 
 from __future__ import annotations
 

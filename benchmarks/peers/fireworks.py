@@ -2,8 +2,8 @@
 
 arc_v2 is XOR + zstd, arc_v3 a choice of typed codings with a pickle as its envelope, so nothing is
 ever decoded here but what the same process has just encoded. Both compute Adler-32 of the new
-tensor on each side; there is no way to leave that out. arc_v3 lets its candidates race on threads
-of its own and takes the smallest that is done in time, so its size may vary between runs.
+tensor on each side; there is no way to leave that out. arc_v3 runs its candidates on
+separate threads and takes the smallest that finishes in time, so its size may vary between runs.
 """
 
 from __future__ import annotations

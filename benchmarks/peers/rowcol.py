@@ -87,7 +87,7 @@ class RowColumnZstd:
 
 
 def _columns_of(row_gaps: NDArray[Any], column_gaps: NDArray[Any]) -> NDArray[np.int64]:
-    """Running sums of ``column_gaps`` that start anew wherever a row does."""
+    """Running sums of ``column_gaps`` that restart at each row."""
     sums = np.cumsum(column_gaps, dtype=np.int64)
     opens = np.flatnonzero(row_gaps)
     before = np.zeros(sums.size, np.int64)

@@ -2,7 +2,7 @@
 
 As in slime and miles (``slime/utils/disk_delta.py``) and SkyRL
 (``skyrl/backends/skyrl_train/weight_sync/``): safetensors of one uint8 tensor per changed tensor.
-Their checksums of the whole new tensor are left out, so that the coding alone is timed.
+Their checksums of the whole new tensor are left out, so that only the coding is timed.
 """
 
 from __future__ import annotations

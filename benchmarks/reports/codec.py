@@ -1,4 +1,4 @@
-"""``deltawire bench codec``: deltawire's codings and everybody else's, on the same weights."""
+"""``deltawire bench codec``: deltawire's codings and others on the same weights."""
 
 from __future__ import annotations
 

@@ -3,11 +3,10 @@
 Alternating is the staleness bound 0: a step's groups are sampled at its own version, then the
 workers wait for the next one (`deltawire.rl.control.admission` derives it). Pipelined is the
 configured bound. The trainer is pinned to one core and the workers to the other, so that neither
-way gets more of the machine; the two ways take turns over the seeds, so that a slow hour hits both.
+mode gets more of the machine; the modes alternate over the seeds, so that a slow hour affects both.
 
-Beside it stand figures that need no run, and that ``--seeds 0`` prints alone: the loop's own cost
-(`benchmarks.loop_cost`) and the trainer's idle time by simulation
-(`benchmarks.loop_idle`).
+It also prints figures that need no run, and with ``--seeds 0`` only these: the cost of the loop
+(`benchmarks.loop_cost`) and the trainer's simulated idle time (`benchmarks.loop_idle`).
 """
 
 from __future__ import annotations

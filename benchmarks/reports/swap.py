@@ -1,5 +1,6 @@
-"""``deltawire bench swap``: the pause that a swap makes in vLLM, beside vLLM's own ways; with
-``--device``, what the swap itself takes there."""
+"""``deltawire bench swap``: the pause of a swap in vLLM, compared with vLLM's loaders.
+
+With ``--device``, the time of a swap without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``deltawire bench sync``: what publishing, following and relaying cost, in one process."""
+"""``deltawire bench sync``: the cost of publishing, following and relaying, in one process."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _buckets(arguments: argparse.Namespace) -> Iterator[Callable[[str], Bucket]]:
-    """Empty buckets: in a folder that is gone afterwards, on a server that keeps all in memory, or
-    under a URL, where what they hold stays its owner's."""
+    """Open empty buckets in a temporary folder, on an in-memory S3 server, or under a URL.
+
+    Objects under a URL are not deleted afterwards.
+    """
     if arguments.s3:
         from deltawire.testing.s3_server import S3Server
 

@@ -24,7 +24,7 @@ REAL = {
     )
     for name, policy in (("qwen3", "none"), ("qwen3-moe", "full"))
 }
-"""Steps that are measured with real allocations, each in a process of its own."""
+"""Steps that are measured with real allocations, each in a separate process."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"{name}: {outcomes[-1].error:+.1%}")
     if arguments.real:
         for name in REAL:
-            outcomes.append(_alone(name))
+            outcomes.append(_in_own_process(name))
             console.print(f"{name}: {outcomes[-1].error:+.1%}")
     worst = max(abs(outcome.error) for outcome in outcomes)
     if arguments.json:
@@ -62,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _alone(name: str) -> Outcome:
-    """Compare one case with real allocations in a process of its own.
+def _in_own_process(name: str) -> Outcome:
+    """Compare one case with real allocations in a separate process.
 
     Freed tensors go back to the system at once, so that resident memory is what is allocated.
     """

@@ -33,7 +33,7 @@ def vllm_python():
         ["sh", str(ROOT / "scripts" / "setup-vllm.sh")], capture_output=True, text=True, check=False
     )
     if done.returncode == 3:
-        pytest.skip(f"NOT TESTED: vLLM's CPU build could not be had: {done.stderr[-2000:]}")
+        pytest.skip(f"NOT TESTED: vLLM's CPU build is not available: {done.stderr[-2000:]}")
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.split()[-1]
 

@@ -44,7 +44,7 @@ def _rewards(monkeypatch):
     async def step(self, action):
         return Turn("", reward=float(len(action.text) % 2), done=True)
 
-    monkeypatch.setattr(reasoning._Episode, "step", step)
+    monkeypatch.setattr(reasoning._ReasoningEpisode, "step", step)
     monkeypatch.setattr(warming, "_processors", lambda: 1)
 
 

@@ -93,7 +93,7 @@ def place(request, new_bucket):
     return lambda: (new_bucket(request.param), options)
 
 
-def audit(bucket, *, head_alone=False):
+def audit(bucket, *, only_head=False):
     """Every committed version, or the newest, holds what the life that its manifest names has
     published. Returns the newest version, and the names of blobs that no manifest names: somebody
     was killed between the two."""
@@ -104,7 +104,7 @@ def audit(bucket, *, head_alone=False):
         life = read_manifest(bucket, run, version).metadata["life"]
         return weights(version, seed=life if version else 0)
 
-    if not head_alone:
+    if not only_head:
         check_bucket(bucket, published)
     elif newest is not None:
         assert same_bits(load_mirror(bucket, run).tensors, published(newest))
@@ -129,7 +129,7 @@ def test_killed_at_a_hundred_random_moments(driver, place, drill_seed):
             until = rng.choice([-1, head + 1, head + 2])
             pause_s = rng.uniform(0.0, 2 * version_s)
             known = driver.life(bucket, life, options=options, until=until, pause_s=pause_s)
-            found, unnamed = audit(bucket, head_alone=True)
+            found, unnamed = audit(bucket, only_head=True)
             assert found >= max(head, known), "a version that was committed is gone"
             progressed += found > head
             unfinished += bool(unnamed)
@@ -155,7 +155,7 @@ def test_killed_at_each_operation(driver, place):
         for done in (False, True) if place()[0].local else (at % 2 == 0,):
             bucket, options = place()
             known = driver.life(bucket, 1, options=options, kill_at=at, done=done)
-            head, _ = audit(bucket, head_alone=True)
+            head, _ = audit(bucket, only_head=True)
             assert head >= known
             # The second life is killed as it reads what the first has left, or a little later.
             second = driver.life(bucket, 2, options=options, kill_at=at, done=done)
