@@ -59,8 +59,8 @@ nb::list as_bytes(std::vector<std::vector<std::uint8_t>>& blocks) {
   return list;
 }
 
-// A delta's blocks, how many elements change, and what the digest gains for a tensor of `key` (if
-// any) whose element `start` is the first.
+// Returns a delta's blocks, its number of changes, and its change to the digest if `key` is given:
+// that of a tensor with this key whose first element here has flat index `start`.
 template <typename Bits>
 nb::tuple encode(const Vector<Bits>& base, const Vector<Bits>& target, std::size_t columns,
                  unsigned mantissa, unsigned exponent, std::optional<std::uint64_t> key,
@@ -94,8 +94,8 @@ deltawire::Body body_of(const Vector<std::uint8_t>& bytes, const Vector<std::uin
 
 constexpr const char* kNotOfThisBase = "the payload is not a delta for this base";
 
-// Positions, new bits, and what the digest gains for a tensor of `key` (if any) whose element
-// `start` is the first.
+// Returns the positions, the new bits, and the change to the digest if `key` is given: that of a
+// tensor with this key whose first element here has flat index `start`.
 template <typename Bits>
 nb::tuple decode(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
                  const Vector<Bits>& base, std::size_t columns, unsigned mantissa,
@@ -147,7 +147,7 @@ nb::list encode_whole(const Vector<Bits>& bits, unsigned low, unsigned width, un
   return as_bytes(blocks);
 }
 
-// Into `bits`, all of it.
+// Decodes a whole tensor into `bits`.
 template <typename Bits>
 void decode_whole(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>& lengths,
                   const Writable<Bits>& bits, unsigned low, unsigned width, unsigned threads) {
@@ -155,8 +155,8 @@ void decode_whole(const Vector<std::uint8_t>& body, const Vector<std::uint32_t>&
   deltawire::decode_whole(body_of(body, lengths), bits.size(), {low, width}, threads, bits.data());
 }
 
-// Of many arrays: changes up to `lasts[k]`, from `lasts[k - 1]` on, lie in `live[k]`. 0 if all is
-// done, 1 if other bits than `old` lie there, 2 if other than `fresh` do afterwards; and where.
+// Exchanges bits in several arrays: changes `lasts[k - 1]` to `lasts[k]` are in `live[k]`. Returns
+// 0 on success, 1 if `live[k]` did not hold `old`, 2 if it does not hold `fresh` afterwards; and k.
 template <typename Bits>
 std::pair<int, std::size_t> exchange(const std::vector<Writable<Bits>>& live,
                                      const Vector<std::int64_t>& lasts,

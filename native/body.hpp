@@ -1,4 +1,4 @@
-// What follows a payload's header: the lengths of its blocks, then the blocks.
+// The body of a payload, after its header: the lengths of its blocks, then the blocks.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@ struct Body {
   const std::uint32_t* lengths;
   std::size_t blocks;
 
-  // Calls use(block, bytes, size) for each block. Throws std::invalid_argument unless the blocks
-  // are as long, all together, as the bytes; by then some have been used.
+  // Calls use(block, bytes, size) for each block. Throws std::invalid_argument, possibly after some
+  // calls, unless the lengths of the blocks add up to that of the bytes.
   template <typename Use>
   void each(const Use& use) const {
     std::size_t at = 0;

@@ -1,4 +1,4 @@
-// The changed elements of a block, gathered, and the memory of which way each column moves.
+// The gathered changed elements of a block, and a memory of the direction of each column.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace deltawire {
 
-// One entry a change, in the order of the elements. `lengths` are the bit widths of magnitudes,
-// `falls` bits, and every array has room for a group more than `size`.
+// One entry per change, in element order. `lengths` are the bit widths of the magnitudes, `falls`
+// is a bit mask, and every array has room for a group more than `size`.
 template <typename Bits>
 struct Changes {
   std::size_t size = 0;
@@ -22,13 +22,13 @@ struct Changes {
   Room<std::uint8_t> classes, lengths;
   Room<std::uint64_t> falls;
 
-  // Makes room for so many; positions and before keep what they have.
+  // Makes room for `changes`; `positions` and `before` keep their first `keep` entries.
   void reserve(std::size_t changes, std::size_t keep) {
     positions.of(changes + kGroup, keep);
     before.of(changes + kGroup, keep);
   }
 
-  // Makes room for the rest of so many as there are.
+  // Makes room for `size` entries in the other arrays.
   void complete() {
     magnitudes.of(size + kGroup);
     classes.of(size + kGroup);
@@ -37,14 +37,14 @@ struct Changes {
   }
 };
 
-// Which way each column has moved, as the reader learns it from the block's end towards its start.
-// The contexts of a step are fixed before any sign of the step is known.
+// Tracks the direction in which each column has moved, from the block's end towards its start, as
+// the reader learns it. The contexts of a step are fixed before any sign of the step is known.
 class SignMemory {
  public:
   static constexpr int kLimit = 15;  // a column's count stays within ± this
   static constexpr unsigned kLastContext = 7;
 
-  // For changes at `positions` in a block of `elements`; of rows that are longer, there is one.
+  // Starts a block of `elements` with changes at `positions`; a longer row counts as one row.
   void start(std::size_t columns, std::size_t elements, const std::uint32_t* positions,
              std::size_t size) {
     columns = std::min(columns, elements);
@@ -60,7 +60,7 @@ class SignMemory {
     }
   }
 
-  // The contexts of changes `begin` to `end`, at most 64, and as bits whether each should fall.
+  // Computes the contexts of changes `begin` to `end`, at most 64; returns the expected falls.
   std::uint64_t expect(std::size_t begin, std::size_t end, std::uint8_t* contexts) const {
     if (columns_ == 0) {
       std::fill(contexts, contexts + (end - begin), std::uint8_t{0});

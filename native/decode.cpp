@@ -19,7 +19,7 @@ bool get_number(const std::uint8_t*& at, const std::uint8_t* end, std::size_t by
   return true;
 }
 
-// How many elements a block changes; false if it has not even that.
+// Reads how many elements a block changes; returns false if the block is too short for it.
 bool read_changed(const std::uint8_t* bytes, std::size_t size, std::size_t& changed) {
   std::uint32_t number;
   if (!get_number(bytes, bytes + size, 4, number)) return false;
@@ -46,7 +46,7 @@ struct Header {
   }
 };
 
-// What one thread decodes with; kept from block to block.
+// The buffers of one decoding thread, reused from block to block.
 template <typename Bits>
 struct Scratch {
   Changes<Bits> changes;
@@ -65,7 +65,8 @@ struct Block {
   Layout layout;
 };
 
-// Positions, old bits and classes of the changes; false if there are not as many as foretold.
+// Reads positions, old bits and classes of the changes; returns false if their number is not the
+// block's stated one.
 template <typename Path, typename Bits>
 DELTAWIRE_INLINE bool take_flags(PlaneReader& reader, const Header& header,
                                  const Block<Bits>& block, Changes<Bits>& changes) {
@@ -97,7 +98,7 @@ DELTAWIRE_INLINE bool take_flags(PlaneReader& reader, const Header& header,
   }
 }
 
-// Lengths; returns the changes of two bits or more.
+// Reads the lengths of the magnitudes; returns the changes of two bits or more.
 template <typename Bits>
 std::vector<std::uint32_t> take_lengths(PlaneReader& reader, const Header& header,
                                         Scratch<Bits>& scratch) {
@@ -167,8 +168,8 @@ void take_signs(PlaneReader& reader, const Odds& odds, unsigned lanes, const Blo
   }
 }
 
-// Leaves the new bits of a change in `magnitudes`. Returns false if the bytes are not a block for
-// such a base.
+// Decodes a block and leaves each change's new bits in `magnitudes`. Returns false if the bytes are
+// not a block for this base.
 template <typename Path, typename Bits>
 DELTAWIRE_INLINE bool decode_block(const Block<Bits>& block, Scratch<Bits>& scratch) {
   Changes<Bits>& changes = scratch.changes;

@@ -1,8 +1,8 @@
 // Lossless deltas, coded per class of the old weight; src/deltawire/codec/reference.py is the twin.
 //
-// Both sides hold the old weight. How often an optimizer step moves a float's published bits
-// depends on the size of its unit in the last place, so on its exponent, and each class of
-// exponents has its own odds. src/deltawire/codec/delta.py has the format. Blocks are
+// Both sides hold the old weight. The probability that an optimizer step changes a float's
+// published bits depends on the size of its unit in the last place, so on its exponent; each class
+// of exponents has separate odds. src/deltawire/codec/delta.py describes the format. Blocks are
 // independent of each other.
 #pragma once
 
@@ -17,13 +17,13 @@
 
 namespace deltawire {
 
-// How an element's bits divide: `exponent` bits above `mantissa` bits below a sign bit. Both are 0
-// for integers, which are one class.
+// The layout of an element's bits: a sign bit, then `exponent` bits, then `mantissa` bits. Both are
+// 0 for integers, which are one class.
 struct Layout {
   unsigned mantissa = 0;
   unsigned exponent = 0;
 
-  // Whether an element of so many bits divides that way.
+  // Returns whether an element of `width` bits can have this layout.
   bool fits(unsigned width) const {
     return (mantissa == 0 && exponent == 0) ||
            (exponent > 0 && exponent <= 11 && mantissa < width &&
@@ -31,7 +31,7 @@ struct Layout {
   }
 };
 
-// A tensor's form as the codec sees it: `columns` is the length of its rows, 0 if it has none.
+// The shape of a tensor for the codec: `columns` is the length of its rows, 0 if it has none.
 struct Shape {
   std::size_t count = 0;
   std::size_t columns = 0;
@@ -46,10 +46,10 @@ struct Shape {
 struct Encoded {
   std::vector<std::vector<std::uint8_t>> blocks;
   std::uint64_t changed = 0;
-  Lanes moved;  // what the digest gains
+  Lanes moved;  // the change to the digest
 };
 
-// Of which tensor the digest's gain is wanted: its key, and the position of the first element.
+// The tensor for which to compute the digest's change: its key, and the first element's position.
 struct DigestOf {
   std::uint64_t key;
   std::uint64_t start;
@@ -60,14 +60,14 @@ template <typename Bits>
 Encoded encode(const Bits* base, const Bits* target, Shape shape, Layout layout,
                const DigestOf* digest_of, unsigned threads);
 
-// One block of a payload: where its bytes lie, which elements it is of, and where its changes go.
+// One block of a payload: its bytes, the elements that it covers, and the position of its changes.
 struct Section {
   const std::uint8_t* bytes;
   std::size_t size;
-  std::size_t first;    // of its elements, in the base
-  std::size_t count;    // of elements
+  std::size_t first;    // its first element in the base
+  std::size_t count;    // number of elements
   std::size_t room;     // changes of the blocks before it
-  std::size_t changed;  // as its first four bytes say
+  std::size_t changed;  // stated in its first four bytes
 };
 
 struct Sections {
@@ -75,19 +75,19 @@ struct Sections {
   std::size_t changed = 0;
 };
 
-// The blocks `first` to `last` of a body for a base of such a shape. Throws std::invalid_argument
-// for a body that is not of such blocks; the memory that is taken depends on the shape only.
+// Returns the blocks `first` to `last` of a body for a base of this shape. Throws
+// std::invalid_argument for a body of other blocks; the memory taken depends on the shape only.
 Sections sections_of(const Body& body, Shape shape, std::size_t first, std::size_t last);
 
-// The changes of some blocks, ascending, into `positions` and `bits`, and with `digest_of` what the
-// digest gains by them into `moved`. False if one of them is not a block for such a base; what was
-// written by then means nothing.
+// Decodes the changes of some blocks, ascending, into `positions` and `bits`, and with `digest_of`
+// their change to the digest into `moved`. Returns false if one is not a block for this base; the
+// outputs are then undefined.
 template <typename Bits>
 bool decode(const std::vector<Section>& sections, const Bits* base, std::size_t columns,
             Layout layout, unsigned threads, std::int64_t* positions, Bits* bits,
             const DigestOf* digest_of = nullptr, Lanes* moved = nullptr);
 
-// The same straight into the base. False may leave some blocks advanced.
+// Decodes straight into the base. If it returns false, some blocks may already be advanced.
 template <typename Bits>
 bool advance(const std::vector<Section>& sections, Bits* base, std::size_t columns, Layout layout,
              unsigned threads);

@@ -23,7 +23,7 @@ inline void mix(Lanes& sum, std::uint64_t x, std::uint32_t bits) {
                static_cast<std::uint32_t>((folded >> 32) ^ low);
 }
 
-// `x` belongs to the first unit. Units are read by memcpy, because they may be halves of 8-byte
+// `x` belongs to the first unit. memcpy reads the units, because they may be halves of 8-byte
 // elements, which no pointer to a unit may alias.
 template <typename Unit>
 Lanes units_portable(const Unit* units, std::size_t count, std::uint64_t x) {

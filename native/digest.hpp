@@ -11,18 +11,18 @@ struct Lanes {
   std::uint64_t lane1 = 0;
 };
 
-// The sum over `count` neighbouring elements, the first of which has flat index `start`.
+// Returns the sum over `count` consecutive elements, the first of which has flat index `start`.
 // `Bits` is std::uint8_t, std::uint16_t, std::uint32_t or std::uint64_t.
 template <typename Bits>
 Lanes digest(const Bits* bits, std::size_t count, std::uint64_t key, std::uint64_t start);
 
-// The sum over `count` elements at the given flat indices.
+// Returns the sum over `count` elements at the given flat indices.
 template <typename Bits>
 Lanes digest_at(const std::int64_t* positions, const Bits* bits, std::size_t count,
                 std::uint64_t key);
 
-// The change of the digest when elements, at `positions` after `start`, go from `before` to
-// `after`.
+// Returns the change of the digest when the elements at `positions`, counted from `start`, change
+// from `before` to `after`.
 template <typename Bits>
 Lanes digest_moves(const std::uint32_t* positions, const Bits* before, const Bits* after,
                    std::size_t count, std::uint64_t key, std::uint64_t start);

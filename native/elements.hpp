@@ -1,4 +1,4 @@
-// What the codec knows of single elements and of 64 neighbours: order, exponent class, difference.
+// Operations on single elements and on groups of 64: order, exponent class, difference.
 #pragma once
 
 #include <algorithm>
@@ -17,19 +17,19 @@
 
 namespace deltawire {
 
-constexpr std::size_t kGroup = 64;       // elements to a word of bits
+constexpr std::size_t kGroup = 64;       // elements per 64-bit mask
 constexpr std::size_t kChunk = 64 * 64;  // elements whose contexts are held at a time
 
 template <typename Bits>
 constexpr Bits kSign = Bits(Bits{1} << (8 * sizeof(Bits) - 1));
 
-// All ones or none, as the highest bit is.
+// All ones if the highest bit is set, otherwise 0.
 template <typename Bits>
 DELTAWIRE_INLINE Bits all_if_negative(Bits u) {
   return Bits(Bits{0} - Bits(u >> (8 * sizeof(Bits) - 1)));
 }
 
-// The integer order of floats; -0 lies just below +0. Integers are their own order.
+// Maps floats to integers of the same order, with -0 just below +0. Integers map to themselves.
 template <typename Bits>
 DELTAWIRE_INLINE Bits ordered(Bits u, bool floats) {
   const Bits flip = Bits(all_if_negative(u) | kSign<Bits>);
@@ -42,8 +42,8 @@ DELTAWIRE_INLINE Bits unordered(Bits o, bool floats) {
   return floats ? Bits(o ^ flip) : o;
 }
 
-// Class 0 is above every element that changes; each further exponent down is one class more, and
-// the last class has all that are smaller. `top` is the largest exponent of a changed element.
+// Class 0 holds the exponents above `top`, the largest exponent of a changed element. Each exponent
+// from `top` down is one class, and the last class holds all smaller ones.
 template <typename Bits>
 DELTAWIRE_INLINE void classes_of(const Bits* base, std::size_t count, Layout layout, unsigned top,
                                  std::uint8_t* classes) {
@@ -58,7 +58,7 @@ DELTAWIRE_INLINE void classes_of(const Bits* base, std::size_t count, Layout lay
   }
 }
 
-// Which of up to 64 elements differ, as bits.
+// Returns a mask of those of up to 64 elements that differ.
 template <typename Bits>
 inline std::uint64_t differences(const Bits* base, const Bits* target, std::size_t count) {
   if (std::memcmp(base, target, count * sizeof(Bits)) == 0) return 0;
@@ -67,16 +67,16 @@ inline std::uint64_t differences(const Bits* base, const Bits* target, std::size
   return mask;
 }
 
-// 0 to kChunk - 1, of which the indices of a group are picked.
+// The indices 0 to kChunk - 1, from which each path compresses the indices of set bits.
 constexpr std::array<std::uint16_t, kChunk> kIndices = [] {
   std::array<std::uint16_t, kChunk> all{};
   for (std::size_t i = 0; i < kChunk; ++i) all[i] = static_cast<std::uint16_t>(i);
   return all;
 }();
 
-// A path: which of 64 elements differ; which of 64 bytes are greater than, or equal to, a value, or
-// have a bit; setting a bit in some of 64 bytes; and the numbers of the set bits of a mask, `first`
-// added, for whose surplus `out` has room for 64.
+// A vector path implements: masks of which of 64 elements differ, and of which of 64 bytes are
+// greater than or equal to a value or have a bit set; setting a bit in the masked ones of 64 bytes;
+// and writing the positions of a mask's set bits plus `first` to `out`, which has room for 64 more.
 struct PortablePath {
   static constexpr Simd kSimd = Simd::portable;
 

@@ -24,8 +24,8 @@ Odds odds_from(const ByContext& counts) {
   return odds;
 }
 
-// Adds up a plane's decisions by context. `contexts` has room for a group more than `size`; `bits`
-// may be null, and then there are no ones.
+// Counts a plane's decisions by context. `contexts` has room for a group more than `size`; with a
+// null `bits` there are no ones.
 template <typename Path>
 DELTAWIRE_INLINE void tally(const std::uint8_t* contexts, const std::uint64_t* bits,
                             std::size_t size, ByContext& counts) {
@@ -40,7 +40,7 @@ DELTAWIRE_INLINE void tally(const std::uint8_t* contexts, const std::uint64_t* b
   }
 }
 
-// Puts a whole plane, by the odds of its own counts, and returns those.
+// Writes a whole plane with the odds of its counts, and returns the odds.
 template <typename Path>
 DELTAWIRE_INLINE Odds put_plane(PlaneWriter& writer, const std::uint8_t* contexts,
                                 const std::uint64_t* bits, std::size_t size) {
@@ -51,7 +51,7 @@ DELTAWIRE_INLINE Odds put_plane(PlaneWriter& writer, const std::uint8_t* context
   return odds;
 }
 
-// What one thread encodes with; kept from block to block.
+// The buffers of one encoding thread, reused from block to block.
 template <typename Bits>
 struct Scratch {
   Changes<Bits> changes;
@@ -71,7 +71,7 @@ struct Block {
   Layout layout;
 };
 
-// Compares, and gathers the changes chunk by chunk, while they are in the nearest cache.
+// Compares and gathers the changes chunk by chunk, while they are in the first-level cache.
 template <typename Path, typename Bits>
 DELTAWIRE_INLINE void gather(const Block<Bits>& block, Scratch<Bits>& scratch) {
   Changes<Bits>& changes = scratch.changes;
@@ -104,7 +104,7 @@ DELTAWIRE_INLINE void gather(const Block<Bits>& block, Scratch<Bits>& scratch) {
   changes.size = size;
 }
 
-// How many bits a magnitude takes; it is not 0.
+// Returns the bit width of a magnitude, which is not 0.
 template <typename Bits>
 DELTAWIRE_INLINE std::uint8_t width_of(Bits magnitude) {
   if constexpr (sizeof(Bits) <= 2) {
@@ -116,7 +116,7 @@ DELTAWIRE_INLINE std::uint8_t width_of(Bits magnitude) {
   }
 }
 
-// Fills in classes, magnitudes, lengths and falls; returns the largest exponent.
+// Computes classes, magnitudes, lengths and falls; returns the largest exponent.
 template <typename Path, typename Bits>
 DELTAWIRE_INLINE unsigned measure(Layout layout, const Bits* after, Changes<Bits>& changes) {
   changes.complete();
@@ -125,7 +125,7 @@ DELTAWIRE_INLINE unsigned measure(Layout layout, const Bits* after, Changes<Bits
   const Bits* before = changes.before.get();
   Bits* magnitudes = changes.magnitudes.get();
   std::uint8_t* lengths = changes.lengths.get();
-  std::uint8_t* falls = changes.classes.get();  // for now
+  std::uint8_t* falls = changes.classes.get();  // temporarily
   Bits top = 0;
   for (std::size_t k = 0; k < changes.size; ++k) {
     const Bits step = Bits(ordered(after[k], floats) - ordered(before[k], floats));
@@ -148,8 +148,8 @@ DELTAWIRE_INLINE unsigned measure(Layout layout, const Bits* after, Changes<Bits
   return static_cast<unsigned>(top);
 }
 
-// How many elements of each class change, of about how many: members are counted at every
-// `stride`-th group and multiplied.
+// Counts the changed elements of each class and estimates each class's size: counts the members in
+// every `stride`-th group and multiplies.
 template <typename Path, typename Bits>
 DELTAWIRE_INLINE Odds flag_odds(const Block<Bits>& block, unsigned top,
                                 const Changes<Bits>& changes) {
@@ -170,7 +170,7 @@ DELTAWIRE_INLINE Odds flag_odds(const Block<Bits>& block, unsigned top,
   return odds_from(members);
 }
 
-// The signs, as whether each is what its column's memory expects.
+// Writes each sign as one bit: whether it is the one that the column's memory expects.
 template <typename Path, typename Bits>
 DELTAWIRE_INLINE Odds put_signs(PlaneWriter& writer, const Block<Bits>& block, unsigned lanes,
                                 Scratch<Bits>& scratch) {
@@ -192,7 +192,8 @@ DELTAWIRE_INLINE Odds put_signs(PlaneWriter& writer, const Block<Bits>& block, u
   return put_plane<Path>(writer, contexts, bits, size);
 }
 
-// The second highest bit of the magnitudes that have one, by their length; the rest as they are.
+// Writes the second highest bit of each magnitude that has one, with its length as context, and the
+// lower bits unmodeled.
 template <typename Path, typename Bits>
 DELTAWIRE_INLINE Odds put_details(PlaneWriter& writer, const std::vector<std::uint32_t>& longer,
                                   Scratch<Bits>& scratch, BitPacker& packer) {
@@ -209,9 +210,9 @@ DELTAWIRE_INLINE Odds put_details(PlaneWriter& writer, const std::vector<std::ui
   return put_plane<Path>(writer, contexts, bits, longer.size());
 }
 
-// Plane b says which changes are longer than b bits, of those that have b bits or more; the plane
-// of the greatest length would never say yes and is left out. `longer` holds the changes of two
-// bits or more: those of every plane but the first.
+// Plane b marks the changes longer than b bits among those of b bits or more. The plane of the
+// greatest length would have no ones and is omitted. `longer` holds the changes of two bits or
+// more; all planes but the first cover only those.
 template <typename Path, typename Bits>
 DELTAWIRE_INLINE std::vector<Odds> put_lengths(PlaneWriter& writer,
                                                const std::vector<std::uint32_t>& longer,

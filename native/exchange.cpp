@@ -9,11 +9,11 @@
 namespace deltawire {
 namespace {
 
-// So many changes are checked, written and read back at a time, so that the lines that they touch
-// come from memory once and are in the first cache the second and third time.
+// The number of changes checked, written and read back at a time, so that their cache lines come
+// from memory once and are in the first-level cache for the second and third pass.
 constexpr std::size_t kBlock = 256;
 constexpr std::size_t kAhead = 64;
-// Below this, starting a thread costs more than it saves.
+// With fewer changes, starting a thread costs more time than it saves.
 constexpr std::size_t kShare = std::size_t{1} << 15;
 
 struct Nothing {};
@@ -26,7 +26,7 @@ inline void prefetch(const void* place) {
 #endif
 }
 
-// Changes `first` to `last` of one stretch; `written` says up to which they may have been written.
+// Changes `first` to `last` of one stretch; those before `written` may have been written.
 template <typename Bits>
 Exchanged exchange_range(Bits* live, std::size_t size, const std::int64_t* index, const Bits* old,
                          const Bits* fresh, std::size_t first, std::size_t last,
@@ -58,8 +58,8 @@ Exchanged exchange_range(Bits* live, std::size_t size, const std::int64_t* index
   return Exchanged::done;
 }
 
-// Calls work(number of a stretch, first, last) for what of each stretch lies in changes `first` to
-// `last`, in order, until one call returns false.
+// Calls work(stretch number, begin, end) in order for each stretch's part of the changes `first` to
+// `last`, until one call returns false.
 template <typename Bits, typename Work>
 void each_part(const std::vector<Stretch<Bits>>& stretches, std::size_t first, std::size_t last,
                const Work& work) {

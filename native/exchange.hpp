@@ -1,4 +1,4 @@
-// New bits in the place of old ones, in weights that are being served.
+// Replaces old bits by new ones in weights that are being served.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@ namespace deltawire {
 
 enum class Exchanged { done, not_old, not_new, outside };
 
-// Changes up to `last`, from where those of the stretch before it end, lie in `live`, which has
-// `size` elements.
+// An array `live` of `size` elements and the changes in it: from the previous stretch's `last` (0
+// for the first) up to `last`.
 template <typename Bits>
 struct Stretch {
   Bits* live;
@@ -18,8 +18,8 @@ struct Stretch {
   std::size_t last;
 };
 
-// Puts `fresh[i]` where `live[index[i]]` of its stretch is, for all changes, at different places, if
-// `old[i]` is what lies there, and reads back that it lies there now. On any failure nothing is
+// Writes `fresh[i]` to `live[index[i]]` of its stretch for all changes, if `old[i]` is there, and
+// verifies it by reading it back. The positions must be distinct. On any failure nothing is
 // changed, and `failed` is the number of a stretch at fault. Stretches are in order, and the last
 // one's end is the number of changes. `Bits` is std::uint8_t, std::uint16_t, std::uint32_t or
 // std::uint64_t.

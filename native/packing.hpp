@@ -1,4 +1,4 @@
-// Bits packed as they are, lowest first.
+// Packs numbers of given bit widths without coding, lowest bit first.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ class BitPacker {
   unsigned fill_ = 0;
 };
 
-// Reads what BitPacker packed; after the end it yields zeros, and ok() is false.
+// Reads the output of BitPacker; after the end it yields zeros, and ok() is false.
 class BitTaker {
  public:
   BitTaker(const std::uint8_t* bytes, std::size_t size) : at_(bytes), end_(bytes + size) {}
@@ -55,7 +55,7 @@ class BitTaker {
   }
 
   bool ok() const { return ok_; }
-  // Whether exactly everything was taken, but for zeros that fill up the last byte.
+  // Returns whether all bits were read, except the zeros that pad the last byte.
   bool finished() const { return ok_ && at_ == end_ && fill_ < 8 && held_ == 0; }
 
  private:

@@ -61,14 +61,14 @@ bool Odds::read(const std::uint8_t*& at, const std::uint8_t* end) {
 
 // --- vector kernels ------------------------------------------------------------------------------
 //
-// They take whole steps of `lanes` decisions. A writer's `out` has room for a word a decision and
-// one vector more; a reader stops while fewer words are left than a step may take.
+// They process whole steps of `lanes` decisions. A writer's `out` has room for one word per
+// decision and one vector more; a reader stops when fewer words are left than a step may consume.
 
 namespace {
 
 #ifdef DELTAWIRE_X86
 
-// Just below 1, so that a quotient by way of floats is never too large, and at most 1 too small.
+// Just below 1, so that a quotient computed in floats is never too large and at most 1 too small.
 constexpr float kBelowOne = 1.0F - 1.0F / (1 << 21);
 
 template <int kVectors>
@@ -156,7 +156,7 @@ DELTAWIRE_AVX512 std::size_t take_avx512(const std::uint8_t* contexts, std::uint
   return static_cast<std::size_t>(at - words) / 2;
 }
 
-// Shuffles of eight 16-bit words, by mask: those of the mask together, or spread to the mask.
+// Shuffles of eight 16-bit words, by mask: compress the masked words, or expand words to the mask.
 struct Shuffles {
   alignas(16) std::uint8_t together[256][16];
   alignas(16) std::uint8_t spread[256][16];
@@ -186,7 +186,7 @@ constexpr Shuffles make_shuffles() {
 
 constexpr Shuffles kShuffles = make_shuffles();
 
-// The entries of a table of sixteen that eight contexts name.
+// Looks up eight contexts in a table of sixteen entries.
 DELTAWIRE_AVX2 inline __m256i look_up(const __m256i (&table)[2], __m256i context) {
   const __m256i low = _mm256_permutevar8x32_epi32(table[0], context);
   const __m256i high = _mm256_permutevar8x32_epi32(table[1], context);

@@ -1,12 +1,12 @@
 // The entropy coder: planes of yes-or-no decisions, by interleaved asymmetric numeral systems.
 //
-// A plane is a list of bits, each with a context of 0 to 15, and a context has fixed odds for as
-// long as a plane lasts. Decision i is coded by lane i mod `lanes`; each lane is a 32-bit rANS
+// A plane is a list of bits, each with a context from 0 to 15. The odds of a context are fixed
+// within a plane. Decision i is coded by lane i mod `lanes`; each lane is a 32-bit rANS
 // state over two symbols, and all share one stream of 16-bit words. Source: Duda, "Asymmetric
 // numeral systems", arXiv 1311.2540; interleaving after Giesen, arXiv 1402.3392.
 //
-// The coder is last-in, first-out. The writer goes through a plane upwards and the reader
-// downwards, so that neither ever branches on a bit. src/deltawire/codec/reference.py is the twin.
+// The coder is last-in, first-out: the writer processes a plane upwards and the reader downwards,
+// and neither branches on a bit. src/deltawire/codec/reference.py is the twin.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ namespace deltawire {
 
 constexpr unsigned kContexts = 16;
 constexpr unsigned kOddsBits = 15;
-constexpr std::uint32_t kCertain = 1U << kOddsBits;  // the odds of what always happens
+constexpr std::uint32_t kCertain = 1U << kOddsBits;  // the odds of a certain event
 constexpr std::uint32_t kLowest = 1U << 15;          // states lie in kLowest <= x < 2^31
 constexpr unsigned kMostLanes = 64;
 constexpr std::uint8_t kFlipped = 0x80;
@@ -35,11 +35,11 @@ struct Odds {
   static std::uint8_t level_of(std::uint64_t ones, std::uint64_t total);
   static std::uint32_t odds_of(std::uint8_t level);
 
-  // Sets the odds of a context from counts, as a reader of the level will know them.
+  // Sets the odds of a context from counts, rounded to a level as the reader will see them.
   void set(unsigned context, std::uint64_t ones_seen, std::uint64_t total);
-  // A mask of the contexts in use, two bytes, then a level for each.
+  // Writes a mask of the contexts in use, two bytes, then a level for each.
   void write(std::vector<std::uint8_t>& out) const;
-  // False if what lies at `at` is not that.
+  // Reads the output of write(); returns false if `at` does not hold it.
   bool read(const std::uint8_t*& at, const std::uint8_t* end);
 
   std::uint8_t levels[kContexts] = {};
@@ -48,11 +48,11 @@ struct Odds {
 // Bits are kept 64 to a word: bit i of a plane is bit i % 64 of word i / 64.
 class PlaneWriter {
  public:
-  // The words gather in `room`, which must outlive the writer.
+  // Collects the words in `room`, which must outlive the writer.
   PlaneWriter(unsigned lanes, Simd simd, Room<std::uint16_t>& room);
 
-  // Decisions `begin` to `end` of a plane; `begin` a multiple of the lanes. `contexts` is of the
-  // decisions from `begin`, `bits` of the whole plane.
+  // Writes decisions `begin` to `end` of a plane; `begin` is a multiple of the lanes. `contexts`
+  // starts at decision `begin`, `bits` at the plane's first.
   void put(const std::uint8_t* contexts, const std::uint64_t* bits, std::size_t begin,
            std::size_t end, const Odds& odds);
 
@@ -73,16 +73,16 @@ class PlaneWriter {
 
 class PlaneReader {
  public:
-  // What PlaneWriter::finish appended. Check ok() before anything else.
+  // Reads the output of PlaneWriter::finish. Check ok() before anything else.
   PlaneReader(const std::uint8_t* bytes, std::size_t size, unsigned lanes, Simd simd);
 
-  // The decisions `begin` to `end` of a plane, highest first, into `bits`, whose words from
-  // `begin` on must be zero. A plane is read from its end to its beginning.
+  // Reads the decisions `begin` to `end` of a plane, highest first, into `bits`, whose words from
+  // `begin` on must be zero. A plane must be read from its end to its beginning.
   void take(const std::uint8_t* contexts, std::uint64_t* bits, std::size_t begin, std::size_t end,
             const Odds& odds);
 
   bool ok() const { return ok_; }
-  // Whether everything was there and nothing is left: then every state is back at its start.
+  // Returns whether the input was complete and is used up: then every state is back at its start.
   bool finished() const;
 
  private:
@@ -93,7 +93,7 @@ class PlaneReader {
   Simd simd_;
   bool ok_;
   const std::uint8_t* words_;
-  std::size_t left_;  // words not yet taken
+  std::size_t left_;  // words not yet read
   alignas(64) std::uint32_t states_[kMostLanes];
 };
 

@@ -1,4 +1,4 @@
-// Memory that is taken once and grown, never shrunk and never cleared.
+// A reusable buffer that grows but is never shrunk or cleared.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace deltawire {
 template <typename Value>
 class Room {
  public:
-  // Room for so many; the first `keep` keep what they hold.
+  // Makes room for `size` elements and preserves the first `keep`.
   Value* of(std::size_t size, std::size_t keep = 0) {
     if (size > capacity_) {
       const std::size_t larger = std::max(size, capacity_ + capacity_ / 2);

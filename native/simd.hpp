@@ -1,4 +1,4 @@
-// Which vector path a kernel takes. Each gives the same bytes; the portable one runs everywhere.
+// Selects a kernel's vector path. All give the same bytes; the portable one runs everywhere.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -13,7 +13,7 @@ namespace deltawire {
 
 enum class Simd { portable, avx2, avx512 };
 
-// The best path that this machine has, or the one that DELTAWIRE_SIMD names if it has that.
+// Returns this machine's best path, or the one that DELTAWIRE_SIMD names if the machine has it.
 Simd simd_path();
 
 }  // namespace deltawire

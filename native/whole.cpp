@@ -18,7 +18,7 @@ namespace {
 
 constexpr unsigned kRanks = 15;  // symbols with a rank; all others share kRanks itself
 constexpr unsigned kPlanes = 4;
-constexpr std::uint16_t kNoSymbol = 0xFFFF;  // of ranks that the block does not have
+constexpr std::uint16_t kNoSymbol = 0xFFFF;  // for ranks that the block does not use
 
 struct Scratch {
   Room<std::uint16_t> words;
@@ -30,7 +30,7 @@ unsigned symbol_of(Bits u, Field field) {
   return static_cast<unsigned>(u >> field.low) & ((1U << field.width) - 1);
 }
 
-// All bits but the symbol's, together.
+// Joins all bits other than the symbol's.
 template <typename Bits>
 Bits rest_of(Bits u, Field field) {
   const Bits below = Bits(u & Bits((std::uint64_t{1} << field.low) - 1));

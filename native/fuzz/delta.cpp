@@ -1,4 +1,4 @@
-// Decodes a payload that may be anything: every path says the same, and stays in bounds.
+// Decodes arbitrary payloads: every path gives the same result and stays in bounds.
 #include <algorithm>
 #include <optional>
 

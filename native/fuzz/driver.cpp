@@ -1,9 +1,9 @@
-// Runs a target where there is no libFuzzer: every input of a folder, then changed ones.
+// Runs a target without libFuzzer: every input of a folder, then mutated ones.
 //
 //   TARGET [-runs=N] [-max_total_time=SECONDS] [-seed=N] [-artifact_prefix=PATH] FOLDER|FILE …
 //
-// as libFuzzer's own words are. Inputs are blindly changed, so it finds less; but it needs nothing
-// but a compiler with sanitizers. The input that ends it is left at PATH + "crash".
+// The options have libFuzzer's names. Mutation is blind, so it finds less, but it needs only a
+// compiler with sanitizers. The input that ends it is left at PATH + "crash".
 #include <algorithm>
 #include <csignal>
 #include <chrono>
@@ -55,7 +55,7 @@ void run(const Bytes& input) {
   LLVMFuzzerTestOneInput(current.data(), current.size());
 }
 
-// One small change.
+// Applies one small mutation.
 void change(Bytes& input, const std::vector<Bytes>& corpus, std::mt19937_64& random) {
   static constexpr std::uint64_t kNumbers[] = {0,     1,      7,      8,          15,
                                                16,    63,     64,     0x7F,       0x80,
@@ -63,7 +63,7 @@ void change(Bytes& input, const std::vector<Bytes>& corpus, std::mt19937_64& ran
                                                1U << 31, 0xFFFFFFFF, ~std::uint64_t{0}};
   const auto below = [&](std::size_t bound) { return static_cast<std::size_t>(random() % bound); };
   if (input.empty()) input.push_back(0);
-  // The front, where headers are, is as likely as all the rest.
+  // Mutates the front, which holds the headers, as often as the whole remainder.
   const std::size_t at = below(random() % 2 == 0 ? std::min<std::size_t>(input.size(), 400)
                                                  : input.size());
   switch (below(7)) {

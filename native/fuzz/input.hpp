@@ -1,4 +1,4 @@
-// How the bytes of a fuzz input are taken apart, and what all targets share.
+// Parses the bytes of a fuzz input; shared by all targets.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace deltawire::fuzz {
 
 constexpr std::size_t kMostElements = 3 * kBlock;
 
-// The names of the paths; a machine without one uses the best that it has.
+// The names of the vector paths; a machine that lacks one uses its best.
 constexpr std::array<const char*, 3> kPaths{"portable", "avx2", "avx512"};
 
 inline void take_path(const char* path) { setenv("DELTAWIRE_SIMD", path, 1); }
@@ -29,7 +29,7 @@ inline void require(bool holds, const char* what) {
   std::abort();
 }
 
-// Takes numbers from the front; after the end there are zeros.
+// Reads numbers from the front; yields zeros after the end.
 class Input {
  public:
   Input(const std::uint8_t* bytes, std::size_t size) : at_(bytes), left_(size) {}
@@ -44,7 +44,7 @@ class Input {
     return number;
   }
 
-  // The next `size` bytes, or what there is, in memory of exactly that size.
+  // Returns up to `size` of the next bytes, in an allocation of exactly their size.
   std::vector<std::uint8_t> bytes(std::size_t size) {
     size = std::min(size, left_);
     std::vector<std::uint8_t> taken(at_, at_ + size);
@@ -61,7 +61,7 @@ class Input {
   std::size_t left_;
 };
 
-// The layouts that there are for elements of each width, the integers' first.
+// Returns the valid layouts for elements of each width, the integers' first.
 inline Layout layout_for(unsigned width, unsigned choice) {
   switch (width) {
     case 8:
@@ -75,7 +75,7 @@ inline Layout layout_for(unsigned width, unsigned choice) {
   }
 }
 
-// `count` elements: a tile of bytes over and over, each round `drift` higher than the one before.
+// Returns `count` elements: a repeated tile of bytes, raised by `drift` at each repetition.
 template <typename Bits>
 std::vector<Bits> tiled(const std::vector<std::uint8_t>& tile, std::size_t count, Bits drift) {
   std::vector<Bits> elements(count);
@@ -87,7 +87,7 @@ std::vector<Bits> tiled(const std::vector<std::uint8_t>& tile, std::size_t count
   return elements;
 }
 
-// The lengths and the blocks after a payload's header, split as codec/delta.py does.
+// Splits the lengths and the blocks after a payload's header as codec/delta.py does.
 struct Split {
   std::vector<std::uint32_t> lengths;
   std::vector<std::uint8_t> bytes;
@@ -99,7 +99,7 @@ struct Split {
   Body body() const { return {bytes.data(), bytes.size(), lengths.data(), lengths.size()}; }
 };
 
-// Writes what Input takes, for seeds.
+// Writes the format that Input reads, for seeds.
 class Output {
  public:
   template <typename Number>
@@ -139,7 +139,7 @@ void with_width(unsigned choice, const Visit& visit) {
   }
 }
 
-// The beginning of a delta's input.
+// The first fields of a delta's input.
 struct DeltaCase {
   std::uint8_t width, layout;
   std::uint32_t columns;
@@ -169,7 +169,7 @@ struct DeltaCase {
   }
 };
 
-// And an anchor's.
+// The first fields of an anchor's input.
 struct WholeCase {
   std::uint8_t width, low, bits;
   std::uint16_t count;

@@ -1,5 +1,5 @@
-// Encodes any two tensors, as a delta and whole: every path makes the same bytes, and of them the
-// same tensor again; what the digest gains is what it gained.
+// Encodes any two tensors as a delta and whole: every path makes the same bytes and decodes them to
+// the same tensor, and encoder and decoder compute the same change of the digest.
 #include <algorithm>
 
 #include "input.hpp"

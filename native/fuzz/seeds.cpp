@@ -1,4 +1,4 @@
-// Makes seeds by the encoder: seeds DELTA_FOLDER WHOLE_FOLDER ROUND_TRIP_FOLDER, always the same.
+// Makes the same seeds each time: seeds DELTA_FOLDER WHOLE_FOLDER ROUND_TRIP_FOLDER.
 #include <algorithm>
 #include <bit>
 #include <filesystem>
@@ -21,7 +21,7 @@ void save(const files::path& folder, int number, const Output& output) {
   require(file.good(), "a seed is written");
 }
 
-// Bytes of values about zero, the high ones often alike, as a model's are.
+// Returns bytes of values around zero whose high bytes often repeat, as in a model.
 std::vector<std::uint8_t> weights(std::mt19937_64& random, std::size_t width, std::size_t count) {
   std::vector<std::uint8_t> bytes;
   for (std::size_t i = 0; i < count; ++i) {
@@ -39,7 +39,7 @@ struct Recipe {
   std::uint16_t count;
   std::uint32_t columns;
   unsigned rarity;  // one element in so many changes; 0: none
-  unsigned bits;    // of a change, at most
+  unsigned bits;    // the most bits of a change
 };
 
 // One block of each number of lanes; several blocks; rows of every kind; few changes and all.

@@ -1,4 +1,4 @@
-// Decodes an anchor that may be anything: every path says the same, and stays in bounds.
+// Decodes arbitrary anchors: every path gives the same result and stays in bounds.
 #include <optional>
 
 #include "input.hpp"

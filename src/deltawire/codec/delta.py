@@ -126,7 +126,7 @@ def encode(
 def decode_patch(
     payload: bytes | memoryview, base_bits: Bits, *, threads: int | None = None
 ) -> Patch:
-    """The changes that ``payload`` holds for ``base_bits``, uint[COUNT].
+    """Decodes the changes that ``payload`` holds for ``base_bits``, uint[COUNT].
 
     Takes memory in proportion to the base only. Raises CorruptError for anything that is not a
     payload for a base of this length and width.

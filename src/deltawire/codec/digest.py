@@ -66,7 +66,7 @@ class Digest:
 
     @classmethod
     def from_hex(cls, text: str) -> Digest:
-        """The digest that ``hex`` wrote. Raises CorruptError for anything else."""
+        """Parses the output of ``hex``. Raises CorruptError for anything else."""
         if not _HEX.fullmatch(text):
             raise CorruptError(f"{text[:64]!r} is no digest of 32 hexadecimal digits")
         return cls(int(text[:16], 16), int(text[16:], 16))
@@ -83,7 +83,7 @@ def tensor_key(name: str) -> int:
 
 
 def digest_bits(name: str, bits: Bits, start: int = 0) -> Digest:
-    """The share in the digest of ``bits``, uint[N]: elements ``start`` to start + N of ``name``.
+    """Returns the digest's part for ``bits``, uint[N]: elements ``start`` to start + N of ``name``.
 
     Raises InputError if they are not contiguous bits, or ``start`` is negative.
     """
@@ -93,7 +93,7 @@ def digest_bits(name: str, bits: Bits, start: int = 0) -> Digest:
 
 
 def digest_at(name: str, positions: NDArray[np.int64], bits: Bits) -> Digest:
-    """The share in the digest of ``bits``, uint[N], at flat ``positions``, int64[N], of ``name``.
+    """Returns the digest's part for ``bits``, uint[N], at ``positions``, int64[N], of ``name``.
 
     Raises InputError if they are not contiguous bits, or not as many as there are positions.
     """
@@ -124,7 +124,7 @@ def digest_patch(name: str, patch: Patch, old_bits: Bits, start: int = 0) -> Dig
 
 
 def digest_model(bits_by_name: Mapping[str, Bits]) -> Digest:
-    """The digest of a whole model: tensor names to bits, uint[N] each.
+    """Returns the digest of a whole model: tensor names to bits, uint[N] each.
 
     Raises InputError if one of them is not contiguous bits.
     """

@@ -95,7 +95,7 @@ class Odds:
         return cls([level_of(int(a), int(b)) for a, b in zip(ones, total, strict=True)])
 
     def write(self) -> bytes:
-        """The contexts in use, as a mask of two bytes, and their levels."""
+        """Returns a mask of the contexts in use, two bytes, and their levels."""
         used = [c for c, level in enumerate(self.levels) if level]
         mask = sum(1 << c for c in used)
         return mask.to_bytes(2, "little") + bytes(self.levels[c] for c in used)
@@ -110,7 +110,7 @@ class PlaneWriter:
         self.words: list[int] = []
 
     def put(self, contexts: Ints, bits: Ints, odds: Odds) -> None:
-        """A whole plane."""
+        """Writes a whole plane."""
         for start in range(0, len(bits), self.lanes):
             bit = bits[start : start + self.lanes] == 1
             x = self.states[: len(bit)]
@@ -123,7 +123,7 @@ class PlaneWriter:
             x[:] = (quotient << 15) + rest + np.where(bit, CERTAIN - ones, 0)
 
     def finish(self) -> bytes:
-        """The words, then the states."""
+        """Returns the words, then the states."""
         words = np.array(self.words, "<u2").tobytes()
         return words + self.states.astype("<u4").tobytes()
 
@@ -142,14 +142,14 @@ class PlaneReader:
             raise CorruptError("a state out of bounds")
 
     def take(self, contexts: Ints, odds: Odds) -> Ints:
-        """A whole plane, as long as its contexts."""
+        """Reads a whole plane, one decision per context."""
         bits = np.zeros(len(contexts), np.int64)
         for start in reversed(range(0, len(contexts), self.lanes)):
             bits[start : start + self.lanes] = self.step(contexts[start : start + self.lanes], odds)
         return bits
 
     def step(self, contexts: Ints, odds: Odds) -> Ints:
-        """One decision of each of the first lanes."""
+        """Reads one decision of each of the first lanes."""
         x = self.states[: len(contexts)]
         zeros = CERTAIN - odds.ones[contexts]
         slot = x & CERTAIN - 1
@@ -174,14 +174,14 @@ class Bytes:
         self.rest = data
 
     def take(self, size: int) -> bytes:
-        """The next so many."""
+        """Reads the next ``size`` bytes."""
         if size > len(self.rest):
             raise CorruptError("a block ends within its header")
         taken, self.rest = self.rest[:size], self.rest[size:]
         return taken
 
     def number(self, size: int) -> int:
-        """A little-endian number of so many bytes."""
+        """Reads a little-endian number of ``size`` bytes."""
         return int.from_bytes(self.take(size), "little")
 
     def odds(self) -> Odds:
@@ -209,7 +209,7 @@ def unpack(data: bytes, widths: list[int]) -> list[int]:
 
 
 def ordered(value: int, width: int, layout: Layout) -> int:
-    """The integer order of floats: -0 lies just below +0. Integers are their own."""
+    """Maps floats to integers of the same order, -0 just below +0; integers map to themselves."""
     sign = 1 << width - 1
     if not layout.exponent:
         return value
@@ -217,7 +217,7 @@ def ordered(value: int, width: int, layout: Layout) -> int:
 
 
 def unordered(value: int, width: int, layout: Layout) -> int:
-    """The float at a place of the order."""
+    """Inverts `ordered`."""
     sign = 1 << width - 1
     if not layout.exponent:
         return value
@@ -225,7 +225,7 @@ def unordered(value: int, width: int, layout: Layout) -> int:
 
 
 def classes_of(base: Bits, top: int, layout: Layout) -> Ints:
-    """The class of each element: 0 above ``top``, then one more for each exponent down."""
+    """Returns each element's class: 0 above the exponent ``top``, one more per exponent below."""
     mask = base.dtype.type((1 << layout.exponent) - 1)
     exponent = (base >> base.dtype.type(layout.mantissa) & mask).astype(np.int64)
     return np.clip(top + 1 - exponent, 0, CONTEXTS - 1)
@@ -239,7 +239,7 @@ class SignMemory:
         self.held = [0] * columns
 
     def expect(self, step: range) -> tuple[Ints, Ints]:
-        """The contexts of a step of changes, and whether each should fall."""
+        """Returns the contexts of a step of changes, and whether each is expected to fall."""
         if self.places is None:
             return np.zeros(len(step), np.int64), np.zeros(len(step), np.int64)
         held = np.array([self.held[self.places[k]] for k in step], np.int64)

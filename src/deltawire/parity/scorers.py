@@ -89,7 +89,7 @@ def parse_spec(text: str) -> ScorerSpec:
 
 def open_scorer(spec: ScorerSpec, model: Any, folder: Path | None) -> Scorer:
     """Opens an engine on a copy of the weights: ``model`` is float32, and ``folder`` holds the same
-    on disk for engines in another process. Raises `InputError`."""
+    weights on disk for engines in another process. Raises `InputError`."""
     if spec.kind == "vllm":
         from deltawire.parity.vllm_scorer import VllmScorer
 
@@ -100,8 +100,8 @@ def open_scorer(spec: ScorerSpec, model: Any, folder: Path | None) -> Scorer:
 
 
 class TransformersScorer:
-    """Scores with a transformers causal LM, in one precision and with one attention, in one pass
-    over a sequence or token by token."""
+    """Scores with a transformers causal LM, in one precision and with one attention implementation,
+    in one pass over a sequence or token by token."""
 
     def __init__(self, spec: ScorerSpec, model: Any) -> None:
         self.spec = spec
@@ -197,7 +197,7 @@ class TransformersScorer:
         )
 
     def _routed(self, stack: ExitStack, replay: Scores | None, step: slice) -> list[Tensor]:
-        """Returns a list that holds the next pass's choices once it ran; empty without experts."""
+        """Returns a list that the next pass fills with its expert choices, empty if it has none."""
         if self._routers is None:
             return []
         if replay is not None and replay.routes_SMK is not None:
@@ -216,8 +216,8 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def _layers_observed(model: Any, feed_LSH: Tensor | None) -> Iterator[list[Tensor]]:
-    """Yields a list that collects one sequence's input of the first layer and output of each,
-    float32[S, H]; ``feed_LSH`` replaces the input of each layer."""
+    """Yields a list that collects the first layer's input and every layer's output for one
+    sequence, float32[S, H] each; ``feed_LSH`` replaces the input of each layer."""
     seen: list[Tensor] = []
 
     def before(number: int) -> Any:

@@ -61,7 +61,7 @@ class Part(
 
     @property
     def payloads(self) -> list[PayloadRef]:
-        """Its delta and its anchor, those of them that there are."""
+        """The delta and the anchor, as far as the part has them."""
         return [ref for ref in (self.delta, self.anchor) if ref is not None]
 
 

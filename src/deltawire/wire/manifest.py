@@ -61,11 +61,11 @@ class Manifest(
 
     @property
     def payloads(self) -> list[PayloadRef]:
-        """Its delta and its anchor, those of them that there are."""
+        """The delta and the anchor, as far as the version has them."""
         return [ref for ref in (self.delta, self.anchor) if ref is not None]
 
     def leads_from(self, ref: PayloadRef) -> str | None:
-        """The digest that one of its payloads builds on, None if that is nothing."""
+        """Returns the digest that one of its payloads builds on, None for an anchor."""
         return None if ref is self.anchor else self.base_digest
 
 
@@ -86,11 +86,11 @@ class CompactedDelta(
 
     @property
     def payloads(self) -> list[PayloadRef]:
-        """Its payload, in a list."""
+        """The payload, as a list of one."""
         return [self.payload]
 
     def leads_from(self, _: PayloadRef) -> str | None:
-        """The digest that its payload builds on, None if that is nothing."""
+        """Returns the digest that its payload builds on, None for an anchor."""
         return None if self.base is None else self.base_digest
 
 
@@ -99,12 +99,12 @@ class _Metadata(msgspec.Struct):
 
 
 def encode_manifest(manifest: Manifest, *, signer: Signer | None = None) -> bytes:
-    """The object at the manifest's key."""
+    """Encodes the object at the manifest's key."""
     return seal(manifest, key=keys.manifest(manifest.version), signer=signer)
 
 
 def encode_compacted(compacted: CompactedDelta, *, signer: Signer | None = None) -> bytes:
-    """The object at the compacted delta's key."""
+    """Encodes the object at the compacted delta's key."""
     return seal(compacted, key=keys.compacted(compacted.base, compacted.version), signer=signer)
 
 

@@ -154,8 +154,8 @@ class Head(NamedTuple):
     blob_segments: list[Segment]
 
     def wanted(self, ranges: Mapping[int, tuple[int, int]]) -> list[int]:
-        """The numbers of the segments that may have pieces of ``ranges``: by tensor number, the
-        first element and the one after the last, at borders of chunks."""
+        """Returns the numbers of the segments that may have pieces of ``ranges``, which map tensor
+        numbers to the first element and the one after the last, at chunk boundaries."""
         places = sorted((tensor, *span) for tensor, span in ranges.items())
         found, at = [], 0
         firsts = [(segment.tensor, segment.start) for segment in self.piece_segments]
@@ -171,7 +171,7 @@ class Head(NamedTuple):
 
 
 def encode_table(payload: Payload, table: Run) -> bytes:
-    """The piece table of a payload whose pieces ascend (see `payload_fault`)."""
+    """Encodes the piece table of a payload whose pieces ascend (see `payload_fault`)."""
     segments = [
         _encode_pieces(payload.pieces[at : at + SEGMENT_PIECES], table)
         for at in range(0, len(payload.pieces), SEGMENT_PIECES)
@@ -207,7 +207,7 @@ def payload_ref(payload: Payload, encoded: bytes) -> PayloadRef:
 
 
 def decode_table(data: bytes, ref: PayloadRef, table: Run) -> Payload:
-    """The payload of a whole piece table; raises `CorruptError`."""
+    """Decodes a whole piece table; raises `CorruptError`."""
     head = decode_head(data[: ref.head_bytes], ref)
     pieces: list[Piece] = []
     for segment in head.piece_segments:
@@ -246,7 +246,7 @@ def decode_head(data: bytes | memoryview, ref: PayloadRef) -> Head:
 
 
 def decode_blobs(segment: Segment, data: bytes | memoryview) -> list[BlobRef]:
-    """The blobs of one segment; raises `CorruptError`."""
+    """Decodes the blobs of one segment; raises `CorruptError`."""
     _check_segment(segment, data)
     return [BlobRef(found.hex(), size) for found, size in _BLOB.iter_unpack(data)]
 
@@ -254,7 +254,7 @@ def decode_blobs(segment: Segment, data: bytes | memoryview) -> list[BlobRef]:
 def decode_pieces(
     head: Head, segment: Segment, data: bytes | memoryview, table: Run
 ) -> list[Piece]:
-    """The pieces of one segment; raises `CorruptError`."""
+    """Decodes the pieces of one segment; raises `CorruptError`."""
     _check_segment(segment, data)
     whole = len(head.piece_segments) * SEGMENT_PIECES
     last = segment is head.piece_segments[-1]

@@ -139,7 +139,7 @@ class Trust:
 
 
 def encode_grant(grant: RoleGrant, *, signer: Signer) -> bytes:
-    """The object at `keys.role`, signed by the run's owner."""
+    """Encodes the object at `keys.role`, signed by the run's owner."""
     return seal(grant, key=keys.role(grant.role), signer=signer)
 
 

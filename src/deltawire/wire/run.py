@@ -87,7 +87,7 @@ class Run(
 
 
 def chunk_for(tensors: Sequence[TensorSpec]) -> int:
-    """The number of elements that chunks of such a model should have."""
+    """Chooses the number of elements per chunk for a model."""
     chunk = CHUNK_ELEMENTS
     while chunk < LARGEST_CHUNK and count_chunks(tensors, chunk) > MANY_CHUNKS:
         chunk *= 2
@@ -95,7 +95,7 @@ def chunk_for(tensors: Sequence[TensorSpec]) -> int:
 
 
 def count_chunks(tensors: Sequence[TensorSpec], chunk: int) -> int:
-    """The number of chunks of such a model."""
+    """Counts the chunks of a model."""
     return sum(-(-tensor.count // chunk) for tensor in tensors)
 
 

@@ -67,7 +67,7 @@ def seal_json(body: bytes, *, key: str, signer: Signer | None = None, role: str 
 def seal(
     value: msgspec.Struct, *, key: str, signer: Signer | None = None, role: str = OWNER
 ) -> bytes:
-    """The sealed object that holds ``value``, for ``key``."""
+    """Encodes and seals ``value`` as the object at ``key``."""
     return seal_json(msgspec.json.encode(value), key=key, signer=signer, role=role)
 
 
