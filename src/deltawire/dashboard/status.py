@@ -18,14 +18,15 @@ import msgspec
 from deltawire.config import FaultsConfig, RunConfig, parse_config
 from deltawire.dashboard.figures import BY_NAME, recent, value
 from deltawire.dashboard.state import ProcessState, RunState
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.events import Life, Role
 from deltawire.reward_monitor.monitor import ProbeState
 from deltawire.reward_monitor.watch import describe_flag, excesses, flagged_in, read_probes
 from deltawire.runtime.event_window import RecentEvents
 from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.store import Bucket
-from deltawire.sync import newest_version, require_run
+from deltawire.sync import require_run
+from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.wire import keys
 from deltawire.wire.run import Run
 from deltawire.wire.status import Heartbeat, TrainerStatus
@@ -128,6 +129,7 @@ class Watch:
         self._clock = clock
         self._events = RecentEvents(bucket, window_s)
         self._newest: int | None = None
+        self._poller: VersionPoller | None = None
 
     def poll(self) -> RunStatus:
         """Read the run's current status.
@@ -158,7 +160,8 @@ class Watch:
         if self._events.unreadable:
             count = self._events.unreadable
             problems.append(f"{count} segments of events hold none that can be read")
-        newest = self._newest = self._newest_version()
+        newest = self._newest = self._newest_version(run, problems)
+        problems += _alarms(fleet)
         lines = [
             _line(name, state, fleet, newest, self._clock())
             for name in sorted(_names(state) | fleet.heartbeats.keys())
@@ -167,9 +170,15 @@ class Watch:
             run, config, trainer, fleet.heartbeats, probes, state, newest, lines, problems
         )
 
-    def _newest_version(self) -> int | None:
-        found = newest_version(self._bucket, newer_than=self._newest)
-        return self._newest if found is None else found
+    def _newest_version(self, run: Run, problems: list[str]) -> int | None:
+        """The newest version that can be read; why a newer manifest cannot be is a problem."""
+        if self._poller is None or self._poller.run.id != run.id:
+            self._poller, self._newest = VersionPoller(self._bucket, run), None
+        poller, held = self._poller, -1 if self._newest is None else self._newest
+        found = _attempt(lambda: poller.newer(held), problems)
+        if poller.alarm is not None:
+            problems.append(f"readers pass over a manifest: {poller.alarm}")
+        return self._newest if found is None else found.version
 
     def _status(
         self,
@@ -217,9 +226,22 @@ _V = TypeVar("_V")
 def _attempt(action: Callable[[], _V | None], problems: list[str]) -> _V | None:
     try:
         return action()
-    except CorruptError as error:
+    except (CorruptError, ResyncError) as error:
         problems.append(str(error))
         return None
+
+
+def _alarms(fleet: Fleet) -> list[str]:
+    """Why workers pass over a newer manifest: each reason once, with the number of workers."""
+    reasons = Counter(
+        beat.worker.alarm
+        for name, beat in fleet.heartbeats.items()
+        if beat.worker and beat.worker.alarm and fleet.states[name] != "ended"
+    )
+    return [
+        f"{number} {'worker passes' if number == 1 else 'workers pass'} over a manifest: {reason}"
+        for reason, number in reasons.items()
+    ]
 
 
 def _names(state: RunState) -> set[str]:

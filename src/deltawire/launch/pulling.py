@@ -105,6 +105,7 @@ class _Puller:
         """Bring each new version until interrupted."""
         self._finish()
         answered = time.monotonic()
+        warned = ""
         while True:
             try:
                 newest = self._checkout.newest()
@@ -116,6 +117,10 @@ class _Puller:
                     raise
                 self._bar.log(f"trying again: {error}")
                 newest = None
+            alarm = "" if self._checkout.alarm is None else str(self._checkout.alarm)
+            if alarm and alarm != warned:
+                self._bar.log(f"warning: passed over a manifest: {alarm}")
+            warned = alarm
             if newest is None:
                 time.sleep(self._checkout.pause_s)
 

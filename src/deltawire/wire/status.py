@@ -11,6 +11,7 @@ from deltawire.wire.objects import FORMAT
 from deltawire.wire.payload import Index
 
 MAX_STATUS_BYTES = 4 << 20
+MAX_ALARM = 1024
 
 Phase = Literal["starting", "training", "stopped", "finished"]
 WorkerPhase = Literal["starting", "sampling", "stopped", "finished"]
@@ -39,7 +40,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``digest`` is the digest of the serving weights; it was recomputed from the weights themselves
     if ``attested``. ``lag`` is the newest version minus the one held. ``stored`` is the sequence
-    number that the worker's next group gets.
+    number that the worker's next group gets. ``alarm`` is why a newer manifest could not be read,
+    empty if all could.
     """
 
     phase: WorkerPhase
@@ -48,6 +50,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     attested: bool = False
     lag: Index = 0
     stored: Index = 0
+    alarm: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

@@ -294,3 +294,17 @@ def test_json_is_one_object_and_watching_ends_with_the_run(bucket, capsys) -> No
     assert found["phase"] == "finished"
     assert found["at"] == pytest.approx(time.time(), abs=60)
     assert {line["state"] for line in found["processes"]} == {"silent"}
+
+
+def test_a_manifest_that_readers_pass_over_is_a_problem(bucket) -> None:
+    watch = Watch(bucket, clock=lambda: NOW)
+    bucket.put(keys.manifest(9_999_999_999), b"junk")
+    put_heartbeat(bucket, "w1", at=NOW, alarm="version 4 is junk")
+    put_heartbeat(bucket, "w2", at=NOW, alarm="version 4 is junk")
+    put_heartbeat(bucket, "w3", at=NOW, alarm="version 3 is junk", ended=True)
+    found = watch.look()
+    assert found.version is None, "no version can be read"
+    assert len(found.problems) == 2
+    assert keys.manifest(9_999_999_999) in found.problems[0]
+    assert found.problems[1] == "2 workers pass over a manifest: version 4 is junk"
+    assert "2 workers pass over" in shown(found, width=200)

@@ -38,7 +38,7 @@ from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.wire import keys
 from deltawire.wire.run import Run
-from deltawire.wire.status import TrainerStatus, WorkerPhase, WorkerStatus
+from deltawire.wire.status import MAX_ALARM, TrainerStatus, WorkerPhase, WorkerStatus
 
 REPORT_EVERY_S = 10.0
 WAIT_S = 0.01
@@ -89,7 +89,13 @@ class Worker:
             attested=self.attested is not None,
             lag=max(0, (trainer.version if trainer else 0) - live.version),
             stored=self.uploader.stored,
+            alarm=self._alarm()[:MAX_ALARM],
         )
+
+    def _alarm(self) -> str:
+        """Why a newer manifest could not be read; empty if all could."""
+        alarm = self.follower.alarm
+        return "" if alarm is None else str(alarm)
 
     async def serve(self, *, patience_s: float) -> None:
         """Sample until the run is finished, until asked to stop, or until the trainer has been
@@ -147,7 +153,11 @@ class Worker:
         doing = self.phase if status is None or status.phase == "training" else status.phase
         stored = self.uploader.stored - self._first
         failed = f", {self._failures.count} episodes failed" if self._failures.count else ""
-        self._report(f"version {live.version}, lag {lag}, {stored} groups stored{failed}, {doing}")
+        alarm = self._alarm()
+        warning = f"; warning: passed over a manifest: {alarm}" if alarm else ""
+        self._report(
+            f"version {live.version}, lag {lag}, {stored} groups stored{failed}, {doing}{warning}"
+        )
 
     async def _advance(self) -> None:
         """One engine step, or a short sleep if there is nothing to do."""
