@@ -1,0 +1,171 @@
+"""The threat model names tests that exist, and policies that fit the keys of the bucket."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from deltawire.store.probe import PROBES as STORE_PROBES
+from deltawire.wire import keys
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/THREATS.md").read_text(encoding="utf-8")
+NAMED = re.findall(r"`(tests/[\w/.]+\.py)::(\w+)`", PAGE)
+POLICIES = {
+    name: json.loads(text)
+    for name, text in re.findall(
+        r"^### `(\w+)`\n.*?^```json\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
+    )
+}
+HASH = "0" * 64
+ACTORS = (
+    *("owner", "writer", "worker", "model's answer", "client with", "client without"),
+    *("another local user", "another process", "published files", "whoever reads"),
+)
+
+WEIGHTS = [
+    keys.manifest(3),
+    keys.blob(HASH),
+    keys.compacted(1, 3),
+    keys.part(3, "t", 0),
+    keys.retention_floor(2),
+    keys.deletion_intent("t"),
+    keys.CLOCK,
+]
+TRAINERS = [
+    keys.TRAINER,
+    keys.RETAINED,
+    keys.PROBES,
+    keys.checkpoint_commit(3),
+    keys.checkpoint_part(3, 0),
+    keys.archive(0),
+    keys.tombstone("w0"),
+]
+WORKERS = [
+    keys.rollout("WORKER", 0),
+    keys.heartbeat("WORKER"),
+    keys.lease("WORKER", 0),
+    keys.events("WORKER-5f3a", 0),
+]
+OTHERS = [
+    keys.rollout("w0", 0),
+    keys.heartbeat("w0"),
+    keys.lease("w0", 0),
+    keys.events("w0-5f3a", 0),
+]
+PROCESSES = [
+    key
+    for name in ("trainer", "supervisor", "evaluator", "warm-start")
+    for key in (keys.heartbeat(name), keys.lease(name, 0), keys.events(f"{name}-5f3a", 0))
+]
+EVALUATORS = [key for key in PROCESSES if "evaluator" in key]
+EVERY = [
+    keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a",
+    *WEIGHTS, *TRAINERS, *WORKERS, *OTHERS, *PROCESSES,
+]  # fmt: skip
+OWNERS = [keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a", *WEIGHTS]
+NEVER_BY_TRAINER = {keys.role("trainer"), keys.rollout("w0", 0), keys.rollout("WORKER", 0)}
+MAY_WRITE = {
+    "owner": set(OWNERS),
+    "trainer": set(EVERY) - NEVER_BY_TRAINER,
+    "worker": set(WORKERS),
+    "evaluator": set(EVALUATORS),
+    "reader": set(),
+    "viewer": set(),
+}
+MAY_DELETE = {
+    "owner": {*WEIGHTS, f"{STORE_PROBES}a"},
+    "worker": set(),
+    "evaluator": set(),
+    "reader": set(),
+    "viewer": set(),
+}
+
+
+@lru_cache
+def _functions(path: Path) -> frozenset[str]:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, functions))
+
+
+def _section(title: str) -> str:
+    return PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def _claims() -> list[list[str]]:
+    rows = [line for line in _section("Claims").splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def _allows(policy: dict, action: str, key: str) -> bool:
+    arn = f"arn:aws:s3:::BUCKET/RUN/{key}"
+    return any(
+        statement["Effect"] == "Allow"
+        and f"s3:{action}" in statement["Action"]
+        and any(fnmatchcase(arn, pattern) for pattern in statement["Resource"])
+        for statement in policy["Statement"]
+    )
+
+
+@pytest.mark.parametrize(("path", "name"), NAMED, ids=[name for _, name in NAMED])
+def test_a_named_test_exists(path, name) -> None:
+    assert (ROOT / path).is_file(), f"docs/THREATS.md names {path}, which is not there"
+    assert name in _functions(ROOT / path), f"docs/THREATS.md names {path}::{name}"
+
+
+def test_each_claim_says_against_whom_and_names_a_test() -> None:
+    claims = _claims()
+    assert len(claims) >= 20
+    for claim, against, tests in claims:
+        assert against, claim
+        assert any(actor in against.lower() for actor in ACTORS), against
+        assert re.search(r"`tests/[\w/.]+\.py::test_\w+`", tests), claim
+
+
+def test_the_gaps_are_stated() -> None:
+    gaps = " ".join(_section("What does not hold yet").split())
+    for words in (
+        "weight path only", "forge floors, manifests and checkpoint commits", "scored again",
+        "self-attested", "no freshness limit",
+    ):  # fmt: skip
+        assert words in gaps
+
+
+def test_every_prefix_of_the_bucket_is_in_a_policy_and_none_is_made_up() -> None:
+    patterns = {
+        pattern.removeprefix("arn:aws:s3:::BUCKET/RUN/")
+        for policy in POLICIES.values()
+        for statement in policy["Statement"]
+        for pattern in statement["Resource"]
+        if pattern != "arn:aws:s3:::BUCKET"
+    }
+    assert all(any(fnmatchcase(key, one) for key in EVERY) for one in patterns), patterns
+    prefixes = {
+        value.split("/")[0] for name, value in vars(keys).items() if name.isupper()
+        and isinstance(value, str)
+    }  # fmt: skip
+    assert prefixes <= {key.split("/")[0] for key in EVERY}
+
+
+@pytest.mark.parametrize("role", MAY_WRITE)
+def test_policies_allow_what_each_role_writes_and_nothing_else(role) -> None:
+    policy = POLICIES[role]
+    assert {key for key in EVERY if _allows(policy, "PutObject", key)} == MAY_WRITE[role]
+    if role in MAY_DELETE:
+        assert {key for key in EVERY if _allows(policy, "DeleteObject", key)} == MAY_DELETE[role]
+    assert all(_allows(policy, "GetObject", key) for key in (keys.RUN, *WEIGHTS))
+    actions = {action for one in policy["Statement"] for action in one["Action"]}
+    assert not [action for action in actions if "*" in action]
+
+
+@pytest.mark.parametrize("role", ["worker", "evaluator", "reader"])
+def test_checkpoints_and_the_groups_of_others_are_read_by_few(role) -> None:
+    secret = [keys.checkpoint_commit(3), keys.checkpoint_part(3, 0), keys.rollout("w0", 0)]
+    assert not [key for key in secret if _allows(POLICIES[role], "GetObject", key)]
