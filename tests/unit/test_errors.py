@@ -27,7 +27,7 @@ def test_the_kinds_are_known():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_line_whatever_it_is_made_of(kind):
+def test_every_error_prints_as_one_line(kind):
     error = kind(LINE_BREAKS, hint=LINE_BREAKS, run=LINE_BREAKS, version=0, key=LINE_BREAKS)
     assert len(str(error).splitlines()) == 1
     assert "a b c d e f g h i j" in str(error)

@@ -104,7 +104,7 @@ def old_names(names, place):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_no_definition_bears_an_old_name(path):
+def test_no_definition_has_an_old_name(path):
     place = path.relative_to(PACKAGE).as_posix()
     assert not old_names(defined(path), place)
 
@@ -115,7 +115,7 @@ def test_no_folder_has_an_old_name():
     assert not old_names(folders, "folder")
 
 
-def test_no_option_bears_an_old_name():
+def test_no_option_has_an_old_name():
     commands = next(
         action.choices for action in build_parser()._actions if isinstance(action.choices, dict)
     )
@@ -129,7 +129,7 @@ def test_no_option_bears_an_old_name():
     assert not old_names(options, "option")
 
 
-def test_no_key_of_the_configuration_or_the_bucket_bears_an_old_name():
+def test_no_key_of_the_configuration_or_the_bucket_has_an_old_name():
     config = flatten(parse_config({"name": "r", "model": {"build": {}}}, source="test"))
     assert len(config) > 60
     assert not old_names(config, "key")

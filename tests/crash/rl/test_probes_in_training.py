@@ -122,7 +122,7 @@ def divergences(bucket: Bucket) -> list[Diverged]:
     return [e for s in segments for e in decode_lines(s) if isinstance(e, Diverged)]
 
 
-def test_a_run_that_is_to_warn_goes_on_and_shows_it_everywhere(bucket, tmp_path, capsys):
+def test_a_run_that_warns_continues_and_every_view_shows_it(bucket, tmp_path, capsys):
     train(bucket)
     found = divergences(bucket)
     assert {(e.family, e.probe) for e in found} == {("*", "heldout"), ("bad", "heldout")}
@@ -138,7 +138,7 @@ def test_a_run_that_is_to_warn_goes_on_and_shows_it_everywhere(bucket, tmp_path,
     assert json.loads(capsys.readouterr().out)["version"] == VERSIONS
 
 
-def test_a_run_that_is_to_stop_stops_and_says_how_to_go_on(bucket):
+def test_a_stopped_run_states_how_to_continue(bucket):
     trainer = trainer_of(bucket, action="stop")
     with pytest.raises(InputError, match="diverged from probe 'heldout'"):
         trainer.loop()

@@ -57,7 +57,7 @@ def test_a_compacted_delta_that_leads_backwards_is_no_loop(worlds, tmp_path):
     assert check.outcomes["publish"] == "version 12"
 
 
-def test_a_publisher_goes_on_from_the_newest_version_that_can_be_reached(worlds):
+def test_a_publisher_continues_from_the_newest_reachable_version(worlds):
     """Its next version is stored whole: readers that hold what it could not reach go on too."""
     bucket = copy_of(worlds.runs[False], open_bucket("memory://"))
     run = require_run(bucket)

@@ -70,7 +70,7 @@ def test_pairs_of_every_kind_are_recorded(tmp_path, family, kind):
     assert record(config, setting, tmp_path, quiet) == []
 
 
-def test_an_interrupted_setting_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+def test_an_interrupted_setting_continues_to_the_same_bits(tmp_path, monkeypatch):
     config, setting = config_of("qwen3"), Setting("rl", 1e-3, (1, 3), settle=2)
     record(config, setting, tmp_path / "whole", quiet)
 

@@ -75,7 +75,7 @@ def state_of(events: list[Event]) -> RunState:
     return state
 
 
-def test_idle_counts_only_what_lies_between_the_first_and_the_last_step():
+def test_idle_counts_only_time_between_the_first_and_the_last_step():
     state = state_of(small_run())
     assert state.window == (10.0, 20.0)
     # The trainer: wait 10..12, train 12..18, publish 18..20; its start does not count.

@@ -150,7 +150,7 @@ def test_unmeasured_metrics_are_omitted_and_an_outage_is_reported() -> None:
     assert scrape(Stub(None)) == {("deltawire_up", frozenset()): 0.0}
 
 
-def test_labels_are_bounded_whatever_the_bucket_says() -> None:
+def test_labels_are_bounded_for_any_bucket_content() -> None:
     many = msgspec.structs.replace(
         STATUS, failures={f"{number}" * 200: 1 for number in range(10_000)}
     )

@@ -59,7 +59,7 @@ def test_a_poll_that_fails_is_reported_and_repeated(error):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_watcher_that_died_says_so(tmp_path):
+def test_a_dead_watcher_is_reported(tmp_path):
     controller = Controller()
     controller.broken = True
     watcher = VersionWatcher(controller, open_bucket(str(tmp_path)), polling=False)

@@ -73,7 +73,7 @@ def test_credentials_stay_here(scorer_of, monkeypatch):
     assert scorer_of(secret).call(0) == 0.0
 
 
-def test_a_function_that_is_not_there_says_so():
+def test_a_missing_function_is_reported():
     with pytest.raises(ScoringError, match="cannot score with no_such_module:f: ModuleNotFound"):
         ScoringProcess("no_such_module:f").call(0)
 

@@ -183,7 +183,7 @@ def buffered(groups, start=0):
     return [BufferedGroup(start + n, g, "") for n, g in enumerate(groups)]
 
 
-def test_a_trainer_that_comes_back_goes_on_where_the_evidence_stood():
+def test_a_restarted_trainer_continues_the_evidence():
     """At whatever step it dies, and however old the state in the bucket: as if it had not."""
     steps = {
         n: buffered([group(CHEATING if n % 3 == 0 else HONEST, "ab"[n % 2])], n)

@@ -110,7 +110,7 @@ def saved(masters):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_a_restored_twin_goes_on_to_the_bit(tiny, steps):
+def test_a_restored_copy_continues_to_the_same_bits(tiny, steps):
     masters = MasterWeights(tiny, CONFIG)
     for step in range(steps):
         gradients(tiny, step)

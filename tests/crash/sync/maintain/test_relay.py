@@ -371,7 +371,7 @@ def test_a_damaged_blob_at_the_destination_is_fetched_again() -> None:
     assert contents(inner) == contents(source)
 
 
-def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
+def test_a_relay_continues_after_a_kill_at_any_moment(tmp_path: Path) -> None:
     source = open_bucket(str(tmp_path / "source"), create=True)
     publisher = start_publisher(source, anchor_every=4)
     for version in range(40):

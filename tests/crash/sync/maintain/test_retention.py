@@ -151,7 +151,7 @@ def test_a_checkpoint_holds_its_version(bucket):
 
 
 @pytest.mark.parametrize("held", range(NEWEST + 1))
-def test_readers_of_any_age_go_on(bucket, held):
+def test_readers_at_any_version_continue(bucket, held):
     run = start_run(bucket)
     subscriber = Subscriber(bucket, run, load_mirror(bucket, run, at=held))
     prune(bucket, run, cutoff=8, grace_s=0)

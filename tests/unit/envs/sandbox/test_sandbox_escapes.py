@@ -344,7 +344,7 @@ def any_box(request):
     return Sandbox(isolation=request.param)
 
 
-def test_a_command_that_is_not_there_says_so(any_box):
+def test_a_missing_command_is_reported(any_box):
     outcome = run(any_box, ["no-such-command"])
     assert outcome.status == 127
     assert b"no-such-command" in outcome.output

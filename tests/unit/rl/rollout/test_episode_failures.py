@@ -165,7 +165,7 @@ def test_a_long_cause_is_cut_and_one_line(text):
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "probes"])
-def test_the_environment_is_closed_once_whatever_happens(method, text):
+def test_the_environment_is_closed_exactly_once(method, text):
     environment = failing(**{method: raises})
     play(environment, text)
     assert environment.closed == 1

@@ -234,7 +234,7 @@ def test_cancelling_everything_ends_waiting_episodes(tiny, text):
     assert all(isinstance(end, asyncio.CancelledError) for end in asyncio.run(run()))
 
 
-def test_a_prompt_that_does_not_fit_says_so(tiny, text):
+def test_a_prompt_that_does_not_fit_is_reported(tiny, text):
     engine = TransformersEngine(tiny, stop_tokens=[], slots=1, capacity=16)
     episode = play(engine, Conversation(prompt="p" * 16), text, context=16)
     assert "engine refused the prompt" in episode.cause

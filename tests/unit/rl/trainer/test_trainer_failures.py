@@ -19,7 +19,7 @@ def trainer(limit, failed):
 
 
 @pytest.mark.parametrize(("limit", "failed"), [(0, 10**6), (5, 4), (1, 0)])
-def test_a_run_goes_on_while_it_may(limit, failed):
+def test_a_run_continues_below_the_failure_limit(limit, failed):
     trainer(limit, failed)._stop_if_all_fail()
 
 

@@ -54,7 +54,7 @@ def test_nothing_then_each_then_the_newest(world):
     assert not [key for operation, key in bucket.operations if keys.BLOBS in key]
 
 
-def test_a_version_that_is_lost_is_got_around(world):
+def test_a_lost_version_is_avoided(world):
     bucket, publisher = world
     manifests = ManifestFollower(bucket, publisher.run)
     publish(publisher, 0, 1, 2, 3)
@@ -66,7 +66,7 @@ def test_a_version_that_is_lost_is_got_around(world):
     assert [version for version in found if version is not None] == [5]
 
 
-def test_damage_is_got_around_or_named(world):
+def test_damage_is_avoided_or_reported(world):
     bucket, publisher = world
     manifests = ManifestFollower(bucket, publisher.run)
     publish(publisher, 0, 1, 2)
@@ -102,7 +102,7 @@ def test_a_follower_takes_it_in_place_of_a_subscriber(world):
         follower.close()
 
 
-def test_a_store_that_does_not_answer_says_so(world):
+def test_a_store_that_does_not_answer_is_reported(world):
     bucket, publisher = world
     publish(publisher, 0)
     manifests = ManifestFollower(bucket, publisher.run)

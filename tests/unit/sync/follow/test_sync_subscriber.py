@@ -151,7 +151,7 @@ def test_a_damaged_anchor_is_passed_over_for_an_older_one(bucket, run, how):
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_delta_is_got_around_over_a_newer_anchor(bucket, run, how):
+def test_a_damaged_delta_is_avoided_with_a_newer_anchor(bucket, run, how):
     spoil(bucket, blob_key(bucket, run, 5, "delta"), how)
     subscriber = subscriber_at(bucket, run, 4)
     before = state(subscriber.mirror)
@@ -204,7 +204,7 @@ def test_a_damaged_newest_version_leaves_an_older_way_around(bucket, run):
 
 
 @pytest.mark.parametrize("how", ["one bit", "cut", "empty"])
-def test_a_damaged_manifest_is_got_around(bucket, run, how):
+def test_a_damaged_manifest_is_avoided(bucket, run, how):
     spoil(bucket, keys.manifest(5), how)
     subscriber = subscriber_at(bucket, run, 4)
     assert subscriber.advance()

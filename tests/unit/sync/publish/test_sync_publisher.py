@@ -277,7 +277,7 @@ def test_the_first_version_must_be_the_runs(bucket, publisher):
     assert audit(bucket, weights) == 0
 
 
-def test_an_interrupt_while_waiting_forgets_nothing(bucket, publisher, monkeypatch):
+def test_an_interrupt_while_waiting_loses_nothing(bucket, publisher, monkeypatch):
     publisher.publish(weights(0))
     publisher.flush()
     gate = threading.Event()
