@@ -68,3 +68,34 @@ def test_the_limit_leaves_no_exception_for_later():
 def test_other_errors_of_the_call_are_its_own():
     with pytest.raises(KeyError):
         within(5.0, lambda: {}["x"], name="it")
+
+
+def test_a_limit_that_ends_as_the_call_ends_leaves_nothing_to_arrive_later():
+    """The exception is raised by `within` or not at all, however close the race."""
+    results = {"value": 0, "late": 0}
+
+    def spin(until):
+        while time.monotonic() < until:
+            pass
+        return 1
+
+    for _ in range(200):
+        limit_s = 0.002
+        until = time.monotonic() + limit_s
+        try:
+            assert within(limit_s, lambda until=until: spin(until), name="a call") == 1
+            results["value"] += 1
+        except InputError:
+            results["late"] += 1
+        for _ in range(1000):
+            pass
+    assert sum(results.values()) == 200
+
+
+def test_an_error_of_the_call_comes_through_though_its_time_is_over():
+    def fail():
+        raise KeyError("the call's own")
+
+    for limit_s in (0.0, 0.001, 5.0):
+        with pytest.raises((KeyError, InputError)):
+            within(limit_s, fail, name="a call")
