@@ -9,6 +9,6 @@ DAMAGED = 3
 EXCEEDED = 3
 """``parity`` measured more than ``--limit``."""
 DIFFERENT = 5
-"""``replay`` computed other bits than the run; `deltawire.launch.session.AuditError` has it too."""
+"""``replay`` computed bits that differ from the run's; also `launch.session.AuditError`."""
 FLAGGED = 6
 """``probes`` shows a reward that came apart from a probe."""

@@ -55,7 +55,7 @@ PLANES = 4
 
 
 def lanes_for(count: int) -> int:
-    """Returns how many lanes code a block of so many elements."""
+    """Returns the number of lanes that code a block of ``count`` elements."""
     return 64 if count >= 1 << 20 else 16 if count >= 1 << 15 else 1
 
 
@@ -191,7 +191,7 @@ class Bytes:
 
 
 def pack(numbers: list[tuple[int, int]]) -> bytes:
-    """Pack numbers of so many bits each, one after another, the lowest bit first."""
+    """Pack numbers of the given bit widths one after another, the lowest bit first."""
     whole = fill = 0
     for number, width in numbers:
         whole |= number << fill

@@ -282,7 +282,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """Train with the model's dropout. Without it the trainer computes the policy that samples; the
     reference of a KL penalty never uses dropout."""
     max_failed_groups: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Stop the run once so many groups in a row had fewer than two episodes that did not fail; 0
+    """Stop the run once this many groups in a row had fewer than two episodes that did not fail; 0
     never stops."""
     loss: LossConfig = LossConfig()
     staleness: StalenessConfig = StalenessConfig()

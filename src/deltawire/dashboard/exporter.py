@@ -30,7 +30,7 @@ from deltawire.errors import DeltawireError, InputError
 
 MAX_LABELS = 64
 """Most causes and probes that are exported, and a sixteenth of the most processes: each label is a
-time series that somebody pays for."""
+time series that cost money to store."""
 REQUEST_S = 10.0
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 

@@ -126,7 +126,7 @@ def _verdict(stream: StreamFigures, probes: ProbeFigures) -> Text:
 
 
 def _bars(stream: StreamFigures) -> str:
-    """The excess in the stream's groups, 0 to 1, oldest first."""
+    """Draw the excess in the stream's groups, 0 to 1, oldest first."""
     return sparkline(
         [point.excess / max(1, point.groups) for point in stream.points[-_BARS:]],
         _BARS,

@@ -29,7 +29,7 @@ class _Scale(NamedTuple):
     high: float
 
     def place(self, groups: float, value: float) -> str:
-        """``x,y`` of a value after so many groups."""
+        """Return ``x,y`` of a value after ``groups`` groups."""
         x = _WIDTH * groups / self.groups
         y = 1 + (_HEIGHT - 2) * (self.high - value) / (self.high - self.low)
         return f"{x:.1f},{y:.1f}"

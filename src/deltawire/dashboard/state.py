@@ -71,9 +71,9 @@ class ProcessState:
     spans: list[Span] = field(default_factory=list)
     last_span: Span | None = None
     swaps: dict[int, Swapped] = field(default_factory=dict)
-    """By version."""
+    """Keyed by version."""
     generated: dict[int, Generated] = field(default_factory=dict)
-    """By sequence."""
+    """Keyed by sequence."""
     forgotten: int = 0
     """Groups that it stored before those in ``generated``."""
     first_kept: int = 0
@@ -218,12 +218,12 @@ class RunState:
         self.processes: dict[str, ProcessState] = {}
         self._groups_added = 0
         self.steps: dict[int, Step] = {}
-        """By the version that the step made."""
+        """Keyed by the version that the step made."""
         self.published: dict[int, Published] = {}
         self.evaluated: dict[int, Evaluated] = {}
         self.warm: dict[int, WarmStep] = {}
         self.parity: dict[int, Parity] = {}
-        """By the version that the batch made, or would have."""
+        """Keyed by the version that the batch made, or would have made."""
         self.probes: ProbeFigures | None = None
         """As the trainer stored them last; set by the reader of the bucket, not by events."""
         self.recent_s = math.inf
@@ -340,7 +340,7 @@ class RunState:
 
     @property
     def training(self) -> bool:
-        """The reinforcement-learning phase has begun."""
+        """Return whether the reinforcement-learning phase has begun."""
         return bool(self.steps) or self.versions > 0
 
     @property

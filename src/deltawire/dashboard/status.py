@@ -41,7 +41,7 @@ _ROLES: tuple[Role, ...] = ("trainer", "worker", "evaluator", "warm-start")
 
 class ProcessLine(msgspec.Struct, frozen=True, kw_only=True):
     """One process. ``state`` is ``silent`` if its last sign of life is older than
-    ``faults.silence_s``, ``stalled`` if it says itself that its work does not go on."""
+    ``faults.silence_s``, ``stalled`` if it reports that its own work has stopped."""
 
     name: str
     role: Role | None

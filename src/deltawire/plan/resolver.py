@@ -81,7 +81,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its estimate; memory is predicted when it is asked for."""
+    """A layout with its estimate; memory is predicted on first use."""
 
     model: Model
     layout: TrainingLayout
@@ -237,7 +237,7 @@ def resolve_shape(name: str) -> Profile:
 
 
 def default_context(model: Model) -> int:
-    """Return the context that is planned for when none is asked for."""
+    """Return the context to plan for when none is requested."""
     return min(model.context or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
 

@@ -68,7 +68,7 @@ class Fleet:
             found = list(readers.map(self._read, names))
         self.errors = [one for one in found if isinstance(one, CorruptError)]
         heartbeats = {one.process: one for one in found if isinstance(one, Heartbeat)}
-        # A heartbeat that is damaged for once says nothing: the one before it still stands.
+        # One damaged heartbeat is no evidence: the previous one remains valid.
         kept = {name: self.heartbeats[name] for name in names if name in self.heartbeats}
         self.heartbeats = {**kept, **heartbeats}
         self._judges = {

@@ -82,7 +82,7 @@ def open_bucket(
 
 
 def _remote_options(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return ``options`` with deltawire's own where they say nothing."""
+    """Return ``options`` completed with deltawire's defaults."""
     chosen = dict(options)
     chosen.setdefault("retry_config", {"max_retries": 4, "retry_timeout": timedelta(seconds=20)})
     client: dict[str, Any] = {

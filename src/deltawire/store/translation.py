@@ -20,7 +20,7 @@ _TRANSIENT_STATUSES = {408, 409, 429}
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 
-# Where S3's credentials are asked for when the environment holds none.
+# The URLs that provide S3 credentials when the environment holds none.
 _NO_CREDENTIALS = re.compile(r"latest/(api/token|meta-data/iam)|security-credentials")
 
 _FULL = "free some space; nothing already stored was harmed"

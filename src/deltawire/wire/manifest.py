@@ -142,7 +142,7 @@ def decode_compacted(
 def check_payload(
     stated: Manifest | CompactedDelta, ref: PayloadRef, payload: Payload, table: Run, *, run: str
 ) -> None:
-    """Raise `CorruptError` unless ``payload``, read whole, is what ``stated`` says.
+    """Raise `CorruptError` unless ``payload``, read whole, matches ``stated``.
 
     Every piece must lie inside its tensor, its chunk and its blob, an anchor must cover every
     tensor, pieces ascend and do not overlap, and their sums must lead from the base's digest to

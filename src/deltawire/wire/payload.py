@@ -35,7 +35,7 @@ MAX_TABLE_BYTES = 1 << 26
 SEGMENT_PIECES = 128
 SEGMENT_BLOBS = 1024
 INLINE_BYTES = 12 << 10
-"""Tables of at most so many bytes are written into the manifest itself."""
+"""The most bytes of a table that is written into the manifest itself."""
 
 ZERO_SUM = "0" * 32
 

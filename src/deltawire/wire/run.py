@@ -67,7 +67,7 @@ class Run(
 ):
     """A run's identity. ``config`` is the loop's own configuration, opaque at this layer.
 
-    ``chunk`` divides every tensor into chunks of so many elements, the last one shorter; no piece
+    ``chunk`` divides every tensor into chunks of that many elements, the last one shorter; no piece
     crosses from one chunk into another, so a reader that holds whole chunks can use every version.
     ``aliases`` maps names of tied tensors to the one name under which the tensor is stored.
     ``public_key`` is the owner's Ed25519 key, empty if the run is not signed.

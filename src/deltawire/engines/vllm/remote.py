@@ -1,4 +1,4 @@
-"""Samples from a vLLM server in another process, and tells it which version to serve.
+"""Samples from a vLLM server in another process, and selects the version that it serves.
 
 Who waits for whom::
 
@@ -39,8 +39,8 @@ ADVANCE_S = 0.02
 POLL_EVERY_S = 0.01
 ANSWER_WITHIN_S = 60.0
 CHECK_EVERY_S = 10.0
-"""How often an engine with requests is asked for its status: requests may take arbitrarily long, so
-nothing else shows that an engine hangs."""
+"""Seconds between status requests to a busy engine: requests may take arbitrarily long, so nothing
+else shows that an engine hangs."""
 SWAP_WITHIN_S = 90.0
 """Less than ``faults.stall_s``: a process that reports why it stops is better than a killed one."""
 LEAST_LOGPROB = -9999.0

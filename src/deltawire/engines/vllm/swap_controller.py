@@ -35,7 +35,7 @@ from deltawire.sync import require_run
 from deltawire.sync.chain.version_poller import VersionPoller
 
 POLL_EVERY_S = 0.02
-"""How often the workers are asked whether they have prepared."""
+"""Seconds between polls of the workers' preparation."""
 
 RETRY_AFTER_S = 1.0
 """The pause before a failed swap is tried again; it doubles each time, up to `RETRY_AT_MOST_S`."""

@@ -111,7 +111,7 @@ def rotated(values, steps):
 
 
 def place_for(values, wanted):
-    """Returns the index at which to insert ``wanted`` in a sorted list: before any equal values."""
+    """Where to insert ``wanted`` in a sorted list to keep it sorted: before any equal values."""
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2

@@ -160,7 +160,7 @@ class Worker:
         )
 
     async def _advance(self) -> None:
-        """One engine step, or a short sleep if there is nothing to do."""
+        """Run one engine step, or sleep briefly if there is nothing to do."""
         events, engine = self.process.events, self.served.engine
         began = events.now()
         if engine.active:

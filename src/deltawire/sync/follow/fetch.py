@@ -128,7 +128,7 @@ def piece_hash(coded: bytes | bytearray | memoryview) -> str:
 def read_for(
     bucket: Bucket, run: Run, step: Manifest | CompactedDelta, ref: PayloadRef, mirror: Mirror
 ) -> Payload:
-    """A payload of ``step``: all of it, or of a mirror of a part at least what that needs.
+    """Reads the payload of ``step``: all of it, or at least the pieces that a partial mirror needs.
 
     Raises `CorruptError` if its piece table is missing or damaged.
     """

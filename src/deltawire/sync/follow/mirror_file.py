@@ -1,4 +1,4 @@
-"""A mirror in a file, for a process that goes on from it after a restart.
+"""A mirror in a file, for a process that continues from it after a restart.
 
 | bytes | content |
 |---|---|

@@ -24,9 +24,9 @@ class CheckpointWatcher:
     """Finds the subfolders of a folder that have become complete checkpoints.
 
     A subfolder is complete when it has a config.json, every safetensors file that its index names
-    (without an index, files that are no numbered shards), each as long as its header says, and none
-    of its files has changed for ``settle_s``. They come in the order of the last number in their
-    names (``checkpoint-900`` before ``checkpoint-1000``), then of the names. One that becomes
+    (without an index, files that are no numbered shards), each as long as its header states, and
+    none of its files has changed for ``settle_s``. They come in the order of the last number in
+    their names (``checkpoint-900`` before ``checkpoint-1000``), then of the names. One that becomes
     complete after a later one was yielded is passed over: versions only go forward.
 
     Example::

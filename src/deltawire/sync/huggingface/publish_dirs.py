@@ -85,7 +85,7 @@ class _Version(NamedTuple):
 class CheckpointPublisher:
     """Publishes directories to one run, each as the next version. Use it as a context.
 
-    ``retain`` keeps so many of the newest versions readable and prunes older ones after each
+    ``retain`` keeps this many of the newest versions readable and prunes older ones after each
     anchor; 0 keeps all. ``backwards`` lets weights of an earlier version, or of a directory that
     comes before a published one, become the newest version. ``options`` go to `Publisher`.
     ``progress`` gets the bytes that were read, ``on_digest`` a directory that is to be uploaded,
@@ -326,9 +326,9 @@ def _version_of(run: Run, manifest: Manifest) -> _Version:
 def _read_versions(
     bucket: Bucket, run: Run, report: Callable[[int, int], None]
 ) -> dict[int, _Version]:
-    """Read what tells every version; ``report`` gets the number of those done and of all.
+    """Read the identity of every version; ``report`` gets the numbers of those done and of all.
 
-    Damaged manifests are no versions: the publisher goes on from the newest that can be read.
+    Damaged manifests are skipped: the publisher continues from the newest that can be read.
     """
     listed = sorted(committed_versions(bucket))
 

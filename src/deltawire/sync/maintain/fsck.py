@@ -140,7 +140,7 @@ class _Check:
         self._listed: list[int] = []
         self._manifests: dict[int, Manifest] = {}
         self._steps: dict[int, list[StatedStep]] = {}
-        """By target: the deltas that lead there from another version, compacted or not."""
+        """The deltas, compacted or not, by the version that they lead to."""
         self._anchors: dict[int, list[StatedStep]] = {}
         self._compacted_from: dict[int, list[StatedStep]] = {}
         self._bad: set[str] = set()
@@ -149,7 +149,7 @@ class _Check:
         """Blobs whose content matches their name."""
         self._reported: set[tuple[str, int | None]] = set()
         self._reached: dict[int, StatedStep] = {}
-        """By version that was reached: the step that led there."""
+        """The step that led to each version reached, by version."""
 
     def all(self, *, deep: bool) -> CheckedRun:
         found = self.found

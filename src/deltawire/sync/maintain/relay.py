@@ -75,7 +75,7 @@ from deltawire.wire.run import MAX_RUN_BYTES, Run
 from deltawire.wire.seal import Signer, seal
 
 PRUNE_EVERY_S = 300.0
-"""How often, while nothing new is there, the source is asked what it has pruned."""
+"""Seconds between checks of what the source has pruned, while it has no new version."""
 
 PATIENCE = 16
 """Versions after which a compacted delta that the source of a signed run has not made is given
@@ -428,7 +428,7 @@ class Relay:
             try:
                 self._apply_delta(manifest, manifest.delta)
             except CorruptError:
-                # Of blobs that lay there before only the size was checked: copy them again.
+                # Only the size of existing blobs was checked: copy them again.
                 tables = table_blobs([manifest.delta])
                 for ref in [*tables, *self._blobs(manifest.delta, manifest.version)]:
                     self._copy_blob(ref, manifest.version)

@@ -66,7 +66,7 @@ class Encoded(NamedTuple):
 
     @property
     def payloads(self) -> list[Payload]:
-        """The payloads that there are."""
+        """The payloads that exist."""
         return [payload for payload in (self.delta, self.anchor) if payload is not None]
 
     @property
@@ -465,7 +465,7 @@ def _merged(
 
 
 def create_manifest(writer: VersionWriter, manifest: Manifest, data: bytes) -> Manifest:
-    """Create the manifest; return the one that lies there afterwards, this writer's or another's.
+    """Create the manifest; return the one that is stored then, this writer's or another's.
 
     A create that failed may still have happened, so the answer is read back. Raises `RetryError`
     if the store does not answer, `InputError` if an object that cannot be read has the name.

@@ -55,4 +55,4 @@ ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group_std": group_std,
     "leave_one_out": leave_one_out,
 }
-"""By the names that ``train.loss.advantage`` takes."""
+"""The advantage estimators, by their names in ``train.loss.advantage``."""

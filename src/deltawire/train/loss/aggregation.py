@@ -58,4 +58,4 @@ AGGREGATIONS: dict[str, Callable[[LossInputs, Totals], Tensor]] = {
     "seq_mean_token_mean": seq_mean_token_mean,
     "dr_grpo": dr_grpo,
 }
-"""By the names that ``train.loss.aggregation`` takes."""
+"""The aggregations, by their names in ``train.loss.aggregation``."""

@@ -32,4 +32,4 @@ def k3(logprobs_NC: Tensor, reference_NC: Tensor) -> Tensor:
 
 
 PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""By the names that ``train.loss.kl`` takes."""
+"""The penalties, by their names in ``train.loss.kl``."""
