@@ -34,8 +34,8 @@ class RetentionFloor(
 class DeletionIntent(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
-    """The blobs that retention is about to delete, by hash. Never signed: it permits
-    nothing, it only makes writers check their blobs once more."""
+    """The blobs that retention is about to delete, by hash. It is signed in a signed run, except by
+    a relay, which has no key. It permits nothing: it makes writers check their blobs once more."""
 
     run: Identity
     blobs: Annotated[list[Hash], Meta(max_length=MAX_INTENT_BLOBS)]
