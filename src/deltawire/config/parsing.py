@@ -28,6 +28,8 @@ RESUMABLE = frozenset(
         "faults.stall_s",
         "faults.long_s",
         "retain.rollouts",
+        "retain.versions",
+        "retain.checkpoints",
     }
     | {
         f"parity.{action}.{name}"
@@ -87,6 +89,11 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         raise InputError(
             f"{source}: rollout.summary_tokens {rollout.summary_tokens} do not fit into "
             f"rollout.context {rollout.context}"
+        )
+    if config.retain.versions and config.train.loss.kl != "none":
+        raise InputError(
+            f"{source}: retain.versions would delete version 0, the reference of train.loss.kl",
+            hint='set retain.versions = 0, or train.loss.kl = "none"',
         )
     if rollout.engine == "vllm" and config.parity.routes != "off":
         raise InputError(

@@ -402,6 +402,11 @@ class RetainConfig(Section, frozen=True, kw_only=True):
 
     rollouts: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Keep the groups of this many versions, and always those after the oldest checkpoint."""
+    versions: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """Keep this many versions readable, and always those from the oldest checkpoint on. Older ones
+    are deleted a day after that, so that readers can finish."""
+    checkpoints: Annotated[int, Meta(ge=0, le=10**9)] = 2
+    """Keep this many states of the trainer."""
 
 
 class ProbesConfig(Section, frozen=True, kw_only=True):

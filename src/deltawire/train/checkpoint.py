@@ -47,9 +47,15 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save_checkpoint(
-    bucket: Bucket, state: dict[str, Tensor], ledger: Ledger, *, version: int, digest: str
+    bucket: Bucket,
+    state: dict[str, Tensor],
+    ledger: Ledger,
+    *,
+    version: int,
+    digest: str,
+    keep: int = KEPT,
 ) -> None:
-    """Store the state of a committed version, and remove all but the last `KEPT`.
+    """Store the state of a committed version, and remove all but the last ``keep``; 0 keeps all.
 
     A state of any size needs the memory of one part in addition to its own.
     """
@@ -61,7 +67,7 @@ def save_checkpoint(
         parts.append(StatePart(blake3.blake3(data).hexdigest(), len(data)))
     commit = Commit(version=version, digest=digest, parts=parts, ledger=ledger)
     bucket.put(keys.checkpoint_commit(version), encode_json(commit))
-    _remove_old(bucket)
+    _remove_old(bucket, keep)
 
 
 def _divided(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -78,12 +84,12 @@ def _divided(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield part
 
 
-def _remove_old(bucket: Bucket) -> None:
+def _remove_old(bucket: Bucket, keep: int) -> None:
     """Remove everything older than what is kept, commits first.
 
     That includes parts whose commit is gone because an earlier removal was interrupted.
     """
-    kept = checkpoint_versions(bucket)[-KEPT:]
+    kept = checkpoint_versions(bucket)[-keep:]
     for key in bucket.list(keys.CHECKPOINTS):  # Sorted: a commit comes before its parts.
         number = keys.trailing_number(key.rpartition("/")[0])
         if number is not None and kept and number < kept[0]:

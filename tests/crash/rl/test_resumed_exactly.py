@@ -29,6 +29,7 @@ from deltawire.rl.trainer import trainer as training
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.rl.trainer.verify_training import Dump, verify_training
+from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import Process, open_run
@@ -487,3 +488,47 @@ def test_a_resumed_trainer_recomputes_across_skipped_numbers(skipped) -> None:
 def test_retention_deletes_groups_across_skipped_numbers(skipped) -> None:
     retention = RolloutRetention(skipped, read_run(skipped), keep=1)
     assert retention.trim(newest=5, oldest_checkpoint=5) == 6
+
+
+def test_old_versions_are_deleted_and_the_trainer_resumes(bucket) -> None:
+    trainer = trainer_of(bucket, versions=4, anchor_every=1)
+    reports: list[str] = []
+    trainer.version_retention = VersionRetention(
+        bucket, trainer.run, keep=1, report=reports.append, grace_s=0.0
+    )
+    trainer.loop()
+    assert reports == []
+    pruned = [manifest.version for manifest in read_history(bucket, trainer.run) if manifest.pruned]
+    assert pruned == [1], "the oldest checkpoint is at version 2"
+    trim = RolloutRetention(bucket, trainer.run, keep=1).trim
+    assert trim(newest=4, oldest_checkpoint=2) == 4, "a pruned version still names its groups"
+    assert audit_consumption(bucket).lost == 0
+    train(bucket)
+    assert verify_training(bucket, first=5).exact
+
+
+def test_version_retention_reports_what_went_wrong(bucket) -> None:
+    run = read_run(bucket)
+    train(bucket, to=2)
+    reports: list[str] = []
+    for keep, started in ((0, False), (9, False), (1, True)):
+        retention = VersionRetention(bucket, run, keep=keep, report=reports.append, grace_s=-1.0)
+        assert retention.start(newest=2) == started
+        retention.close()
+    assert len(reports) == 1
+    assert "old versions could not be deleted: a grace period of -1.0 s" in reports[0]
+
+
+@pytest.mark.parametrize(("keep", "versions"), [(1, [6]), (3, [2, 4, 6]), (0, [2, 4, 6])])
+def test_as_many_checkpoints_are_kept_as_configured(bucket, keep, versions) -> None:
+    trainer = trainer_of(bucket)
+    retain = msgspec.structs.replace(trainer.config.retain, checkpoints=keep)
+    trainer.config = msgspec.structs.replace(trainer.config, retain=retain)
+    trainer.loop()
+    assert checkpoint_versions(bucket) == versions
+
+
+def test_versions_are_not_deleted_from_a_run_that_refers_to_version_0() -> None:
+    train = {**CONFIG["train"], "loss": {"kl": "k3"}}
+    with pytest.raises(InputError, match=r"the reference of train\.loss\.kl"):
+        parse_config({**CONFIG, "train": train, "retain": {"versions": 5}}, source="test")

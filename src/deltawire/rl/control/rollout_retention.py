@@ -54,8 +54,8 @@ class RolloutRetention:
             manifest = read_manifest(self._bucket, self._run, version)
         except CorruptError:
             return []
-        if manifest is None or manifest.pruned:
-            return []  # Its groups are no longer named anywhere, and stay.
+        if manifest is None:
+            return []
         metadata = CommitMetadata.of(manifest.metadata, run=self._bucket.url, version=version)
         return list(metadata.settled_groups())
 

@@ -48,6 +48,7 @@ from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.control.staleness import policy_of
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_step
+from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.event_archive import EventArchiver
 from deltawire.runtime.fleet import POLL_S, Fleet, read_trainer
 from deltawire.runtime.process import Process, open_run
@@ -120,6 +121,12 @@ class Trainer:
         self.reaper = Reaper(self.bucket)
         self.archiver = EventArchiver(self.bucket)
         self.retention = RolloutRetention(self.bucket, run, keep=config.retain.rollouts)
+        self.version_retention = VersionRetention(
+            self.bucket,
+            run,
+            keep=config.retain.versions,
+            report=lambda fault: process.record_life("started", fault),
+        )
         self.publisher = Publisher(
             self.bucket,
             run,
@@ -362,16 +369,19 @@ class Trainer:
                 self.ledger,
                 version=self.version,
                 digest=self.publisher.digest.hex(),
+                keep=self.config.retain.checkpoints,
             )
             self._saved = self.version
             kept = checkpoint_versions(self.bucket)
             self.retention.trim(newest=self.version, oldest_checkpoint=min(kept))
+            self.version_retention.start(newest=self.version)
 
     def _finish(self) -> None:
         with self.process.heartbeat.long_task("finish"):
             self.archiver.close()
             self.publisher.close()
             self._checkpoint()
+            self.version_retention.close()
             self.probes.close()
         if digest_of(self.masters.source) != self.publisher.digest and not self._diverged:
             raise BugError("the trainer's weights are not what it published", run=self.bucket.url)

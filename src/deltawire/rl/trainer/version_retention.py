@@ -1,0 +1,71 @@
+"""Version retention: prunes old versions of a run in a thread, after checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from deltawire.errors import DeltawireError
+from deltawire.store import Bucket
+from deltawire.sync import Pruned, prune
+from deltawire.sync.maintain.retention import GRACE_S
+from deltawire.wire.run import Run
+
+
+class VersionRetention:
+    """Keeps the newest ``keep`` versions and those from the oldest checkpoint on; 0 keeps all.
+
+    One call of `deltawire.sync.prune` runs at a time. Nothing depends on it: an error goes to
+    ``report``, and the next checkpoint starts another call, which continues where it ended.
+
+    Example::
+
+        retention = VersionRetention(bucket, run, keep=1000, report=print)
+        retention.start(newest=5000)
+        retention.close()
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: Run,
+        *,
+        keep: int,
+        report: Callable[[str], None],
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._bucket = bucket
+        self._run = run
+        self._keep = keep
+        self._report = report
+        self._grace_s = grace_s
+        self._thread = ThreadPoolExecutor(1, "version-retention")
+        self._pending: Future[Pruned] | None = None
+
+    def start(self, *, newest: int) -> bool:
+        """Start to prune, unless nothing is due or the last call still runs; whether it did."""
+        if self._pending is not None and not self._pending.done():
+            return False
+        self._finish()
+        cutoff = newest - self._keep + 1
+        if not self._keep or cutoff < 1:
+            return False
+        self._pending = self._thread.submit(
+            prune, self._bucket, self._run, cutoff=cutoff, grace_s=self._grace_s
+        )
+        return True
+
+    def close(self) -> None:
+        """Wait for the call that runs, and end the thread."""
+        self._thread.shutdown()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Report the error of the last call."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except DeltawireError as error:
+            self._report(f"old versions could not be deleted: {error}")
