@@ -302,7 +302,7 @@ def test_a_manifest_that_readers_pass_over_is_a_problem(bucket) -> None:
     put_heartbeat(bucket, "w1", at=NOW, alarm="version 4 is junk")
     put_heartbeat(bucket, "w2", at=NOW, alarm="version 4 is junk")
     put_heartbeat(bucket, "w3", at=NOW, alarm="version 3 is junk", ended=True)
-    found = watch.look()
+    found = watch.poll()
     assert found.version is None, "no version can be read"
     assert len(found.problems) == 2
     assert keys.manifest(9_999_999_999) in found.problems[0]
