@@ -7,7 +7,8 @@ import pytest
 
 HERE = os.path.dirname(__file__)  # noqa: PTH120
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*.py"]
+SPEC = importlib.util.find_spec("vllm")  # tests/engines/vllm is a folder of that name.
+collect_ignore_glob = [] if SPEC is not None and SPEC.origin is not None else ["*.py"]
 
 # Read by vLLM and torch when they are first imported, and by the processes that vLLM starts.
 os.environ.update(

@@ -193,7 +193,7 @@ def test_a_version_of_a_run(tmp_path, capsys):
         (["--plot", "picture.gif"], "--plot picture.gif"),
         (["--version", "1"], "is not a run"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt"),
-        (["--length", "2000"], "the context 128"),
+        (["--length", "2000"], "the context has 128"),
         (["--replay"], "no expert choices"),
     ],
 )

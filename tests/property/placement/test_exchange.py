@@ -90,7 +90,7 @@ def test_places_outside_are_refused_and_nothing_is_written(place):
 def test_ends_that_do_not_fit_are_refused(lasts):
     live, _, index, old, fresh = drawn(np.uint16, [100], 0.1, 5)
     before = live[0].copy()
-    with pytest.raises(ValueError, match="must end behind"):
+    with pytest.raises(ValueError, match="must end after"):
         _native.exchange(live * 2, np.array(lasts, np.int64), index, old, fresh, 2)
     assert np.array_equal(live[0], before)
 

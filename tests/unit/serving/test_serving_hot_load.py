@@ -313,9 +313,9 @@ def test_async_loads_under_a_running_request(bucket):
     ("body", "reason"),
     [
         ({"identity": "../../etc"}, "identity"),
-        ({"identity": "other-00000000-0000000001"}, "no snapshot of this run"),
+        ({"identity": "other-00000000-0000000001"}, "not a snapshot of this run"),
         ({"identity": "99"}, "no version 99"),
-        ({"identity": "1" * 30}, "no snapshot of this run"),
+        ({"identity": "1" * 30}, "not a snapshot of this run"),
         ({"identity": "1", "reset_prompt_cache": "some"}, "reset_prompt_cache"),
         ({"identity": "1", "compress": True}, "compress"),
         ({}, "identity"),

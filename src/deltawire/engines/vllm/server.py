@@ -45,7 +45,8 @@ def vllm_python() -> str:
         if not os.access(named, os.X_OK):
             raise InputError(f"{PYTHON} is {named}, which cannot be run", hint=HINT)
         return named
-    if importlib.util.find_spec("vllm") is not None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is not None and spec.origin is not None:  # Not just any folder of that name.
         return sys.executable
     neighbour = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
     if not os.access(neighbour, os.X_OK):
