@@ -23,7 +23,7 @@ _SECRET_WORDS = frozenset(
         "token",
     ]
 )
-_PLACE_WORDS = frozenset(["env", "file", "name", "path", "var", "variable"])
+_HARMLESS_ENDS = frozenset(["env", "error", "exception", "file", "name", "path", "var", "variable"])
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 _IN_URL = re.compile(r"(?<=://)(?:[^\s/@]*:[^\s]*|[^\s/@]+)@")
 _ASSIGNED = re.compile(
@@ -64,10 +64,10 @@ def safe_json(value: Any) -> str:
 def looks_secret(name: str) -> bool:
     """Tell whether a setting of this name probably holds a credential: ``api_key``, ``hubToken``.
 
-    Names of public keys, and of files and variables that hold a credential, do not.
+    Names of public keys, of files and variables that hold a credential, and of exceptions do not.
     """
     words = [word.lower() for word in _WORDS.findall(unquote(name))]
-    if not words or words[-1] in _PLACE_WORDS or "public" in words:
+    if not words or words[-1] in _HARMLESS_ENDS or "public" in words:
         return False
     return "key" in words or not _SECRET_WORDS.isdisjoint(words)
 

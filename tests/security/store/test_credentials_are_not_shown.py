@@ -121,6 +121,7 @@ def test_an_option_of_a_store_is_not_in_its_error() -> None:
         ("api_key_var", False),
         ("keyboard", False),
         ("monkey", False),
+        ("KeyError", False),
         ("learning_rate", False),
     ],
 )
