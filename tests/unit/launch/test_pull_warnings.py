@@ -1,5 +1,8 @@
 """``pull --follow`` warns of a manifest that it passes over: once, until another one comes."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -23,7 +26,7 @@ def test_a_manifest_that_cannot_be_read_is_reported_once(tmp_path, monkeypatch, 
         if len(pauses) == 6:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(pulling.time, "sleep", pause)
+    monkeypatch.setattr(pulling, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
     with pytest.raises(KeyboardInterrupt):
         pulling.pull_directory(bucket.url, tmp_path / "out", follow=True)
     written = capsys.readouterr().err

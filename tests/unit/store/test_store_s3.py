@@ -1,7 +1,9 @@
 """S3: configuration by the environment, and the translation of its errors."""
 
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -197,7 +199,8 @@ def test_a_conflict_is_tried_again(s3_server, conflicts, then, made):
 
 
 def test_a_conflict_for_ever_is_a_retry_error(s3_server, monkeypatch):
-    monkeypatch.setattr("deltawire.store.bucket.time.sleep", lambda _: None)
+    impatient = SimpleNamespace(**vars(time) | {"sleep": lambda _: None})
+    monkeypatch.setattr("deltawire.store.bucket.time", impatient)
     with Scripted(lambda *_: CONFLICT) as endpoint, pytest.raises(RetryError, match="under way"):
         opened(s3_server, endpoint).create("k", b"1")
 
