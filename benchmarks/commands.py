@@ -121,8 +121,16 @@ def _add_sync(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _add_train(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = benches.add_parser("train", help="predicted memory of training steps, and measured")
-    parser.add_argument("--cases", type=int, default=8, help="steps to draw from the grid")
-    parser.add_argument("--seed", type=int, default=0, help="what draws them")
-    parser.add_argument("--real", action="store_true", help="two more with real allocations")
+    parser = benches.add_parser(
+        "train", help="memory and speed of training steps, each against its floor and its peers"
+    )
+    parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
+    parser.add_argument("--seed", type=int, default=0, help="what draws lengths and cases")
+    parser.add_argument("--repeats", type=int, default=5, help="steps that medians are taken over")
+    parser.add_argument(
+        "--cases", type=int, default=8, help="memory_error_max: steps to draw from the grid"
+    )
+    parser.add_argument(
+        "--real", action="store_true", help="memory_error_max: two more with real allocations"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

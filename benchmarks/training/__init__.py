@@ -1,0 +1,1 @@
+"""``deltawire bench train``: one module for each measurement, one line for each key in `keys`."""

@@ -1,0 +1,151 @@
+"""The keys of ``deltawire bench train``: their floors, and the modules that measure them.
+
+A module of this folder has one function, ``measure(options) -> Measured``, and may give several
+keys. It runs in a process of its own, so that its threads, process groups and peak of memory are
+not another measurement's. To add a key: one module, one line in `KEYS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from benchmarks.runner import ROOT
+from deltawire.errors import InputError
+
+Value = bool | float
+
+
+class Key(NamedTuple):
+    """A registered figure: ``module`` measures it; it is met at or past ``floor`` in the direction
+    ``sense``."""
+
+    module: str
+    sense: Literal[">=", "<=", "is"]
+    floor: Value
+    what: str
+
+    def met(self, value: Value) -> bool:
+        """Return whether a value reaches the floor."""
+        if self.sense == "is":
+            return value is self.floor
+        return value >= self.floor if self.sense == ">=" else value <= self.floor
+
+    @property
+    def bound(self) -> str:
+        """The floor in words, such as ``>= 8``."""
+        return str(self.floor).lower() if self.sense == "is" else f"{self.sense} {self.floor:g}"
+
+
+KEYS: Final[dict[str, Key]] = {
+    "memory_error_max": Key(
+        "memory_error", "<=", 0.10, "largest error of the predicted peak memory of a step"
+    ),
+}
+"""Every key, in the order of the table."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments that a measurement may read."""
+
+    seed: int = 0
+    repeats: int = 5
+    cases: int = 8
+    real: bool = False
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Options:
+        """Read the command's arguments."""
+        return cls(**{name: getattr(arguments, name) for name in cls.__struct_fields__})
+
+
+class Measured(NamedTuple):
+    """Values by key, and ``details`` for the JSON: plain data that the values follow from."""
+
+    values: dict[str, Value]
+    details: dict[str, Any] = {}  # noqa: RUF012 - a default of a tuple, never changed
+
+
+def choose_keys(wanted: str) -> list[str]:
+    """Return the keys that ``wanted`` names: ``all``, or names with commas between them."""
+    if wanted == "all":
+        return list(KEYS)
+    names = wanted.split(",")
+    if unknown := [name for name in names if name not in KEYS]:
+        raise InputError(
+            f"--keys: there is no {unknown[0][:64]!r}", hint=f"known: all, {', '.join(KEYS)}"
+        )
+    return names
+
+
+def measure_in_processes(
+    names: Iterable[str], options: Options
+) -> tuple[dict[str, Value], dict[str, Any]]:
+    """Measure keys, each module once in a separate process; returns values and details by key.
+
+    Progress goes to standard error. Raises `subprocess.CalledProcessError` if a measurement fails.
+    """
+    values: dict[str, Value] = {}
+    details: dict[str, Any] = {}
+    for module in dict.fromkeys(KEYS[name].module for name in names):
+        measured = json.loads(in_process(f"benchmarks.training.{module}", options))
+        values.update(measured["values"])
+        details[module] = measured["details"]
+    return {name: values[name] for name in names}, details
+
+
+def in_process(module: str, options: Options, function: str = "measure") -> str:
+    """Call ``function(options)`` of a module in a new process; returns the JSON of its result."""
+    code = (
+        "import importlib, sys, msgspec\n"
+        "from benchmarks.training.keys import Options, encoded\n"
+        f"call = importlib.import_module({module!r}).{function}\n"
+        f"print(encoded(call(msgspec.json.decode(sys.argv[1], type=Options))))\n"
+    )
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    done = subprocess.run(  # noqa: S603 - our own interpreter, our own modules
+        [sys.executable, "-c", code, msgspec.json.encode(options).decode()],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def encoded(result: Any) -> str:
+    """Encode a result as one line of JSON."""
+    plain = result._asdict() if hasattr(result, "_asdict") else result
+    return json.dumps(plain)
+
+
+def report(values: dict[str, Value], details: dict[str, Any], options: Options) -> dict[str, Any]:
+    """Everything as plain data: each key's value, floors, and whether they are met."""
+    return {
+        **values,
+        "seed": options.seed,
+        "floors": {name: KEYS[name].bound for name in values},
+        "met": {name: KEYS[name].met(value) for name, value in values.items()},
+        "details": details,
+    }
+
+
+def rows(values: dict[str, Value]) -> Sequence[tuple[str, str, str, str, str]]:
+    """The table: key, value, floor, met, meaning."""
+    return [
+        (
+            name,
+            str(value).lower() if isinstance(value, bool) else f"{value:.4g}",
+            KEYS[name].bound,
+            "yes" if KEYS[name].met(value) else "NO",
+            KEYS[name].what,
+        )
+        for name, value in values.items()
+    ]

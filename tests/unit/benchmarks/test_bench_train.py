@@ -1,0 +1,50 @@
+"""The frame of ``deltawire bench train``: keys, floors, and a process for each measurement."""
+
+import importlib
+import json
+
+import pytest
+
+from benchmarks.training.keys import (
+    KEYS,
+    Key,
+    Options,
+    choose_keys,
+    measure_in_processes,
+    report,
+    rows,
+)
+from deltawire.errors import InputError
+
+
+def test_every_key_names_a_module_with_a_measurement():
+    for name, key in KEYS.items():
+        module = importlib.import_module(f"benchmarks.training.{key.module}")
+        assert callable(module.measure), name
+
+
+def test_floors():
+    assert Key("m", ">=", 8, "").met(8.0)
+    assert not Key("m", ">=", 8, "").met(7.9)
+    assert Key("m", "<=", 0.1, "").met(0.1)
+    assert not Key("m", "is", True, "").met(False)
+    assert Key("m", "is", True, "").bound == "true"
+
+
+def test_unknown_keys_are_refused_by_name():
+    assert choose_keys("all") == list(KEYS)
+    with pytest.raises(InputError, match="there is no 'speed'") as refused:
+        choose_keys("memory_error_max,speed")
+    assert "memory_error_max" in refused.value.hint
+
+
+def test_a_measurement_runs_in_its_own_process_and_is_reported_against_its_floor(capfd):
+    options = Options(cases=1, seed=3)
+    values, details = measure_in_processes(["memory_error_max"], options)
+    found = json.loads(json.dumps(report(values, details, options)))
+    assert found["floors"] == {"memory_error_max": "<= 0.1"}
+    (case,) = found["details"]["memory_error"]["cases"]
+    assert found["memory_error_max"] == abs(case["error"])
+    assert found["met"]["memory_error_max"] == (abs(case["error"]) <= 0.1)
+    assert rows(values)[0][:3] == ("memory_error_max", f"{abs(case['error']):.4g}", "<= 0.1")
+    assert case["case"] in capfd.readouterr().err
