@@ -73,12 +73,16 @@ class EventArchiver(threading.Thread):
         self._gone_at = {stream: self._gone_at.get(stream, now) for stream in gone}
         due = sorted(s for s, since in self._gone_at.items() if now - since >= self._after_s)
         for batch in self._batches(due):
+            if self._closed.is_set():
+                break
             self._store(batch)
         return len(due)
 
     def close(self) -> None:
-        """Stop the thread."""
+        """End the thread once its last request is answered."""
         self._closed.set()
+        if self.is_alive():
+            self.join()
 
     def _batches(self, streams: list[str]) -> Iterator[list[ArchivedSegment]]:
         batch: list[ArchivedSegment] = []

@@ -30,7 +30,7 @@ class Controller:
 
 
 def until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -55,7 +55,10 @@ def test_a_poll_that_fails_is_reported_and_repeated(error):
     assert watcher.is_alive()
     bucket.heal()
     until(lambda: not watcher.failure_now())
-    assert controller.wanted == 5
+    until(lambda: controller.wanted == 5)
+    watcher.close()
+    assert not watcher.is_alive()
+    assert watcher.failure_now() == ""  # It was asked to end.
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -142,9 +142,11 @@ class SwapController:
         self._core_step: Callable[[], Any] = core.step_fn
         self._core_add: Callable[..., None] = core.add_request
         self._core_rpc: Callable[..., list[Any]] = core.collective_rpc
+        self._core_shutdown: Callable[[], None] = core.shutdown
         core.step_fn = self._step
         core.add_request = self._add_request
         core.collective_rpc = self._collective_rpc
+        core.shutdown = self._shutdown
         core.deltawire_status = self.status
         core.deltawire_want = self.want
         core.deltawire_attest = self.attest
@@ -156,6 +158,10 @@ class SwapController:
         if self._due():
             self._advance()
         return self._core_step()
+
+    def _shutdown(self) -> None:
+        self.close()
+        self._core_shutdown()
 
     def _add_request(self, request: Any, request_wave: int = 0) -> None:
         resalt(request, self._epoch)
@@ -225,6 +231,11 @@ class SwapController:
             self._repair()
             self.failure = f"repaired: {self.failure}"
         return {"version": self.version, "sound": not bad, "ranks": answers}
+
+    def close(self) -> None:
+        """Ends the thread that polls for versions; the engine's shutdown calls it."""
+        if self._watch is not None:
+            self._watch.close()
 
     # Following the run.
 
@@ -389,19 +400,19 @@ class VersionWatcher(threading.Thread):
         self._polling = polling
         self._public_key = public_key
         self._poller: VersionPoller | None = None
+        self._closed = threading.Event()
 
     def failure_now(self) -> str:
         """Returns why newer versions are not found at present; empty if they are."""
-        if self.ident is not None and not self.is_alive():
+        if self.ident is not None and not self.is_alive() and not self._closed.is_set():
             return f"the thread that polls for versions has died: {self.failure}"
         return self.failure
 
     def run(self) -> None:
-        """Runs until the process ends."""
+        """Polls until `close`."""
         poll_at = 0.0
         try:
-            while True:
-                time.sleep(POLL_EVERY_S)
+            while not self._closed.wait(POLL_EVERY_S):
                 if self._polling and time.monotonic() >= poll_at:
                     self._try_to_poll()
                     poll_at = time.monotonic() + (
@@ -412,6 +423,12 @@ class VersionWatcher(threading.Thread):
         except BaseException as error:
             self.failure = f"{type(error).__name__}: {error}"
             raise
+
+    def close(self) -> None:
+        """Ends the thread once its last request is answered."""
+        self._closed.set()
+        if self.is_alive():
+            self.join()
 
     def _try_to_poll(self) -> None:
         try:

@@ -182,6 +182,11 @@ class RolloutBuffer:
             active = [*waiting, *active]
         return found
 
+    def close(self) -> None:
+        """End the threads that read groups."""
+        if self._readers is not None:
+            self._readers.shutdown(cancel_futures=True)
+
     def _read_all(
         self, names: Sequence[tuple[str, int]]
     ) -> list[tuple[Group, str] | CorruptError | None]:

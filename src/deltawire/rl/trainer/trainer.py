@@ -19,6 +19,7 @@ them from the manifests' metadata, on the same groups in the same order, to the 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,22 @@ class Trainer:
         )
 
     def loop(self) -> None:
-        """Train until the last version, or until asked to stop."""
+        """Train until the last version, or until asked to stop; then `close`."""
+        try:
+            self._loop()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End all threads, also those that an error left running."""
+        self.archiver.close()
+        # An error of the version under way was raised before, or follows the one that ends the run.
+        with contextlib.suppress(DeltawireError):
+            self.publisher.close()
+        self.version_retention.close()
+        self.buffer.close()
+
+    def _loop(self) -> None:
         events, train = self.process.events, self.config.train
         self.archiver.start()
         self.credits.observe(self.buffer, self._poll() or set())
@@ -378,7 +394,6 @@ class Trainer:
 
     def _finish(self) -> None:
         with self.process.heartbeat.long_task("finish"):
-            self.archiver.close()
             self.publisher.close()
             self._checkpoint()
             self.version_retention.close()
