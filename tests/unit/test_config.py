@@ -131,6 +131,13 @@ def test_the_prompt_must_hold_the_question():
     assert "task.prompt must contain {question}" in text
 
 
+def test_vllm_cannot_truncate_at_another_temperature():
+    rollout = {"engine": "vllm", "top_p": 0.9, "temperature": 0.7}
+    assert "at temperature 0.7" in refusal({**SMALLEST, "rollout": rollout})
+    for changes in ({"temperature": 1.0}, {"engine": "transformers"}, {"top_p": 1.0}):
+        parse_config({**SMALLEST, "rollout": rollout | changes}, source="s")
+
+
 def test_the_smallest_run_has_a_default_for_everything():
     config = parse_config({"name": "run"}, source="s")
     assert config == RunConfig(name="run")

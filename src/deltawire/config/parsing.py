@@ -95,6 +95,13 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
             f"{source}: retain.versions would delete version 0, the reference of train.loss.kl",
             hint='set retain.versions = 0, or train.loss.kl = "none"',
         )
+    truncated = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, 0, 0.0)
+    if rollout.engine == "vllm" and truncated and rollout.temperature != 1.0:
+        raise InputError(
+            f"{source}: rollout.engine vllm reports no log-probabilities of the full softmax with "
+            f"top_p, top_k or min_p at temperature {rollout.temperature:g}",
+            hint='set rollout.temperature = 1, or rollout.engine = "transformers"',
+        )
     if rollout.engine == "vllm" and config.parity.routes != "off":
         raise InputError(
             f"{source}: rollout.engine vllm does not report expert choices",

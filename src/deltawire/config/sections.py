@@ -90,6 +90,13 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     max_tokens: Count = 16
     max_turns: Count = 1
     temperature: Positive = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Draw from the fewest tokens that make up this share of the probability. Log-probabilities
+    stay those of the full softmax at the temperature, with this and the next two keys."""
+    top_k: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    """Draw from the k likeliest tokens; 0 is all."""
+    min_p: Fraction = 0.0
+    """Draw only tokens of at least this share of the likeliest one's probability."""
     slots: Count = 64
     """Sequences that one worker decodes at a time, at most; memory may allow fewer."""
     context: Count = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,28 @@ FinishReason = Literal["stop", "length"]
 OnToken = Callable[[int], bool | None]
 
 
+class Truncation(NamedTuple):
+    """Restricts sampling to likely tokens: the fewest that make up the share ``top_p``, the
+    ``top_k`` likeliest (0: all), and those of at least ``min_p`` times the likeliest one's
+    probability. The defaults restrict nothing."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+EVERYTHING = Truncation()
+"""Draws from all tokens."""
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. ``temperature`` 0 is greedy; log-probabilities are those of the
-    tempered distribution that was sampled (of the untempered one when greedy)."""
+    """Sampling parameters. ``temperature`` 0 is greedy. Log-probabilities are those of the full
+    tempered distribution, whatever the ``truncation`` (of the untempered one when greedy)."""
 
     max_tokens: int
     temperature: float = 1.0
+    truncation: Truncation = EVERYTHING
 
 
 @dataclass
@@ -132,7 +147,9 @@ class EngineRequest:
     ``folder`` holds the model's files without weights; ``build_model`` returns the causal LM that
     they describe, with weights unset, on torch's default device and in ``precision``. ``version``
     is the one to load, None for the newest; the run has one. With ``stepwise``, no version is
-    skipped. ``is_stopping`` becomes true when the caller no longer wants the engine.
+    skipped. ``truncation`` and ``temperature`` are those of the requests to come, for engines that
+    must know them when they start. ``is_stopping`` becomes true when the caller no longer wants the
+    engine.
     """
 
     bucket: Bucket
@@ -148,6 +165,8 @@ class EngineRequest:
     version: int | None = None
     stepwise: bool = False
     record_routes: bool = False
+    truncation: Truncation = EVERYTHING
+    temperature: float = 1.0
     is_stopping: Callable[[], bool] = lambda: False
 
 

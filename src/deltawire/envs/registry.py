@@ -2,7 +2,7 @@
 
 A run's configuration comes from its bucket, so it never decides by itself which code runs: a name
 is a built-in environment, one that this process registered, an entry point of an installed package,
-or ``module:attribute`` of a module that this machine trusts (`deltawire.envs.machine_policy`). A
+or ``module:attribute`` of a module that this machine trusts (`deltawire.config.machine`). A
 new built-in environment is one module and one line of `BUILT_IN`.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from deltawire.config import TaskConfig
+from deltawire.config.machine import machine_policy
 from deltawire.envs.base import TaskSource
-from deltawire.envs.machine_policy import machine_policy
 from deltawire.errors import InputError
 
 ENTRY_POINTS = "deltawire.environments"

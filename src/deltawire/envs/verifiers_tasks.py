@@ -9,7 +9,7 @@
 
 ``env`` is the environment's own configuration; at most ``tasks`` of its taskset are read, and the
 first ``heldout`` of them are held out. The ids name Python packages, each of which this machine
-must trust (`deltawire.envs.machine_policy`). The reward is the sum of the trainable agents'
+must trust (`deltawire.config.machine`). The reward is the sum of the trainable agents'
 rewards. A harness may start any program; it calls the policy at the episode's endpoint.
 """
 
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltawire.config import TaskConfig
+from deltawire.config.machine import machine_policy
 from deltawire.envs.base import AgentHarness, ModelEndpoint, Task
-from deltawire.envs.machine_policy import machine_policy
 from deltawire.errors import InputError
 
 DEFAULT_TASKS = 10_000

@@ -3,8 +3,8 @@
 import pytest
 
 from deltawire.config import TaskConfig
+from deltawire.config.machine import POLICY, TRUSTED, machine_policy
 from deltawire.envs import open_tasks
-from deltawire.envs.machine_policy import POLICY, TRUSTED, machine_policy
 from deltawire.envs.workspace import WorkspaceSettings
 from deltawire.errors import InputError
 

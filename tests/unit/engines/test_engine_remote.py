@@ -19,8 +19,9 @@ import pytest
 from aiohttp import web
 
 from deltawire.codec import Digest
-from deltawire.engines.base import Sampling
+from deltawire.engines.base import Sampling, Truncation
 from deltawire.engines.vllm import remote, server
+from deltawire.engines.vllm.opening import logprobs_mode
 from deltawire.engines.vllm.remote import EngineClient, RemoteSampler, RemoteWeights
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
 
@@ -136,6 +137,22 @@ def test_every_token_keeps_its_version_and_the_temperature_is_passed_on() -> Non
         assert (told["top_p"], told["top_k"], told["stop_token_ids"]) == (1.0, 0, [2])
 
     asyncio.run(main())
+
+
+def test_a_truncation_is_passed_on_with_log_probabilities_of_the_full_softmax() -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        async with sampling(engine) as sampler:
+            await sampler.generate([1], Sampling(4, 1.0, Truncation(top_p=0.9, top_k=20)))
+        told = engine.asked[0]["sampling_params"]
+        assert (told["top_p"], told["top_k"], told["min_p"]) == (0.9, 20, 0.0)
+
+    asyncio.run(main())
+    # vLLM's processed ones are those of what was drawn from, its raw ones know no temperature.
+    assert logprobs_mode(Truncation(), 0.7) == "processed_logprobs"
+    assert logprobs_mode(Truncation(min_p=0.1), 1.0) == "raw_logprobs"
+    with pytest.raises(InputError, match=r"full softmax at temperature 0\.7"):
+        logprobs_mode(Truncation(top_k=5), 0.7)
 
 
 @pytest.mark.parametrize("hangs", [False, True])

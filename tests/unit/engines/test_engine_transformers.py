@@ -24,7 +24,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from deltawire.engines.base import Sampling
+from deltawire.engines.base import Sampling, Truncation
 from deltawire.engines.transformers import TransformersEngine
 from deltawire.errors import InputError
 
@@ -291,6 +291,50 @@ def test_frequencies_follow_the_softmax(tiny, temperature):
     # The bound is no empty one: it tells apart temperatures that are near each other.
     other = torch.softmax(logits / (temperature * 1.3), dim=-1) * draws
     assert float(((counts - other) ** 2 / other).sum()) > 2 * 29.9
+
+
+@pytest.mark.parametrize(
+    "truncation", [Truncation(top_k=3), Truncation(top_p=0.6), Truncation(min_p=0.2)]
+)
+def test_truncation_restricts_the_draw_and_not_the_logprobs(tiny, truncation):
+    prompt, draws = [3, 1, 4], 400
+    engine = TransformersEngine(tiny, stop_tokens=[], slots=draws, capacity=8, seed=1)
+    truncated, greedy, free = [], [], []
+    for requests, sampling in (
+        (truncated, Sampling(1, 1.0, truncation)),
+        (greedy, Sampling(1, 0.0, truncation)),
+        (free, Sampling(1, 1.0)),
+    ):
+        for _ in range(draws if requests is truncated else 60):
+            engine.submit(prompt, sampling, requests.append)
+    while engine.active:
+        engine.step()
+    logits = tiny(input_ids=torch.tensor([prompt])).logits[0, -1]
+    full = torch.log_softmax(logits.detach().float(), dim=-1)
+    likeliest = full.argsort(descending=True).tolist()
+    probabilities = full.exp()
+    match truncation:
+        case Truncation(top_k=3):
+            allowed = {*likeliest[:3]}
+        case Truncation(top_p=0.6):
+            mass = probabilities[likeliest].cumsum(0)
+            allowed = {*likeliest[: int((mass < 0.6).sum()) + 1]}
+        case _:
+            least = 0.2 * float(probabilities.max())
+            allowed = {t for t in likeliest if float(probabilities[t]) >= least}
+    drawn = [completion.tokens[0] for completion in truncated]
+    assert {*drawn} <= allowed
+    assert 1 < len(allowed) < 64
+    kept = float(probabilities[list(allowed)].sum())
+    for token in allowed:
+        share = float(probabilities[token]) / kept
+        spread = 4 * math.sqrt(share * (1 - share) / draws)
+        assert abs(drawn.count(token) / draws - share) <= spread
+    assert {completion.tokens[0] for completion in greedy} == {likeliest[0]}
+    assert not {completion.tokens[0] for completion in free} <= allowed
+    for completion in truncated:
+        expected = float(full[completion.tokens[0]])
+        assert completion.logprobs[0] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("length", "count"), [(30, 3), (33, 1), (1, 32), (0, 4)])

@@ -32,7 +32,7 @@ from deltawire.chat.openai.chat import ChatRequest, read_chat, read_completion
 from deltawire.chat.openai.recording import Prompt, Recording
 from deltawire.chat.openai.stops import StopWatch, cut
 from deltawire.chat.text import Text
-from deltawire.engines.base import Completion, OnToken, Sampler, Sampling
+from deltawire.engines.base import EVERYTHING, Completion, OnToken, Sampler, Sampling, Truncation
 from deltawire.errors import DeltawireError, InputError
 
 MAX_BODY_BYTES = 16 << 20
@@ -50,6 +50,7 @@ class Policy:
     max_tokens: int
     capacity: int
     temperature: float | None = None
+    truncation: Truncation = EVERYTHING
     turns: int = 1_000_000
     characters: int = 1_000_000
     model: str = "policy"
@@ -198,7 +199,7 @@ class Endpoint:
         temperature = policy.temperature
         if temperature is None:
             temperature = 1.0 if asked.temperature is None else asked.temperature
-        return Sampling(min(wanted, room), temperature)
+        return Sampling(min(wanted, room), temperature, policy.truncation)
 
     async def _draw(
         self, tokens: list[int], sampling: Sampling, asked: ChatRequest, stream: AnswerStream | None

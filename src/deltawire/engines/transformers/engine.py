@@ -34,10 +34,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltawire.engines.base import Completion, OnToken, Sampling
+from deltawire.engines.base import EVERYTHING, Completion, OnToken, Sampling
 from deltawire.engines.cache_size import SHARE, available_bytes, token_bytes
 from deltawire.engines.routers import Routers
 from deltawire.engines.transformers.cache import SlotCache
+from deltawire.engines.transformers.truncation import kept_tokens
 from deltawire.errors import InputError
 
 IDLE_S = 0.001
@@ -479,7 +480,8 @@ class TransformersEngine:
         scaled = logits_NV / torch.where(greedy, 1.0, temperatures)
         logprobs_NV = torch.log_softmax(scaled, dim=-1)
         noise = torch.empty_like(logprobs_NV).exponential_(generator=self._generator).log_()
-        tokens = torch.where(greedy, logprobs_NV, logprobs_NV - noise).argmax(dim=-1)
+        drawn_from = self._truncated(logprobs_NV, self._running[rows])
+        tokens = torch.where(greedy, logprobs_NV, drawn_from - noise).argmax(dim=-1)
         logprobs = logprobs_NV.gather(1, tokens[:, None])[:, 0]
         self._last[rows] = tokens
         self._lengths[rows] += 1
@@ -499,6 +501,19 @@ class TransformersEngine:
             elif len(completion.tokens) >= request.sampling.max_tokens:
                 finished.append(row)
         self._finish(finished)
+
+    def _truncated(
+        self, logprobs_NV: torch.Tensor, requests: Sequence[SamplingRequest]
+    ) -> torch.Tensor:
+        """Returns the log-probabilities with minus infinity for what a request may not draw."""
+        truncations = [request.sampling.truncation for request in requests]
+        if all(truncation == EVERYTHING for truncation in truncations):
+            return logprobs_NV
+        top_p, top_k, min_p = (
+            torch.tensor(values, device=self._device) for values in zip(*truncations, strict=True)
+        )
+        kept_NV = kept_tokens(logprobs_NV, top_p, top_k, min_p)
+        return logprobs_NV.masked_fill(~kept_NV, -torch.inf)
 
     def _finish(self, rows: list[int]) -> None:
         done = [self._running[row] for row in rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deltawire.engines.base import EngineRequest, OpenEngine
+from deltawire.engines.base import EVERYTHING, EngineRequest, OpenEngine, Truncation
 from deltawire.engines.cache_size import token_bytes
 from deltawire.engines.vllm.server import vllm_python
 from deltawire.errors import InputError
@@ -37,6 +37,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
             "the engine vllm does not record expert choices",
             hint='set parity.routes = "off", or rollout.engine = "transformers"',
         )
+    mode = logprobs_mode(request.truncation, request.temperature)
     steps = ManifestFollower(RetryingBucket(request.bucket), request.run)
     newest = steps.prepare()
     if newest is None:
@@ -52,6 +53,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
         precision=request.precision,
         seed=request.seed,
         threads=request.threads,
+        logprobs_mode=mode,
     )
     try:
         server.wait_until_up(stopping=request.is_stopping)
@@ -74,6 +76,25 @@ def open_engine(request: EngineRequest) -> OpenEngine:
         server.close()
 
     return OpenEngine(sampler=sampler, weights=weights, steps=steps, close=close, external=True)
+
+
+def logprobs_mode(truncation: Truncation, temperature: float) -> str:
+    """Returns which of vLLM's log-probabilities are those of the full softmax at ``temperature``.
+
+    vLLM reports a token's log-probability either after temperature and truncation (processed) or
+    before both (raw). Raises `InputError` for a truncation at another temperature than 1, where
+    neither is the one.
+    """
+    if truncation == EVERYTHING:
+        return "processed_logprobs"
+    if temperature != 1.0:
+        raise InputError(
+            f"vLLM does not report log-probabilities of the full softmax at temperature "
+            f"{temperature:g} while it truncates",
+            hint="set rollout.temperature = 1, leave out top_p, top_k and min_p, or set "
+            'rollout.engine = "transformers"',
+        )
+    return "raw_logprobs"
 
 
 def cache_bytes(config: Any, *, slots: int, capacity: int) -> int:

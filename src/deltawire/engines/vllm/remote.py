@@ -350,7 +350,7 @@ class RemoteSampler:
     async def _request(self, prompt: list[int], sampling: Sampling) -> Completion:
         parameters = {
             "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,
-            "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": 0, "detokenize": False,
+            **sampling.truncation._asdict(), "logprobs": 0, "detokenize": False,
             "stop_token_ids": self._stop,
         }  # fmt: skip
         body = {"token_ids": prompt, "sampling_params": parameters}

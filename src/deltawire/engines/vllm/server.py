@@ -72,6 +72,7 @@ class VllmServer:
         precision: str,
         seed: int,
         threads: int,
+        logprobs_mode: str = "processed_logprobs",
     ) -> None:
         python = vllm_python()
         self._folder = tempfile.TemporaryDirectory(prefix="dw-vllm-")
@@ -84,7 +85,7 @@ class VllmServer:
             "--generation-config", "vllm", "--dtype", precision, "--enforce-eager",
             "--max-model-len", str(capacity), "--max-num-seqs", str(slots),
             "--kv-cache-memory-bytes", str(cache_bytes), "--seed", str(seed % 2**32),
-            "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
+            "--logprobs-mode", logprobs_mode, "--enable-scale-out",
             "--disable-log-stats", "--uvicorn-log-level", "warning",
             "--additional-config", settings, *shlex.split(os.environ.get(ARGUMENTS, "")),
         ]  # fmt: skip

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from weakref import WeakKeyDictionary
 
+from deltawire.config.machine import Isolation
 from deltawire.envs.sandbox.plan import (
     MAX_HEADER_BYTES,
     CommandLimits,
@@ -31,8 +31,6 @@ from deltawire.envs.sandbox.plan import (
 from deltawire.errors import BugError, InputError, RetryError
 
 __all__ = ["CommandLimits", "Files", "Isolation", "Outcome", "Sandbox", "check_files"]
-
-Isolation = Literal["namespaces", "process"]
 
 _GRACE_S = 30.0
 """Time that the launcher may take beyond the command's before it counts as stuck."""

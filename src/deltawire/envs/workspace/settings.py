@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from deltawire.envs.machine_policy import MachinePolicy
+from deltawire.config.machine import MachinePolicy
 from deltawire.envs.sandbox.box import CommandLimits, Isolation
 from deltawire.errors import InputError
 

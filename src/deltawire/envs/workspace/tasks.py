@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from deltawire.config import TaskConfig
+from deltawire.config.machine import machine_policy
 from deltawire.envs.base import Task
-from deltawire.envs.machine_policy import machine_policy
 from deltawire.envs.sandbox.box import Sandbox
 from deltawire.envs.workspace.episode import Workspace
 from deltawire.envs.workspace.loopholes import LoopholeWorkspace

@@ -241,7 +241,8 @@ class _EpisodeRun:
     async def _draw(self, max_tokens: int, reserve: int) -> Completion:
         segment = self._segments[-1]
         room = self._limits.context - segment.length - reserve
-        sampling = Sampling(max(1, min(max_tokens, room)), self._temperature)
+        truncation = self._limits.truncation
+        sampling = Sampling(max(1, min(max_tokens, room)), self._temperature, truncation)
         try:
             completion = await self._engine.generate(segment.prompt + segment.tokens, sampling)
         except InputError as error:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from deltawire.config import OnFull, RolloutConfig
+from deltawire.engines.base import EVERYTHING, Truncation
 from deltawire.envs.base import Task
 from deltawire.wire.rollouts import MAX_NAME, MAX_PROBES, MAX_TASK, Group, Trajectory
 
@@ -31,7 +32,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class EpisodeLimits:
     """Bounds of one episode: tokens per turn, turns, tokens in total (with the prompt), seconds for
-    one call of the environment and for the whole episode, characters of a message."""
+    one call of the environment and for the whole episode, characters of a message; and the
+    ``truncation`` of what may be drawn."""
 
     max_tokens: int
     max_turns: int
@@ -42,6 +44,7 @@ class EpisodeLimits:
     on_full: OnFull = "end"
     summary_tokens: int = 256
     summary_prompt: str = "Summarize what was done and found so far; only this will be kept."
+    truncation: Truncation = EVERYTHING
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> EpisodeLimits:
@@ -56,7 +59,13 @@ class EpisodeLimits:
             rollout.on_full,
             rollout.summary_tokens,
             rollout.summary_prompt,
+            truncation_of(rollout),
         )
+
+
+def truncation_of(rollout: RolloutConfig) -> Truncation:
+    """The truncation of a configuration."""
+    return Truncation(rollout.top_p, rollout.top_k, rollout.min_p)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ async def run_harness(
         limits.max_tokens,
         limits.context,
         temperature=temperature,
+        truncation=limits.truncation,
         turns=limits.max_turns,
         characters=limits.max_characters,
     )

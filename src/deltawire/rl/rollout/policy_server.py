@@ -23,6 +23,7 @@ from deltawire.export.models import (
     serve_as,
     stop_tokens,
 )
+from deltawire.rl.rollout.episode_types import truncation_of
 from deltawire.runtime.process import RUN_PATIENCE_S, Process
 from deltawire.sync import Follower, Steps, Update, newest_version
 from deltawire.wire.run import Run
@@ -80,6 +81,8 @@ def serve_policy(
                 version=at,
                 stepwise=stepwise,
                 record_routes=record_routes,
+                truncation=truncation_of(rollout),
+                temperature=rollout.temperature,
                 is_stopping=process.is_stopping,
             ),
         )

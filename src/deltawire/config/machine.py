@@ -20,12 +20,13 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from deltawire.envs.sandbox.box import Isolation
 from deltawire.errors import InputError
+
+Isolation = Literal["namespaces", "process"]
 
 POLICY = "DELTAWIRE_MACHINE_POLICY"
 TRUSTED = "DELTAWIRE_TRUSTED_MODULES"
