@@ -166,7 +166,7 @@ def _observed(module: nn.Module, found: dict[nn.Module, Router]) -> Iterator[Non
                     found[module] = Router(module, call, scores.shape[1], indices.shape[1], bounded)
         return output
 
-    with _replaced(module, forward):
+    with replaced_forward(module, forward):
         yield
 
 
@@ -178,12 +178,13 @@ def _answered(router: Router, choose: Choose) -> Iterator[None]:
         with _TopkInterceptor(router.call, choose):
             return own_forward(*arguments, **named)
 
-    with _replaced(router.module, forward):
+    with replaced_forward(router.module, forward):
         yield
 
 
 @contextmanager
-def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replaces the forward of one module; its hooks, such as FSDP2's, run around the new one."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
