@@ -117,7 +117,7 @@ def from_hex(text: str) -> tuple[int, int]:
 
 
 class ByteReader:
-    """ByteReader that are taken from the front."""
+    """Takes bytes and numbers from the front of ``data``."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -394,32 +394,41 @@ class ReadPiece(NamedTuple):
 def decode_table(
     data: bytes, stated: dict[str, Any], counts: Sequence[int], chunk: int
 ) -> tuple[list[ReadPiece], list[tuple[str, int]]]:
-    """The pieces and the blobs (hash and size) of a piece table; ``counts`` are the elements of
-    the run's tensors."""
+    """The pieces and the blobs (hash and size) of a table; ``counts`` are elements of tensors."""
     head = ByteReader(data)
     require(head.take(4) == b"DWT1", "not a piece table")
     n, m = head.number(4), head.number(4)
     require((n, m) == (stated["pieces"], stated["blobs"]), "the table of another payload")
-    entries = [
-        (head.number(4), head.number(8), head.number(4), head.take(16)) for _ in range(-(-n // 128))
-    ]
-    hashes = [head.take(16) for _ in range(-(-m // 1024))]
+    pages = _entries(head, -(-n // 512))
+    hashes = [head.take(16) for _ in range(-(-m // 8))]
     if "head" in stated:
         require(_half(data[: head.at]) == bytes.fromhex(stated["head"]), "the head's hash")
+    entries: list[tuple[int, int, int, bytes]] = []
+    for number, (tensor, start, size, found) in enumerate(pages):
+        index = ByteReader(head.take(32 * min(16, -(-n // 32) - 16 * number)))
+        require(_half(index.data) == found, "a page's hash")
+        listed = _entries(index, len(index.data) // 32)
+        require(listed[0][:2] == (tensor, start), "a page of another place")
+        require(sum(entry[2] for entry in listed) == size, "a page of another length")
+        entries += listed
     pieces: list[ReadPiece] = []
     for number, (tensor, start, size, found) in enumerate(entries):
         segment = head.take(size)
         require(_half(segment) == found, "a segment's hash")
-        here = min(128, n - 128 * number)
+        here = min(32, n - 32 * number)
         pieces += _decode_segment(segment, here, tensor, start, counts, chunk)
     blobs: list[tuple[str, int]] = []
     for number, found in enumerate(hashes):
-        segment = head.take(40 * min(1024, m - 1024 * number))
+        segment = head.take(40 * min(8, m - 8 * number))
         require(_half(segment) == found, "a segment's hash")
         for hash_, size in struct.iter_unpack("<32sQ", segment):
             blobs.append((hash_.hex(), size))
     require(not head.rest(), "bytes after the table")
     return pieces, blobs
+
+
+def _entries(data: ByteReader, count: int) -> list[tuple[int, int, int, bytes]]:
+    return [(data.number(4), data.number(8), data.number(4), data.take(16)) for _ in range(count)]
 
 
 def _decode_segment(
@@ -428,8 +437,7 @@ def _decode_segment(
     segment, pieces = ByteReader(data), list[ReadPiece]()
     blob = offset = 0
     for number in range(here):
-        flags = segment.number(1)
-        require(flags < 16, "unknown flags")
+        length, flags = divmod(segment.varint(), 16)
         start = end
         if flags & 1:
             gap, place = segment.varint(), segment.varint()
@@ -445,7 +453,6 @@ def _decode_segment(
             blob, offset = segment.varint(), 0
         if flags & 8:
             offset = segment.varint()
-        length = segment.varint()
         total, hash_ = segment.take(16).hex(), segment.take(16).hex()
         pieces.append(ReadPiece(tensor, start, count, blob, offset, length, total, hash_))
         end, offset = start + count, offset + length

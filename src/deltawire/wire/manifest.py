@@ -18,9 +18,9 @@ from deltawire.wire.payload import (
     PayloadRef,
     Sum,
     codec_fault,
-    decode_table,
     payload_fault,
 )
+from deltawire.wire.piece_table import decode_table
 from deltawire.wire.run import MAX_MODEL_FILES, Identity, ModelFile, Run
 from deltawire.wire.seal import Signer, check_seal, seal, unseal
 

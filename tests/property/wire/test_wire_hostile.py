@@ -9,14 +9,8 @@ from deltawire.errors import CorruptError
 from deltawire.testing.faulty import flip_bit
 from deltawire.wire.manifest import Manifest, check_payload, decode_manifest, encode_manifest
 from deltawire.wire.objects import decode_json, decode_packed
-from deltawire.wire.payload import (
-    BlobRef,
-    Payload,
-    Piece,
-    decode_table,
-    encode_table,
-    payload_ref,
-)
+from deltawire.wire.payload import BlobRef, Payload, Piece
+from deltawire.wire.piece_table import decode_table, encode_table, payload_ref
 from deltawire.wire.run import Run, TensorSpec, decode_run, encode_run
 from deltawire.wire.seal import seal_json
 from deltawire.wire.status import Heartbeat, TrainerStatus

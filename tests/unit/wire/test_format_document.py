@@ -12,7 +12,7 @@ import pytest
 
 from deltawire import codec
 from deltawire.testing import reader
-from deltawire.wire import manifest, payload, run
+from deltawire.wire import manifest, payload, piece_table, run
 from deltawire.wire.coordination import DeletionIntent, Part, RetentionFloor
 from deltawire.wire.manifest import CompactedDelta, Manifest
 from deltawire.wire.payload import PayloadRef, TableRef
@@ -68,11 +68,13 @@ def test_limits_are_those_of_the_code():
     assert run.MAX_CHUNKS == payload.MAX_PIECES == 1 << 20
     assert run.MAX_CONFIG_BYTES == manifest.MAX_METADATA_BYTES == 1 << 20
     assert (manifest.MAX_MANIFEST_BYTES, payload.MAX_BLOB_BYTES) == (1 << 21, 1 << 36)
-    assert (payload.INLINE_BYTES, payload.SEGMENT_PIECES, payload.SEGMENT_BLOBS) == (
-        12_288, 128, 1024,
-    )  # fmt: skip
-    for limit in ("2^26", "2^18", "2^48", "2^20", "2^21", "2^36", "12,288", "128", "1024"):
+    assert payload.INLINE_BYTES == 12_288
+    table = (piece_table.SEGMENT_PIECES, piece_table.PAGE_SEGMENTS, piece_table.SEGMENT_BLOBS)
+    assert table == (32, 16, 8)
+    for limit in ("2^26", "2^18", "2^48", "2^20", "2^21", "2^36", "12,288", "⌈n / 32⌉ / 16⌉"):
         assert limit in TEXT
+    assert "32 pieces each" in TEXT
+    assert "8 blobs each" in TEXT
 
 
 @pytest.mark.parametrize(

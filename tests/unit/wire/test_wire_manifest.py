@@ -5,15 +5,8 @@ import pytest
 
 from deltawire.errors import CorruptError
 from deltawire.wire.manifest import Manifest, check_payload, decode_manifest
-from deltawire.wire.payload import (
-    MAX_BLOB_BYTES,
-    BlobRef,
-    Payload,
-    Piece,
-    decode_table,
-    encode_table,
-    payload_ref,
-)
+from deltawire.wire.payload import MAX_BLOB_BYTES, BlobRef, Payload, Piece
+from deltawire.wire.piece_table import decode_table, encode_table, payload_ref
 from deltawire.wire.run import Run, TensorSpec
 from deltawire.wire.seal import seal_json
 

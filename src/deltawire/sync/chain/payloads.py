@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -12,26 +13,26 @@ from deltawire.sync.chain.objects import get_blob, put_blob
 from deltawire.wire import keys
 from deltawire.wire.coordination import Part
 from deltawire.wire.manifest import CompactedDelta, Manifest, check_payload
-from deltawire.wire.payload import (
+from deltawire.wire.payload import BlobRef, Payload, PayloadRef, pieces_fault, too_many
+from deltawire.wire.piece_table import (
     SEGMENT_BLOBS,
-    BlobRef,
     Head,
-    Payload,
-    PayloadRef,
-    Piece,
+    Page,
     Segment,
     decode_blobs,
     decode_head,
+    decode_page,
     decode_pieces,
     decode_table,
     encode_table,
+    head_bytes,
     payload_ref,
-    pieces_fault,
-    too_many,
+    wanted,
 )
 from deltawire.wire.run import Run
 
 Stated = Manifest | CompactedDelta
+_Part = TypeVar("_Part", Page, Segment)
 
 WHOLE = 0.5
 """Readers that need a larger share of a table's bytes than this fetch all of it."""
@@ -98,11 +99,10 @@ def read_blobs(bucket: Bucket, run: Run, ref: PayloadRef) -> list[BlobRef]:
     `CorruptError`."""
     if ref.table.inline:
         return list(read_table(bucket, run, ref).blobs)
-    head = decode_head(_read(bucket, ref, [(0, ref.head_bytes)])[0], ref)
-    parts = _read(bucket, ref, [(s.offset, s.length) for s in head.blob_segments])
+    head = _head(bucket, ref)
     return [
         blob
-        for segment, data in zip(head.blob_segments, parts, strict=True)
+        for segment, data in _read(bucket, ref, head.blob_segments)
         for blob in decode_blobs(segment, data)
     ]
 
@@ -132,38 +132,47 @@ def _read_part(
 ) -> Payload | None:
     """Reads the table segments that ``ranges`` need and renumbers their blobs from 0; returns None
     if reading the whole table is cheaper."""
-    head = decode_head(_read(bucket, ref, [(0, ref.head_bytes)])[0], ref)
-    segments = [head.piece_segments[number] for number in head.wanted(ranges)]
+    head = _head(bucket, ref)
+    segments = [
+        segment
+        for page, data in _read(bucket, ref, wanted(head.pages, ranges))
+        for segment in wanted(decode_page(page, data), ranges)
+    ]
     if sum(segment.length for segment in segments) > WHOLE * ref.table.bytes:
         return None
-    pieces = _pieces(bucket, run, ref, head, segments)
+    pieces = [
+        piece
+        for segment, data in _read(bucket, ref, segments)
+        for piece in decode_pieces(segment, data, run)
+    ]
     numbers = sorted({piece.blob for piece in pieces})
     if numbers and numbers[-1] >= head.blobs:
         raise CorruptError("a piece in a blob that the table does not list")
     groups = sorted({number // SEGMENT_BLOBS for number in numbers})
-    blob_segments = [head.blob_segments[group] for group in groups]
-    parts = _read(bucket, ref, [(s.offset, s.length) for s in blob_segments])
+    parts = _read(bucket, ref, [head.blob_segments[group] for group in groups])
     listed = {
         group: decode_blobs(segment, data)
-        for group, segment, data in zip(groups, blob_segments, parts, strict=True)
+        for group, (segment, data) in zip(groups, parts, strict=True)
     }
     places = {number: place for place, number in enumerate(numbers)}
     blobs = [listed[number // SEGMENT_BLOBS][number % SEGMENT_BLOBS] for number in numbers]
     return Payload(blobs, [msgspec.structs.replace(p, blob=places[p.blob]) for p in pieces])
 
 
-def _pieces(
-    bucket: Bucket, run: Run, ref: PayloadRef, head: Head, segments: list[Segment]
-) -> list[Piece]:
-    parts = _read(bucket, ref, [(segment.offset, segment.length) for segment in segments])
-    return [
-        piece
-        for segment, data in zip(segments, parts, strict=True)
-        for piece in decode_pieces(head, segment, data, run)
-    ]
+def _head(bucket: Bucket, ref: PayloadRef) -> Head:
+    (data,) = _ranges(bucket, ref, [(0, head_bytes(ref))])
+    return decode_head(data, ref)
 
 
-def _read(bucket: Bucket, ref: PayloadRef, ranges: list[tuple[int, int]]) -> list[memoryview]:
+def _read(
+    bucket: Bucket, ref: PayloadRef, segments: Sequence[_Part]
+) -> list[tuple[_Part, memoryview]]:
+    """Reads segments or pages of a table, each with its bytes."""
+    parts = _ranges(bucket, ref, [(segment.offset, segment.length) for segment in segments])
+    return list(zip(segments, parts, strict=True))
+
+
+def _ranges(bucket: Bucket, ref: PayloadRef, ranges: list[tuple[int, int]]) -> list[memoryview]:
     if not ranges:
         return []
     parts = bucket.read_ranges(keys.blob(ref.table.blob), ranges)

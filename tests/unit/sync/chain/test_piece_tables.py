@@ -1,7 +1,5 @@
 """Versions whose piece tables are blobs: every reader and writer of a run handles them."""
 
-import itertools
-
 import pytest
 
 from deltawire.errors import CorruptError
@@ -25,13 +23,11 @@ NEWEST = 8
 
 @pytest.fixture(autouse=True)
 def small_tables(monkeypatch):
-    """Nothing inline, and segments of two pieces and of two blobs."""
-    monkeypatch.setattr("deltawire.wire.payload.INLINE_BYTES", 0)
-    for name, module in itertools.product(
-        ("SEGMENT_PIECES", "SEGMENT_BLOBS"),
-        ("deltawire.wire.payload", "deltawire.sync.chain.payloads"),
-    ):
-        monkeypatch.setattr(f"{module}.{name}", 2, raising=False)
+    """Nothing inline, pages of three segments, and segments of two pieces and of two blobs."""
+    for name, value in (("INLINE_BYTES", 0), ("SEGMENT_PIECES", 2), ("PAGE_SEGMENTS", 3)):
+        monkeypatch.setattr(f"deltawire.wire.piece_table.{name}", value)
+    for module in ("deltawire.wire.piece_table", "deltawire.sync.chain.payloads"):
+        monkeypatch.setattr(f"{module}.SEGMENT_BLOBS", 2)
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import same_bits, start_publisher, start_run, weights
 from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest, encode_manifest
-from deltawire.wire.payload import Payload, Piece, encode_table, payload_ref
+from deltawire.wire.payload import Payload, Piece
+from deltawire.wire.piece_table import encode_table, payload_ref
 from deltawire.wire.run import Run, TensorSpec
 
 NEWEST = 7
