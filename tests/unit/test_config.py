@@ -151,6 +151,10 @@ def test_options_are_the_datasets_own():
 
 
 OTHER = {
+    "device": "cpu",
+    "train.device": "cuda",
+    "rollout.device": "cuda:3",
+    "evaluate.device": "mps",
     "probes.action": "stop",
     "rollout.on_full": "drop",
     "rollout.on_failure": "stop",

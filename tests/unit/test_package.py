@@ -122,6 +122,7 @@ FLAGS = {
         "--length",
         "--tokens",
         "--seed",
+        "--device",
         "--layers",
         "--tolerance",
         "--replay",

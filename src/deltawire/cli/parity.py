@@ -33,6 +33,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--length", type=int, default=32, help="tokens of a random prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens drawn after each prompt")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and draws")
+    parser.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)"
+    )
     parser.add_argument("--layers", action="store_true", help="compare layer by layer")
     parser.add_argument(
         "--tolerance", type=float, metavar="X", help="of a layer (default: by precision)"
@@ -67,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         tolerance=arguments.tolerance,
         replay=arguments.replay,
         plot=arguments.plot,
+        device=arguments.device,
     )
     found, source = compare_engines(arguments.source, options)
     console = Console()

@@ -20,6 +20,8 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
 OnFull = Literal["end", "drop", "summary"]
+Device = Annotated[str, Meta(pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)\Z")]
+OwnDevice = Annotated[str, Meta(pattern=r"^(|auto|cpu|mps|cuda(:[0-9]{1,3})?)\Z")]
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -123,6 +125,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Stop the run in any case once more than this share of the last 64 or more episodes failed."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engine. The trainer computes in float32."""
+    device: OwnDevice = ""
+    """The workers' device, if not the run's."""
 
 
 class CorrectionConfig(Section, frozen=True, kw_only=True):
@@ -291,6 +295,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     max_failed_groups: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Stop the run once this many groups in a row had fewer than two episodes that did not fail; 0
     never stops."""
+    device: OwnDevice = ""
+    """The trainer's device, if not the run's."""
     loss: LossConfig = LossConfig()
     staleness: StalenessConfig = StalenessConfig()
 
@@ -334,6 +340,8 @@ class EvaluateConfig(Section, frozen=True, kw_only=True):
     samples: Count = 4
     slots: Count = 256
     """Sequences that are decoded at a time, at most; memory may allow fewer."""
+    device: OwnDevice = ""
+    """The evaluator's device, if not the run's."""
 
 
 NO_LIMIT = 1e9
@@ -438,6 +446,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
     seed: Annotated[int, Meta(ge=0, le=2**31)] = 0
     threads: Annotated[int, Meta(ge=1, le=1024)] = 1
+    device: Device = "auto"
+    """Where models compute: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. ``auto`` is the
+    first that the machine has of CUDA, MPS and the CPU."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -448,3 +459,12 @@ class RunConfig(Section, frozen=True, kw_only=True):
     parity: ParityConfig = ParityConfig()
     faults: FaultsConfig = FaultsConfig()
     retain: RetainConfig = RetainConfig()
+
+    def device_of(self, role: Literal["trainer", "worker", "evaluator"]) -> str:
+        """Return the device that is configured for a kind of process."""
+        own = {
+            "trainer": self.train.device,
+            "worker": self.rollout.device,
+            "evaluator": self.evaluate.device,
+        }
+        return own[role] or self.device

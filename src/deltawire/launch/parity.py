@@ -10,6 +10,7 @@ from deltawire.dashboard.pictures import check_suffix
 from deltawire.errors import InputError
 from deltawire.parity.comparison import Comparison, compare
 from deltawire.parity.scorers import open_scorer, parse_spec
+from deltawire.placement.device import resolve_device
 from deltawire.rl.evaluate.parity_sources import (
     fitting,
     open_source,
@@ -36,6 +37,7 @@ class ParityOptions:
     tolerance: float | None = None
     replay: bool = False
     plot: str = ""
+    device: str = "auto"
 
 
 def compare_engines(location: str, options: ParityOptions) -> tuple[Comparison, str]:
@@ -43,6 +45,7 @@ def compare_engines(location: str, options: ParityOptions) -> tuple[Comparison, 
 
     Returns the comparison and the name of the model, and writes the plot if one is asked for.
     """
+    device = resolve_device(options.device)
     specs = [parse_spec(options.left), parse_spec(options.right)]
     for name, (low, high) in _LIMITS.items():
         if not low <= getattr(options, name) <= high:
@@ -62,7 +65,7 @@ def compare_engines(location: str, options: ParityOptions) -> tuple[Comparison, 
     with ExitStack() as stack:
         external = any(spec.kind != "transformers" for spec in specs)
         folder = stack.enter_context(source.folder()) if external else None
-        left, right = (open_scorer(spec, source.model, folder) for spec in specs)
+        left, right = (open_scorer(spec, source.model, folder, device=device) for spec in specs)
         found = compare(
             left,
             right,

@@ -134,12 +134,16 @@ class ParityMeter:
         each row is an episode.
         """
         extreme = self.config.extreme_ratio
+        device = mask_NC.device
+        # A batch's figures are few, and float64 is missing on some devices.
+        trainer_NC, sampler_NC = trainer_NC.detach().cpu(), sampler_NC.cpu()
+        mask_NC, versions_NC = mask_NC.cpu(), versions_NC.cpu()
         numeric = numeric_mask(versions_NC, mask_NC, version=self.version)
         near = sequence_sums(trainer_NC, sampler_NC, numeric, extreme=extreme)
         far = sequence_sums(trainer_NC, sampler_NC, mask_NC, extreme=extreme)
         self._numeric.append(near)
         self._drift.append(far)
-        keep = torch.ones(len(mask_NC), device=mask_NC.device)
+        keep = torch.ones(len(mask_NC))
         if self.config.mask != _NONE:
             pairs = zip(near.each(), far.each(), strict=True)
             episodes = range(len(mask_NC)) if episodes_N is None else episodes_N.tolist()
@@ -153,7 +157,7 @@ class ParityMeter:
                     keep[row] = 0
                     self._masked.append(self._rows + row)
         self._rows += len(mask_NC)
-        return keep
+        return keep.to(device)
 
     def add_flips(self, flipped_L: Tensor, choices_L: Tensor, *, damaged: int = 0) -> None:
         """Adds counts of flipped and of compared expert choices, and of sequences whose choices

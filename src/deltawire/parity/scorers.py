@@ -87,25 +87,29 @@ def parse_spec(text: str) -> ScorerSpec:
     )
 
 
-def open_scorer(spec: ScorerSpec, model: Any, folder: Path | None) -> Scorer:
+def open_scorer(
+    spec: ScorerSpec, model: Any, folder: Path | None, *, device: torch.device | None = None
+) -> Scorer:
     """Opens an engine on a copy of the weights: ``model`` is float32, and ``folder`` holds the same
-    weights on disk for engines in another process. Raises `InputError`."""
+    weights on disk for engines in another process. ``device`` is the one that transformers
+    compute on, by default the model's. Raises `InputError`."""
     if spec.kind == "vllm":
         from deltawire.parity.vllm_scorer import VllmScorer
 
         if folder is None:
             raise InputError("vllm needs a model directory, and this model has none")
         return VllmScorer(spec.name, folder, spec.precision)
-    return TransformersScorer(spec, model)
+    return TransformersScorer(spec, model, device=device)
 
 
 class TransformersScorer:
     """Scores with a transformers causal LM, in one precision and with one attention implementation,
     in one pass over a sequence or token by token."""
 
-    def __init__(self, spec: ScorerSpec, model: Any) -> None:
+    def __init__(self, spec: ScorerSpec, model: Any, *, device: torch.device | None = None) -> None:
         self.spec = spec
-        self.model = serve_as(copy.deepcopy(model), spec.precision).eval()
+        self.device = device or next(model.parameters()).device
+        self.model = serve_as(copy.deepcopy(model), spec.precision).to(self.device).eval()
         try:
             self.model.set_attn_implementation(spec.attention or model.config._attn_implementation)
         except (ValueError, ImportError) as error:
@@ -167,7 +171,7 @@ class TransformersScorer:
     def _one(
         self, sequence: DrawnSequence, *, layers: bool, feed: Scores | None, replay: Scores | None
     ) -> Scores:
-        ids = torch.tensor([sequence.read])
+        ids = torch.tensor([sequence.read], device=self.device)
         steps = [slice(0, ids.shape[1])]
         if self.spec.passes == "decode":
             start = len(sequence.prompt)
@@ -185,9 +189,9 @@ class TransformersScorer:
                 output = self.model(
                     input_ids=ids[:, step], past_key_values=cache, use_cache=cache is not None
                 )
-            logits.append(output.logits[0].float())
-            hidden += [torch.stack(seen)] if layers else []
-            routes += [torch.stack(chosen, dim=1).to(torch.int32).numpy()] if chosen else []
+            logits.append(output.logits[0].float().cpu())
+            hidden += [torch.stack(seen).cpu()] if layers else []
+            routes += [torch.stack(chosen, dim=1).to("cpu", torch.int32).numpy()] if chosen else []
         following = torch.cat(logits)[len(sequence.prompt) - 1 :].log_softmax(1).double()
         tokens = torch.tensor(sequence.tokens)
         return Scores(
@@ -228,7 +232,7 @@ def _layers_observed(model: Any, feed_LSH: Tensor | None) -> Iterator[list[Tenso
                 seen.append(hidden[0].float())
             if feed_LSH is None:
                 return None
-            given = feed_LSH[number][None].to(hidden.dtype)
+            given = feed_LSH[number][None].to(hidden)
             return (
                 ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
             )

@@ -10,7 +10,8 @@ statistics.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,15 @@ class TokenBatch:
     temperature: float
     members_N: list[tuple[int, int]]
     routes_N: list[bytes]
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """Returns the batch with its tensors on ``device``."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
 
 
 def collate(groups: Sequence[Group]) -> TokenBatch:

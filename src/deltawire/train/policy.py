@@ -56,7 +56,7 @@ def token_logprobs(model: Any, batch: TokenBatch, replay: RouteReplay | None = N
                 attention_mask=torch.cat(
                     [batch.prompt_mask_GP[rows], batch.token_mask_NC[:, :-1]], dim=1
                 ),
-                position_ids=starts[:, None] + torch.arange(length - 1),
+                position_ids=starts[:, None] + torch.arange(length - 1, device=starts.device),
                 past_key_values=cache,
                 use_cache=True,
             ).logits

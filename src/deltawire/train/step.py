@@ -56,7 +56,8 @@ def train_step(
     """
     size = config.train.micro_batch_groups
     starts = range(0, len(groups), size)
-    batches = [collate(groups[start : start + size]) for start in starts]
+    device = next(masters.model.parameters()).device
+    batches = [collate(groups[start : start + size]).to(device) for start in starts]
     totals = totals_of(batches, config)
     meter = ParityMeter(config.parity, masters.steps)
     replay = replay_of(masters.model, config.parity)

@@ -74,6 +74,8 @@ def answer_loss(model: Any, pairs: Sequence[Pair]) -> torch.Tensor:
         tokens[row, :end] = torch.tensor(prompt + answer)
         labels[row, len(prompt) : end] = torch.tensor(answer)
         mask[row, :end] = 1
+    device = next(model.parameters()).device
+    tokens, labels, mask = tokens.to(device), labels.to(device), mask.to(device)
     logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100

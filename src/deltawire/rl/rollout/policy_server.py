@@ -23,6 +23,7 @@ from deltawire.export.models import (
     serve_as,
     stop_tokens,
 )
+from deltawire.placement.device import resolve_device
 from deltawire.rl.rollout.episode_types import truncation_of
 from deltawire.runtime.process import RUN_PATIENCE_S, Process
 from deltawire.sync import Follower, Steps, Update, newest_version
@@ -60,6 +61,9 @@ def serve_policy(
     cannot run here or does not come up.
     """
     rollout = config.rollout
+    device = resolve_device(
+        config.device_of("evaluator" if process.role == "evaluator" else "worker")
+    )
     torch.set_num_threads(config.threads)
     folder = fetch_model_files(process.bucket, run)
     try:
@@ -71,7 +75,9 @@ def serve_policy(
                 bucket=process.bucket,
                 run=run,
                 folder=Path(folder.name),
-                build_model=lambda: serve_as(empty_model(Path(folder.name)), rollout.precision),
+                build_model=lambda: serve_as(empty_model(Path(folder.name)), rollout.precision).to(
+                    device
+                ),
                 stop_tokens=lambda model: stop_tokens(model, tokenizer),
                 slots=slots or rollout.slots,
                 capacity=rollout.context,

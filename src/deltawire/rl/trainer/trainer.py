@@ -40,6 +40,7 @@ from deltawire.events import Life, Published, Step, known
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.export.source import digest_of
 from deltawire.parity import finite, parity_event
+from deltawire.placement.device import resolve_device
 from deltawire.reward_monitor.watch import ProbeWatch
 from deltawire.rl.control.credits import CreditIssuer, settle
 from deltawire.rl.control.drop_bias import causes_of, failures_of, families_of
@@ -437,7 +438,7 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
     process.heartbeat.faults = config.faults
     torch.set_num_threads(config.threads)
     with fetch_model_files(process.bucket, run) as folder:
-        model = empty_model(Path(folder))
+        model = empty_model(Path(folder)).to(resolve_device(config.device_of("trainer")))
     trainer = Trainer(process, run, config, model)
     process.events.span("start", started)
     try:

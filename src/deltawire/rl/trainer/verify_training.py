@@ -20,6 +20,7 @@ import torch
 from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.export.source import bits_of
+from deltawire.placement.device import resolve_device
 from deltawire.rl.trainer.resume import (
     RecomputedStep,
     Resumed,
@@ -94,7 +95,7 @@ def verify_training(
     _check_range(bucket, first, last, newest, dump)
     torch.set_num_threads(config.threads)
     with fetch_model_files(bucket, run) as folder:
-        model = empty_model(Path(folder))
+        model = empty_model(Path(folder)).to(resolve_device(config.device_of("trainer")))
     state = resume(bucket, run, config, model, newest=first - 1)
     found = TrainingVerification(state.version, first, last)
     total = last - state.version

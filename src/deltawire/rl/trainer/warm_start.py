@@ -21,6 +21,7 @@ from deltawire.envs.base import TasksWithAnswers
 from deltawire.errors import InputError
 from deltawire.events import WarmStep, known
 from deltawire.export.models import load_model, load_tokenizer, save_model, stop_tokens
+from deltawire.placement.device import resolve_device
 from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.runtime.process import Process
@@ -49,6 +50,7 @@ def run_warm_start(
     torch.set_num_threads(max(config.threads, _processors()))
     tasks = open_tasks(config.task, seed=config.seed)
     model, tokenizer = origin(config)
+    model.to(resolve_device(config.device_of("trainer")))
     mark = process.events.span("start", started)
     if config.warm_start.max_steps:
         _warm(process, config, tasks, model, tokenizer, watch, mark)
