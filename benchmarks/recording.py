@@ -138,7 +138,10 @@ class _Session:
     """One setting's training between two steps."""
 
     def __init__(self, config: RunConfig, setting: Setting, model_path: Path, work: Path) -> None:
-        train = msgspec.structs.replace(config.train, learning_rate=setting.learning_rate)
+        optimizer = msgspec.structs.replace(
+            config.train.optimizer, learning_rate=setting.learning_rate
+        )
+        train = msgspec.structs.replace(config.train, optimizer=optimizer)
         self.config = msgspec.structs.replace(config, train=train)
         self.setting = setting
         self._state = work / f"{setting.name}-settle{setting.settle}.safetensors"

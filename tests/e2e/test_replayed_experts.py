@@ -59,8 +59,8 @@ precision = "bfloat16"
 versions = {VERSIONS}
 groups_per_step = 4
 max_staleness = 0
-learning_rate = 1e-3
-warmup_steps = 0
+optimizer.learning_rate = 1e-3
+schedule.warmup_steps = 0
 checkpoint_every = 100
 [parity]
 routes = "replay"

@@ -51,10 +51,10 @@ def test_missing_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 
 
 def test_misspelt_key(capsys: pytest.CaptureFixture[str], config: Path) -> None:
-    config.write_text(TINY + "[train]\nlearning_rat = 1.0\n")
+    config.write_text(TINY + "[train.optimizer]\nlearning_rat = 1.0\n")
     line = fail(capsys, "run", str(config))
-    assert "unknown key train.learning_rat" in line
-    assert "did you mean train.learning_rate?" in line
+    assert "unknown key train.optimizer.learning_rat" in line
+    assert "did you mean train.optimizer.learning_rate?" in line
 
 
 def test_wrong_value(capsys: pytest.CaptureFixture[str], config: Path) -> None:

@@ -164,8 +164,8 @@ context = 96
 versions = 4
 groups_per_step = 4
 max_staleness = 2
-learning_rate = 1e-3
-warmup_steps = 1
+optimizer.learning_rate = 1e-3
+schedule.warmup_steps = 1
 [evaluate]
 every = 1000
 samples = 1

@@ -59,9 +59,11 @@ def test_the_tables_were_found():
         "train.loss.clip_high",
         "train.loss.clip_low",
         "train.loss.corrections",
+        "train.optimizer.decay_all",
+        "train.optimizer.groups",
     }
     assert len(NUMBERS) > 30
-    assert {"train.learning_rate", "rollout.temperature"} <= set(FLOATS)
+    assert {"train.optimizer.learning_rate", "rollout.temperature"} <= set(FLOATS)
     assert {"name", "model.path", "model.build.family", "task.prompt"} <= set(WORDS)
 
 
@@ -81,7 +83,7 @@ def test_a_key_like_no_other_lists_the_valid_ones(table):
     assert all(key.removeprefix(f"{table}.").split(".")[0] in text for key in here)
 
 
-@pytest.mark.parametrize("dotted", ["train.adam_beta1", "train.adam_beta2"])
+@pytest.mark.parametrize("dotted", ["train.optimizer.beta1", "train.optimizer.beta2"])
 def test_an_average_that_never_moves_is_refused(dotted):
     """The optimizer would refuse it, hours later and in other words."""
     assert f"`{dotted}`" in refusal(with_key(dotted, 1.0))
@@ -169,6 +171,12 @@ OTHER = {
     "train.loss.kl": "k3",
     "train.loss.surrogate": "cispo",
     "train.staleness.policy": "windowed_fifo",
+    "train.offload": "optimizer",
+    "train.optimizer.kind": "muon",
+    "train.optimizer.muon_scale": "original",
+    "train.optimizer.groups": [
+        {"names": "router", "kind": None, "learning_rate": 0.5, "weight_decay": 0.0}
+    ],
     "rollout.engine": "vllm",
     "rollout.precision": "bfloat16",
     "parity.routes": "record",
@@ -176,10 +184,15 @@ OTHER = {
 """What a key is changed to where its default says too little."""
 
 
-# Another ratio_base needs other keys; `SENSIBLE` has it.
-@pytest.mark.parametrize(
-    "dotted", sorted(DEFAULTS.keys() - {"model.build.family", "train.loss.ratio_base"})
-)
+TOGETHER = {
+    "model.build.family",
+    "train.loss.ratio_base",
+    *(f"train.schedule.{key}" for key in ("kind", "steps", "decay_steps", "floor")),
+}
+"""Keys of which one alone is refused; `SENSIBLE` and `test_schedules` have them."""
+
+
+@pytest.mark.parametrize("dotted", sorted(DEFAULTS.keys() - TOGETHER))
 def test_round_trip_with_every_key_changed(dotted):
     default = DEFAULTS[dotted]
     if dotted in OTHER:
@@ -200,6 +213,43 @@ def test_round_trip_with_every_key_changed(dotted):
     smallest = parse_config(SMALLEST, source="s")
     wanted = [] if dotted in RESUMABLE else [dotted]
     assert differences(config, smallest) == differences(smallest, config) == wanted
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"kind": "linear", "steps": 100},
+        {"kind": "cosine", "steps": 100, "floor": 0.1},
+        {"kind": "wsd", "steps": 100, "decay_steps": 80},
+    ],
+)
+def test_schedules(schedule):
+    config = parse_config(with_key("train.schedule", schedule), source="s")
+    assert msgspec.to_builtins(config.train.schedule) | schedule == msgspec.to_builtins(
+        config.train.schedule
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "named"),
+    [
+        ({"steps": 10}, "no end"),
+        ({"floor": 0.5}, "no end"),
+        ({"kind": "cosine"}, "steps above warmup_steps"),
+        ({"kind": "linear", "steps": 20}, "steps above warmup_steps"),
+        ({"kind": "linear", "steps": 200, "decay_steps": 3}, "belongs to wsd"),
+        ({"kind": "wsd", "steps": 200}, "belongs to wsd"),
+        ({"kind": "wsd", "steps": 200, "decay_steps": 181}, "overlap"),
+    ],
+)
+def test_a_schedule_that_contradicts_itself(schedule, named):
+    assert named in refusal(with_key("train.schedule", schedule))
+
+
+def test_a_parameter_group_that_is_no_pattern():
+    assert "not a regular expression" in refusal(
+        with_key("train.optimizer.groups", [{"names": "("}])
+    )
 
 
 def test_resumable_keys_exist():

@@ -9,6 +9,7 @@ Example::
     config.train.max_staleness
 """
 
+from deltawire.config.optimization import OptimizerConfig, ParameterGroup, ScheduleConfig
 from deltawire.config.parsing import (
     MAX_CONFIG_BYTES,
     RESUMABLE,
@@ -54,12 +55,15 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "OnFull",
+    "OptimizerConfig",
+    "ParameterGroup",
     "ParityConfig",
     "ParityLimits",
     "ProbesConfig",
     "RetainConfig",
     "RolloutConfig",
     "RunConfig",
+    "ScheduleConfig",
     "StalenessConfig",
     "SurrogateTraits",
     "TaskConfig",

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from deltawire.config.sections import ParityLimits, RunConfig, Section
+from deltawire.config.base import Section
+from deltawire.config.sections import ParityLimits, RunConfig
 from deltawire.errors import InputError
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -19,6 +20,7 @@ MAX_CONFIG_BYTES = 1 << 20
 RESUMABLE = frozenset(
     {
         "train.versions",
+        "train.offload",
         "rollout.workers",
         "evaluate.every",
         "probes.action",

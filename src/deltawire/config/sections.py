@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import (
     Annotated,
     Any,
@@ -10,22 +11,14 @@ from typing import (
     NamedTuple,
 )
 
-import msgspec
 from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
-Positive = Annotated[float, Meta(gt=0, le=1e9)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-Decay = Annotated[float, Meta(ge=0, lt=1)]
-
+from deltawire.config.base import Count, Fraction, Positive, Section
+from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
 
 OnFull = Literal["end", "drop", "summary"]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)\Z")]
 OwnDevice = Annotated[str, Meta(pattern=r"^(|auto|cpu|mps|cuda(:[0-9]{1,3})?)\Z")]
-
-
-class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A table of the file."""
 
 
 class BuildConfig(Section, frozen=True, kw_only=True):
@@ -275,12 +268,9 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     groups_per_step: Count = 16
     max_staleness: Annotated[int, Meta(ge=0, le=1024)] = 2
     """No group older than this many versions is ever trained on; 0 alternates strictly."""
-    learning_rate: Positive = 1e-4
-    warmup_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 20
-    adam_beta1: Decay = 0.9
-    adam_beta2: Decay = 0.99
-    weight_decay: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    max_grad_norm: Positive = 1.0
+    offload: Literal["none", "optimizer"] = "none"
+    """``optimizer`` keeps the optimizer's states in host memory and streams them to the device
+    layer by layer; the bits are the same."""
     micro_batch_groups: Count = 16
     exporter: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}\Z")] = "bf16"
     """The registered name in `deltawire.export.source` of the exporter of the model's weights."""
@@ -297,6 +287,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     never stops."""
     device: OwnDevice = ""
     """The trainer's device, if not the run's."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
     staleness: StalenessConfig = StalenessConfig()
 
@@ -325,7 +317,15 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             if self.loss.ratio_base == "rollout" or not self.loss.corrections:
                 reason = "requeue trains on groups too old for a ratio to their own sampler"
                 return reason, 'set loss.ratio_base = "old" and add a [[train.loss.corrections]]'
-        return self.loss.contradiction(self.largest_age)
+        for number, group in enumerate(self.optimizer.groups):
+            try:
+                re.compile(group.names)
+            except re.error as error:
+                return (
+                    f"optimizer.groups[{number}]: names is not a regular expression: {error}",
+                    "escape the characters that are meant as they are",
+                )
+        return self.schedule.contradiction() or self.loss.contradiction(self.largest_age)
 
 
 class EvaluateConfig(Section, frozen=True, kw_only=True):

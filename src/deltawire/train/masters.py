@@ -6,6 +6,7 @@ compute with the same weights; small steps add up in the masters until they move
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from deltawire.config import TrainConfig
 from deltawire.errors import CorruptError
 from deltawire.export.source import WeightSource, open_source
 from deltawire.placement.live import saved_buffers
+from deltawire.train.optimizer import open_optimizer
 
 
 class MasterWeights:
-    """AdamW on float32 copies of a model's parameters.
+    """An optimizer on float32 copies of a model's parameters.
 
     ``source`` is what is published of the model; by default ``config.exporter`` decides. The
     masters start as the model's parameters are, and those are rounded at once to the source's
@@ -37,11 +39,8 @@ class MasterWeights:
         self._masters = {
             name: parameter.detach().float().clone() for name, parameter in self._parameters.items()
         }
-        self._optimizer = torch.optim.AdamW(
-            self._masters.values(),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            weight_decay=config.weight_decay,
+        self._optimizer = open_optimizer(
+            self._masters, config, not_matrices=vocabulary_parameters(model)
         )
         self._round()
 
@@ -50,21 +49,15 @@ class MasterWeights:
         """Take a step on the model's gradients and clear them; returns their norm before clipping.
 
         If the norm is not finite, only the count of steps changes."""
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm)
-        )
+        limit = self._config.optimizer.max_grad_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit))
         self.steps += 1
-        if torch.isfinite(torch.tensor(norm)):
-            for name, master in self._masters.items():
-                master.grad = self._parameters[name].grad
-            warm = min(1.0, self.steps / max(self._config.warmup_steps, 1))
-            for group in self._optimizer.param_groups:
-                group["lr"] = self._config.learning_rate * warm
-            self._optimizer.step()
+        if math.isfinite(norm):
+            gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+            self._optimizer.step(gradients, self.steps)
             self._round()
-        for name, parameter in self._parameters.items():
+        for parameter in self._parameters.values():
             parameter.grad = None
-            self._masters[name].grad = None
         return norm
 
     def state(self) -> dict[str, Tensor]:
@@ -72,8 +65,7 @@ class MasterWeights:
         state = {"steps": torch.tensor(self.steps)}
         for name, master in self._masters.items():
             state[f"master/{name}"] = master
-            for key, value in self._optimizer.state.get(master, {}).items():
-                state[f"adam/{key}/{name}"] = torch.as_tensor(value)
+        state |= self._optimizer.state()
         for name, buffer in saved_buffers(self.model).items():
             state[f"buffer/{name}"] = buffer
         return state
@@ -86,13 +78,7 @@ class MasterWeights:
             if saved is None or saved.shape != master.shape:
                 raise CorruptError(f"the checkpoint does not fit the model at {name}")
             master.copy_(saved)
-            kept = {
-                key: state[f"adam/{key}/{name}"].clone()
-                for key in ("step", "exp_avg", "exp_avg_sq")
-                if f"adam/{key}/{name}" in state
-            }
-            if kept:
-                self._optimizer.state[master] = kept
+        self._optimizer.restore(state)
         for name, buffer in saved_buffers(self.model).items():
             saved = state.get(f"buffer/{name}")
             if saved is None or (saved.shape, saved.dtype) != (buffer.shape, buffer.dtype):
@@ -107,3 +93,14 @@ class MasterWeights:
     def _round(self) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(self._masters[name].to(self.source.compute_dtype))
+
+
+def vocabulary_parameters(model: Any) -> set[str]:
+    """Names of the embeddings' and the head's parameters, whose rows are vectors of tokens."""
+    found: set[int] = set()
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        module = getattr(model, get)() if hasattr(model, get) else None
+        found |= (
+            {id(parameter) for parameter in module.parameters()} if module is not None else set()
+        )
+    return {name for name, parameter in model.named_parameters() if id(parameter) in found}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deltawire import codec
-from deltawire.config import TrainConfig
+from deltawire.config import OptimizerConfig, TrainConfig
 from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.export.cast import CastWeights
 from deltawire.export.models import empty_model, load_model, load_tokenizer, save_model, serve_as
@@ -35,7 +35,9 @@ def tiny(family):
 
 
 def masters_of(model):
-    return MasterWeights(model, TrainConfig(versions=9, learning_rate=1e-3))
+    return MasterWeights(
+        model, TrainConfig(versions=9, optimizer=OptimizerConfig(learning_rate=1e-3))
+    )
 
 
 def published(bucket, masters):

@@ -8,7 +8,14 @@ import pytest
 import torch
 from sampled import sampled_groups
 
-from deltawire.config import ParityConfig, ParityLimits, RunConfig, TrainConfig
+from deltawire.config import (
+    OptimizerConfig,
+    ParityConfig,
+    ParityLimits,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import train_step
 
@@ -28,7 +35,11 @@ def groups_of(model, *, spoil=()):
 
 def step(model, groups, parity=None, *, micro=16):
     """One step of a copy, at the version that drew the groups."""
-    train = TrainConfig(learning_rate=1e-3, warmup_steps=0, micro_batch_groups=micro)
+    train = TrainConfig(
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        schedule=ScheduleConfig(warmup_steps=0),
+        micro_batch_groups=micro,
+    )
     config = RunConfig(name="x", train=train, parity=parity or ParityConfig())
     masters = MasterWeights(
         copy.deepcopy(model).train(), msgspec.structs.replace(train, exporter="f32")

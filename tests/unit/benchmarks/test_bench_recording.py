@@ -31,7 +31,7 @@ def config_of(family):
             "task": {"dataset": "spell_backward", "heldout": 10},
             "warm_start": {"max_steps": 2, "batch": 4, "check_every": 2},
             "rollout": {"group_size": 4, "max_tokens": 4, "slots": 8, "context": 100},
-            "train": {"groups_per_step": 2, "warmup_steps": 1},
+            "train": {"groups_per_step": 2, "schedule": {"warmup_steps": 1}},
         },
         source="test",
     )

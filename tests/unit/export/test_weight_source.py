@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from deltawire.config import RunConfig, TrainConfig, parse_config
+from deltawire.config import OptimizerConfig, RunConfig, TrainConfig, parse_config
 from deltawire.errors import InputError
 from deltawire.export.models import empty_model, fetch_model_files, save_model
 from deltawire.export.source import EXPORTERS, bits_of, digest_of, open_source
@@ -37,7 +37,9 @@ def same(left, right):
 @pytest.mark.parametrize("exporter", sorted(EXPORTERS))
 def test_a_source_is_published_and_restored_to_the_bit(tmp_path, tiny, exporter):
     bucket = open_bucket(str(tmp_path))
-    masters = MasterWeights(tiny, TrainConfig(learning_rate=1e-2, exporter=exporter))
+    masters = MasterWeights(
+        tiny, TrainConfig(optimizer=OptimizerConfig(learning_rate=1e-2), exporter=exporter)
+    )
     source = masters.source
     names = [spec.name for spec in source.specs()]
     assert names == sorted(names)
@@ -74,7 +76,10 @@ def test_a_new_exporter_is_a_module_and_a_line(tmp_path, tiny, monkeypatch):
     """From the start of a run to resuming it, with an exporter that publishes int8 codes."""
     monkeypatch.setitem(EXPORTERS, "int8", "int8_exporter:Int8Weights")
     config = msgspec.structs.replace(
-        CONFIG, train=msgspec.structs.replace(CONFIG.train, exporter="int8", learning_rate=0.5)
+        CONFIG,
+        train=msgspec.structs.replace(
+            CONFIG.train, exporter="int8", optimizer=OptimizerConfig(learning_rate=0.5)
+        ),
     )
     save_model(tiny, byte_tokenizer(), tmp_path / "model")
     bucket = open_bucket(str(tmp_path / "bucket"), create=True)

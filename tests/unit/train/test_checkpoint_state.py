@@ -61,9 +61,9 @@ def test_round_trip(bucket):
 
 
 def test_masters_come_back_from_the_bucket_to_the_bit(bucket, tiny):
-    from deltawire.config import TrainConfig
+    from deltawire.config import OptimizerConfig, TrainConfig
 
-    masters = MasterWeights(tiny, TrainConfig(learning_rate=1e-3))
+    masters = MasterWeights(tiny, TrainConfig(optimizer=OptimizerConfig(learning_rate=1e-3)))
     for parameter in tiny.parameters():
         parameter.grad = torch.ones_like(parameter)
     masters.step()

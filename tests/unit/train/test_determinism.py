@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltawire.config import BuildConfig, LossConfig, RunConfig, TrainConfig
+from deltawire.config import BuildConfig, LossConfig, RunConfig, ScheduleConfig, TrainConfig
 from deltawire.train.batch import collate
 from deltawire.train.build import build_model
 from deltawire.train.masters import MasterWeights
@@ -89,7 +89,9 @@ def test_repeated_rows_have_one_gradient(threads):
 def test_steps_repeat_to_the_bit(threads, model):
     """The state after three steps is the same whenever they are computed."""
     loss = LossConfig(kl="k3", kl_coefficient=0.1)
-    config = RunConfig(name="t", train=TrainConfig(warmup_steps=0, loss=loss))
+    config = RunConfig(
+        name="t", train=TrainConfig(schedule=ScheduleConfig(warmup_steps=0), loss=loss)
+    )
     seen = set()
     for _ in range(3):
         masters = MasterWeights(copy.deepcopy(model), config.train)

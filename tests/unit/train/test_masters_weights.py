@@ -8,13 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from deltawire.config import LossConfig, RolloutConfig, RunConfig, TrainConfig
+from deltawire.config import (
+    LossConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from deltawire.errors import CorruptError, InputError
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import train_step
 from deltawire.wire.rollouts import Group, Trajectory
 
-CONFIG = TrainConfig(learning_rate=1e-3, warmup_steps=3, weight_decay=0.01, max_grad_norm=0.5)
+CONFIG = TrainConfig(
+    optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.01, max_grad_norm=0.5),
+    schedule=ScheduleConfig(warmup_steps=3),
+)
 
 
 def gradients(model, seed, scale=1.0):
@@ -55,7 +65,12 @@ def test_a_step_is_adamw_on_the_masters(tiny):
     twin = copy.deepcopy(tiny)
     weights = [p.detach().clone().requires_grad_() for p in masters._masters.values()]
     optimizer = torch.optim.AdamW(
-        weights, lr=1.0, betas=(CONFIG.adam_beta1, CONFIG.adam_beta2), weight_decay=0.01
+        [
+            {"params": [w for w in weights if w.ndim > 1], "weight_decay": 0.01},
+            {"params": [w for w in weights if w.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=1.0,
+        betas=(CONFIG.optimizer.beta1, CONFIG.optimizer.beta2),
     )
     for step in range(6):
         gradients(tiny, step, scale=10.0 if step == 2 else 0.001)
@@ -63,7 +78,8 @@ def test_a_step_is_adamw_on_the_masters(tiny):
         factor = min(1.0, 0.5 / norm)
         for weight, parameter in zip(weights, tiny.parameters(), strict=True):
             weight.grad = parameter.grad * factor
-        optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, (step + 1) / 3)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / 3)
         optimizer.step()
         assert masters.step() == pytest.approx(norm, rel=1e-4)
         assert all(p.grad is None for p in tiny.parameters())
@@ -78,7 +94,9 @@ def test_small_steps_add_up_until_they_move_a_bit():
     """One step is far below half a unit in the last place of bf16; a hundred are not."""
     model = torch.nn.Linear(4, 4, bias=False)
     torch.nn.init.constant_(model.weight, 1.0)
-    config = TrainConfig(learning_rate=1e-4, warmup_steps=0)
+    config = TrainConfig(
+        optimizer=OptimizerConfig(learning_rate=1e-4), schedule=ScheduleConfig(warmup_steps=0)
+    )
     masters = MasterWeights(model, config)
     moved = []
     for _ in range(100):
@@ -197,7 +215,11 @@ def stepped(model, micro, steps=3):
     config = RunConfig(
         name="test",
         rollout=RolloutConfig(group_size=4),
-        train=TrainConfig(learning_rate=1e-3, warmup_steps=0, micro_batch_groups=micro),
+        train=TrainConfig(
+            optimizer=OptimizerConfig(learning_rate=1e-3),
+            schedule=ScheduleConfig(warmup_steps=0),
+            micro_batch_groups=micro,
+        ),
     )
     model = copy.deepcopy(model).train()
     masters = MasterWeights(model, config.train)
@@ -232,7 +254,12 @@ def test_micro_batches_are_one_batch(tiny, micro):
 
 def test_a_step_raises_what_was_rewarded(tiny):
     groups = sampled(7)
-    config = RunConfig(name="test", train=TrainConfig(learning_rate=1e-2, warmup_steps=0))
+    config = RunConfig(
+        name="test",
+        train=TrainConfig(
+            optimizer=OptimizerConfig(learning_rate=1e-2), schedule=ScheduleConfig(warmup_steps=0)
+        ),
+    )
     masters = MasterWeights(tiny, config.train)
     results = [train_step(masters, groups, config) for _ in range(4)]
     assert results[-1].loss < results[0].loss
@@ -248,7 +275,9 @@ def test_any_loss_is_the_same_over_micro_batches(tiny, aggregation, surrogate):
     found = []
     for micro in (1, 16):
         loss = LossConfig(aggregation=aggregation, surrogate=surrogate)
-        train = TrainConfig(warmup_steps=0, micro_batch_groups=micro, loss=loss)
+        train = TrainConfig(
+            schedule=ScheduleConfig(warmup_steps=0), micro_batch_groups=micro, loss=loss
+        )
         masters = MasterWeights(copy.deepcopy(tiny), train)
         found.append(train_step(masters, sampled(3), RunConfig(name="t", train=train)))
     many, one = found
@@ -262,7 +291,7 @@ def test_segments_and_failures_in_a_step(tiny):
     groups = sampled(5)
     failed = replace(groups[0].trajectories[1], cause="timeout", reward=50.0)
     broken = replace(groups[0], trajectories=[*groups[0].trajectories, failed])
-    config = RunConfig(name="test", train=TrainConfig(warmup_steps=0))
+    config = RunConfig(name="test", train=TrainConfig(schedule=ScheduleConfig(warmup_steps=0)))
     results = []
     for batch in ([groups[0], *groups[1:]], [broken, *groups[1:]]):
         masters = MasterWeights(copy.deepcopy(tiny), config.train)
@@ -274,7 +303,9 @@ def test_segments_and_failures_in_a_step(tiny):
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_penalty_is_against_the_reference(tiny, kind):
     train = TrainConfig(
-        learning_rate=1e-2, warmup_steps=0, loss=LossConfig(kl=kind, kl_coefficient=0.1)
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        schedule=ScheduleConfig(warmup_steps=0),
+        loss=LossConfig(kl=kind, kl_coefficient=0.1),
     )
     config = RunConfig(name="test", train=train)
     masters = MasterWeights(tiny, train)

@@ -1,0 +1,72 @@
+"""Assigns each parameter its optimizer, learning rate and weight decay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from deltawire.config import OptimizerConfig
+from deltawire.errors import InputError
+
+_NORM_OR_BIAS = re.compile(r"(^|[._])(bias|\w*norm\w*)([._]|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter is optimized; ``learning_rate`` is before the schedule's factor."""
+
+    kind: Literal["adamw", "muon"]
+    learning_rate: float
+    weight_decay: float
+
+
+def rules_of(
+    parameters: Mapping[str, Tensor],
+    config: OptimizerConfig,
+    *,
+    not_matrices: AbstractSet[str] = frozenset(),
+) -> dict[str, Rule]:
+    """Return the rule of each parameter, by name.
+
+    Muon takes whole matrices: 2-D parameters, and 3-D stacks of one matrix per expert. AdamW takes
+    the rest, and ``not_matrices``: embeddings and the head, whose rows are vectors. Norms and
+    biases (by name, and everything with one dimension) do not decay, unless ``decay_all``. The
+    first group of ``config.groups`` whose pattern is found in a name replaces what it sets.
+
+    Raises `InputError` for a group that matches nothing, or asks Muon for what is no matrix.
+    """
+    found = {}
+    used: set[int] = set()
+    for name, parameter in parameters.items():
+        matrix = parameter.ndim in (2, 3) and name not in not_matrices
+        kind: Literal["adamw", "muon"] = "muon" if config.kind == "muon" and matrix else "adamw"
+        rate = config.learning_rate
+        vector = parameter.ndim < 2 or _NORM_OR_BIAS.search(name) is not None
+        decay = 0.0 if vector and not config.decay_all else config.weight_decay
+        number = next((i for i, g in enumerate(config.groups) if re.search(g.names, name)), None)
+        if number is not None:
+            group = config.groups[number]
+            used.add(number)
+            kind = group.kind or kind
+            rate = rate if group.learning_rate is None else group.learning_rate
+            decay = decay if group.weight_decay is None else group.weight_decay
+            if kind == "muon" and parameter.ndim not in (2, 3):
+                raise InputError(
+                    f"train.optimizer.groups[{number}] gives Muon {name[:200]}, which has "
+                    f"{parameter.ndim} dimensions",
+                    hint="Muon takes matrices, and stacks of them; narrow the pattern",
+                )
+        found[name] = Rule(kind, rate, decay)
+    for number, group in enumerate(config.groups):
+        if number not in used:
+            raise InputError(
+                f"train.optimizer.groups[{number}]: no parameter takes it: names = "
+                f"{group.names[:80]!r} matches none, or only names that an earlier group takes",
+                hint=f"the model's parameters are named as {next(iter(parameters), '')[:200]}",
+            )
+    return found

@@ -1,0 +1,94 @@
+"""Muon: momentum, orthogonalized by Newton-Schulz iterations, one matrix at a time.
+
+Source: Keller Jordan et al., "Muon", 2024, and `torch.optim.Muon`, whose step this is to the bit
+for one matrix. That class takes no stacks of matrices and no sharded ones; here a stack (E, out,
+in) is E matrices, and a matrix that is sharded over ranks is gathered for its iterations.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+EPSILON = 1e-7
+
+
+def orthogonalize(update: Tensor) -> Tensor:
+    """Return the nearest semi-orthogonal matrix, roughly: singular values within 0.7 to 1.2.
+
+    ``update`` is [out, in], or a stack [E, out, in] of separate matrices; the result is bf16.
+    """
+    a, b, c = COEFFICIENTS
+    tall = update.shape[-2] > update.shape[-1]
+    x = update.bfloat16()
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        if x.ndim == 2:
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        else:
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def scaled_rate(rate: float, shape: torch.Size, scale: str) -> float:
+    """The rate for one matrix: ``match_rms_adamw`` makes updates as large as AdamW's (Liu et al.
+    2025, eq. 4: 0.2·√max(out, in)), ``original`` is √max(1, out/in)."""
+    rows, columns = shape[-2:]
+    if scale == "original":
+        return rate * math.sqrt(max(1, rows / columns))
+    return rate * 0.2 * math.sqrt(max(rows, columns))
+
+
+def muon_step(
+    master: Tensor,
+    gradient: Tensor,
+    momentum: Tensor,
+    *,
+    rate: float,
+    weight_decay: float,
+    beta: float,
+    scale: str,
+) -> None:
+    """Move ``master`` in place, and its ``momentum``, which holds this rank's elements only.
+
+    ``master`` and ``gradient`` are of one layout: plain, or DTensors of the same placements. All
+    ranks of a sharded matrix must call this together.
+    """
+    local, local_gradient = _local(master), _local(gradient)
+    momentum.lerp_(local_gradient, 1 - beta)
+    direction = _orthogonal_shard(local_gradient.lerp(momentum, beta), master)
+    local.mul_(1 - rate * weight_decay)
+    local.add_(direction, alpha=-scaled_rate(rate, master.shape, scale))
+
+
+def _orthogonal_shard(update: Tensor, like: Tensor) -> Tensor:
+    """Orthogonalize this rank's ``update``, gathered first where a rank holds no whole matrices."""
+    if not isinstance(like, DTensor) or _holds_whole_matrices(like):
+        return orthogonalize(update) if update.numel() else update
+    mesh, placements = like.device_mesh, like.placements
+    sharded = DTensor.from_local(
+        update, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    whole = orthogonalize(sharded.full_tensor()).contiguous()
+    copies = [Replicate()] * mesh.ndim
+    spread = DTensor.from_local(whole, mesh, copies, run_check=False)
+    return spread.redistribute(mesh, placements).to_local()
+
+
+def _holds_whole_matrices(tensor: DTensor) -> bool:
+    """Whether each rank's part is whole matrices: a stack that is sharded over its experts only."""
+    return all(
+        isinstance(one, Replicate) or (tensor.ndim == 3 and isinstance(one, Shard) and one.dim == 0)
+        for one in tensor.placements
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
