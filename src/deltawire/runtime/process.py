@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from deltawire.config import RunConfig, run_config, with_settings
+from deltawire.config import RunConfig, run_config
 from deltawire.errors import FencedError, InputError
 from deltawire.events import EventLog, Life, Role
-from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.heartbeat import HEARTBEAT_S, HeartbeatWriter, read_heartbeat
 from deltawire.runtime.lease import Lease
 from deltawire.runtime.liveness import Liveness
@@ -102,14 +101,15 @@ class Process:
         any other process takes its name over.
         """
         if self.role == "worker" and not self.supervised:
-            self._refuse_live_namesake()
+            self.refuse_live_namesake()
         self.heartbeat.start()
         try:
             yield
         finally:
             self.heartbeat.close()
 
-    def _refuse_live_namesake(self) -> None:
+    def refuse_live_namesake(self) -> None:
+        """Raise `FencedError` if a process of this name is alive; takes two heartbeats at most."""
         liveness = Liveness(silence_s=HEARTBEAT_S)
         before = read_heartbeat(self.bucket, self.name)
         if before is None or liveness.observe(before, 0.0) == "ended":
@@ -117,9 +117,10 @@ class Process:
         self.wait(2.5 * HEARTBEAT_S)
         after = read_heartbeat(self.bucket, self.name)
         if liveness.observe(after, 2.5 * HEARTBEAT_S) in ("alive", "stalled"):
+            worker = self.role == "worker"
             raise FencedError(
-                f"a worker named {self.name} is alive in this run",
-                hint="give this worker another --id",
+                f"a {self.role} named {self.name} is alive in this run",
+                hint="give this worker another --id" if worker else "stop it first",
                 run=self.bucket.url,
             )
 
@@ -143,7 +144,7 @@ class Process:
 def open_run(
     bucket: Bucket, *, wait_s: float = 0.0, stopping: Callable[[], bool] = lambda: False
 ) -> tuple[Run, RunConfig]:
-    """The run in a bucket and its configuration, with the settings that its trainer changed.
+    """The run in a bucket and its configuration.
 
     Waits up to ``wait_s`` for the run to appear; raises `InputError` if there is none.
     """
@@ -156,7 +157,4 @@ def open_run(
                 run=bucket.url,
             )
         time.sleep(0.2)
-    config = run_config(run.config, url=bucket.url)
-    status = read_trainer(bucket)
-    settings = {} if status is None else status.settings
-    return run, with_settings(config, settings, source=f"{bucket.url}/{keys.TRAINER}")
+    return run, run_config(run.config, url=bucket.url)

@@ -211,7 +211,7 @@ def _logit_gradient(
     return grad.mul_(scale / settings.temperature)
 
 
-class Head(NamedTuple):
+class OutputHead(NamedTuple):
     """A causal LM's output layer and what the model does to its result."""
 
     module: nn.Linear
@@ -221,7 +221,7 @@ class Head(NamedTuple):
 _found: WeakKeyDictionary[nn.Module, LogitTransform] = WeakKeyDictionary()
 
 
-def head_of(model: Any) -> Head:
+def head_of(model: Any) -> OutputHead:
     """Return the model's head; takes a forward pass over one token for the first time.
 
     Raises `InputError` for a head that is not one linear layer, or whose output the model changes
@@ -237,7 +237,7 @@ def head_of(model: Any) -> Head:
         )
     if model not in _found:
         _found[model] = _probed(model, module)
-    return Head(module, _found[model])
+    return OutputHead(module, _found[model])
 
 
 def _probed(model: Any, module: nn.Linear) -> LogitTransform:

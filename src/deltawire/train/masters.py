@@ -16,7 +16,7 @@ from deltawire.config import TrainConfig
 from deltawire.errors import CorruptError
 from deltawire.export.source import WeightSource, open_source
 from deltawire.placement.live import saved_buffers
-from deltawire.train.optimizer import open_optimizer
+from deltawire.train.optimizer import StepSettings, open_optimizer
 
 
 class MasterWeights:
@@ -45,16 +45,17 @@ class MasterWeights:
         self._round()
 
     @torch.no_grad()
-    def step(self) -> float:
+    def step(self, settings: StepSettings | None = None) -> float:
         """Take a step on the model's gradients and clear them; returns their norm before clipping.
 
-        If the norm is not finite, only the count of steps changes."""
-        limit = self._config.optimizer.max_grad_norm
+        If the norm is not finite, only the count of steps changes. ``settings`` replace the
+        configuration's for this step."""
+        limit = (settings or self._config.optimizer).max_grad_norm or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit))
         self.steps += 1
         if math.isfinite(norm):
             gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
-            self._optimizer.step(gradients, self.steps)
+            self._optimizer.step(gradients, self.steps, settings=settings)
             self._round()
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -19,6 +19,9 @@ STEP_RECORD = "deltawire.step"
 has a separate member, so that others can be added."""
 
 Sequence = Annotated[int, Meta(ge=0, le=10**10 - 1)]
+CLIENT_RECORD = "deltawire.client"
+"""The member that marks a version as published by a training client; its step is not recorded."""
+
 DroppedRange = tuple[str, Sequence, Annotated[int, Meta(ge=1, le=1 << 20)]]
 """Consecutive groups of one worker: its name, the first sequence number, and how many."""
 
@@ -63,8 +66,7 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     ``consumed`` names groups as (worker, sequence), in the order of training. ``hashes`` are the
     first `GROUP_HASH_DIGITS` hexadecimal digits of the BLAKE3 of each consumed group's bytes, so
     that a repeated step is known to be the same step. ``threads`` is the number of threads of the
-    tensor library, because sums depend on it. ``settings`` are the values, by dotted key, that
-    differed from the configuration in ``run.json`` when the step was made.
+    tensor library, because sums depend on it.
     """
 
     step: Index = 0
@@ -72,7 +74,6 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     dropped: list[DroppedRange] = []
     hashes: list[Annotated[str, Meta(max_length=64)]] = []
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
-    settings: Annotated[dict[str, Any], Meta(max_length=1024)] = {}
 
     def dropped_groups(self) -> Iterator[tuple[str, int]]:
         """The dropped groups, each as (worker, sequence)."""

@@ -5,7 +5,7 @@ and be on the device for their own bucket only; the arithmetic is the same eithe
 """
 
 from deltawire.train.optimizer.groups import Rule, rules_of
-from deltawire.train.optimizer.optimizer import Optimizer, open_optimizer
+from deltawire.train.optimizer.optimizer import Optimizer, StepSettings, open_optimizer
 from deltawire.train.optimizer.schedule import rate_factor
 
-__all__ = ["Optimizer", "Rule", "open_optimizer", "rate_factor", "rules_of"]
+__all__ = ["Optimizer", "Rule", "StepSettings", "open_optimizer", "rate_factor", "rules_of"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,20 @@ from deltawire.train.optimizer.schedule import rate_factor
 _STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
 _PREFIX = {"adamw": "adam", "muon": "muon"}
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
+
+
+class StepSettings(NamedTuple):
+    """Settings of one step, for every parameter, in place of the configuration's.
+
+    ``max_grad_norm`` is the caller's to apply; 0 does not clip.
+    """
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    max_grad_norm: float
 
 
 def open_optimizer(
@@ -68,17 +83,24 @@ class Optimizer:
                 self._steps[name] = torch.zeros((), device=local.device)
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor | None], number: int) -> None:
+    def step(
+        self,
+        gradients: Mapping[str, Tensor | None],
+        number: int,
+        *,
+        settings: StepSettings | None = None,
+    ) -> None:
         """Make the ``number``-th step, counted from 1; parameters without a gradient stay as is.
 
-        Gradients are expected to be clipped already.
+        Gradients are expected to be clipped already. ``settings`` replace the configuration's
+        rates, decay and Adam's constants, and the schedule, for this step.
         """
-        factor = rate_factor(self._config.schedule, number)
+        factor = 1.0 if settings else rate_factor(self._config.schedule, number)
         present = {name for name, gradient in gradients.items() if gradient is not None}
         buckets = [[name for name in names if name in present] for names in self._buckets]
         buckets = [names for names in buckets if names]
         for names, states in zip(buckets, self._states.over(buckets), strict=True):
-            self._update(names, states, gradients, factor)
+            self._update(names, states, gradients, factor, settings)
 
     def _update(
         self,
@@ -86,10 +108,14 @@ class Optimizer:
         states: States,
         gradients: Mapping[str, Tensor | None],
         factor: float,
+        settings: StepSettings | None,
     ) -> None:
         config = self._config.optimizer
+        adam = settings or config
         for name in names:
             parameter, gradient, rule = self._parameters[name], gradients[name], self._rules[name]
+            if settings is not None:
+                rule = Rule(rule.kind, settings.learning_rate, settings.weight_decay)
             assert gradient is not None
             gradient = gradient.to(parameter.dtype)
             if rule.kind == "muon":
@@ -112,11 +138,11 @@ class Optimizer:
                 [self._steps[name]],
                 fused=True,
                 amsgrad=False,
-                beta1=config.beta1,
-                beta2=config.beta2,
+                beta1=adam.beta1,
+                beta2=adam.beta2,
                 lr=rule.learning_rate * factor,
                 weight_decay=rule.weight_decay,
-                eps=config.epsilon,
+                eps=adam.epsilon,
                 maximize=False,
             )
 

@@ -1,0 +1,1 @@
+"""Trains and samples with the verbs of Tinker's SDK, on a run in a bucket."""

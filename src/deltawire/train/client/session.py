@@ -1,0 +1,242 @@
+"""The trainer's side of a training client: model, optimizer, publisher and checkpoints of a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from deltawire.config import ModelConfig, RunConfig, run_config
+from deltawire.errors import CorruptError, InputError
+from deltawire.export.models import (
+    check_directory,
+    empty_model,
+    fetch_model_files,
+    load_model,
+    load_tokenizer,
+    published_files,
+)
+from deltawire.export.source import digest_of, open_source
+from deltawire.runtime.lease import Lease
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import (
+    Publisher,
+    load_mirror,
+    open_publisher,
+    read_manifest,
+    read_run,
+    require_run,
+)
+from deltawire.sync.chain.objects import put_blob
+from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
+from deltawire.train.client.types import AdamParams
+from deltawire.train.masters import MasterWeights
+from deltawire.train.optimizer import StepSettings
+from deltawire.wire.ledger import CLIENT_RECORD, Ledger
+from deltawire.wire.run import ModelFile, Run
+
+
+def new_run(bucket: Bucket, model: Path, config: RunConfig | None, *, name: str) -> None:
+    """Starts a run with the model of a directory as version 0.
+
+    Raises `InputError` if the bucket holds a run already, or the model cannot be loaded.
+    """
+    if read_run(bucket) is not None:
+        raise InputError(
+            "there is a run here already",
+            hint="continue it with TrainingClient.load, or choose another folder",
+            run=bucket.url,
+        )
+    check_directory(model)
+    config = config or RunConfig(name=name, model=ModelConfig(path=str(model)))
+    loaded = load_model(model)
+    source = open_source(config.train.exporter, loaded)
+    specs = source.specs()
+    files = [
+        ModelFile(name=file, blob=ref.hash, bytes=ref.bytes)
+        for file, data in published_files(model, specs).items()
+        for ref in [put_blob(bucket, data)]
+    ]
+    open_publisher(
+        bucket,
+        source.tensors(),
+        specs=specs,
+        name=config.name,
+        config=msgspec.to_builtins(config),
+        model_files=files,
+        compaction_strides=(),
+    ).close()
+
+
+class TrainingSession:
+    """The state between two operations of a training client, on this process's devices."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: Run,
+        model: Any,
+        tokenizer: Any,
+        masters: MasterWeights,
+        publisher: Publisher,
+        ledger: Ledger,
+        lease: Lease,
+        *,
+        saved: bool,
+    ) -> None:
+        self.bucket = bucket
+        self.run = run
+        self.model = model
+        self.tokenizer = tokenizer
+        self.masters = masters
+        self._publisher = publisher
+        self._ledger = ledger
+        self._lease = lease
+        self._saved = publisher.version if saved else -1
+        self._changed = False
+
+    @classmethod
+    def open(cls, bucket: Bucket, lease: Lease, *, reset: bool) -> TrainingSession:
+        """Opens a run's newest version; see `deltawire.train.TrainingClient.load`."""
+        run = require_run(bucket)
+        config = run_config(run.config, url=bucket.url)
+        torch.set_num_threads(config.threads)
+        head = load_mirror(bucket, run)
+        if head is None:
+            raise InputError("the run has no version 0", run=bucket.url)
+        with fetch_model_files(bucket, run) as name:
+            model, tokenizer = empty_model(Path(name)), load_tokenizer(Path(name))
+        source = open_source(config.train.exporter, model)
+        source.restore(head)
+        model.train(config.train.dropout)
+        masters = MasterWeights(model, config.train, source=source)
+        found = load_checkpoint(bucket, newest=head.version)
+        ledger = found[0].ledger if found else Ledger()
+        saved = found is not None and found[0].version == head.version
+        if found is not None and saved:
+            masters.restore(found[1])
+            if digest_of(source) != head.digest:
+                raise CorruptError(
+                    "the newest checkpoint holds other weights than its version", run=bucket.url
+                )
+        elif head.version > 0 and not reset:
+            at = f"that of version {found[0].version}" if found else "missing"
+            raise InputError(
+                f"the newest version is {head.version}, and the newest optimizer state is {at}",
+                hint="stop a trainer with one Ctrl-C so that it saves its state; or load with "
+                'lost_state="reset", which starts a new optimizer state on the newest weights',
+                run=bucket.url,
+            )
+        manifest = read_manifest(bucket, run, head.version)
+        publisher = Publisher(
+            bucket,
+            run,
+            head,
+            epoch=1 + (manifest.epoch if manifest else 0),
+            anchor_every=config.train.anchor_every,
+            compaction_strides=(),
+        )
+        return cls(bucket, run, model, tokenizer, masters, publisher, ledger, lease, saved=saved)
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published."""
+        return self._publisher.version
+
+    @contextlib.contextmanager
+    def gradients(self) -> Iterator[None]:
+        """Adds the gradients of the body to those before; if it raises, those before remain."""
+        parameters = [one for one in self.model.parameters() if one.requires_grad]
+        before = [one.grad for one in parameters]
+        for one in parameters:
+            one.grad = None
+        try:
+            yield
+        except BaseException:
+            for one, old in zip(parameters, before, strict=True):
+                one.grad = old
+            raise
+        for one, old in zip(parameters, before, strict=True):
+            if one.grad is None:
+                one.grad = old
+            elif old is not None:
+                one.grad = old.add_(one.grad)
+
+    def step(self, params: AdamParams) -> dict[str, float]:
+        """Takes one optimizer step; returns its metrics."""
+        before = self.masters.steps
+        norm = self.masters.step(
+            StepSettings(
+                learning_rate=params.learning_rate,
+                beta1=params.beta1,
+                beta2=params.beta2,
+                epsilon=params.eps,
+                weight_decay=params.weight_decay,
+                max_grad_norm=params.grad_clip_norm,
+            )
+        )
+        self._changed = True
+        finite = bool(torch.isfinite(torch.tensor(norm)))
+        return {
+            "grad_norm:mean": norm,
+            "learning_rate:mean": params.learning_rate,
+            "skipped:sum": float(not finite),
+            "step:max": float(before + 1),
+        }
+
+    def publish(self, name: str) -> int:
+        """Publishes the weights, unless they are published already; returns their version."""
+        if not self._changed:
+            return self._publisher.version
+        self._lease.confirm()
+        record = {"step": self.masters.steps} | ({"name": name[:200]} if name else {})
+        version = self._publisher.publish(
+            self.masters.source.tensors(), metadata={CLIENT_RECORD: record}
+        )
+        self._publisher.flush()
+        self._changed = False
+        return version
+
+    def save(self) -> None:
+        """Stores the state for the version that was published last."""
+        if self._changed or self._saved == self.version:
+            return
+        self._lease.confirm()
+        save_checkpoint(
+            self.bucket,
+            self.masters.state(),
+            self._ledger,
+            version=self.version,
+            digest=self._publisher.digest.hex(),
+        )
+        self._saved = self.version
+
+    def restore(self, where: str) -> None:
+        """Restores the state of ``RUN_URL@VERSION``."""
+        url, _, number = where.rpartition("@")
+        if not url or not number.isdecimal() or len(number) > 10:
+            raise InputError(f"{where[:200]!r} is not RUN_URL@VERSION")
+        bucket = self.bucket if url == self.bucket.url else open_bucket(url)
+        version = int(number)
+        found = load_checkpoint(bucket, newest=version)
+        if found is None or found[0].version != version:
+            raise InputError(
+                f"there is no state of version {version}",
+                hint="the last two are kept; save with save_state",
+                run=url,
+            )
+        run = require_run(bucket)
+        if run.tensors != self.run.tensors:
+            raise InputError("the state belongs to another model", run=url, version=version)
+        self.masters.restore(found[1])
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self._changed = True
+
+    def close(self) -> None:
+        """Waits for the version under way."""
+        self._publisher.close()
