@@ -35,6 +35,7 @@ RESUMABLE = frozenset(
         "faults.long_s",
         "retain.rollouts",
         "retain.versions",
+        "retain.events_days",
         "retain.checkpoints",
     }
     | {

@@ -420,6 +420,8 @@ class RetainConfig(Section, frozen=True, kw_only=True):
     versions: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Keep this many versions readable, and always those from the oldest checkpoint on. Older ones
     are deleted a day after that, so that readers can finish."""
+    events_days: Annotated[float, Meta(ge=0, le=1e5)] = 0.0
+    """Keep archives of events, which hold those older than ten minutes, for this many days."""
     checkpoints: Annotated[int, Meta(ge=0, le=10**9)] = 2
     """Keep this many states of the trainer."""
 

@@ -1,9 +1,13 @@
-"""Event archiver: moves the event streams of processes that are gone into few large objects.
+"""Event archiver: moves old segments of event streams into few large objects.
 
-Readers ask each stream for its next segment at every look, and a fleet whose workers come and go
-uses a new stream for each start of a worker. The trainer therefore archives a worker's stream once
-no heartbeat names it for `ARCHIVE_AFTER_S`: archive first, then the segments are deleted. A reader
-that had read a part of the stream continues at that position in the archive.
+Readers ask each stream for its next segment at every look, a fleet whose workers come and go uses a
+new stream for each start of a worker, and a process that lives for days writes a segment a second.
+The trainer therefore archives two kinds of segments: whole streams of workers that no heartbeat has
+named for `ARCHIVE_AFTER_S`, and, once there are `COMPACT_SEGMENTS` of them, the segments of a
+living stream that are older than that. Archive first, then the segments are deleted. A reader that
+had read a part of a stream continues at that position in the archive.
+
+Archives may be deleted by age; ``retained.json`` states first from which number on they are kept.
 """
 
 from __future__ import annotations
@@ -11,13 +15,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, takewhile
 from typing import get_args
 
 from deltawire.errors import CorruptError, DeltawireError
 from deltawire.events import Role
 from deltawire.runtime.event_cursor import number_of, segments
 from deltawire.runtime.fleet import Fleet
+from deltawire.runtime.retained import RetainedFile, read_retained
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.event_archive import MAX_ARCHIVE_BYTES, ArchivedSegment, EventArchive
@@ -25,15 +32,30 @@ from deltawire.wire.objects import decode_packed, encode_packed
 
 ARCHIVE_AFTER_S = 600.0
 EVERY_S = 60.0
+COMPACT_EVERY_S = 600.0
+"""How often the streams of living processes are listed."""
+COMPACT_SEGMENTS = 256
+KEPT_SEGMENTS = 8
+"""Segments at the end of a living stream that stay however old they are: views read its last ones
+without the archives."""
 MAX_SEGMENTS = 1024
 """Segments in one archive, and thus requests between two looks at other work."""
 TARGET_BYTES = MAX_ARCHIVE_BYTES // 4
+READERS = 16
 
 
 class EventArchiver(threading.Thread):
-    """Archives, from a thread, worker streams that no living process writes.
+    """Archives, from a thread, streams of workers that are gone and old segments of living streams.
 
-    The streams of the trainer and of other single processes are few and stay.
+    Supervisors' streams stay: they are short, and views read them whole. Archives that were stored
+    more than ``keep_days`` ago are deleted; 0 keeps all. Raises nothing: a failed attempt is
+    repeated in the next round.
+
+    Example::
+
+        archiver = EventArchiver(bucket, keep_days=7)
+        archiver.start()
+        archiver.close()
     """
 
     def __init__(
@@ -41,41 +63,46 @@ class EventArchiver(threading.Thread):
         bucket: Bucket,
         *,
         after_s: float = ARCHIVE_AFTER_S,
+        compact_segments: int = COMPACT_SEGMENTS,
+        keep_days: float = 0.0,
+        floors: RetainedFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="event-archiver", daemon=True)
         self._bucket = bucket
         self._fleet = Fleet(bucket, silence_s=after_s)
         self._after_s = after_s
+        self._compact_segments = compact_segments
+        self._keep_s = keep_days * 86400
+        self._floors = floors or RetainedFile(bucket)
         self._clock = clock
         self._gone_at: dict[str, float] = {}
-        self._next = 0
+        self._compact_at = float("-inf")
+        self._next: int | None = None
         self._closed = threading.Event()
 
     def run(self) -> None:
         """Archive every `EVERY_S` until `close`."""
         while not self._closed.wait(EVERY_S):
-            # Nothing depends on an archive: a failed attempt is repeated in the next round.
             with contextlib.suppress(DeltawireError):
                 self.archive()
 
     def archive(self) -> int:
-        """Archive the streams that are due; returns how many. Raises `RetryError`."""
+        """Archive what is due; returns the number of streams that were archived whole.
+
+        Raises `RetryError`.
+        """
         now = self._clock()
         self._fleet.poll()
-        gone = {
-            stream
-            for stream in self._bucket.list_prefixes(keys.EVENTS)
-            if keys.valid_name(stream)
-            and stream not in self._fleet.streams
-            and not _is_fixed(stream)
-        }
+        streams = {name for name in self._bucket.list_prefixes(keys.EVENTS) if _is_archived(name)}
+        gone = {name for name in streams - self._fleet.streams if not _is_fixed(name)}
         self._gone_at = {stream: self._gone_at.get(stream, now) for stream in gone}
         due = sorted(s for s, since in self._gone_at.items() if now - since >= self._after_s)
-        for batch in self._batches(due):
-            if self._closed.is_set():
-                break
-            self._store(batch)
+        self._store_all((stream, self._numbers(stream)) for stream in due)
+        if now >= self._compact_at:
+            self._store_all((s, self._old_numbers(s)) for s in sorted(streams - gone))
+            self._delete_old()
+            self._compact_at = now + COMPACT_EVERY_S
         return len(due)
 
     def close(self) -> None:
@@ -84,51 +111,110 @@ class EventArchiver(threading.Thread):
         if self.is_alive():
             self.join()
 
-    def _batches(self, streams: list[str]) -> Iterator[list[ArchivedSegment]]:
+    def _numbers(self, stream: str) -> list[int]:
+        return [number_of(entry) for entry in segments(self._bucket, stream)]
+
+    def _old_numbers(self, stream: str) -> list[int]:
+        """The segments of a living stream to archive: old by the store's clock, and many."""
+        listed = segments(self._bucket, stream)
+        if len(listed) < self._compact_segments:
+            return []
+        latest = listed[-1].modified.timestamp()
+        old = [
+            number_of(entry)
+            for entry in listed[:-KEPT_SEGMENTS]
+            if latest - entry.modified.timestamp() >= self._after_s
+        ]
+        return old if len(old) >= self._compact_segments else []
+
+    def _store_all(self, streams: Iterator[tuple[str, list[int]]]) -> None:
+        """Archive these segments, many streams in one object."""
         batch: list[ArchivedSegment] = []
         size = 0
-        for stream in streams:
-            for segment in self._segments(stream):
-                if batch and (
-                    len(batch) >= MAX_SEGMENTS or size + len(segment.data) > TARGET_BYTES
-                ):
-                    yield batch
-                    batch, size = [], 0
-                batch.append(segment)
-                size += len(segment.data)
-        if batch:
-            yield batch
+        with ThreadPoolExecutor(READERS, "event-archiver") as readers:
+            for stream, numbers in streams:
+                for start in range(0, len(numbers), READERS):
+                    if self._closed.is_set():
+                        return
+                    keyed = [(stream, number) for number in numbers[start : start + READERS]]
+                    for segment in filter(None, readers.map(self._read, keyed)):
+                        bytes_then = size + len(segment.data)
+                        if batch and (len(batch) >= MAX_SEGMENTS or bytes_then > TARGET_BYTES):
+                            self._store(batch, readers)
+                            batch, size = [], 0
+                        batch.append(segment)
+                        size += len(segment.data)
+            if batch:
+                self._store(batch, readers)
 
-    def _segments(self, stream: str) -> Iterator[ArchivedSegment]:
-        """A stream's segments; a listing finds the first one if retention deleted some."""
-        number, listed = 0, False
-        while True:
-            data = self._read(keys.events(stream, number))
-            if data is not None:
-                yield ArchivedSegment(stream, number, data)
-                number, listed = number + 1, True
-            elif not listed and (found := segments(self._bucket, stream)):
-                number, listed = number_of(found[0]), True
-            else:
-                return
-
-    def _read(self, key: str) -> bytes | None:
+    def _read(self, named: tuple[str, int]) -> ArchivedSegment | None:
+        """Read a segment, None if it is gone; one that is too large to be one has no bytes."""
         try:
-            return self._bucket.get(key, limit=TARGET_BYTES)
+            data = self._bucket.get(keys.events(*named), limit=TARGET_BYTES)
         except CorruptError:
-            return b""  # Too large to be a segment: it is deleted with the others.
+            data = b""
+        return None if data is None else ArchivedSegment(*named, data)
 
-    def _store(self, batch: list[ArchivedSegment]) -> None:
-        data = encode_packed(EventArchive(segments=batch))
-        while not self._bucket.create(keys.archive(self._next), data):
+    def _store(self, batch: Sequence[ArchivedSegment], deleters: ThreadPoolExecutor) -> None:
+        data = encode_packed(EventArchive(segments=list(batch)))
+        if self._next is None:
+            self._next = next_archive(self._bucket)
+        while True:
+            created = self._bucket.create(keys.archive(self._next), data)
             self._next += 1
-        self._next += 1
-        for segment in batch:
-            self._bucket.delete(keys.events(segment.stream, segment.number))
+            # No reader looks below the floor, which another trainer may have raised meanwhile.
+            if created and self._next > (floor := read_retained(self._bucket).archives):
+                break
+            if created:
+                self._next = max(self._next, floor)
+        deleted = (keys.events(segment.stream, segment.number) for segment in batch)
+        list(deleters.map(self._bucket.delete, deleted))
+
+    def _delete_old(self) -> None:
+        """Delete archives that are too old, by the store's clock, once the floor is above them."""
+        if not self._keep_s:
+            return
+        floor, listed = read_retained(self._bucket).archives, _archives(self._bucket)
+        stored = _without_gaps(listed, floor)
+        if stored:
+            latest = max(listed[number] for number in stored)
+            old = [number for number in stored if latest - listed[number] > self._keep_s]
+            floor = max([floor, *(number + 1 for number in old)])
+            self._floors.raise_to(archives=floor)
+        for number in listed:
+            if number < floor:
+                self._bucket.delete(keys.archive(number))
+
+
+def _is_archived(stream: str) -> bool:
+    return keys.valid_name(stream) and not stream.startswith("supervisor-")
 
 
 def _is_fixed(stream: str) -> bool:
+    """Returns whether a single process of the run writes this stream: these are few, and stay."""
     return stream.rpartition("-")[0] in get_args(Role)
+
+
+def _archives(bucket: Bucket) -> dict[int, float]:
+    """The time, by the store's clock, at which each archive was stored."""
+    return {
+        number: entry.modified.timestamp()
+        for entry in bucket.list_objects(keys.ARCHIVE)
+        if (number := keys.trailing_number(entry.key)) is not None
+        and entry.key == keys.archive(number)
+    }
+
+
+def _without_gaps(numbers: Container[int], floor: int) -> list[int]:
+    """The numbers from ``floor`` up to the first one that is missing: a key that anybody wrote with
+    a large number is no archive."""
+    return list(takewhile(lambda number: number in numbers, count(floor)))
+
+
+def next_archive(bucket: Bucket) -> int:
+    """The number that the next archive gets: the first free one from the floor on."""
+    floor = read_retained(bucket).archives
+    return floor + len(_without_gaps(_archives(bucket), floor))
 
 
 def read_archive(bucket: Bucket, number: int) -> list[ArchivedSegment] | None:
@@ -141,3 +227,12 @@ def read_archive(bucket: Bucket, number: int) -> list[ArchivedSegment] | None:
         return decode_packed(data, EventArchive, run=bucket.url, key=key).segments
     except CorruptError:
         return []
+
+
+def archived_segments(bucket: Bucket) -> Iterator[ArchivedSegment]:
+    """The segments in all archives that retention kept."""
+    for number in count(read_retained(bucket).archives):
+        found = read_archive(bucket, number)
+        if found is None:
+            return
+        yield from found

@@ -5,10 +5,11 @@ from 0 without gaps, starts none before the previous one is stored, and never ch
 of the next segment is therefore known, and a missing object means that there is nothing new. The
 newest segment is found with doubling and halving steps, in 2 log n requests.
 
-A reader does not rely on old segments staying: retention may delete them, before or while they are
-read. The next segment then never appears, as if the writer were quiet, so a stream that was quiet
-for `QUIET_S` is listed after the last segment read. Streams of processes that are gone are moved to
-archives (`deltawire.runtime.event_archive`), so a look costs what the living processes cost.
+A reader does not rely on old segments staying: they are moved to archives
+(`deltawire.runtime.event_archive`), before or while they are read, so that a look costs what the
+living processes cost. The next segment then never appears, as if the writer were quiet, so a stream
+that was quiet for `QUIET_S` is listed after the last segment read. An archive is stored before its
+segments are deleted: a reader of history that meets a gap reads new archives before it skips one.
 """
 
 from __future__ import annotations
@@ -102,16 +103,26 @@ class Cursors:
             cursor.next = max(cursor.next, number + 1)
             cursor.gap_due_at = self._clock() + QUIET_S
 
-    def skip_gap(self, cursor: Cursor, *, everything: bool = False) -> bool:
+    def skip_gap(
+        self,
+        cursor: Cursor,
+        *,
+        everything: bool = False,
+        before: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Move to the first segment after a gap, if there is one; True if the cursor moved.
 
-        Checked only for streams that were quiet for `QUIET_S`, and for new ones.
+        Checked only for streams that were quiet for `QUIET_S`, and for new ones. ``before`` is
+        called first if there is a gap: it may read what is missing from an archive.
         """
         if self._clock() < cursor.gap_due_at and not everything:
             return False
         later = segments(self._bucket, cursor.stream, cursor.next - 1)
         if later:
-            cursor.next = number_of(later[0])
+            first = number_of(later[0])
+            if first > cursor.next:
+                before()
+            cursor.next = max(cursor.next, first)
             return True
         cursor.gap_due_at = self._clock() + QUIET_S
         return False
@@ -178,16 +189,18 @@ def follow(
     fetch: Callable[[str], Found | None],
     *,
     everything: bool = False,
+    before_gap: Callable[[], None] = lambda: None,
 ) -> Iterator[Found]:
     """Yield ``fetch`` of each new segment's key until it returns None.
 
-    A segment counts as read once the next one is asked for; if the caller stops before that,
-    because the store did not answer, it is yielded again.
+    ``before_gap`` is called before the cursor skips segments that are missing. A segment counts as
+    read once the next one is asked for; if the caller stops before that, because the store did not
+    answer, it is yielded again.
     """
     while True:
         found = fetch(cursor.key) if cursor.next <= keys.MAX_NUMBER else None
         if found is not None:
             yield found
             cursors.advance(cursor.stream, cursor.next)
-        elif not cursors.skip_gap(cursor, everything=everything):
+        elif not cursors.skip_gap(cursor, everything=everything, before=before_gap):
             return

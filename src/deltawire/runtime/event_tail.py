@@ -7,11 +7,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.events import Event, decode_lines
 from deltawire.runtime.event_archive import read_archive
-from deltawire.runtime.event_cursor import Cursors, follow
+from deltawire.runtime.event_cursor import QUIET_S, Cursors, follow
+from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket
 from deltawire.wire import keys
 
@@ -31,8 +33,8 @@ def read_segment(bucket: Bucket, key: str) -> list[Event] | None:
 class EventTail:
     """Reads each segment of a run's events once, and those of one stream in order.
 
-    Archives come first, then what is new in each stream (`deltawire.runtime.event_cursor`). While
-    the store does not answer, nothing new arrives.
+    Archives come first, from the first one that retention kept, then what is new in each stream
+    (`deltawire.runtime.event_cursor`). While the store does not answer, nothing new arrives.
 
     Example::
 
@@ -43,8 +45,10 @@ class EventTail:
 
     def __init__(self, bucket: Bucket, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._bucket = bucket
+        self._clock = clock
         self._cursors = Cursors(bucket, names_every_s=LIST_EVERY_S, clock=clock)
         self._next_archive = 0
+        self._floor_due_at = float("-inf")
 
     def read(self, *, everything: bool = False) -> list[Event]:
         """Events that arrived since the last call.
@@ -58,13 +62,24 @@ class EventTail:
             for stream in self._cursors.refresh(everything=everything):
                 self._cursors.add(stream)
             for cursor in self._cursors.active:
-                for events in follow(self._cursors, cursor, self._segment, everything=everything):
+                found = follow(
+                    self._cursors,
+                    cursor,
+                    self._segment,
+                    everything=everything,
+                    before_gap=partial(self._read_archives, fresh),
+                )
+                for events in found:
                     fresh += events
             if everything:
                 self._read_archives(fresh)
         return fresh
 
     def _read_archives(self, fresh: list[Event]) -> None:
+        if self._clock() >= self._floor_due_at:
+            # Archives that were deleted before this reader came to them never appear.
+            self._next_archive = max(self._next_archive, read_retained(self._bucket).archives)
+            self._floor_due_at = self._clock() + QUIET_S
         while (archive := read_archive(self._bucket, self._next_archive)) is not None:
             for segment in archive:
                 if keys.valid_name(segment.stream) and segment.number >= self._cursors.position(
@@ -73,6 +88,7 @@ class EventTail:
                     fresh += decode_lines(segment.data)
                     self._cursors.advance(segment.stream, segment.number)
             self._next_archive += 1
+            self._floor_due_at = self._clock() + QUIET_S
 
     def _segment(self, key: str) -> list[Event] | None:
         return read_segment(self._bucket, key)

@@ -5,15 +5,21 @@ again. A process that was stopped, replaced and then resumed finds a lease above
 `FencedError` and ends without having written anything. Lease objects are separate from heartbeats
 because a heartbeat that was in flight when its process was stopped may arrive late and overwrite
 its successor's.
+
+The trainer deletes the leases of a worker that is gone for long (`deltawire.runtime.reaper`). If
+such a worker was only stopped, it takes its lease again, unless the name had a later holder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 
-from deltawire.errors import FencedError
+from deltawire.errors import CorruptError, FencedError
 from deltawire.store import Bucket
 from deltawire.wire import keys
+from deltawire.wire.objects import decode_json
+from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat
 
 FRESH_S = 6.0
 """How long a check of the lease remains valid: three heartbeats."""
@@ -47,9 +53,8 @@ class Lease:
         self.held = True
 
     def _create(self) -> bool:
-        key = keys.lease(self._name, self.number)
-        return self._bucket.create(key, self._nonce) or (
-            self._bucket.get(key, limit=64) == self._nonce
+        return self._bucket.create(self._key, self._nonce) or (
+            self._bucket.get(self._key, limit=64) == self._nonce
         )
 
     @property
@@ -60,15 +65,34 @@ class Lease:
     def check(self, bucket: Bucket | None = None) -> None:
         """Look for a later lease; sets ``error`` if there is one."""
         bucket = bucket or self._bucket
-        key = keys.lease(self._name, self.number + 1)
-        if bucket.exists(key):
+        replaced = bucket.exists(keys.lease(self._name, self.number + 1))
+        # Only a process that did not check for long can have lost its lease to the trainer.
+        if not replaced and not self.fresh and not bucket.exists(self._key):
+            replaced = self._newest_holder(bucket) > self.number
+            if not replaced:
+                bucket.create(self._key, self._nonce)
+        if replaced:
             self.error = FencedError(
                 f"another process is {self._name} now",
                 hint="this process was replaced while it did not respond; it stops",
                 run=bucket.url,
-                key=key,
+                key=keys.lease(self._name, self.number + 1),
             )
         self._checked_at = time.monotonic()
+
+    @property
+    def _key(self) -> str:
+        return keys.lease(self._name, self.number)
+
+    def _newest_holder(self, bucket: Bucket) -> int:
+        """The highest number that the name was held with, by its leases and last heartbeats."""
+        listed = map(keys.trailing_number, bucket.list(keys.leases_of(self._name)))
+        numbers = [number for number in listed if number is not None]
+        for key in (keys.heartbeat(self._name), keys.tombstone(self._name)):
+            with contextlib.suppress(CorruptError):
+                if data := bucket.get(key, limit=MAX_STATUS_BYTES):
+                    numbers.append(decode_json(data, Heartbeat, run=bucket.url, key=key).lease)
+        return max(numbers, default=-1)
 
     def confirm(self, *, fresh: bool = False) -> None:
         """Raise `FencedError` if another process holds the name now.

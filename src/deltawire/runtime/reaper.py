@@ -1,4 +1,4 @@
-"""Reaper: replaces the heartbeats of workers that are gone by tombstones.
+"""Reaper: replaces the heartbeats and leases of workers that are gone by tombstones.
 
 Workers come and go under ever new names, and every reader of a run reads every heartbeat. The
 trainer, the only process that knows when a worker's groups are settled, therefore removes what the
@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
+from deltawire.wire.status import Heartbeat
 
 REAP_AFTER_S = 600.0
+MAX_REAPED = 128
+"""Workers whose objects one round removes: the trainer waits for it."""
+REAPERS = 16
 
 
 class Reaper:
-    """Removes the heartbeats of workers that ended or were silent for ``after_s``.
+    """Removes what workers that ended or were silent for ``after_s`` left, but their tombstones.
 
     Example::
 
@@ -41,7 +46,7 @@ class Reaper:
         self._gone_at: dict[str, float] = {}
 
     def run(self, fleet: Fleet, is_settled: Callable[[str], bool]) -> list[str]:
-        """Remove the heartbeats that are due; returns their workers. Raises `RetryError`.
+        """Remove what is due, of at most `MAX_REAPED` workers; returns them. Raises `RetryError`.
 
         A worker of which ``is_settled`` is false left groups that are still needed, and stays. A
         worker that returned since the fleet was polled loses one heartbeat, and writes the next.
@@ -57,9 +62,20 @@ class Reaper:
             name
             for name, since in self._gone_at.items()
             if now - since >= self._after_s and is_settled(name)
-        ]
+        ][:MAX_REAPED]
+        if due:
+            with ThreadPoolExecutor(min(REAPERS, len(due)), "reaper") as threads:
+                list(threads.map(self._remove, [fleet.heartbeats[name] for name in due]))
         for name in due:
-            self._bucket.put(keys.tombstone(name), encode_json(fleet.heartbeats[name]))
-            self._bucket.delete(keys.heartbeat(name))
             fleet.forget(name)
         return due
+
+    def _remove(self, last: Heartbeat) -> None:
+        """Store the tombstone, then delete the heartbeat and the leases up to its own."""
+        name = last.process
+        self._bucket.put(keys.tombstone(name), encode_json(last))
+        self._bucket.delete(keys.heartbeat(name))
+        for key in self._bucket.list(keys.leases_of(name)):
+            number = keys.trailing_number(key)
+            if number is not None and number <= last.lease and key == keys.lease(name, number):
+                self._bucket.delete(key)

@@ -146,6 +146,11 @@ def lease(process: str, number: int) -> str:
     return f"{LEASES}{_checked(process)}/{_number(number)}"
 
 
+def leases_of(process: str) -> str:
+    """The prefix of all leases of a process's name."""
+    return f"{LEASES}{_checked(process)}/"
+
+
 def process_of(key: str) -> str | None:
     """The process that a heartbeat's key names, None for any other key."""
     name = key.removeprefix(HEARTBEATS).removesuffix(".json")

@@ -20,7 +20,7 @@ from deltawire.config import BuildConfig, RunConfig, parse_config
 from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
 from deltawire.events import Step
 from deltawire.export.models import empty_model, fetch_model_files, save_model
-from deltawire.rl.control.rollout_retention import RolloutRetention, read_retained
+from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.evaluate import audit as auditing
 from deltawire.rl.evaluate.audit import all_metadata, audit_consumption, audit_fates
 from deltawire.rl.rollout.worker import next_sequence
@@ -33,6 +33,7 @@ from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import Process, open_run
+from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_history, read_manifest, read_run
 from deltawire.train.build import build_model, byte_tokenizer

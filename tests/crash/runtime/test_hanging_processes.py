@@ -12,16 +12,20 @@ import time
 from pathlib import Path
 
 import pytest
-from heartbeats import make_heartbeat
+from heartbeats import make_heartbeat, put_heartbeat
 
 from deltawire.config import FaultsConfig
 from deltawire.errors import FencedError
 from deltawire.events import Life, decode_lines
+from deltawire.runtime import lease as leasing
 from deltawire.runtime import supervisor as supervising
 from deltawire.runtime import watchdog as watching
+from deltawire.runtime.fleet import Fleet
 from deltawire.runtime.heartbeat import HeartbeatWriter, read_heartbeat
+from deltawire.runtime.lease import Lease
 from deltawire.runtime.liveness import Liveness
 from deltawire.runtime.process import Process
+from deltawire.runtime.reaper import Reaper
 from deltawire.runtime.supervisor import ChildError, Supervisor
 from deltawire.store import Bucket
 from deltawire.wire import keys
@@ -266,6 +270,47 @@ if writer.lease.number == 6:
     sys.exit(0)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def reap(bucket) -> None:
+    """Remove what all workers left, as the trainer does once they are gone for long."""
+    fleet = Fleet(bucket, silence_s=0.0)
+    fleet.poll()
+    fleet.states = dict.fromkeys(fleet.heartbeats, "silent")
+    Reaper(bucket, after_s=0.0).run(fleet, lambda _name: True)
+    assert bucket.list(keys.LEASES) == bucket.list(keys.HEARTBEATS) == []
+
+
+def test_a_worker_that_was_reaped_while_it_slept_takes_its_lease_again(bucket, monkeypatch) -> None:
+    monkeypatch.setattr(leasing, "FRESH_S", -1.0)
+    lease = Lease(bucket, "w0", "a")
+    lease.acquire(0)
+    put_heartbeat(bucket, "w0", lease=0)
+    reap(bucket)
+    lease.confirm()
+    assert bucket.get(keys.lease("w0", 0), limit=64) == b"a"
+    other = Lease(bucket, "w0", "b")
+    other.acquire(1)
+    with pytest.raises(FencedError):
+        lease.confirm()
+
+
+@pytest.mark.parametrize("successors", [1, 2, 3])
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_worker_that_slept_while_its_successors_were_reaped_is_fenced(
+    bucket, monkeypatch, successors, alive
+) -> None:
+    monkeypatch.setattr(leasing, "FRESH_S", -1.0)
+    first = Lease(bucket, "w0", "a")
+    first.acquire(0)
+    for number in range(1, successors + 1):
+        Lease(bucket, "w0", f"b{number}").acquire(number)
+    put_heartbeat(bucket, "w0", lease=successors)
+    reap(bucket)
+    if alive:
+        Lease(bucket, "w0", "c").acquire(successors + 1)
+    with pytest.raises(FencedError):
+        first.confirm()
 
 
 def test_processes_that_start_at_once_do_not_share_a_lease(bucket) -> None:

@@ -16,7 +16,7 @@ from deltawire.runtime.event_archive import EventArchiver
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import Fleet
 from deltawire.runtime.heartbeat import read_tombstone
-from deltawire.runtime.reaper import REAP_AFTER_S, Reaper
+from deltawire.runtime.reaper import MAX_REAPED, REAP_AFTER_S, Reaper
 from deltawire.store import open_bucket
 from deltawire.sync.chain.objects import create_run
 from deltawire.testing.faulty import FaultyBucket
@@ -54,9 +54,11 @@ def run_of(*, gone, segments=1):
 
     def poll():
         fleet.poll()
-        for worker in reaper.run(fleet, issuer.is_settled):
-            issuer.forget(worker)
-            buffer.forget(worker)
+        while reaped := reaper.run(fleet, issuer.is_settled):
+            assert len(reaped) <= MAX_REAPED
+            for worker in reaped:
+                issuer.forget(worker)
+                buffer.forget(worker)
         issuer.observe(buffer, fleet.workers)
         issuer.write("training")
         archiver.archive()
@@ -64,9 +66,11 @@ def run_of(*, gone, segments=1):
     for name in (f"gone{number}" for number in range(gone)):
         # One half ended in order, the others were killed.
         put_heartbeat(bucket, name, ended=hash(name) % 2 == 0, stored=0)
+        bucket.create(keys.lease(name, 0), b"n")
         put_events(bucket, name, segments=segments)
     for number in range(LIVING):
         put_heartbeat(bucket, f"live{number}", at=time.now)
+        bucket.create(keys.lease(f"live{number}", 0), b"n")
         put_events(bucket, f"live{number}", segments=segments)
     for beat in range(4):
         for number in range(LIVING):
@@ -117,6 +121,7 @@ def test_ten_thousand_workers_that_are_gone_cost_nothing():
     bucket = old[0]
     assert len(bucket.list(keys.HEARTBEATS)) == LIVING
     assert len(bucket.list_prefixes(keys.EVENTS)) == LIVING
+    assert len(bucket.list(keys.LEASES)) == LIVING
     assert len(bucket.list(keys.TOMBSTONES)) == GONE
     assert read_tombstone(bucket, "gone7").process == "gone7"
     assert len(bucket.get(keys.TRAINER, limit=1 << 20)) < 1000

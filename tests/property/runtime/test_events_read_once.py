@@ -1,7 +1,7 @@
 """Readers of a run's events, compared with readers that list everything each time.
 
-Writers come, go and return, the store fails before and after a put, old segments are deleted, the
-streams of processes that are gone are archived, and readers read at random moments.
+Writers come, go and return, the store fails before and after a put, old segments are deleted or
+archived, old archives are deleted, and readers read at random moments.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from deltawire.runtime.event_archive import EventArchiver, read_archive
 from deltawire.runtime.event_cursor import QUIET_S, first_since, newest_segment, number_of, segments
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.event_window import TAIL, RecentEvents, recent
+from deltawire.runtime.retained import read_retained
 from deltawire.store import open_bucket
 from deltawire.store.bucket import ObjectMeta
 from deltawire.testing.faulty import FaultyBucket
@@ -40,6 +41,10 @@ class ClockedBucket(FaultyBucket):
     def put(self, key, data):
         self.stamps[key] = self.now
         super().put(key, data)
+
+    def create(self, key, data):
+        self.stamps.setdefault(key, self.now)
+        return super().create(key, data)
 
     def head(self, key):
         return self._stamped(super().head(key))
@@ -131,15 +136,23 @@ class ReadersAndWriters(RuleBasedStateMachine):
         for entry in segments(self.bucket.inner, stream)[:-TAIL][:count]:
             self.bucket.inner.delete(entry.key)
 
-    @rule(which=st.integers(0, 5), rounds=st.integers(0, 3), fails=st.integers(0, 8))
-    def archive(self, which, rounds, fails):
-        """Archive a worker's stream, perhaps while it is read or with a failure half-way."""
+    @rule(
+        which=st.integers(0, 5),
+        rounds=st.integers(0, 3),
+        fails=st.integers(0, 8),
+        days=st.sampled_from([0.0, 0.0, 0.1]),
+    )
+    def archive(self, which, rounds, fails, days):
+        """Archive a worker's stream, and the old segments of all others, perhaps while they are
+        read or with a failure half-way."""
         for _ in range(rounds):
             self._write(which)
         ended = self.writers[which % len(self.writers)].process
         if not ended.startswith("w0"):
             return
-        archiver = EventArchiver(self.bucket, after_s=0.0, clock=lambda: self.now)
+        archiver = EventArchiver(
+            self.bucket, after_s=0.0, compact_segments=4, keep_days=days, clock=lambda: self.now
+        )
         archiver._fleet = SimpleNamespace(poll=lambda: None, streams=self.written.keys() - {ended})
         if fails:
             self.bucket.fail(at=fails)
@@ -155,7 +168,7 @@ class ReadersAndWriters(RuleBasedStateMachine):
             for stream in self.written:
                 there = self._there(stream)
                 assert there == [n for n in self.delivered.get(stream, []) if n in set(there)]
-            number = 0
+            number = read_retained(self.bucket.inner).archives
             while (archive := read_archive(self.bucket.inner, number)) is not None:
                 for segment in archive:
                     events = {event.step for event in decode_lines(segment.data)}

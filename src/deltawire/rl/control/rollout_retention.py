@@ -5,12 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from deltawire.errors import CorruptError
+from deltawire.runtime.retained import RetainedFile, read_retained
 from deltawire.store import Bucket
 from deltawire.sync import committed_versions, read_manifest
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
-from deltawire.wire.objects import decode_json, encode_json
-from deltawire.wire.retained import MAX_RETAINED_BYTES, Retained
 from deltawire.wire.run import Run
 
 DELETERS = 16
@@ -29,7 +28,10 @@ class RolloutRetention:
         RolloutRetention(bucket, run, keep=100).trim(newest=500, oldest_checkpoint=420)
     """
 
-    def __init__(self, bucket: Bucket, run: Run, *, keep: int) -> None:
+    def __init__(
+        self, bucket: Bucket, run: Run, *, keep: int, floors: RetainedFile | None = None
+    ) -> None:
+        self._floors = floors or RetainedFile(bucket)
         self._bucket = bucket
         self._run = run
         self._keep = keep
@@ -40,7 +42,7 @@ class RolloutRetention:
         first = read_retained(self._bucket).rollouts
         if not self._keep or floor <= max(first, 1):
             return 0
-        self._bucket.put(keys.RETAINED, encode_json(Retained(rollouts=floor)))
+        self._floors.raise_to(rollouts=floor)
         # The version before the old floor is repeated: its deletion may have been interrupted.
         start = max(first - 1, 1)
         versions = committed_versions(self._bucket, newer_than=start - 1)
@@ -58,14 +60,3 @@ class RolloutRetention:
             return []
         metadata = CommitMetadata.of(manifest.metadata, run=self._bucket.url, version=version)
         return list(metadata.settled_groups())
-
-
-def read_retained(bucket: Bucket) -> Retained:
-    """Read which rollouts were deleted on purpose; none if ``retained.json`` cannot be read."""
-    try:
-        data = bucket.get(keys.RETAINED, limit=MAX_RETAINED_BYTES)
-        if data is None:
-            return Retained()
-        return decode_json(data, Retained, run=bucket.url, key=keys.RETAINED)
-    except CorruptError:
-        return Retained()

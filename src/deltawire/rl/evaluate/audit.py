@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from deltawire.errors import CorruptError
 from deltawire.rl.control.rollout_reader import read_group
-from deltawire.rl.control.rollout_retention import read_retained
+from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket
 from deltawire.sync import read_history, read_run
 from deltawire.wire import keys

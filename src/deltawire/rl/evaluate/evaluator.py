@@ -15,6 +15,7 @@ from deltawire.events import Evaluated, decode_lines
 from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy, swap
+from deltawire.runtime.event_archive import archived_segments
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.sync import Follower
@@ -71,14 +72,17 @@ async def measure(
 
 def evaluated_versions(process: Process) -> set[int]:
     """Versions that an evaluator of this run measured before."""
-    found = set()
+    own = f"{process.name}-"
+    segments: list[bytes] = []
     for stream in process.bucket.list_prefixes(keys.EVENTS):
-        if not stream.startswith(f"{process.name}-"):
-            continue
-        for key in process.bucket.list(f"{keys.EVENTS}{stream}/"):
-            data = process.bucket.get(key, limit=MAX_SEGMENT_BYTES) or b""
-            found |= {e.version for e in decode_lines(data) if isinstance(e, Evaluated)}
-    return found
+        if stream.startswith(own):
+            listed = process.bucket.list(f"{keys.EVENTS}{stream}/")
+            segments += [process.bucket.get(key, limit=MAX_SEGMENT_BYTES) or b"" for key in listed]
+    # Segments are archived before they are deleted, so archives are read last.
+    archived = archived_segments(process.bucket)
+    segments += [segment.data for segment in archived if segment.stream.startswith(own)]
+    events = (event for data in segments for event in decode_lines(data))
+    return {event.version for event in events if isinstance(event, Evaluated)}
 
 
 def run_evaluator(process: Process) -> None:

@@ -55,6 +55,7 @@ from deltawire.runtime.event_archive import EventArchiver
 from deltawire.runtime.fleet import POLL_S, Fleet, read_trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.reaper import Reaper
+from deltawire.runtime.retained import RetainedFile
 from deltawire.sync import (
     COMPACTION_STRIDES,
     CommitStats,
@@ -121,8 +122,9 @@ class Trainer:
             withhold=self.probes.withholds,
         )
         self.reaper = Reaper(self.bucket)
-        self.archiver = EventArchiver(self.bucket)
-        self.retention = RolloutRetention(self.bucket, run, keep=config.retain.rollouts)
+        floors, keep = RetainedFile(self.bucket), config.retain
+        self.archiver = EventArchiver(self.bucket, keep_days=keep.events_days, floors=floors)
+        self.retention = RolloutRetention(self.bucket, run, keep=keep.rollouts, floors=floors)
         self.version_retention = VersionRetention(
             self.bucket,
             run,
