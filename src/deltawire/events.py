@@ -172,6 +172,15 @@ class Diverged(_Event, tag="diverged", frozen=True, kw_only=True):
     examples: list[str] = []
 
 
+class SettingsChanged(_Event, tag="settings", frozen=True, kw_only=True):
+    """The run was continued with other settings, from ``version`` on: by dotted key, the old value
+    and the new one, as JSON."""
+
+    at: float
+    version: int
+    changes: dict[str, tuple[Any, Any]]
+
+
 class WarmStep(_Event, tag="warm_step", frozen=True, kw_only=True):
     """Progress of the supervised warm start; ``accuracy`` is on separate validation problems.
 
@@ -227,7 +236,17 @@ class Parity(_Event, tag="parity", frozen=True, kw_only=True):
 
 
 Event = (
-    Life | Span | Step | Published | Swapped | Generated | Evaluated | WarmStep | Parity | Diverged
+    Life
+    | Span
+    | Step
+    | Published
+    | Swapped
+    | Generated
+    | Evaluated
+    | WarmStep
+    | Parity
+    | Diverged
+    | SettingsChanged
 )
 
 _encoder = msgspec.json.Encoder()

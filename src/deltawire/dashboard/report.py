@@ -331,6 +331,13 @@ def _configuration(summary: Summary) -> str:
         (_safe(key), f"<code>{_safe(value, 200)}</code>")
         for key, value in summary.configuration.items()
     ]
+    rows += [
+        (
+            f"changed after version {one.version}: {_safe(one.key)}",
+            f"<code>{_safe(one.old)} → {_safe(one.new)}</code>",
+        )
+        for one in summary.settings_changed
+    ]
     rows.append(("digest", digest))
     return f'<section class="card"><h2>Configuration</h2>{_pairs(rows)}</section>'
 

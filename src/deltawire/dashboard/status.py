@@ -81,7 +81,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     are those that the models drew. ``k3_same_version`` is over tokens that the trained version
     itself drew: what differs there is arithmetic. ``failures`` counts, by cause, episodes that
     failed, groups that were dropped, thresholds of parity that were crossed, and processes that
-    died. ``probes`` is by how much rewards exceed each probe.
+    died. ``settings`` are those that differ from the run's first configuration. ``probes`` is by
+    how much rewards exceed each probe.
     """
 
     format: Literal[1] = 1
@@ -112,6 +113,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     ratio_max: float | None
     groups_in_flight: int | None
     groups_stored: int
+    settings: dict[str, Any]
     failures: dict[str, int]
     probes: dict[str, float]
     processes: list[ProcessLine]
@@ -202,6 +204,7 @@ class Watch:
             target=config.train.versions if config else None,
             groups_in_flight=_in_flight(trainer, beats, lines),
             groups_stored=sum(beat.worker.stored for beat in beats.values() if beat.worker),
+            settings=trainer.settings if trainer else {},
             failures=failures_by_cause(state),
             probes=excesses(probes),
             processes=lines,

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -115,6 +115,15 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
     last: float | None
 
 
+class ChangedSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting that the run was continued with, after ``version``; values are JSON."""
+
+    version: int
+    key: str
+    old: str
+    new: str
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """``report.json``. A figure that nothing was measured for is null."""
 
@@ -145,6 +154,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     configuration_sha256: str
     parity: Agreement
     probes: ProbeFigures | None = None
+    settings_changed: list[ChangedSetting] = []
 
 
 def summarize(
@@ -196,6 +206,7 @@ def summarize(
         configuration_sha256=_digest(settings),
         parity=_agreement(state),
         probes=state.probes,
+        settings_changed=_settings(state),
     )
 
 
@@ -210,6 +221,18 @@ def _heldout(state: RunState) -> Heldout:
         samples=state.evaluated[curve[-1][0]].samples if curve else None,
         curve=curve,
     )
+
+
+def _settings(state: RunState) -> list[ChangedSetting]:
+    return [
+        ChangedSetting(version=version, key=key, old=_json(old), new=_json(new))
+        for version, event in sorted(state.settings.items())
+        for key, (old, new) in event.changes.items()
+    ]
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _reward(state: RunState) -> Reward:

@@ -63,8 +63,8 @@ def compare_engines(location: str, options: ParityOptions) -> tuple[Comparison, 
         )
     fitting(prompts, tokens=options.tokens, model=source.model)
     with ExitStack() as stack:
-        external = any(spec.kind != "transformers" for spec in specs)
-        folder = stack.enter_context(source.folder()) if external else None
+        on_disk = any(spec.reads_folder for spec in specs)
+        folder = stack.enter_context(source.folder()) if on_disk else None
         left, right = (open_scorer(spec, source.model, folder, device=device) for spec in specs)
         found = compare(
             left,

@@ -22,7 +22,7 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from deltawire.config import RunConfig, differences, run_config
+from deltawire.config import RunConfig, changed_settings, require_same, run_config
 from deltawire.dashboard.report import write_report
 from deltawire.dashboard.summary import Summary
 from deltawire.errors import InputError
@@ -33,6 +33,7 @@ from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync.chain.objects import read_run
+from deltawire.wire.status import TrainerStatus
 
 try:
     import fcntl
@@ -193,13 +194,8 @@ def _stages(
     supervisor.start()
     existing = read_run(job.bucket)
     if existing is not None:
-        theirs = run_config(existing.config, url=job.bucket.url)
-        if changed := differences(job.config, theirs):
-            raise InputError(
-                f"the run in this bucket was started with another {', '.join(changed[:4])}",
-                hint="choose another --out or --bucket to start a new run",
-                run=job.bucket.url,
-            )
+        url = job.bucket.url
+        require_same(job.config, run_config(existing.config, url=url), url=url)
         status = read_trainer(job.bucket)
         if status and status.phase == "finished" and status.version >= job.config.train.versions:
             return attested(job.bucket, status)
@@ -264,14 +260,24 @@ def _make_model(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[i
     return True
 
 
+def _is_old(job: Job, status: TrainerStatus) -> bool:
+    """Return whether the trainer's status is from before this start: from an earlier end of the
+    run, or with other settings than the processes to start should read."""
+    run = read_run(job.bucket)
+    if status.phase == "finished" or run is None or not job.model.is_dir():
+        return status.phase == "finished"
+    origin = run_config(run.config, url=job.bucket.url)
+    return status.settings != changed_settings(job.config, origin)
+
+
 def _start_all(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]) -> None:
-    """Start the trainer, then its readers once no earlier end of the run is still in its status."""
+    """Start the trainer, then its readers once its status is not from before this start."""
     arguments = ["trainer", job.bucket.url, "--supervised", "--cpus", job.pins.trainer]
     if job.model.is_dir():
         arguments += ["--config", str(job.config_path), "--model", str(job.model)]
         arguments += [*job.seed_arguments(), *job.engine_arguments()]
     supervisor.add("trainer", "trainer", arguments)
-    while (status := read_trainer(job.bucket)) is not None and status.phase == "finished":
+    while (status := read_trainer(job.bucket)) is not None and _is_old(job, status):
         if stop or supervisor.check():
             return
         watcher.tick()

@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 
 from deltawire import codec
-from deltawire.config import RunConfig, differences
+from deltawire.config import RunConfig, require_same, run_config
 from deltawire.envs import open_tasks
-from deltawire.errors import InputError
 from deltawire.export.models import load_model, load_tokenizer, published_files
 from deltawire.export.source import bits_of, open_source
 from deltawire.runtime.process import open_run
@@ -60,10 +59,5 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
 
 def check_same(bucket: Bucket, config: RunConfig) -> None:
     """Raises `InputError` if the run in the bucket was started with another configuration."""
-    _, theirs = open_run(bucket)
-    if changed := differences(config, theirs):
-        raise InputError(
-            f"the run in this bucket was started with another {', '.join(changed[:4])}",
-            hint="choose another --out or bucket to start a new run",
-            run=bucket.url,
-        )
+    run, _ = open_run(bucket)
+    require_same(config, run_config(run.config, url=bucket.url), url=bucket.url)

@@ -50,6 +50,7 @@ from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.control.staleness import policy_of
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_step
+from deltawire.rl.trainer.settings import announce_settings
 from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.event_archive import EventArchiver
 from deltawire.runtime.fleet import POLL_S, Fleet, read_trainer
@@ -94,6 +95,7 @@ class Trainer:
         self.epoch = epoch
         self.version = head.version
         self.ledger = Ledger()
+        self.settings = announce_settings(process, run, config)
         self.masters = self._restore(model, head)
         self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
         self.credits = CreditIssuer(
@@ -103,6 +105,7 @@ class Trainer:
             epoch=epoch,
             granted=dict(before.credits) if before else self._claimed(),
             confirm=process.lease.confirm,
+            settings=self.settings,
         )
         self.credits.version, self.credits.digest = head.version, head.digest.hex()
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -150,7 +153,8 @@ class Trainer:
         start, same = state.version, True
         while state.version < head.version:
             with self.process.heartbeat.long_task("recompute"):
-                same = recompute_step(self.bucket, self.run, self.config, state).equal
+                same = recompute_step(self.bucket, self.run, state).equal
+        state.follow_settings(self.config.train)
         if start < head.version:
             self.process.record_life(
                 "started",
@@ -302,6 +306,7 @@ class Trainer:
             dropped=ranges_of(batch.dropped),
             hashes=[one.hash for one in batch.taken],
             threads=torch.get_num_threads(),
+            settings=self.settings,
         )
         self.credits.expect(version, metadata)
         with self.process.heartbeat.long_task("publish"):
