@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from deltawire.config import FaultsConfig, RunConfig, parse_config
-from deltawire.dashboard.figures import BY_NAME, recent, value
+from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.events import Life, Role
@@ -295,7 +295,7 @@ def _measured(state: RunState, config: RunConfig | None) -> dict[str, Any]:
     bound = config.train.largest_age if config else None
     spreads = {
         part: Spread(
-            mean=value(f"staleness.{part}.mean", state), max=_whole(f"staleness.{part}.max", state)
+            mean=value(f"staleness.{part}.mean", state), max=whole(f"staleness.{part}.max", state)
         )
         for part in ("total", "in_flight", "queued")
     }
@@ -304,11 +304,6 @@ def _measured(state: RunState, config: RunConfig | None) -> dict[str, Any]:
         **{name: value(name, state) for name in names},
         "staleness": StalenessSplit(bound=bound, **spreads),
     }
-
-
-def _whole(name: str, state: RunState) -> int | None:
-    found = value(name, state)
-    return None if found is None else int(found)
 
 
 def _in_flight(
