@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deltawire.cli.arguments import add_json, add_public_key, add_run_url, add_threads, at_least
+from deltawire.cli.arguments import (
+    add_json,
+    add_run_url,
+    add_threads,
+    add_trust,
+    at_least,
+    trust_of,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--verify", action="store_true", help="compare DIR with its version and change nothing"
     )
-    add_public_key(parser)
+    add_trust(parser)
     add_threads(parser)
     add_json(parser, "print a JSON object for each version")
 
@@ -36,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         version=arguments.version,
         follow=arguments.follow,
         verify=arguments.verify,
-        public_key=arguments.public_key,
+        trust=trust_of(arguments),
         threads=arguments.threads,
         as_json=arguments.json,
     )

@@ -8,7 +8,14 @@ import time
 
 import numpy as np
 
-from deltawire.errors import BugError, DeltawireError, FencedError, InputError, RetryError
+from deltawire.errors import (
+    BugError,
+    DeltawireError,
+    FencedError,
+    InputError,
+    RetryError,
+    SignatureError,
+)
 from deltawire.events import Generated
 from deltawire.runtime.process import Process
 from deltawire.store import Bucket
@@ -88,7 +95,11 @@ class Uploader(threading.Thread):
             key = keys.rollout(self._worker, self.stored)
             if self._bucket.create(key, data):
                 return
-            existing = self._bucket.get(key, limit=MAX_GROUP_BYTES)
+            try:
+                existing = self._bucket.get(key, limit=MAX_GROUP_BYTES)
+            except SignatureError:  # Somebody without this worker's key took the number.
+                self.stored += 1
+                continue
             if existing is None:
                 raise RetryError("a stored group disappeared again", run=self._bucket.url, key=key)
             if decode_group(existing, run=self._bucket.url, key=key).nonce == group.nonce:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from pathlib import Path
 
@@ -17,10 +18,20 @@ from deltawire.store import Bucket
 from deltawire.sync import Mirror, Publisher, create_run, newest_version
 from deltawire.sync.chain.objects import put_blob
 from deltawire.wire.run import ModelFile, Run, chunk_for
+from deltawire.wire.seal import Signer
 
 
-def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
+def start_run(
+    bucket: Bucket,
+    config: RunConfig,
+    model_directory: Path,
+    *,
+    signer: Signer | None = None,
+    run_id: str = "",
+) -> Run:
     """Create the run, or check that the one in the bucket is this one; commit version 0.
+
+    With ``signer``, the run is signed by its key; ``run_id`` is the new run's id, if it is chosen.
 
     Raises `InputError` if the bucket holds a run with another model or, but for the keys that may
     change, another configuration.
@@ -39,19 +50,22 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
     run = create_run(
         bucket,
         Run(
+            id=run_id or secrets.token_hex(16),
             name=config.name,
             created_at=time.time(),
             tensors=specs,
             digest=digest.hex(),
             chunk=chunk_for(specs),
             model_files=files,
+            public_key=signer.public_key if signer else "",
             config=msgspec.to_builtins(config),
         ),
+        signer=signer,
     )
     check_same(bucket, config)
     if newest_version(bucket) is None:
         mirror = Mirror({name: array.copy() for name, array in bits.items()}, -1, codec.ZERO)
-        publisher = Publisher(bucket, run, mirror, epoch=0, compaction_strides=())
+        publisher = Publisher(bucket, run, mirror, epoch=0, compaction_strides=(), signer=signer)
         publisher.publish(source.tensors())
         publisher.close()
     return run

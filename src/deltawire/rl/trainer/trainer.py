@@ -53,7 +53,7 @@ from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_
 from deltawire.rl.trainer.settings import announce_settings
 from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.event_archive import EventArchiver
-from deltawire.runtime.fleet import POLL_S, Fleet, read_trainer
+from deltawire.runtime.fleet import POLL_S, Fleet, known_trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.reaper import Reaper
 from deltawire.runtime.retained import RetainedFile
@@ -70,6 +70,7 @@ from deltawire.train.masters import MasterWeights
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
 from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer
 
 STORE_PATIENCE_S = 300.0
 
@@ -77,7 +78,15 @@ STORE_PATIENCE_S = 300.0
 class Trainer:
     """Trains version after version; holds the state between two steps."""
 
-    def __init__(self, process: Process, run: Run, config: RunConfig, model: Any) -> None:
+    def __init__(
+        self,
+        process: Process,
+        run: Run,
+        config: RunConfig,
+        model: Any,
+        *,
+        signer: Signer | None = None,
+    ) -> None:
         self.process = process
         self.bucket = process.bucket
         self.run = run
@@ -90,7 +99,7 @@ class Trainer:
                 run=self.bucket.url,
             )
         manifest = read_manifest(self.bucket, run, head.version)
-        before = read_trainer(self.bucket)
+        before = known_trainer(self.bucket)
         epoch = 1 + max(manifest.epoch if manifest else 0, before.epoch if before else 0)
         self.epoch = epoch
         self.version = head.version
@@ -133,19 +142,25 @@ class Trainer:
             run,
             keep=config.retain.versions,
             report=lambda fault: process.record_life("started", fault),
+            signer=signer,
         )
-        self.publisher = Publisher(
-            self.bucket,
-            run,
-            head,
-            epoch=epoch,
-            anchor_every=config.train.anchor_every,
-            compaction_strides=COMPACTION_STRIDES if config.train.compaction else (),
-            on_commit=self._on_commit,
-        )
+        self.publisher = self._open_publisher(head, signer)
         self._saved = -1
         self._quarantined: set[str] = set()
         self._answered_at = time.monotonic()
+
+    def _open_publisher(self, head: Mirror, signer: Signer | None) -> Publisher:
+        train = self.config.train
+        return Publisher(
+            self.bucket,
+            self.run,
+            head,
+            epoch=self.epoch,
+            anchor_every=train.anchor_every,
+            compaction_strides=COMPACTION_STRIDES if train.compaction else (),
+            on_commit=self._on_commit,
+            signer=signer,
+        )
 
     def _restore(self, model: Any, head: Mirror) -> MasterWeights:
         """Restore the newest checkpoint, and recompute the steps from there to the head."""
@@ -430,8 +445,16 @@ class Trainer:
         )
 
 
-def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None:
+def run_trainer(
+    process: Process,
+    source: tuple[RunConfig, Path] | None,
+    *,
+    signer: Signer | None = None,
+    run_id: str = "",
+) -> None:
     """Run a trainer process from its start to the last version or a signal.
+
+    In a signed run ``signer`` holds the owner's key, and a new run gets the id ``run_id``.
 
     ``source`` is the configuration and the model directory that a new run starts from; None
     continues an existing run. Raises `InputError` if the bucket holds another run.
@@ -439,14 +462,14 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
     started = time.time()
     process.record_life("started")
     if source is not None:
-        start_run(process.bucket, *source)
+        start_run(process.bucket, *source, signer=signer, run_id=run_id)
     run, config = open_run(process.bucket)
     config = config if source is None else source[0]
     process.heartbeat.faults = config.faults
     torch.set_num_threads(config.threads)
     with fetch_model_files(process.bucket, run) as folder:
         model = empty_model(Path(folder)).to(resolve_device(config.device_of("trainer")))
-    trainer = Trainer(process, run, config, model)
+    trainer = Trainer(process, run, config, model, signer=signer)
     process.events.span("start", started)
     try:
         try:
