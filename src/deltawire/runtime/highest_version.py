@@ -4,8 +4,8 @@ Signatures show who wrote an object, not that it is the newest one: whoever writ
 delete the newest versions and so show an older state, in which every signature is valid. A reader
 that saw a newer version before notices that.
 
-One small file a run lies in ``$XDG_STATE_HOME/deltawire/versions/`` (by default
-``~/.local/state``), named by the owner's key and the run's id.
+One small file a run and bucket lies in ``$XDG_STATE_HOME/deltawire/versions/`` (by default
+``~/.local/state``). A relay's destination lags its source, so each has its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+from blake3 import blake3
 
 from deltawire.errors import InputError, SignatureError
 from deltawire.private_files import open_private, private_folder, read_private, replace_private
@@ -42,13 +44,18 @@ class HighestVersion:
 
     Example::
 
-        highest = HighestVersion(run.public_key, run.id)
-        highest.check(newest, run=bucket.url, allow_rollback=False)
+        highest = HighestVersion(run.public_key, run.id, bucket.url)
+        seen = highest.read()
+        highest.check(newest_version(bucket), seen=seen, allow_rollback=False)
         highest.note(newest + 1)
     """
 
-    def __init__(self, public_key: str, run_id: str, *, folder: Path | None = None) -> None:
-        self._path = (folder or state_folder()) / f"{public_key[:16]}-{run_id}"
+    def __init__(
+        self, public_key: str, run_id: str, url: str, *, folder: Path | None = None
+    ) -> None:
+        place = blake3(url.encode()).hexdigest()[:16]
+        self._path = (folder or state_folder()) / f"{public_key[:16]}-{run_id}-{place}"
+        self._url = url
         self._noted = -1
         self._lock = threading.Lock()
 
@@ -57,35 +64,38 @@ class HighestVersion:
 
         Raises `InputError` if the file is another user's, a link, or damaged.
         """
+        private_folder(self._path.parent)
         data = read_private(self._path, 64)
         if data is None:
             return -1
         text = data.decode("ascii", "replace").strip()
-        if not text.isdigit():
+        if not text.removeprefix("-").isdigit():
             raise InputError(
                 f"{self._path} does not hold a version", hint="remove it to forget the version"
             )
         return int(text)
 
-    def check(self, newest: int, *, run: str, allow_rollback: bool) -> None:
+    def check(self, newest: int, *, seen: int, allow_rollback: bool) -> None:
         """Note ``newest``, the newest version in the bucket (-1: none).
 
-        Raises `SignatureError` if a newer one was seen before, unless ``allow_rollback``: then
-        ``newest`` replaces it.
+        ``seen`` is what `read` returned before the bucket was asked: other readers on this machine
+        note newer ones meanwhile. Raises `SignatureError` if ``newest`` is older, unless
+        ``allow_rollback``: then it replaces what was remembered.
         """
+        if newest >= seen:
+            self.note(newest)
+            return
+        if not allow_rollback:
+            there_is = f"version {newest}" if newest >= 0 else "no version"
+            raise SignatureError(
+                f"the newest here is {there_is}, but version {seen} was read on this machine "
+                "before",
+                hint="somebody shows an old state of the bucket, or it was restored: "
+                "--allow-rollback accepts it",
+                run=self._url,
+            )
         with self._locked():
-            seen = self.read()
-            if newest < seen and not allow_rollback:
-                there_is = f"version {newest}" if newest >= 0 else "no version"
-                raise SignatureError(
-                    f"the newest here is {there_is}, but version {seen} was read on this machine "
-                    "before",
-                    hint="somebody shows an old state of the bucket, or it was restored: "
-                    "--allow-rollback accepts it",
-                    run=run,
-                )
-            if newest != seen and newest >= 0:
-                replace_private(self._path, f"{newest}\n".encode())
+            replace_private(self._path, f"{newest}\n".encode())
             self._noted = newest
 
     def note(self, version: int) -> None:
@@ -100,9 +110,8 @@ class HighestVersion:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        folder = self._path.parent
+        folder = private_folder(self._path.parent)
         try:
-            private_folder(folder)
             descriptor = open_private(folder / ".lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise InputError(

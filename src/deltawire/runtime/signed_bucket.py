@@ -54,7 +54,7 @@ REPLACED = (keys.TRAINER, keys.PROBES, keys.RETAINED, keys.HEARTBEATS)
 """Objects that are replaced in place: one that was signed before the last one read is a replay."""
 
 
-class _Outline(msgspec.Struct):
+class _RunIdentity(msgspec.Struct):
     id: str
     public_key: str = ""
 
@@ -65,7 +65,7 @@ class _Times(msgspec.Struct):
 
 
 @dataclass
-class _Grant:
+class _KnownGrant:
     """The newest grant of a role that was read, None if there is none; ``read_at`` is monotonic."""
 
     grant: RoleGrant | None
@@ -83,7 +83,7 @@ class _State:
     clock: Callable[[], float]
     trust: Trust | None = None
     unsigned: bool = False
-    grants: dict[str, _Grant] = field(default_factory=dict)
+    grants: dict[str, _KnownGrant] = field(default_factory=dict)
     signed_at: dict[str, float] = field(default_factory=dict)
     newest: tuple[int, float] = (-1, 0.0)
     """The newest version whose manifest was read, and when it was signed."""
@@ -172,7 +172,7 @@ class SignedBucket(DelegatingBucket):
                 run=self.url,
             )
         try:
-            granted = self._granted(trust, state.role, again=True)
+            granted = self._granted(trust, state.role, keys.role(state.role), again=True)
         except CorruptError as error:
             raise InputError(
                 f"no valid key is granted to the {state.role}: {error.message}",
@@ -234,12 +234,13 @@ class SignedBucket(DelegatingBucket):
         state = self._state
         now = state.clock()
         try:
-            found = open_bytes(data, trust=self._with(trust, role), key=key, role=role, now=now)
+            known = self._with(trust, role, key)
+            found = open_bytes(data, trust=known, key=key, role=role, now=now)
         except SignatureError:
             if not self._is_due(role):
                 raise
-            trust = self._with(trust, role, again=True)  # Perhaps another key was granted since.
-            found = open_bytes(data, trust=trust, key=key, role=role, now=now)
+            known = self._with(trust, role, key, again=True)  # Perhaps it has another key since.
+            found = open_bytes(data, trust=known, key=key, role=role, now=now)
         if key == keys.TRAINER:
             check_age(found.signed_at, state.max_age_s, run=self.url, key=key, now=now)
         if key.startswith(REPLACED):
@@ -254,15 +255,15 @@ class SignedBucket(DelegatingBucket):
                 state.signed_at[key] = found.signed_at
         return found.data
 
-    def _with(self, trust: Trust, role: str, *, again: bool = False) -> Trust:
-        return replace(trust, grants={role: self._granted(trust, role, again=again)})
+    def _with(self, trust: Trust, role: str, key: str, *, again: bool = False) -> Trust:
+        return replace(trust, grants={role: self._granted(trust, role, key, again=again)})
 
     def _is_due(self, role: str) -> bool:
         with self._state.lock:
             cached = self._state.grants.get(role)
         return cached is None or monotonic() - cached.read_at > REREAD_S
 
-    def _granted(self, trust: Trust, role: str, *, again: bool = False) -> str:
+    def _granted(self, trust: Trust, role: str, key: str, *, again: bool = False) -> str:
         """The public key of a role; raises `SignatureError` if none is granted."""
         state = self._state
         with state.lock:
@@ -283,9 +284,9 @@ class SignedBucket(DelegatingBucket):
             if found is None or (before is not None and found.granted_at < before.granted_at):
                 found = before  # Whoever deletes or replays a grant takes no key away.
             with state.lock:
-                cached = state.grants[role] = _Grant(found, monotonic())
+                cached = state.grants[role] = _KnownGrant(found, monotonic())
         if cached.grant is None:
-            return trust.key_of(role, key=keys.role(role))
+            return trust.key_of(role, key=key)
         return cached.grant.public_key
 
     def _noted(self, key: str, data: bytes | None) -> bytes | None:
@@ -305,7 +306,7 @@ class SignedBucket(DelegatingBucket):
 
     def _check_run(self, data: bytes, pin: Pin) -> None:
         check_seal(data, "run", run=self.url, key=keys.RUN)
-        outline = decode_json(data, _Outline, run=self.url, key=keys.RUN, what="run")
+        outline = decode_json(data, _RunIdentity, run=self.url, key=keys.RUN, what="run")
         pin.check(outline.public_key, outline.id, run=self.url)
         check_signature(data, public_key=pin.public_key, verify=verify, run=self.url, key=keys.RUN)
 
@@ -337,7 +338,8 @@ class SignedBucket(DelegatingBucket):
         state, trust = self._state, self.trust
         if state.pin is None or trust is None:
             return
-        highest = HighestVersion(trust.owner, trust.run_id)
+        highest = HighestVersion(trust.owner, trust.run_id, self.url)
+        seen = highest.read()
         for version in reversed(committed_versions(self.inner)):
             self.get(keys.manifest(version), limit=MAX_RUN_BYTES)
             if state.newest[0] == version:
@@ -348,7 +350,7 @@ class SignedBucket(DelegatingBucket):
                 signed_at, state.max_age_s, run=self.url, key=keys.manifest(newest),
                 now=state.clock(),
             )  # fmt: skip
-        highest.check(newest, run=self.url, allow_rollback=allow_rollback)
+        highest.check(newest, seen=seen, allow_rollback=allow_rollback)
         state.highest = highest
 
 

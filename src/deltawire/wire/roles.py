@@ -171,7 +171,7 @@ class Trust:
         if found is None:
             raise SignatureError(
                 f"no key is granted to the role {role!r}",
-                hint="the owner of the run's key grants one with deltawire keygen --role",
+                hint="the owner of the run grants one with deltawire grant",
                 run=self.run,
                 key=key,
             )

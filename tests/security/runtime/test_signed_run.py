@@ -224,6 +224,20 @@ def test_a_reader_does_not_go_back(tmp_path, monkeypatch):
     open_trusted(run.plain.url, trust)  # What was accepted once is the state from then on.
 
 
+def test_a_reader_that_starts_while_others_go_on_sees_no_rollback(tmp_path):
+    """What they note between its two looks is newer than what it finds."""
+    mine, theirs = (
+        HighestVersion(OWNER.public_key, "ab" * 16, "s3://b", folder=tmp_path) for _ in range(2)
+    )
+    seen = mine.read()
+    theirs.note(7)
+    mine.check(6, seen=seen, allow_rollback=False)
+    assert mine.read() == 7
+    HighestVersion(OWNER.public_key, "ab" * 16, "s3://relay", folder=tmp_path).check(
+        2, seen=-1, allow_rollback=False
+    )
+
+
 def test_versions_of_others_are_not_remembered(tmp_path, monkeypatch):
     """Else whoever writes to the bucket could lock every reader out."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -238,7 +252,7 @@ def test_versions_of_others_are_not_remembered(tmp_path, monkeypatch):
 
 def test_the_highest_version_is_kept_by_many_readers_at_once(tmp_path):
     def note(first):
-        highest = HighestVersion(OWNER.public_key, "ab" * 16, folder=tmp_path / "v")
+        highest = HighestVersion(OWNER.public_key, "ab" * 16, "s3://b", folder=tmp_path / "v")
         for version in range(first, 40, 4):
             highest.note(version)
 
@@ -247,30 +261,30 @@ def test_the_highest_version_is_kept_by_many_readers_at_once(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert HighestVersion(OWNER.public_key, "ab" * 16, folder=tmp_path / "v").read() == 39
+    assert HighestVersion(OWNER.public_key, "ab" * 16, "s3://b", folder=tmp_path / "v").read() == 39
 
 
 @pytest.mark.skipif(os.name != "posix", reason="files have owners and modes there")
 def test_what_is_remembered_is_this_users(tmp_path):
     folder = tmp_path / "v"
-    highest = HighestVersion(OWNER.public_key, "ab" * 16, folder=folder)
-    highest.check(5, run="", allow_rollback=False)
+    highest = HighestVersion(OWNER.public_key, "ab" * 16, "s3://b", folder=folder)
+    highest.check(5, seen=highest.read(), allow_rollback=False)
     (file,) = [path for path in folder.iterdir() if path.name != ".lock"]
     assert file.stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
     file.chmod(0o666)
     with pytest.raises(InputError, match="other users may write"):
-        highest.check(5, run="", allow_rollback=False)
+        highest.check(5, seen=highest.read(), allow_rollback=False)
     file.unlink()
     target = tmp_path / "elsewhere"
     target.write_text("0\n")
     file.symlink_to(target)
     with pytest.raises(InputError, match="is a link"):
-        highest.check(5, run="", allow_rollback=False)
+        highest.check(5, seen=highest.read(), allow_rollback=False)
     file.unlink()
     folder.chmod(0o777)
     with pytest.raises(InputError, match="other users may write"):
-        highest.check(5, run="", allow_rollback=False)
+        highest.check(5, seen=highest.read(), allow_rollback=False)
 
 
 def test_a_lease_without_the_key_takes_no_name(run):

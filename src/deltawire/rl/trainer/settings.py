@@ -10,7 +10,7 @@ import msgspec
 from deltawire.config import RunConfig, changed_settings, flatten, run_config
 from deltawire.events import SettingsChanged
 from deltawire.rl.trainer.resume import metadata_at
-from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.process import Process
 from deltawire.store import Bucket
 from deltawire.sync import newest_version
@@ -46,7 +46,7 @@ def announce_settings(process: Process, run: Run, config: RunConfig) -> dict[str
             changes=changes,
         )
     )
-    if (status := read_trainer(bucket)) is not None:
+    if (status := known_trainer(bucket)) is not None:
         process.lease.confirm()
         bucket.put(keys.TRAINER, encode_json(msgspec.structs.replace(status, settings=settings)))
     return settings
@@ -54,7 +54,7 @@ def announce_settings(process: Process, run: Run, config: RunConfig) -> dict[str
 
 def last_settings(bucket: Bucket, run: Run) -> dict[str, Any]:
     """The changed settings that the run had last: the trainer's status's, or the newest step's."""
-    if (status := read_trainer(bucket)) is not None:
+    if (status := known_trainer(bucket)) is not None:
         return status.settings
     head = newest_version(bucket)
     return metadata_at(bucket, run, head)[0].settings if head else {}
