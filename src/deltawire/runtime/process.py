@@ -16,7 +16,7 @@ from typing import Any
 from deltawire.config import RunConfig, run_config, with_settings
 from deltawire.errors import FencedError, InputError
 from deltawire.events import EventLog, Life, Role
-from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.heartbeat import HEARTBEAT_S, HeartbeatWriter, read_heartbeat
 from deltawire.runtime.lease import Lease
 from deltawire.runtime.liveness import Liveness
@@ -159,6 +159,6 @@ def open_run(
             )
         time.sleep(0.2)
     config = run_config(run.config, url=bucket.url)
-    status = read_trainer(bucket)
+    status = known_trainer(bucket)
     settings = {} if status is None else status.settings
     return run, with_settings(config, settings, source=f"{bucket.url}/{keys.TRAINER}")
