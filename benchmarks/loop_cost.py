@@ -26,8 +26,9 @@ from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
 from deltawire.store import Bucket, open_bucket
 from deltawire.train.batch import collate
+from deltawire.train.budget import divide
 from deltawire.train.build import byte_tokenizer
-from deltawire.train.step import batch_loss, totals_of
+from deltawire.train.step import advantages_of, batch_loss, totals_of
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
 from deltawire.wire.rollouts import encode_group
@@ -153,9 +154,11 @@ class _NullTrainer:
         self._log.record(_step_event(batch, version, loss))
 
     def _loss(self, batch: Batch, version: int) -> float:
-        groups, size = [p.group for p in batch.taken], self._config.train.micro_batch_groups
-        batches = [collate(groups[n : n + size]) for n in range(0, len(groups), size)]
-        totals = totals_of(batches, self._config)
+        groups = [p.group for p in batch.taken]
+        budget = self._config.train.max_tokens_per_batch
+        batches = [collate(groups, members) for members in divide(groups, budget=budget)[0]]
+        totals = totals_of(groups, self._config)
+        advantages = advantages_of(groups, self._config)
         meter = ParityMeter(self._config.parity, version)
         total = 0.0
         for part in batches:
@@ -163,7 +166,7 @@ class _NullTrainer:
             keep = meter.measure(
                 logprobs, part.sampler_logprobs_NC, part.loss_mask_NC, part.versions_NC
             )
-            loss = batch_loss(self._config, part, logprobs, totals, keep_N=keep).loss
+            loss = batch_loss(self._config, part, logprobs, totals, advantages, keep_N=keep).loss
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         meter.result()

@@ -172,15 +172,6 @@ class Diverged(_Event, tag="diverged", frozen=True, kw_only=True):
     examples: list[str] = []
 
 
-class SettingsChanged(_Event, tag="settings", frozen=True, kw_only=True):
-    """The run was continued with other settings, from ``version`` on: by dotted key, the old value
-    and the new one, as JSON."""
-
-    at: float
-    version: int
-    changes: dict[str, tuple[Any, Any]]
-
-
 class WarmStep(_Event, tag="warm_step", frozen=True, kw_only=True):
     """Progress of the supervised warm start; ``accuracy`` is on separate validation problems.
 
@@ -236,17 +227,7 @@ class Parity(_Event, tag="parity", frozen=True, kw_only=True):
 
 
 Event = (
-    Life
-    | Span
-    | Step
-    | Published
-    | Swapped
-    | Generated
-    | Evaluated
-    | WarmStep
-    | Parity
-    | Diverged
-    | SettingsChanged
+    Life | Span | Step | Published | Swapped | Generated | Evaluated | WarmStep | Parity | Diverged
 )
 
 _encoder = msgspec.json.Encoder()

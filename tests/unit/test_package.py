@@ -21,25 +21,13 @@ LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """Exceptions to the limits below, each with its reason."""
 
-TRUST = {"--public-key", "--max-age", "--allow-rollback"}
 FLAGS = {
-    "run": {
-        "--out",
-        "--bucket",
-        "--seed",
-        "--engine",
-        "--dry-run",
-        "--key",
-        "--allow-rollback",
-        "--plain",
-        "--json",
-    },
-    "worker": TRUST | {"--key", "--id", "--patience", "--supervised", "--cpus"},
-    "trainer": TRUST
-    | {"--key", "--config", "--model", "--seed", "--engine", "--supervised", "--cpus"},
-    "evaluator": TRUST | {"--key", "--supervised", "--cpus"},
-    "warm-start": TRUST | {"--key", "--cpus", "--out", "--bucket", "--seed", "--supervised"},
-    "report": TRUST | {"--out", "--json"},
+    "run": {"--out", "--bucket", "--seed", "--engine", "--dry-run", "--plain", "--json"},
+    "worker": {"--id", "--patience", "--supervised", "--cpus"},
+    "trainer": {"--config", "--model", "--seed", "--engine", "--supervised", "--cpus"},
+    "evaluator": {"--supervised", "--cpus"},
+    "warm-start": {"--out", "--bucket", "--seed", "--supervised"},
+    "report": {"--out", "--json"},
     "publish": {
         "--to",
         "--watch",
@@ -57,31 +45,29 @@ FLAGS = {
         "--threads",
         "--json",
     },
-    "pull": TRUST
-    | {
+    "pull": {
         "--version",
         "--follow",
         "--verify",
+        "--public-key",
         "--threads",
         "--json",
     },
-    "relay": TRUST
-    | {
+    "relay": {
         "--follow",
         "--start",
         "--keep-all",
         "--grace",
         "--compaction-strides",
         "--key",
+        "--public-key",
         "--threads",
         "--json",
     },
     "keygen": {"--json"},
-    "grant": {"--key", "--json"},
-    "export": TRUST | {"--version", "--base", "--json"},
+    "export": {"--version", "--base", "--public-key", "--json"},
     "import": set(),
-    "serve": TRUST
-    | {
+    "serve": {
         "--replica",
         "--host",
         "--port",
@@ -92,13 +78,13 @@ FLAGS = {
         "--transition",
         "--drain",
         "--model",
+        "--public-key",
     },
-    "fsck": TRUST | {"--quick", "--json"},
-    "log": TRUST | {"--last", "--json"},
+    "fsck": {"--quick", "--public-key", "--json"},
+    "log": {"--last", "--public-key", "--json"},
     "bench": set(),
-    "probes": TRUST | {"--json"},
-    "metrics": TRUST
-    | {
+    "probes": {"--json"},
+    "metrics": {
         "--host",
         "--port",
         "--token-file",
@@ -125,10 +111,9 @@ FLAGS = {
         "--published",
         "--json",
     },
-    "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
-    "status": TRUST | {"--watch", "--every", "--json", "--window"},
-    "parity": TRUST
-    | {
+    "replay": {"--from", "--to", "--dump", "--out", "--json"},
+    "status": {"--watch", "--every", "--json", "--window"},
+    "parity": {
         "--version",
         "--left",
         "--right",

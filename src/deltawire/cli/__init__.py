@@ -12,7 +12,6 @@ COMMANDS = (
     "export",
     "import_",
     "keygen",
-    "grant",
     "serve",
     "report",
     "fsck",

@@ -5,14 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deltawire.cli.arguments import (
-    add_json,
-    add_run_url,
-    add_threads,
-    add_trust,
-    at_least,
-    trust_of,
-)
+from deltawire.cli.arguments import add_json, add_public_key, add_run_url, add_threads, at_least
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--verify", action="store_true", help="compare DIR with its version and change nothing"
     )
-    add_trust(parser)
+    add_public_key(parser)
     add_threads(parser)
     add_json(parser, "print a JSON object for each version")
 
@@ -43,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         version=arguments.version,
         follow=arguments.follow,
         verify=arguments.verify,
-        trust=trust_of(arguments),
+        public_key=arguments.public_key,
         threads=arguments.threads,
         as_json=arguments.json,
     )

@@ -5,13 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deltawire.cli.arguments import (
-    add_child_options,
-    add_key,
-    add_seed,
-    add_trust,
-    child_options,
-)
+from deltawire.cli.arguments import add_seed
 from deltawire.cli.exit_codes import INTERRUPTED
 
 
@@ -23,9 +17,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--out", required=True, help="the model directory to write")
     parser.add_argument("--bucket", default="", help="record progress in this bucket")
     add_seed(parser)
-    add_key(parser)
-    add_trust(parser)
-    add_child_options(parser)
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,6 +26,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = read_config(Path(arguments.config), seed=arguments.seed)
     made = make_model(
-        config, Path(arguments.out), bucket=arguments.bucket, options=child_options(arguments)
+        config, Path(arguments.out), bucket=arguments.bucket, supervised=arguments.supervised
     )
     return 0 if made else INTERRUPTED

@@ -271,7 +271,17 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     offload: Literal["none", "optimizer"] = "none"
     """``optimizer`` keeps the optimizer's states in host memory and streams them to the device
     layer by layer; the bits are the same."""
-    micro_batch_groups: Count = 16
+    max_tokens_per_batch: Count = 16_384
+    """Tokens of one forward and backward pass, prompts and padding included; a step has as many
+    passes as it needs. An episode that is longer has a pass for itself."""
+    packing: Literal["auto", "off"] = "auto"
+    """``auto`` packs trajectories into one row without padding if the model's attention allows it;
+    ``off`` pads."""
+    fp32_head: bool = False
+    """Compute the head's product in float32 even where the model computes in bf16."""
+    minibatches: Count = 1
+    """Optimizer steps of a version, each on an equal share of its groups. With several, ``old`` is
+    the policy before the first of them."""
     exporter: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}\Z")] = "bf16"
     """The registered name in `deltawire.export.source` of the exporter of the model's weights."""
     anchor_every: Count = 50
@@ -307,6 +317,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     def contradiction(self) -> tuple[str, str] | None:
         """Find a contradiction between staleness and loss: the reason and what to do, or None."""
+        if self.minibatches > self.groups_per_step:
+            return (
+                f"{self.minibatches} minibatches of {self.groups_per_step} groups would be empty",
+                "lower minibatches, or raise groups_per_step",
+            )
         policy = self.staleness.policy
         if policy != "strict" and self.max_staleness == 0:
             reason = f"{policy} lets groups be older than max_staleness = 0"

@@ -36,7 +36,6 @@ from deltawire.events import (
     Parity,
     Published,
     Role,
-    SettingsChanged,
     Span,
     Step,
     Swapped,
@@ -60,9 +59,7 @@ _LATELY_S = 3.0
 # A trainer may do the warm start too, and an evaluator may swap: the most specific role first.
 _SPECIFIC: tuple[Role, ...] = ("trainer", "evaluator", "worker", "warm-start")
 
-_Timed = TypeVar(
-    "_Timed", Evaluated, Generated, Parity, Published, SettingsChanged, Step, Swapped, WarmStep
-)
+_Timed = TypeVar("_Timed", Evaluated, Generated, Parity, Published, Step, Swapped, WarmStep)
 
 
 @dataclass(slots=True)
@@ -227,8 +224,6 @@ class RunState:
         self.warm: dict[int, WarmStep] = {}
         self.parity: dict[int, Parity] = {}
         """Keyed by the version that the batch made, or would have made."""
-        self.settings: dict[int, SettingsChanged] = {}
-        """Keyed by the version that the run had when its settings changed."""
         self.probes: ProbeFigures | None = None
         """As the trainer stored them last; set by the reader of the bucket, not by events."""
         self.recent_s = math.inf
@@ -284,9 +279,6 @@ class RunState:
                 _keep_latest(self.warm, event.step, event)
             case Diverged():
                 process.imply("trainer")
-            case SettingsChanged():
-                process.imply("trainer")
-                _keep_latest(self.settings, event.version, event)
             case Parity():
                 process.imply("trainer")
                 _keep_latest(self.parity, event.version, event)

@@ -11,8 +11,7 @@ from deltawire.dashboard.wording import byte_size
 from deltawire.display import safe_json
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.progress import Bars, bars
-from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.store import MeteredBucket, RetryingBucket
+from deltawire.store import MeteredBucket, RetryingBucket, open_bucket
 from deltawire.sync import Checkout, require_run
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.wire.run import Run
@@ -38,7 +37,7 @@ def pull_directory(
     version: int | None = None,
     follow: bool = False,
     verify: bool = False,
-    trust: ReaderTrust = ANY,
+    public_key: str = "",
     threads: int | None = None,
     as_json: bool = False,
 ) -> None:
@@ -49,8 +48,8 @@ def pull_directory(
     if (version is not None) + follow + verify > 1:
         raise InputError("--follow, --version and --verify exclude each other")
     with bars(hidden=as_json) as bar:
-        bucket = MeteredBucket(open_trusted(location, trust), lambda read, _: bar.advance(read))
-        run = require_run(RetryingBucket(bucket))
+        bucket = MeteredBucket(open_bucket(location), lambda read, _: bar.advance(read))
+        run = require_run(RetryingBucket(bucket), public_key=public_key)
         with Checkout(bucket, run, directory, threads=threads) as checkout:
             puller = _Puller(bucket, run, checkout, bar, as_json=as_json)
             if verify:

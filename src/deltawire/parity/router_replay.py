@@ -77,44 +77,52 @@ class RouteReplay:
     flipped_L: Tensor = field(init=False)
     implausible_L: Tensor = field(init=False)
     compared_L: Tensor = field(init=False)
+    _counting: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         for name in ("flipped_L", "implausible_L", "compared_L"):
             setattr(self, name, torch.zeros(self.routers.layers, dtype=torch.long))
 
-    def padded(
-        self, packed_N: Sequence[bytes], prompts_N: Tensor, prompt_mask_GP: Tensor, mask_NC: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Unpacks a batch's choices as its forward passes read them: those of each prompt, int32
-        [G, P, L, K] padded on the left, and those of the tokens after it, int32[N, C, L, K] padded
-        on the right.
+    def placed(
+        self,
+        packed_N: Sequence[bytes],
+        starts_N: Sequence[tuple[int, int]],
+        sizes_N: Sequence[tuple[int, int]],
+        positions: int,
+    ) -> Tensor:
+        """Unpacks sequences' choices to their places in a forward pass, int32[positions, L, K].
 
-        ``packed_N`` are results of `pack_routes`, empty if nothing was recorded; ``prompts_N`` is
-        each sequence's row among the G prompts. A shared prompt gets the choices of the first
-        sequence that recorded them.
+        ``packed_N`` are results of `pack_routes`, empty if nothing was recorded. ``starts_N`` are
+        the flat positions of each sequence's prompt and of its first token after it, ``sizes_N``
+        the lengths of both. A prompt that several sequences share gets the choices of the first
+        one that recorded them.
         """
         shape = route_shape(self.routers)
-        tail = (shape.layers, shape.chosen)
-        prompts = torch.full((*prompt_mask_GP.shape, *tail), NOT_RECORDED, dtype=torch.int32)
-        tokens = torch.full((*mask_NC.shape, *tail), NOT_RECORDED, dtype=torch.int32)
-        width = prompt_mask_GP.shape[1]
+        found = torch.full((positions, shape.layers, shape.chosen), NOT_RECORDED, dtype=torch.int32)
         known: set[int] = set()
-        rows = zip(packed_N, prompts_N.tolist(), mask_NC.sum(1).tolist(), strict=True)
-        for row, (packed, prompt, length) in enumerate(rows):
+        rows = zip(packed_N, starts_N, sizes_N, strict=True)
+        for packed, (prompt, first), (before, length) in rows:
             if not packed:
                 continue
-            before = int(prompt_mask_GP[prompt].sum())
             try:
-                routes = unpack_routes(packed, shape, positions=before + int(length) - 1)
+                routes = unpack_routes(packed, shape, positions=before + length - 1)
             except CorruptError:
                 self.damaged += 1
                 continue
             if prompt not in known:
-                prompts[prompt, width - before :] = torch.from_numpy(routes[:before])
+                found[prompt : prompt + before] = torch.from_numpy(routes[:before])
                 known.add(prompt)
-            following = torch.from_numpy(routes[before:])
-            tokens[row, : len(following)] = following
-        return prompts, tokens
+            found[first : first + length - 1] = torch.from_numpy(routes[before:])
+        return found
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Counts nothing: for passes that compute activations again."""
+        self._counting = False
+        try:
+            yield
+        finally:
+            self._counting = True
 
     @contextmanager
     def over(self, routes_BSLK: Tensor) -> Iterator[None]:
@@ -135,15 +143,17 @@ class RouteReplay:
         recorded_RK = recorded_RK.to(own_RK.device)
         recorded_R = (recorded_RK != NOT_RECORDED).all(1)
         flipped_RK = (recorded_RK[:, :, None] != own_RK[:, None, :]).all(2)
-        self.flipped_L[layer] += int((flipped_RK & recorded_R[:, None]).sum())
-        self.compared_L[layer] += int(recorded_R.sum()) * own_RK.shape[1]
+        if self._counting:
+            self.flipped_L[layer] += int((flipped_RK & recorded_R[:, None]).sum())
+            self.compared_L[layer] += int(recorded_R.sum()) * own_RK.shape[1]
         if not self.take:
             return own_RK
         taken_RK = torch.where(recorded_R[:, None], recorded_RK, own_RK)
         if self.plausible:
             bounded = self.routers.by_layer[layer].bounded
             likely_RK = plausible(scores_RE, own_RK, taken_RK, self.plausible, bounded=bounded)
-            self.implausible_L[layer] += int((~likely_RK & recorded_R[:, None]).sum())
+            if self._counting:
+                self.implausible_L[layer] += int((~likely_RK & recorded_R[:, None]).sum())
             taken_RK = refilled(scores_RE, own_RK, taken_RK, likely_RK)
         return taken_RK
 

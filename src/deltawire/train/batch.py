@@ -31,7 +31,8 @@ class TokenBatch:
     group in ``groups_E``, whatever its number of segments. ``versions_NC`` is int64, -1 where the
     model drew nothing. ``members_N`` is the origin of each row: (index of its group among those
     collated, index of the trajectory in that group). ``routes_N`` are the sampler's packed expert
-    choices, empty where none were recorded.
+    choices, empty where none were recorded. ``episodes_E`` is each episode's origin: (index of its
+    group, its number in that group).
     """
 
     prompts_GP: Tensor
@@ -48,6 +49,7 @@ class TokenBatch:
     temperature: float
     members_N: list[tuple[int, int]]
     routes_N: list[bytes]
+    episodes_E: list[tuple[int, int]]
 
     def to(self, device: torch.device) -> TokenBatch:
         """Returns the batch with its tensors on ``device``."""
@@ -59,11 +61,13 @@ class TokenBatch:
         return replace(self, **moved)
 
 
-def collate(groups: Sequence[Group]) -> TokenBatch:
+def collate(groups: Sequence[Group], chosen: Sequence[tuple[int, int]] | None = None) -> TokenBatch:
     """Pad groups of one temperature into a batch; the arrays are copied.
 
-    Raises `BugError` if no episode is to be trained on.
+    ``chosen`` are the (group, trajectory) to take, in ``members_N``'s terms and in the groups'
+    order; all without it. Raises `BugError` if no episode is to be trained on.
     """
+    wanted = None if chosen is None else set(chosen)
     prompts: dict[bytes, int] = {}
     shared: list[NDArray[np.int32]] = []
     episodes: dict[tuple[int, int], int] = {}
@@ -74,6 +78,8 @@ def collate(groups: Sequence[Group]) -> TokenBatch:
     episodes_N: list[int] = []
     for number, group in enumerate(groups):
         for place, episode, trajectory in group.trained():
+            if wanted is not None and (number, place) not in wanted:
+                continue
             prompt = group.prompt_of(trajectory)
             row = prompts.setdefault(prompt.tobytes(), len(prompts))
             if row == len(shared):
@@ -99,6 +105,7 @@ def collate(groups: Sequence[Group]) -> TokenBatch:
         groups[0].temperature,
         members,
         [t.routes for t in trajectories],
+        list(episodes),
     )
 
 

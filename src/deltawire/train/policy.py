@@ -1,77 +1,186 @@
-"""The trainer's forward pass: log-probabilities of the tokens that were drawn.
+"""The trainer's forward pass: log-probabilities and entropies of the tokens that were drawn.
 
-The completions of a group share their prompt, so it is computed once per group and its keys and
-values are repeated, gradients included. With short answers after long prompts this saves most of
-the work; the arithmetic is that of the sampler's prefill.
-
-Rows are repeated with `torch.index_select`, because its backward pass adds the gradients of equal
-rows in order. That of ``tensor[rows]`` adds them atomically: with several threads the sum depends
-on which thread comes first.
+Trajectories are packed into one row (`deltawire.train.packing`), where the model's attention can be
+computed block by block; a model with recurrent or other layers gets one padded row for each
+trajectory. The head is computed in chunks, for drawn tokens only (`deltawire.train.head`).
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache
+from torch import Tensor, nn
 
+from deltawire.config import TrainConfig
+from deltawire.engines.routers import replaced_forward
 from deltawire.parity.router_replay import RouteReplay
 from deltawire.train.batch import TokenBatch
+from deltawire.train.head import TokenTerms, head_of, head_terms
+from deltawire.train.layout import BatchLayout, lay_out
+from deltawire.train.packing import PACKED, PackingProbe
+
+_PACKED_LAYERS = {"full_attention", "sliding_attention"}
+_packable: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class TrainedPolicy:
+    """A causal LM as a training step computes with it.
+
+    ``packing`` packs if the model allows it; ``fp32_head`` computes the head's product in float32;
+    ``entropy_gradient`` gives the entropies a gradient.
+
+    Example::
+
+        policy = TrainedPolicy.of(model, config.train)
+        with policy.terms(batch) as terms:
+            loss(terms.logprobs).backward()
+    """
+
+    model: Any
+    packing: bool = True
+    fp32_head: bool = False
+    entropy_gradient: bool = False
+
+    @classmethod
+    def of(cls, model: Any, config: TrainConfig) -> TrainedPolicy:
+        """The policy that a configuration describes."""
+        return cls(model, packing=config.packing == "auto", fp32_head=config.fp32_head)
+
+    @property
+    def packs(self) -> bool:
+        """Whether batches are packed: asked for, and possible for this model."""
+        return self.packing and packable(self.model)
+
+    @contextmanager
+    def terms(self, batch: TokenBatch, replay: RouteReplay | None = None) -> Iterator[TokenTerms]:
+        """Log π(token | everything before it) at the batch's temperature, and entropies: [N, C].
+
+        Entries where ``loss_mask_NC`` is 0 are 0. ``replay`` compares the sampler's expert choices
+        with the model's own, and uses them if it is configured to. Call ``backward`` inside the
+        context: activations may be computed again there.
+        """
+        head_of(self.model)  # A probe of the model, before anything of it is replaced.
+        layout = lay_out(batch, packed=self.packs)
+        with ExitStack() as stack:
+            if layout.packing is not None:
+                stack.enter_context(_attention(self.model))
+            if replay is not None:
+                stack.enter_context(replay.over(_routes(batch, layout, replay)))
+            terms = self._forward(batch, layout)
+            if replay is not None:
+                stack.enter_context(replay.uncounted())
+            yield terms
+
+    def _forward(self, batch: TokenBatch, layout: BatchLayout) -> TokenTerms:
+        head = head_of(self.model)
+        targets_W = batch.tokens_NC.reshape(-1)[layout.places_W]
+        kept: list[Tensor] = []
+
+        def through(hidden_RSH: Tensor) -> Tensor:
+            hidden_WH = torch.index_select(hidden_RSH.flatten(0, 1), 0, layout.reads_W)
+            terms = head_terms(
+                hidden_WH,
+                head.module.weight,
+                targets_W,
+                bias_V=head.module.bias,
+                transform=head.transform,
+                temperature=batch.temperature,
+                fp32=self.fp32_head,
+                entropy_gradient=self.entropy_gradient,
+            )
+            kept.append(torch.stack(terms))
+            return kept[0]
+
+        own_forward = self.model.forward
+
+        def forward(**inputs: Any) -> Tensor:
+            # The terms are the result of head and model, so that hooks on their results, such as
+            # FSDP2's, see the tensors that gradients come through.
+            with replaced_forward(head.module, through):
+                own_forward(**inputs)
+            return kept[0]
+
+        inputs: dict[str, Any] = {"attention_mask": layout.mask_RS}
+        if layout.packing is not None:
+            inputs = {"attention_mask": None, "packing": layout.packing}
+        with replaced_forward(self.model, forward):
+            found_2W = self.model(
+                input_ids=layout.ids_RS,
+                position_ids=layout.positions_RS,
+                use_cache=False,
+                **inputs,
+            )
+        shape = batch.tokens_NC.shape
+        both = found_2W.new_zeros(2, shape.numel()).index_copy(1, layout.places_W, found_2W)
+        logprobs, entropies = both.view(2, *shape)
+        return TokenTerms(logprobs, entropies if self.entropy_gradient else entropies.detach())
 
 
 def token_logprobs(model: Any, batch: TokenBatch, replay: RouteReplay | None = None) -> Tensor:
-    """log π(token | everything before it) at the batch's temperature: float32[N, C].
+    """Log-probabilities by `TrainedPolicy.terms`, with default settings: float32[N, C]."""
+    with TrainedPolicy(model).terms(batch, replay) as terms:
+        return terms.logprobs
 
-    Entries where ``token_mask_NC`` is 0 are meaningless. ``replay`` compares the sampler's expert
-    choices with the model's own, and uses them if it is configured to. The backward pass does not
-    need it as long as no activation is recomputed.
+
+def packable(model: Any) -> bool:
+    """Return whether a packed row gives this model's results; a forward pass finds out once.
+
+    Every layer has to compute causal attention through transformers' interface, over all tokens or
+    a window that it states. Recurrent layers, convolutions and masks of a layer's own do not.
     """
-    prompts, rows = batch.prompts_GP, batch.prompts_N
-    over_prompts, over_tokens = _passes(batch, replay)
-    cache = DynamicCache()
-    with over_prompts:
-        first = model(
-            input_ids=prompts,
-            attention_mask=batch.prompt_mask_GP,
-            position_ids=(batch.prompt_mask_GP.cumsum(1) - 1).clamp(min=0),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-    first = torch.index_select(first, 0, rows)
-    logits = first
-    length = batch.tokens_NC.shape[1]
-    if length > 1:
-        layers: list[Any] = cache.layers
-        for layer in layers:
-            layer.keys = torch.index_select(layer.keys, 0, rows)
-            layer.values = torch.index_select(layer.values, 0, rows)
-        starts = batch.prompt_mask_GP.sum(1)[rows]
-        with over_tokens:
-            rest = model(
-                input_ids=batch.tokens_NC[:, :-1],
-                attention_mask=torch.cat(
-                    [batch.prompt_mask_GP[rows], batch.token_mask_NC[:, :-1]], dim=1
-                ),
-                position_ids=starts[:, None] + torch.arange(length - 1, device=starts.device),
-                past_key_values=cache,
-                use_cache=True,
-            ).logits
-        logits = torch.cat([first, rest], dim=1)
-    logprobs_NCV = torch.log_softmax(logits.float() / batch.temperature, dim=-1)
-    return logprobs_NCV.gather(2, batch.tokens_NC[:, :, None])[:, :, 0]
+    if model not in _packable:
+        _packable[model] = _probed(model)
+    return _packable[model]
 
 
-def _passes(
-    batch: TokenBatch, replay: RouteReplay | None
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts for the two forward passes: over the prompts, and over the tokens."""
-    if replay is None:
-        return nullcontext(), nullcontext()
-    prompts, tokens = replay.padded(
-        batch.routes_N, batch.prompts_N, batch.prompt_mask_GP, batch.token_mask_NC
-    )
-    return replay.over(prompts), replay.over(tokens[:, :-1])
+def _probed(model: Any) -> bool:
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None) or []
+    if not set(types) <= _PACKED_LAYERS:
+        return False
+    probe = PackingProbe()
+    device = next(model.parameters()).device
+    training = [module for module in model.modules() if module.training]
+    try:
+        with torch.no_grad(), _attention(model):
+            # Without dropout, the pass draws no random numbers from the step's.
+            model.eval()(
+                input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
+                position_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
+                use_cache=False,
+                packing=probe,
+            )
+    except (TypeError, ValueError):
+        return False
+    finally:
+        for module in training:
+            module.training = True
+    windowed = sum(window is not None for window in probe.windows)
+    wanted = types.count("sliding_attention") if types else 0
+    return len(probe.windows) == config.num_hidden_layers and windowed >= wanted
+
+
+@contextmanager
+def _attention(model: Any) -> Iterator[None]:
+    """Let the model compute packed attention; other users of the model must wait."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = PACKED
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _routes(batch: TokenBatch, layout: BatchLayout, replay: RouteReplay) -> Tensor:
+    """The batch's recorded expert choices as the forward pass reads them, int32[1, R·S, L, K]."""
+    lengths = batch.prompt_mask_GP.sum(1)[batch.prompts_N].tolist()
+    counts = batch.token_mask_NC.sum(1).tolist()
+    sizes = list(zip(lengths, counts, strict=True))
+    return replay.placed(batch.routes_N, layout.starts_N, sizes, layout.ids_RS.numel())[None]

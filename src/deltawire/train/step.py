@@ -1,33 +1,50 @@
-"""Runs one optimizer step: groups in, new weights and measurements out."""
+"""Runs one training step: groups in, new weights and measurements out.
+
+A step is one or several minibatches (``train.minibatches``), each of which makes one optimizer
+step. The gradients of a minibatch add up over micro-batches of at most
+``train.max_tokens_per_batch`` tokens (`deltawire.train.budget`)::
+
+    groups ─▶ minibatch ─▶ micro-batch ─▶ forward, loss, backward ─┐ gradients add up
+                  │            ▲───────────────────────────────────┘
+                  └─▶ clip, optimizer step ─▶ next minibatch
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deltawire.config import RunConfig
 from deltawire.parity import BatchParity, ParityMeter
-from deltawire.parity.router_replay import replay_of
+from deltawire.parity.router_replay import RouteReplay, replay_of
 from deltawire.train.batch import TokenBatch, collate
+from deltawire.train.budget import Member, divide
+from deltawire.train.head import TokenTerms
 from deltawire.train.loss import ADVANTAGES, LossInputs, PolicyLoss, Totals, policy_loss
 from deltawire.train.masters import MasterWeights
-from deltawire.train.policy import token_logprobs
+from deltawire.train.policy import TrainedPolicy
 from deltawire.wire.rollouts import Group
+
+Advantages = Mapping[tuple[int, int], float]
+"""The advantage of each (group, episode) of a step."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Measurements of one optimizer step.
+    """Measurements of one training step.
 
     ``reward_mean`` is over episodes; ``clipped`` and ``rejected`` are shares of the ``tokens``:
     those whose gradient the surrogate's bound reduced, and those to which a correction gave no
-    weight. ``kl`` is the mean penalty, 0 without one. ``members`` are the rows that were trained
-    on, in parity's order: (index of the group in the step, index of the trajectory in its group).
+    weight. ``kl`` is the mean penalty, 0 without one; ``entropy`` the mean entropy of the policy's
+    distributions at the trained tokens, in nats. ``loss`` and ``grad_norm`` are means over the
+    optimizer steps. ``members`` are the rows that were trained on, in parity's order: (index of the
+    group in the step, index of the trajectory in its group).
     """
 
     loss: float
@@ -37,8 +54,9 @@ class StepResult:
     clipped: float
     rejected: float
     kl: float
+    entropy: float
     parity: BatchParity
-    members: list[tuple[int, int]]
+    members: list[Member]
 
 
 def train_step(
@@ -47,53 +65,23 @@ def train_step(
     config: RunConfig,
     *,
     reference: Any | None = None,
+    version: int | None = None,
 ) -> StepResult:
-    """Run one optimizer step on these groups, in this order.
+    """Run one training step on these groups, in this order.
 
     The same inputs and the same number of threads give the same bits. ``reference`` is the frozen
-    model of ``train.loss.kl``, None without a penalty. If parity stops the step, only the
-    gradients have changed.
+    model of ``train.loss.kl``, None without a penalty. ``version`` is the one that the masters
+    hold; the count of their steps without it. If parity stops the step, only the gradients have
+    changed.
     """
-    size = config.train.micro_batch_groups
-    starts = range(0, len(groups), size)
-    device = next(masters.model.parameters()).device
-    batches = [collate(groups[start : start + size]).to(device) for start in starts]
-    totals = totals_of(batches, config)
-    meter = ParityMeter(config.parity, masters.steps)
-    replay = replay_of(masters.model, config.parity)
-    parts = []
+    step = _TrainingStep.of(masters, groups, config, reference, version)
     with deterministic():
-        for batch in batches:
-            logprobs = token_logprobs(masters.model, batch, replay)
-            keep_N = meter.measure(
-                logprobs,
-                batch.sampler_logprobs_NC,
-                batch.loss_mask_NC,
-                batch.versions_NC,
-                episodes_N=batch.episodes_N,
-            )
-            part = batch_loss(config, batch, logprobs, totals, keep_N=keep_N, reference=reference)
-            part.loss.backward()  # type: ignore[no-untyped-call]
-            parts.append(part)
-    if replay is not None:
-        meter.add_flips(replay.flipped_L, replay.compared_L, damaged=replay.damaged)
-    parity = meter.result()
-    rewards = torch.cat([batch.rewards_E for batch in batches])
-    return StepResult(
-        loss=sum(float(part.loss.detach()) for part in parts),
-        grad_norm=0.0 if parity.stopped else masters.step(),
-        reward_mean=float(rewards.mean()),
-        tokens=int(totals.tokens),
-        clipped=sum(part.clipped for part in parts),
-        rejected=sum(part.rejected for part in parts),
-        kl=sum(part.kl for part in parts),
-        parity=parity,
-        members=[
-            (start + group, place)
-            for start, batch in zip(starts, batches, strict=True)
-            for group, place in batch.members_N
-        ],
-    )
+        if len(step.minibatches) > 1:
+            step.look_back()
+        for minibatch in step.minibatches:
+            if step.parity is None or not step.parity.stopped:
+                step.optimize(minibatch)
+    return step.result()
 
 
 @contextmanager
@@ -112,14 +100,29 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def totals_of(batches: Sequence[TokenBatch], config: RunConfig) -> Totals:
-    """The denominators of a step, over all its micro-batches."""
+def totals_of(groups: Sequence[Group], config: RunConfig) -> Totals:
+    """The denominators of an optimizer step on these groups."""
     rollout = config.rollout
+    trained = [list(group.trained()) for group in groups]
     return Totals(
-        tokens=sum(float(batch.loss_mask_NC.sum()) for batch in batches),
-        sequences=sum(len(batch.rewards_E) for batch in batches),
+        tokens=float(sum(int(t.mask_T.sum()) for rows in trained for _, _, t in rows)),
+        sequences=sum(len({episode for _, episode, _ in rows}) for rows in trained),
         horizon=config.train.loss.horizon or rollout.max_tokens * rollout.max_turns,
     )
+
+
+def advantages_of(groups: Sequence[Group], config: RunConfig) -> Advantages:
+    """The advantage of every episode, relative to its whole group."""
+    rewards = {
+        (number, episode): trajectory.reward
+        for number, group in enumerate(groups)
+        for _, episode, trajectory in group.trained()
+    }
+    values = ADVANTAGES[config.train.loss.advantage](
+        torch.tensor(list(rewards.values()), dtype=torch.float32),
+        torch.tensor([number for number, _ in rewards]),
+    )
+    return dict(zip(rewards, values.tolist(), strict=True))
 
 
 def batch_loss(
@@ -127,23 +130,188 @@ def batch_loss(
     batch: TokenBatch,
     logprobs_NC: Tensor,
     totals: Totals,
+    advantages: Advantages,
     *,
     keep_N: Tensor | None = None,
-    reference: Any | None = None,
+    old_NC: Tensor | None = None,
+    reference_NC: Tensor | None = None,
 ) -> PolicyLoss:
     """One micro-batch's part of the loss; ``keep_N`` is 0 for trajectories that do not count."""
-    advantages_E = ADVANTAGES[config.train.loss.advantage](batch.rewards_E, batch.groups_E)
-    reference_NC = None
-    if reference is not None:
-        with torch.no_grad():
-            reference_NC = token_logprobs(reference, batch)
+    advantages_E = torch.tensor(
+        [advantages[key] for key in batch.episodes_E], device=logprobs_NC.device
+    )
     inputs = LossInputs(
         logprobs_NC,
         batch.sampler_logprobs_NC,
         advantages_E[batch.episodes_N],
         batch.loss_mask_NC,
         batch.episodes_N,
+        old_NC=old_NC,
         reference_NC=reference_NC,
         keep_N=keep_N,
     )
     return policy_loss(config.train.loss, inputs, totals)
+
+
+@dataclass
+class _Minibatch:
+    """The micro-batches of one optimizer step; ``before`` holds, once there are several optimizer
+    steps, each micro-batch's log-probabilities before the first, and the rows that count."""
+
+    batches: list[TokenBatch]
+    totals: Totals
+    before: list[tuple[Tensor, Tensor]]
+
+
+class _TrainingStep:
+    """What one call of `train_step` works with, and its sums."""
+
+    def __init__(
+        self,
+        masters: MasterWeights,
+        config: RunConfig,
+        policy: TrainedPolicy,
+        reference: TrainedPolicy | None,
+        meter: ParityMeter,
+        minibatches: list[_Minibatch],
+        advantages: Advantages,
+    ) -> None:
+        self.masters = masters
+        self.config = config
+        self.policy = policy
+        self.reference = reference
+        self.meter = meter
+        self.minibatches = minibatches
+        self.advantages = advantages
+        self.replay: RouteReplay | None = replay_of(masters.model, config.parity)
+        self.parity: BatchParity | None = None
+        self.parts: list[tuple[PolicyLoss, Totals]] = []
+        self.norms: list[float] = []
+        self.entropy = 0.0
+        self.rewards: list[Tensor] = []
+
+    @classmethod
+    def of(
+        cls,
+        masters: MasterWeights,
+        groups: Sequence[Group],
+        config: RunConfig,
+        reference: Any | None,
+        version: int | None,
+    ) -> _TrainingStep:
+        """Divide the groups into minibatches and micro-batches."""
+        policy = TrainedPolicy.of(masters.model, config.train)
+        device = next(masters.model.parameters()).device
+        minibatches = []
+        count = min(config.train.minibatches, len(groups))
+        for chosen in np.array_split(np.arange(len(groups)), count):
+            numbers = chosen.tolist()
+            (micro_batches,) = divide(
+                groups,
+                budget=config.train.max_tokens_per_batch,
+                packed=policy.packs,
+                chosen=numbers,
+            )
+            batches = [collate(groups, members).to(device) for members in micro_batches]
+            totals = totals_of([groups[n] for n in numbers], config)
+            minibatches.append(_Minibatch(batches, totals, []))
+        return cls(
+            masters,
+            config,
+            policy,
+            None if reference is None else TrainedPolicy.of(reference, config.train),
+            ParityMeter(config.parity, masters.steps if version is None else version),
+            minibatches,
+            advantages_of(groups, config),
+        )
+
+    def look_back(self) -> None:
+        """Compute the log-probabilities before the first optimizer step, and check parity."""
+        for minibatch in self.minibatches:
+            for batch in minibatch.batches:
+                with torch.no_grad(), self.policy.terms(batch, self.replay) as terms:
+                    minibatch.before.append((terms.logprobs, self._measure(batch, terms)))
+        self.parity = self._judged()
+
+    def optimize(self, minibatch: _Minibatch) -> None:
+        """Compute the gradients of a minibatch and take an optimizer step, unless parity stops."""
+        for number, batch in enumerate(minibatch.batches):
+            if minibatch.before:
+                old_NC, keep_N = minibatch.before[number]
+                with self.policy.terms(batch, self.replay) as terms:
+                    self._backward(minibatch, batch, terms, keep_N, old_NC)
+            else:
+                with self.policy.terms(batch, self.replay) as terms:
+                    keep_N = self._measure(batch, terms)
+                    self._backward(minibatch, batch, terms, keep_N, None)
+        if self.parity is None:
+            self.parity = self._judged()
+        if not self.parity.stopped:
+            self.norms.append(self.masters.step())
+
+    def _judged(self) -> BatchParity:
+        """Parity once every token was measured."""
+        if self.replay is not None:
+            flips = (self.replay.flipped_L, self.replay.compared_L)
+            self.meter.add_flips(*flips, damaged=self.replay.damaged)
+        return self.meter.result()
+
+    def _measure(self, batch: TokenBatch, terms: TokenTerms) -> Tensor:
+        self.entropy += float((terms.entropies.detach() * batch.loss_mask_NC).sum())
+        self.rewards.append(batch.rewards_E)
+        return self.meter.measure(
+            terms.logprobs,
+            batch.sampler_logprobs_NC,
+            batch.loss_mask_NC,
+            batch.versions_NC,
+            episodes_N=batch.episodes_N,
+        )
+
+    def _backward(
+        self,
+        minibatch: _Minibatch,
+        batch: TokenBatch,
+        terms: TokenTerms,
+        keep_N: Tensor,
+        old_NC: Tensor | None,
+    ) -> None:
+        reference_NC = None
+        if self.reference is not None:
+            with torch.no_grad(), self.reference.terms(batch) as found:
+                reference_NC = found.logprobs
+        part = batch_loss(
+            self.config,
+            batch,
+            terms.logprobs,
+            minibatch.totals,
+            self.advantages,
+            keep_N=keep_N,
+            old_NC=old_NC,
+            reference_NC=reference_NC,
+        )
+        part.loss.backward()  # type: ignore[no-untyped-call]
+        self.parts.append((part, minibatch.totals))
+
+    def result(self) -> StepResult:
+        """The sums as measurements."""
+        assert self.parity is not None
+        tokens = sum(minibatch.totals.tokens for minibatch in self.minibatches)
+        parts = [(part, totals.tokens / tokens) for part, totals in self.parts]
+        loss = sum(float(part.loss.detach()) for part, _ in parts)
+        return StepResult(
+            loss=loss / len(self.minibatches),
+            grad_norm=sum(self.norms) / max(len(self.norms), 1),
+            reward_mean=float(torch.cat(self.rewards).mean()),
+            tokens=int(tokens),
+            clipped=sum(part.clipped * share for part, share in parts),
+            rejected=sum(part.rejected * share for part, share in parts),
+            kl=sum(part.kl * share for part, share in parts),
+            entropy=self.entropy / tokens,
+            parity=self.parity,
+            members=[
+                member
+                for minibatch in self.minibatches
+                for batch in minibatch.batches
+                for member in batch.members_N
+            ],
+        )

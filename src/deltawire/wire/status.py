@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,8 +23,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's status, replaced as a whole at every change.
 
     ``version`` is committed. ``credits`` counts, for each worker, the groups that it may have
-    started since the run began. ``finished`` means that ``version`` is the last one. ``settings``
-    are the values, by dotted key, that differ from the configuration in ``run.json``.
+    started since the run began. ``finished`` means that ``version`` is the last one.
     """
 
     format: int = FORMAT
@@ -34,7 +33,6 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Index
     credits: Annotated[dict[str, Index], Meta(max_length=1 << 16)]
     at: float
-    settings: Annotated[dict[str, Any], Meta(max_length=1024)] = {}
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
@@ -25,8 +24,7 @@ REWRITE_S = 5.0
 class CreditIssuer:
     """The ledger, the credits and ``trainer.json``, shared by trainer and publisher threads.
 
-    ``confirm`` raises an error if this trainer was replaced by another one. ``settings`` are those
-    that differ from ``run.json``.
+    ``confirm`` raises an error if this trainer was replaced by another one.
 
     Example::
 
@@ -43,10 +41,8 @@ class CreditIssuer:
         epoch: int,
         granted: dict[str, int],
         confirm: Callable[[], object] = lambda: None,
-        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._confirm = confirm
-        self._settings = dict(settings or {})
         self.ledger = ledger
         self.version = 0
         self.digest = ""
@@ -145,7 +141,6 @@ class CreditIssuer:
                 epoch=self._epoch,
                 credits=dict(self._credits),
                 at=0.0,
-                settings=self._settings,
             )
             now = time.monotonic()
             if status != self._written or now - self._written_at >= REWRITE_S:

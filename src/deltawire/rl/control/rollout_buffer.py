@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
-from deltawire.errors import CorruptError, SignatureError
+from deltawire.errors import CorruptError
 from deltawire.rl.control.rollout_reader import Bounds, read_group
 from deltawire.rl.control.staleness import StalenessPolicy
 from deltawire.store import Bucket
@@ -16,7 +16,7 @@ from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.rollouts import Group
 
-DropCause = Literal["stale", "failed", "damaged", "unsigned", "unknown version", "withheld"]
+DropCause = Literal["stale", "failed", "damaged", "unknown version", "withheld"]
 
 MIN_EPISODES = 2
 """With fewer episodes left after failures, there is nothing to compare and no advantage."""
@@ -50,9 +50,8 @@ class Drop:
     """A group that is not trained on, and the cause.
 
     It is too old (``stale``), too few of its episodes completed (``failed``, with the first cause
-    as ``detail``), it cannot be read (``damaged``), the worker's key did not sign it
-    (``unsigned``), a version that does not exist sampled it, or its family is down-weighted
-    (``withheld``). ``tokens`` counts the tokens that were sampled.
+    as ``detail``), it cannot be read (``damaged``), a version that does not exist sampled it, or
+    its family is down-weighted (``withheld``). ``tokens`` counts the tokens that were sampled.
     """
 
     worker: str
@@ -128,8 +127,6 @@ class RolloutBuffer:
         self.damaged: list[str] = []
         self.quarantined: dict[str, str] = {}
         """Workers whose groups are no longer read, with the fault of the last one that was."""
-        self.unsigned: Counter[str] = Counter()
-        """Objects of a signed run at a worker's keys that its key did not sign."""
         self._damaged_of: Counter[str] = Counter()
         self._fetched_of: Counter[str] = Counter()
         self.failed = 0
@@ -204,13 +201,6 @@ class RolloutBuffer:
             return error
 
     def _add(self, worker: str, sequence: int, result: tuple[Group, str] | CorruptError) -> None:
-        if isinstance(result, SignatureError):  # Not the worker's doing: it is not blamed.
-            self.unsigned[worker] += 1
-            self._dropped.append(
-                Drop(worker, sequence, "unsigned", f"not signed by the key of {worker}")
-            )
-            self._arrive(worker, None)
-            return
         self._fetched_of[worker] += 1
         if isinstance(result, CorruptError):
             self.damaged.append(keys.rollout(worker, sequence))

@@ -8,14 +8,7 @@ import time
 
 import numpy as np
 
-from deltawire.errors import (
-    BugError,
-    DeltawireError,
-    FencedError,
-    InputError,
-    RetryError,
-    SignatureError,
-)
+from deltawire.errors import BugError, DeltawireError, FencedError, InputError, RetryError
 from deltawire.events import Generated
 from deltawire.runtime.process import Process
 from deltawire.store import Bucket
@@ -95,11 +88,7 @@ class Uploader(threading.Thread):
             key = keys.rollout(self._worker, self.stored)
             if self._bucket.create(key, data):
                 return
-            try:
-                existing = self._bucket.get(key, limit=MAX_GROUP_BYTES)
-            except SignatureError:  # Somebody without this worker's key took the number.
-                self.stored += 1
-                continue
+            existing = self._bucket.get(key, limit=MAX_GROUP_BYTES)
             if existing is None:
                 raise RetryError("a stored group disappeared again", run=self._bucket.url, key=key)
             if decode_group(existing, run=self._bucket.url, key=key).nonce == group.nonce:

@@ -34,7 +34,7 @@ from deltawire.rl.rollout.policy_server import (
 )
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.uploader import Uploader
-from deltawire.runtime.fleet import known_trainer
+from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.wire import keys
 from deltawire.wire.run import Run
@@ -93,8 +93,8 @@ class Worker:
         )
 
     def _alarm(self) -> str:
-        """Why a newer manifest or the trainer's status could not be read; empty if all could."""
-        alarm = self.follower.alarm or self.link.alarm
+        """Why a newer manifest could not be read; empty if all could."""
+        alarm = self.follower.alarm
         return "" if alarm is None else str(alarm)
 
     async def serve(self, *, patience_s: float) -> None:
@@ -154,7 +154,7 @@ class Worker:
         stored = self.uploader.stored - self._first
         failed = f", {self._failures.count} episodes failed" if self._failures.count else ""
         alarm = self._alarm()
-        warning = f"; warning: passed over an object: {alarm}" if alarm else ""
+        warning = f"; warning: passed over a manifest: {alarm}" if alarm else ""
         self._report(
             f"version {live.version}, lag {lag}, {stored} groups stored{failed}, {doing}{warning}"
         )
@@ -240,7 +240,7 @@ def next_sequence(process: Process) -> int:
     is stored, or the one that the predecessor's last heartbeat names, if that is more. Numbers that
     the trainer has not granted were not stored by a worker.
     """
-    status = known_trainer(process.bucket)
+    status = read_trainer(process.bucket)
     granted = status.credits.get(process.name) if status is not None else None
     found = process.bucket.list(keys.rollouts_of(process.name))
     numbers = [group[1] + 1 for key in found if (group := keys.group_of(key)) is not None]

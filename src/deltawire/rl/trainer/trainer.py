@@ -50,10 +50,9 @@ from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.control.staleness import policy_of
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_step
-from deltawire.rl.trainer.settings import announce_settings
 from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.event_archive import EventArchiver
-from deltawire.runtime.fleet import POLL_S, Fleet, known_trainer
+from deltawire.runtime.fleet import POLL_S, Fleet, read_trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.reaper import Reaper
 from deltawire.runtime.retained import RetainedFile
@@ -70,7 +69,6 @@ from deltawire.train.masters import MasterWeights
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
 from deltawire.wire.run import Run
-from deltawire.wire.seal import Signer
 
 STORE_PATIENCE_S = 300.0
 
@@ -78,15 +76,7 @@ STORE_PATIENCE_S = 300.0
 class Trainer:
     """Trains version after version; holds the state between two steps."""
 
-    def __init__(
-        self,
-        process: Process,
-        run: Run,
-        config: RunConfig,
-        model: Any,
-        *,
-        signer: Signer | None = None,
-    ) -> None:
+    def __init__(self, process: Process, run: Run, config: RunConfig, model: Any) -> None:
         self.process = process
         self.bucket = process.bucket
         self.run = run
@@ -99,12 +89,11 @@ class Trainer:
                 run=self.bucket.url,
             )
         manifest = read_manifest(self.bucket, run, head.version)
-        before = known_trainer(self.bucket)
+        before = read_trainer(self.bucket)
         epoch = 1 + max(manifest.epoch if manifest else 0, before.epoch if before else 0)
         self.epoch = epoch
         self.version = head.version
         self.ledger = Ledger()
-        self.settings = announce_settings(process, run, config)
         self.masters = self._restore(model, head)
         self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
         self.credits = CreditIssuer(
@@ -114,7 +103,6 @@ class Trainer:
             epoch=epoch,
             granted=dict(before.credits) if before else self._claimed(),
             confirm=process.lease.confirm,
-            settings=self.settings,
         )
         self.credits.version, self.credits.digest = head.version, head.digest.hex()
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -142,25 +130,19 @@ class Trainer:
             run,
             keep=config.retain.versions,
             report=lambda fault: process.record_life("started", fault),
-            signer=signer,
         )
-        self.publisher = self._open_publisher(head, signer)
+        self.publisher = Publisher(
+            self.bucket,
+            run,
+            head,
+            epoch=epoch,
+            anchor_every=config.train.anchor_every,
+            compaction_strides=COMPACTION_STRIDES if config.train.compaction else (),
+            on_commit=self._on_commit,
+        )
         self._saved = -1
         self._quarantined: set[str] = set()
         self._answered_at = time.monotonic()
-
-    def _open_publisher(self, head: Mirror, signer: Signer | None) -> Publisher:
-        train = self.config.train
-        return Publisher(
-            self.bucket,
-            self.run,
-            head,
-            epoch=self.epoch,
-            anchor_every=train.anchor_every,
-            compaction_strides=COMPACTION_STRIDES if train.compaction else (),
-            on_commit=self._on_commit,
-            signer=signer,
-        )
 
     def _restore(self, model: Any, head: Mirror) -> MasterWeights:
         """Restore the newest checkpoint, and recompute the steps from there to the head."""
@@ -168,8 +150,7 @@ class Trainer:
         start, same = state.version, True
         while state.version < head.version:
             with self.process.heartbeat.long_task("recompute"):
-                same = recompute_step(self.bucket, self.run, state).equal
-        state.follow_settings(self.config.train)
+                same = recompute_step(self.bucket, self.run, self.config, state).equal
         if start < head.version:
             self.process.record_life(
                 "started",
@@ -311,7 +292,9 @@ class Trainer:
         base, version = self.version, self.publisher.next_version
         with self.process.heartbeat.long_task("train"):
             seed_step(self.config, version)
-            result = train_step(self.masters, groups, self.config, reference=self.reference)
+            result = train_step(
+                self.masters, groups, self.config, reference=self.reference, version=base
+            )
         trained = events.span("train", started)
         self._record_parity(batch, result, version)
         consumed = [(one.group.worker, one.sequence) for one in batch.taken]
@@ -321,7 +304,6 @@ class Trainer:
             dropped=ranges_of(batch.dropped),
             hashes=[one.hash for one in batch.taken],
             threads=torch.get_num_threads(),
-            settings=self.settings,
         )
         self.credits.expect(version, metadata)
         with self.process.heartbeat.long_task("publish"):
@@ -445,16 +427,8 @@ class Trainer:
         )
 
 
-def run_trainer(
-    process: Process,
-    source: tuple[RunConfig, Path] | None,
-    *,
-    signer: Signer | None = None,
-    run_id: str = "",
-) -> None:
+def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None:
     """Run a trainer process from its start to the last version or a signal.
-
-    In a signed run ``signer`` holds the owner's key, and a new run gets the id ``run_id``.
 
     ``source`` is the configuration and the model directory that a new run starts from; None
     continues an existing run. Raises `InputError` if the bucket holds another run.
@@ -462,14 +436,14 @@ def run_trainer(
     started = time.time()
     process.record_life("started")
     if source is not None:
-        start_run(process.bucket, *source, signer=signer, run_id=run_id)
+        start_run(process.bucket, *source)
     run, config = open_run(process.bucket)
     config = config if source is None else source[0]
     process.heartbeat.faults = config.faults
     torch.set_num_threads(config.threads)
     with fetch_model_files(process.bucket, run) as folder:
         model = empty_model(Path(folder)).to(resolve_device(config.device_of("trainer")))
-    trainer = Trainer(process, run, config, model, signer=signer)
+    trainer = Trainer(process, run, config, model)
     process.events.span("start", started)
     try:
         try:
