@@ -172,6 +172,27 @@ class Diverged(_Event, tag="diverged", frozen=True, kw_only=True):
     examples: list[str] = []
 
 
+class Attempt(_Event, tag="attempt", frozen=True, kw_only=True):
+    """Something that no worker of the run does was done by ``worker``, or in its name, ``count``
+    times so far. No group of a ``quarantined`` worker is read or trained on any more."""
+
+    at: float
+    worker: str
+    kind: str
+    count: int
+    detail: str = ""
+    quarantined: bool = False
+
+
+class NoProgress(_Event, tag="no_progress", frozen=True, kw_only=True):
+    """The last ``steps`` steps up to ``version`` moved nothing, for the ``reason``."""
+
+    at: float
+    version: int
+    steps: int
+    reason: str
+
+
 class WarmStep(_Event, tag="warm_step", frozen=True, kw_only=True):
     """Progress of the supervised warm start; ``accuracy`` is on separate validation problems.
 
@@ -227,7 +248,18 @@ class Parity(_Event, tag="parity", frozen=True, kw_only=True):
 
 
 Event = (
-    Life | Span | Step | Published | Swapped | Generated | Evaluated | WarmStep | Parity | Diverged
+    Life
+    | Span
+    | Step
+    | Published
+    | Swapped
+    | Generated
+    | Evaluated
+    | WarmStep
+    | Parity
+    | Diverged
+    | Attempt
+    | NoProgress
 )
 
 _encoder = msgspec.json.Encoder()

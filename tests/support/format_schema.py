@@ -13,7 +13,7 @@ from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.manifest import CompactedDelta, Manifest
 from deltawire.wire.roles import RoleGrant
 from deltawire.wire.run import Run
-from deltawire.wire.status import Heartbeat, TrainerStatus
+from deltawire.wire.status import Challenge, Heartbeat, TrainerStatus
 
 PATH = Path(__file__).parents[2] / "docs" / "format.schema.json"
 OBJECTS = {
@@ -25,6 +25,7 @@ OBJECTS = {
     "weights/deletion-intents/": DeletionIntent,
     "roles/": RoleGrant,
     "trainer.json": TrainerStatus,
+    "challenges/": Challenge,
     "heartbeats/": Heartbeat,
     "deltawire.step": CommitMetadata,
 }

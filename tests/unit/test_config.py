@@ -60,8 +60,10 @@ def test_the_tables_were_found():
         "train.loss.clip_high",
         "train.loss.clip_low",
         "train.loss.corrections",
+        "train.loss.dual_clip",
         "train.optimizer.decay_all",
         "train.optimizer.groups",
+        "workers.allow",
     }
     assert len(NUMBERS) > 30
     assert {"train.optimizer.learning_rate", "rollout.temperature"} <= set(FLOATS)
@@ -182,6 +184,7 @@ OTHER = {
     "rollout.engine": "vllm",
     "rollout.precision": "bfloat16",
     "parity.routes": "record",
+    "workers.allow": ["w*", "lab-7"],
 }
 """What a key is changed to where its default says too little."""
 

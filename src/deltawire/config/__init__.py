@@ -9,6 +9,7 @@ Example::
     config.train.max_staleness
 """
 
+from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.optimization import OptimizerConfig, ParameterGroup, ScheduleConfig
 from deltawire.config.parsing import (
     MAX_CONFIG_BYTES,
@@ -68,8 +69,10 @@ __all__ = [
     "SurrogateTraits",
     "TaskConfig",
     "TrainConfig",
+    "TrustConfig",
     "WarmStartConfig",
     "WarnLimits",
+    "WorkersConfig",
     "differences",
     "flatten",
     "load_config",

@@ -8,6 +8,8 @@ variable ``DELTAWIRE_MACHINE_POLICY`` names, or in ``/etc/deltawire/policy.toml`
     environments = ["workspace"]       # names of environments; all that are built in, if left out
     trusted_modules = ["my_package"]   # modules that a run may name, with those of
                                        # DELTAWIRE_TRUSTED_MODULES
+    workers = ["w*", "lab-7"]          # names whose groups a trainer on this machine reads, with *
+                                       # for any characters; all that the run allows, if left out
     [ceilings]                         # a run gets the smaller of its own limit and this one
     wall_s = 600.0
     memory_mib = 4096
@@ -61,6 +63,7 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     isolation: Isolation = "namespaces"
     environments: list[str] | None = None
     trusted_modules: list[str] = []
+    workers: list[str] | None = None
     ceilings: Ceilings = Ceilings()
 
     def require_isolation(self, asked: Isolation) -> None:

@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 import tomllib
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -37,6 +38,11 @@ RESUMABLE = frozenset(
         "retain.versions",
         "retain.events_days",
         "retain.checkpoints",
+        "workers.allow",
+        "workers.quota",
+        "trust.rescore_share",
+        "trust.rescore_waiting",
+        "trust.logprob_gap",
     }
     | {
         f"parity.{action}.{name}"
@@ -108,6 +114,13 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
             f"{source}: rollout.engine vllm reports no log-probabilities of the full softmax with "
             f"top_p, top_k or min_p at temperature {rollout.temperature:g}",
             hint='set rollout.temperature = 1, or rollout.engine = "transformers"',
+        )
+    ours = [f"w{number}" for number in range(rollout.workers)]
+    names = config.workers.allow
+    if refused := [n for n in ours if names and not any(fnmatchcase(n, a) for a in names)]:
+        raise InputError(
+            f"{source}: workers.allow leaves out {refused[0]}, which deltawire run starts",
+            hint='add "w*" to workers.allow, or set rollout.workers = 0',
         )
     if rollout.engine == "vllm" and config.parity.routes != "off":
         raise InputError(

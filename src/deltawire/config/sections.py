@@ -14,6 +14,7 @@ from typing import (
 from msgspec import Meta
 
 from deltawire.config.base import Count, Fraction, Positive, Section
+from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
 
 OnFull = Literal["end", "drop", "summary"]
@@ -174,8 +175,9 @@ class LossConfig(Section, frozen=True, kw_only=True):
     clip_low: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     """Bounds of the surrogate; None for its defaults in `SURROGATES`."""
     clip_high: Positive | None = None
-    dual_clip: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """The dual clip's c, above 1; 0 is off. ``ppo`` only."""
+    dual_clip: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    """The dual clip's c, above 1; 0 is off. ``ppo`` only, and `DUAL_CLIP` if left out: without it
+    one forged log-probability of a bad answer outweighs a whole step."""
     corrections: list[CorrectionConfig] = []
     aggregation: Literal["token_mean", "seq_mean_token_mean", "dr_grpo"] = "token_mean"
     horizon: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
@@ -192,6 +194,13 @@ class LossConfig(Section, frozen=True, kw_only=True):
             low if self.clip_low is None else self.clip_low,
             high if self.clip_high is None else self.clip_high,
         )
+
+    @property
+    def dual_clip_bound(self) -> float:
+        """Return the dual clip's c, 0 if it is off."""
+        if self.dual_clip is not None:
+            return self.dual_clip
+        return DUAL_CLIP if SURROGATES[self.surrogate].dual_clip else 0.0
 
     def contradiction(self, largest_age: int) -> tuple[str, str] | None:
         """Find settings that contradict each other, or that groups of that age rule out.
@@ -244,6 +253,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
         return None
 
 
+DUAL_CLIP = 3.0
+"""The dual clip's c by default, as in Ye et al. 2020."""
 UNCORRECTED_STALENESS = 1
 """Largest age of a group for a loss without a correction: with one step of lag the ratio stays
 within PPO's bounds for almost every token; older groups need a correction."""
@@ -394,6 +405,14 @@ class WarnLimits(ParityLimits, frozen=True, kw_only=True):
     drift_effective_share: Fraction = 0.3
 
 
+class MaskLimits(ParityLimits, frozen=True, kw_only=True):
+    """The same thresholds for one sequence, with defaults far beyond any honest difference: 10 nats
+    are a factor of 22,000 in the probability of one token."""
+
+    drift_k3: Limit = 100.0
+    drift_largest_gap: Limit = 10.0
+
+
 class ParityConfig(Section, frozen=True, kw_only=True):
     """Actions on a divergence between sampler and trainer, and the handling of expert choices.
 
@@ -402,7 +421,7 @@ class ParityConfig(Section, frozen=True, kw_only=True):
     """
 
     warn: WarnLimits = WarnLimits()
-    mask: ParityLimits = ParityLimits()
+    mask: MaskLimits = MaskLimits()
     stop: ParityLimits = ParityLimits()
     extreme_ratio: Annotated[float, Meta(ge=1, le=1e9)] = 2.0
     min_tokens: Count = 32
@@ -476,6 +495,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     parity: ParityConfig = ParityConfig()
     faults: FaultsConfig = FaultsConfig()
     retain: RetainConfig = RetainConfig()
+    workers: WorkersConfig = WorkersConfig()
+    trust: TrustConfig = TrustConfig()
 
     def device_of(self, role: Literal["trainer", "worker", "evaluator"]) -> str:
         """Return the device that is configured for a kind of process."""

@@ -134,6 +134,11 @@ def _standing(status: RunStatus) -> Iterator[Metric]:
     )
     causes = _merged(status.failures)
     yield _gauge("failures", "What failed lately, by cause", ["cause"], causes)
+    found = {(legible(i.worker, 80), legible(i.kind, 80)): i.count for i in status.incidents}
+    named = [(labels, float(count)) for labels, count in found.items()][:MAX_LABELS]
+    yield _gauge("incidents", "What no worker of the run does", ["worker", "kind"], named)
+    quarantined = len({one.worker for one in status.incidents if one.quarantined})
+    yield _gauge("workers_quarantined", "Workers whose groups are refused", [], [((), quarantined)])
     yield _gauge("probe", "Probes that the reward does not see", ["probe"], _merged(status.probes))
 
 

@@ -28,11 +28,13 @@ import msgspec
 
 from deltawire.events import (
     Activity,
+    Attempt,
     Diverged,
     Evaluated,
     Event,
     Generated,
     Life,
+    NoProgress,
     Parity,
     Published,
     Role,
@@ -222,6 +224,8 @@ class RunState:
         self.published: dict[int, Published] = {}
         self.evaluated: dict[int, Evaluated] = {}
         self.warm: dict[int, WarmStep] = {}
+        self.no_progress: NoProgress | None = None
+        """The latest alarm that steps move nothing."""
         self.parity: dict[int, Parity] = {}
         """Keyed by the version that the batch made, or would have made."""
         self.probes: ProbeFigures | None = None
@@ -277,8 +281,10 @@ class RunState:
             case WarmStep():
                 process.imply("warm-start")
                 _keep_latest(self.warm, event.step, event)
-            case Diverged():
+            case Diverged() | Attempt() | NoProgress():
                 process.imply("trainer")
+                if isinstance(event, NoProgress):
+                    self.no_progress = max(event, self.no_progress or event, key=lambda one: one.at)
             case Parity():
                 process.imply("trainer")
                 _keep_latest(self.parity, event.version, event)

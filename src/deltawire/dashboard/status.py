@@ -29,7 +29,7 @@ from deltawire.sync import require_run
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.wire import keys
 from deltawire.wire.run import Run
-from deltawire.wire.status import Heartbeat, TrainerStatus
+from deltawire.wire.status import Heartbeat, Incident, TrainerStatus
 
 WINDOW_S = 300.0
 READERS = 16
@@ -116,6 +116,12 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     probes: dict[str, float]
     processes: list[ProcessLine]
     problems: list[str]
+    incidents: list[Incident] = []
+    """What was done in workers' names that no worker of the run does, and who is quarantined."""
+    self_attested: list[str] = []
+    """What the trainer believes workers without computing it again."""
+    alarm: str = ""
+    """Why the latest steps moved nothing; empty if they moved something."""
 
 
 class Watch:
@@ -206,7 +212,20 @@ class Watch:
             probes=excesses(probes),
             processes=lines,
             problems=problems,
+            incidents=trainer.incidents if trainer else [],
+            self_attested=trainer.self_attested if trainer else [],
+            alarm=_no_progress(state),
         )
+
+
+def _no_progress(state: RunState) -> str:
+    """The alarm that steps move nothing, unless a later step changed weights."""
+    alarm = state.no_progress
+    if alarm is None or any(
+        one.changed and one.version > alarm.version for one in state.published.values()
+    ):
+        return ""
+    return f"{alarm.steps} steps up to version {alarm.version} moved nothing: {alarm.reason}"
 
 
 def _config(bucket: Bucket, run: Run, problems: list[str]) -> RunConfig | None:

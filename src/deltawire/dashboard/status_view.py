@@ -13,6 +13,7 @@ from deltawire.dashboard.figures import BY_NAME
 from deltawire.dashboard.status import ProcessLine, RunStatus, Spread
 from deltawire.dashboard.wording import MISSING, duration, figure, percent, smaller
 from deltawire.display import legible
+from deltawire.wire.status import Incident
 
 MAX_ROWS = 40
 _STYLES = {"alive": "green", "silent": "red", "stalled": "red", "ended": "dim", "unknown": "dim"}
@@ -38,6 +39,13 @@ def view(status: RunStatus) -> RenderableType:
     if status.probes:
         probes = {name: percent(value) for name, value in status.probes.items()}
         parts += [Text(), _counts("probes", probes)]
+    if status.incidents:
+        parts += [Text(), _incidents(status.incidents)]
+    if status.self_attested:
+        words = "; ".join(legible(text, 300) for text in status.self_attested)
+        parts += [Text(f"self-attested by workers: {words}", "dim")]
+    if status.alarm:
+        parts += [Text(f"alarm: {legible(status.alarm, 300)}", "red")]
     parts += [Text(f"problem: {legible(text, 300)}", "yellow") for text in status.problems]
     return Group(*parts)
 
@@ -147,6 +155,20 @@ def _row(line: ProcessLine) -> list[Text]:
 
 def _number(value: int | None) -> Text:
     return Text(MISSING if value is None else str(value), "dim" if value is None else "")
+
+
+def _incidents(incidents: list[Incident]) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
+    for heading in ("incidents", "worker", "", "the last one"):
+        table.add_column(heading, no_wrap=heading != "the last one")
+    for one in incidents[:MAX_ROWS]:
+        table.add_row(
+            Text(legible(one.kind, 32), "red" if one.quarantined else ""),
+            Text(legible(one.worker, 24) + (" (quarantined)" if one.quarantined else "")),
+            str(one.count),
+            Text(legible(one.detail, 200), "dim"),
+        )
+    return table
 
 
 def _counts(title: str, counts: dict[str, int] | dict[str, str]) -> Table:

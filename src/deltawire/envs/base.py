@@ -154,7 +154,14 @@ class AgentHarness(ABC):
 
 
 class TaskSource(Protocol):
-    """Draws tasks; everything it returns is a function of its settings and the arguments."""
+    """Draws tasks; everything it returns is a function of its settings and the arguments.
+
+    A class attribute ``deterministic = True`` declares that an episode depends on the model's
+    tokens only: played again with the same tokens, it says the same and earns the same reward. The
+    trainer then plays a sample of episodes again and quarantines workers that report other rewards
+    (`deltawire.rl.evaluate.rescoring`). Without it, rewards are what workers say. With
+    ``may_time_out``, a reward of 0 may also be that of an answer which took too long to score.
+    """
 
     def draw(self, stream: str, index: int) -> Task:
         """Draw task ``index`` of a worker's stream; never one of `heldout`."""

@@ -186,6 +186,8 @@ class ReasoningTasks:
         episode = tasks.open(tasks.draw("worker-0", 0))
     """
 
+    deterministic = True
+
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
         self._config = config
         self._seed = seed
@@ -212,6 +214,7 @@ class ReasoningTasks:
         self._scores_here = config.dataset in _SCORED_HERE or not own
         if not self._scores_here and evaluating(dataset):
             _require_sandbox(config.dataset)
+        self.may_time_out = not self._scores_here
         self._heldout = self._hold_out()
         self._reserved = {task.data["question"] for task in self._heldout}
 

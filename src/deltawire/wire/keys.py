@@ -21,6 +21,7 @@ ROLLOUTS = "rollouts/"
 HEARTBEATS = "heartbeats/"
 TOMBSTONES = "ended/"
 LEASES = "leases/"
+CHALLENGES = "challenges/"
 CHECKPOINTS = "checkpoints/"
 EVENTS = "events/"
 ROLES = "roles/"
@@ -139,6 +140,11 @@ def heartbeat(process: str) -> str:
 def tombstone(process: str) -> str:
     """The key of the last heartbeat of a process that is gone."""
     return f"{TOMBSTONES}{_checked(process)}.json"
+
+
+def challenge(worker: str) -> str:
+    """The key of the secret that the trainer gives a worker."""
+    return f"{CHALLENGES}{_checked(worker)}.json"
 
 
 def lease(process: str, number: int) -> str:

@@ -12,6 +12,8 @@ from deltawire.wire.payload import Index
 
 MAX_STATUS_BYTES = 4 << 20
 MAX_ALARM = 1024
+MAX_DETAIL = 256
+MAX_INCIDENTS = 256
 
 Phase = Literal["starting", "training", "stopped", "finished"]
 WorkerPhase = Literal["starting", "sampling", "stopped", "finished"]
@@ -19,11 +21,36 @@ _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 _Name = Annotated[str, Meta(max_length=64)]
 
 
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """Things that a worker did, or that were done in its name, and that no worker of the run does.
+
+    ``kind`` says what, ``count`` how often, and ``detail`` describes the last one. No group of a
+    ``quarantined`` worker is read or trained on any more.
+    """
+
+    worker: _Name
+    kind: Annotated[str, Meta(max_length=32)]
+    count: Index
+    detail: Annotated[str, Meta(max_length=MAX_DETAIL)] = ""
+    quarantined: bool = False
+
+
+class Challenge(msgspec.Struct, frozen=True, kw_only=True):
+    """The object at ``challenges/<worker>.json``: the secret from which the nonces and the tasks of
+    a worker's groups follow. Only the trainer and this worker need to read it."""
+
+    format: int = FORMAT
+    worker: _Name
+    secret: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+
+
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's status, replaced as a whole at every change.
 
     ``version`` is committed. ``credits`` counts, for each worker, the groups that it may have
-    started since the run began. ``finished`` means that ``version`` is the last one.
+    started since the run began. ``finished`` means that ``version`` is the last one. ``incidents``
+    name what workers did that they should not, as far as the trainer can tell, and outlive it.
+    ``self_attested`` names what the trainer believes workers without computing it again.
     """
 
     format: int = FORMAT
@@ -33,6 +60,10 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Index
     credits: Annotated[dict[str, Index], Meta(max_length=1 << 16)]
     at: float
+    incidents: Annotated[list[Incident], Meta(max_length=MAX_INCIDENTS)] = []
+    self_attested: Annotated[
+        list[Annotated[str, Meta(max_length=MAX_DETAIL)]], Meta(max_length=16)
+    ] = []
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

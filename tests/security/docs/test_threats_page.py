@@ -46,6 +46,8 @@ TRAINERS = [
     keys.checkpoint_part(3, 0),
     keys.archive(0),
     keys.tombstone("w0"),
+    keys.challenge("w0"),
+    keys.challenge("WORKER"),
 ]
 WORKERS = [
     keys.rollout("WORKER", 0),
@@ -167,5 +169,8 @@ def test_policies_allow_what_each_role_writes_and_nothing_else(role) -> None:
 
 @pytest.mark.parametrize("role", ["worker", "evaluator", "reader"])
 def test_checkpoints_and_the_groups_of_others_are_read_by_few(role) -> None:
-    secret = [keys.checkpoint_commit(3), keys.checkpoint_part(3, 0), keys.rollout("w0", 0)]
+    secret = [
+        *(keys.checkpoint_commit(3), keys.checkpoint_part(3, 0)),
+        *(keys.rollout("w0", 0), keys.challenge("w0")),
+    ]
     assert not [key for key in secret if _allows(POLICIES[role], "GetObject", key)]

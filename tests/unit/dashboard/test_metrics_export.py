@@ -27,7 +27,7 @@ from deltawire.sync import create_run
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
 from deltawire.wire.run import Run, TensorSpec
-from deltawire.wire.status import TrainerStatus
+from deltawire.wire.status import Incident, TrainerStatus
 
 WATCHING = Path(__file__).parents[3] / "docs" / "WATCHING.md"
 TOKEN = "t-o-k-e-n"
@@ -84,6 +84,7 @@ STATUS = RunStatus(
         )
     ],
     problems=[],
+    incidents=[Incident(worker="w3", kind="reward", count=2, quarantined=True)],
 )
 
 

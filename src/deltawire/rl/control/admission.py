@@ -12,6 +12,13 @@ at v or later, so its staleness is at most S. With S = 0 nothing is granted betw
 and its commit: sampling and training alternate strictly. A worker on a slow link may start at a
 version before v (`deltawire.rl.rollout.worker.allowed_lag`); its groups are then older by as much.
 
+Credits go to workers that deliver. A worker that never stored a group may be no worker at all, and
+names are cheap: once another one has delivered, such workers get no more than half of the limit
+together. One that gets nothing for long, because others hold the limit and deliver nothing, is on
+``trial``: it gets one credit in excess of the limit, so that silent names starve no worker. These
+are the only groups beyond the limit; workers that hold credits and never deliver lose their claim
+(`deltawire.rl.control.credits`).
+
 Workers finish out of order, so the argument bounds the aggregate. The trainer takes the oldest
 groups first and drops those that still exceed S (`deltawire.rl.control.rollout_buffer`): the bound
 holds for each group by enforcement, and admission keeps drops rare.
@@ -31,6 +38,10 @@ class WorkerLoad:
     stored: int
     settled: int
     alive: bool
+    proven: bool = True
+    """Whether it has stored a group that could be used."""
+    trial: bool = False
+    """Whether it gets one credit even beyond the limit."""
 
 
 class Admission:
@@ -63,9 +74,19 @@ class Admission:
         """
         granted = {name: load.granted for name, load in workers.items()}
         alive = sorted(name for name, load in workers.items() if load.alive)
+        proven = [name for name in alive if workers[name].proven]
+        new = [name for name in alive if not workers[name].proven]
         free = self.limit - self.outstanding(workers)
-        while alive and free > 0:
-            name = min(alive, key=lambda worker: granted[worker] - workers[worker].stored)
+        held = sum(granted[name] - workers[name].stored for name in new)
+        while free > 0:
+            able = proven if proven and held >= self.limit // 2 else alive
+            if not able:
+                break
+            name = min(able, key=lambda worker: granted[worker] - workers[worker].stored)
             granted[name] += 1
+            held += not workers[name].proven
             free -= 1
+        for name in new:
+            if workers[name].trial:
+                granted[name] = max(granted[name], workers[name].stored + 1)
         return granted

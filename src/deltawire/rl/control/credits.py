@@ -16,7 +16,7 @@ from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.objects import encode_json
-from deltawire.wire.status import Phase, TrainerStatus
+from deltawire.wire.status import Incident, Phase, TrainerStatus
 
 REWRITE_S = 5.0
 
@@ -55,7 +55,12 @@ class CreditIssuer:
         self._stored: dict[str, int] = {}
         self._progress: dict[str, tuple[int, float]] = {}
         self._deliver_s = config.faults.long_s
+        self._starve_s = config.faults.stall_s
+        self._starving: dict[str, float] = {}
         self._dropping: dict[str, int] = {}
+        self._proven: set[str] = {name for name in ledger.below if ledger.count(name)}
+        self._incidents: list[Incident] = []
+        self._self_attested: list[str] = []
         self._phase: Phase = "starting"
         self._written: TrainerStatus | None = None
         self._written_at = float("-inf")
@@ -80,7 +85,18 @@ class CreditIssuer:
             names = self._credits.keys() | alive
             self._stored = {name: buffer.stored(name) for name in names}
             self._dropping = {name: buffer.dropping(name) for name in names}
+            self._proven |= buffer.proven
+            self._incidents = buffer.incidents.listed()
+            self._self_attested = buffer.self_attested()
             self.alive = {name for name in alive if self._delivers(name)}
+
+    def _on_trial(self, worker: str) -> bool:
+        """Returns whether a worker that never delivered had no credit for ``faults.stall_s``."""
+        if worker in self._proven or self._credits.get(worker, 0) > self._stored.get(worker, 0):
+            self._starving.pop(worker, None)
+            return False
+        now = time.monotonic()
+        return now - self._starving.setdefault(worker, now) >= self._starve_s
 
     def _delivers(self, worker: str) -> bool:
         """Returns whether a worker stored a group after its last grant, or may still be sampling.
@@ -120,8 +136,15 @@ class CreditIssuer:
         of what it has stored, like a new worker.
         """
         with self._lock:
-            for table in (self._credits, self._stored, self._dropping, self._progress):
+            for table in (
+                self._credits,
+                self._stored,
+                self._dropping,
+                self._progress,
+                self._starving,
+            ):
                 table.pop(worker, None)
+            self._proven.discard(worker)
             self.staleness.forget(worker)
 
     def write(self, phase: Phase | None = None) -> None:
@@ -141,6 +164,8 @@ class CreditIssuer:
                 epoch=self._epoch,
                 credits=dict(self._credits),
                 at=0.0,
+                incidents=self._incidents,
+                self_attested=self._self_attested,
             )
             now = time.monotonic()
             if status != self._written or now - self._written_at >= REWRITE_S:
@@ -156,6 +181,8 @@ class CreditIssuer:
                 stored=self._stored.get(name, 0),
                 settled=self.ledger.count(name) + self._dropping.get(name, 0),
                 alive=name in self.alive,
+                proven=name in self._proven,
+                trial=name in self.alive and self._on_trial(name),
             )
             for name in self._credits.keys() | self.alive
         }

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from deltawire.errors import CorruptError
+from deltawire.rl.control.incidents import Incidents
+from deltawire.rl.control.quota import Quota
 from deltawire.rl.control.rollout_reader import Bounds, read_group
 from deltawire.rl.control.staleness import StalenessPolicy
 from deltawire.store import Bucket
@@ -16,14 +18,18 @@ from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.rollouts import Group
 
-DropCause = Literal["stale", "failed", "damaged", "unknown version", "withheld"]
+DropCause = Literal[
+    "stale", "failed", "damaged", "unknown version", "withheld", "not granted", "quarantined"
+]
 
 MIN_EPISODES = 2
 """With fewer episodes left after failures, there is nothing to compare and no advantage."""
 READERS = 16
+MAX_DAMAGED = 1024
 QUARANTINE_AFTER = 8
 """Damaged groups of a worker after which it is quarantined, if they are more than a quarter of all
-its groups: storage damages few."""
+its groups: storage damages few. Where nonces tell who stored a group, objects that cannot be read
+count only if they are so many in a row: anybody may have stored them in the worker's name."""
 
 
 @dataclass
@@ -41,6 +47,11 @@ class BufferedGroup:
     oldest: int = field(init=False)
     newest: int = field(init=False)
 
+    @property
+    def worker(self) -> str:
+        """The worker that stored it."""
+        return self.group.worker
+
     def __post_init__(self) -> None:
         self.oldest, self.newest = self.group.oldest_version, self.group.newest_version
 
@@ -50,8 +61,9 @@ class Drop:
     """A group that is not trained on, and the cause.
 
     It is too old (``stale``), too few of its episodes completed (``failed``, with the first cause
-    as ``detail``), it cannot be read (``damaged``), a version that does not exist sampled it, or
-    its family is down-weighted (``withheld``). ``tokens`` counts the tokens that were sampled.
+    as ``detail``), it cannot be read (``damaged``), a version that does not exist sampled it, its
+    family is down-weighted (``withheld``), its nonce is not of a granted group, or its worker is
+    quarantined. ``tokens`` counts the tokens that were sampled.
     """
 
     worker: str
@@ -82,11 +94,41 @@ class Batch:
         return [(drop.worker, drop.sequence) for drop in self.drops]
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A group that was read, the hash of its bytes, and the first bound that it exceeds."""
+
+    group: Group
+    hash: str
+    fault: str
+
+
+class Guard(Protocol):
+    """Decides whose groups count (`deltawire.rl.control.worker_guard`)."""
+
+    incidents: Incidents
+    quota: Quota
+
+    def self_attested(self) -> list[str]:
+        """What is believed without computing it again."""
+        ...
+
+    def check_nonce(self, worker: str, nonce: str) -> str:
+        """Why a group with this nonce was not granted to the worker; empty if it was."""
+        ...
+
+    def arrived(self, buffered: BufferedGroup) -> None:
+        """Called once with each group that may be trained on."""
+        ...
+
+
 class RolloutBuffer:
     """Fetches each worker's next groups, and hands out batches.
 
     A group that is damaged, or exceeds its ``bounds``, is dropped and its key kept in ``damaged``.
-    A worker that stores too many of them is quarantined: its groups are no longer read.
+    A worker that stores too many of them is quarantined: its groups are no longer read. So is one
+    that the ``guard`` quarantines for another reason; the groups of it that wait are dropped. A
+    group that was not granted by its nonce is dropped too, and the worker is not blamed for it.
     A group with fewer than `MIN_EPISODES` completed episodes is dropped too; ``failed`` counts
     those in a row, and ``failure`` is the last one's first cause. A dropped group counts as
     settled, so its credit is granted again. ``arrive`` is called once for each stored group and
@@ -109,8 +151,12 @@ class RolloutBuffer:
         bounds: Bounds | None = None,
         arrive: Callable[[str, int | None], int] = lambda _worker, _oldest: 0,
         withhold: Callable[[Group, int], bool] = lambda _group, _sequence: False,
+        guard: Guard | None = None,
         readers: int | None = None,
     ) -> None:
+        self._guard = guard
+        self.incidents = guard.incidents if guard else Incidents()
+        self._quota = guard.quota if guard else Quota(1.0)
         self._withhold = withhold
         self._bucket = bucket
         self._bounds = bounds
@@ -125,12 +171,24 @@ class RolloutBuffer:
         self._dropped: list[Drop] = []
         self._arrive = arrive
         self.damaged: list[str] = []
-        self.quarantined: dict[str, str] = {}
-        """Workers whose groups are no longer read, with the fault of the last one that was."""
+        self.proven: set[str] = set()
+        """Workers that stored a group that could be read and was granted."""
         self._damaged_of: Counter[str] = Counter()
         self._fetched_of: Counter[str] = Counter()
+        self._unreadable: Counter[str] = Counter()
         self.failed = 0
+        self.failing: set[str] = set()
+        """The workers of the groups that ``failed`` counts."""
         self.failure = ""
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """Workers whose groups are neither read nor trained on, with the reason."""
+        return self.incidents.quarantined
+
+    def self_attested(self) -> list[str]:
+        """What of the groups is believed without computing it again."""
+        return self._guard.self_attested() if self._guard else []
 
     @property
     def waiting(self) -> int:
@@ -151,7 +209,10 @@ class RolloutBuffer:
 
     def forget(self, worker: str) -> None:
         """Drop what is known of a worker that is gone; all its groups must be settled."""
-        self._next.pop(worker, None)
+        for table in (self._next, self._damaged_of, self._fetched_of, self._unreadable):
+            table.pop(worker, None)
+        self.proven.discard(worker)
+        self._quota.forget(worker)
 
     def poll(self, workers: Collection[str], granted: Mapping[str, int] | None = None) -> int:
         """Fetch the groups that these workers have stored; returns how many.
@@ -175,6 +236,7 @@ class RolloutBuffer:
             active = []
             for worker, result in zip(turn, results, strict=True):
                 if result is not None and worker not in self.quarantined:
+                    self._quota.delivered(worker)
                     self._add(worker, self._next[worker], result)
                     self._next[worker] += 1
                     found += 1
@@ -187,42 +249,76 @@ class RolloutBuffer:
         if self._readers is not None:
             self._readers.shutdown(cancel_futures=True)
 
-    def _read_all(
-        self, names: Sequence[tuple[str, int]]
-    ) -> list[tuple[Group, str] | CorruptError | None]:
+    def _read_all(self, names: Sequence[tuple[str, int]]) -> list[_Found | CorruptError | None]:
         if self._readers is None or len(names) < 2:
             return [self._read(name) for name in names]
         return list(self._readers.map(self._read, names))
 
-    def _read(self, name: tuple[str, int]) -> tuple[Group, str] | CorruptError | None:
+    def _read(self, name: tuple[str, int]) -> _Found | CorruptError | None:
         try:
-            return read_group(self._bucket, *name, bounds=self._bounds)
+            found = read_group(self._bucket, *name)
         except CorruptError as error:
             return error
+        if found is None:
+            return None
+        fault = "" if self._bounds is None else self._bounds.fault(found[0])
+        return _Found(*found, fault)
 
-    def _add(self, worker: str, sequence: int, result: tuple[Group, str] | CorruptError) -> None:
+    def _add(self, worker: str, sequence: int, result: _Found | CorruptError) -> None:
         self._fetched_of[worker] += 1
         if isinstance(result, CorruptError):
-            self.damaged.append(keys.rollout(worker, sequence))
-            self._damaged_of[worker] += 1
-            damaged = self._damaged_of[worker]
-            if damaged >= QUARANTINE_AFTER and 4 * damaged > self._fetched_of[worker]:
-                self.quarantined[worker] = result.message
-            self._dropped.append(Drop(worker, sequence, "damaged"))
+            self._unreadable[worker] += 1
+            row = self._unreadable[worker] >= QUARANTINE_AFTER
+            blame = self._guard is None or row
+            self._add_damaged(worker, sequence, result.message, blame=blame)
+            return
+        if self._guard and (fault := self._guard.check_nonce(worker, result.group.nonce)):
+            self.incidents.report(worker, "not granted", f"group {sequence}: {fault}")
+            self._dropped.append(Drop(worker, sequence, "not granted"))
             self._arrive(worker, None)
             return
-        group, digest = result
-        buffered = BufferedGroup(sequence, group, digest)
+        self._unreadable[worker] = 0
+        if result.fault:
+            self._add_damaged(worker, sequence, result.fault, blame=True)
+            return
+        self.proven.add(worker)
+        group = result.group
+        buffered = BufferedGroup(sequence, group, result.hash)
         buffered.place = self._arrive(worker, buffered.oldest if buffered.oldest >= 0 else None)
         causes = [t.cause for t in group.trajectories if t.cause]
         if causes and len({episode for _, episode, _ in group.trained()}) < MIN_EPISODES:
             self.failed, self.failure = self.failed + 1, causes[0]
+            self.failing.add(worker)
             self._dropped.append(Drop.of(buffered, "failed", causes[0]))
         elif self._withhold(group, sequence):
             self._dropped.append(Drop.of(buffered, "withheld"))
         else:
-            self.failed = 0
+            self.failed, self.failing = 0, set()
+            if self._guard is not None:
+                self._guard.arrived(buffered)
             self._waiting.append(buffered)
+
+    def _add_damaged(self, worker: str, sequence: int, fault: str, *, blame: bool) -> None:
+        self.damaged.append(keys.rollout(worker, sequence))
+        del self.damaged[:-MAX_DAMAGED]
+        self._damaged_of[worker] += 1
+        damaged = self._damaged_of[worker]
+        self._dropped.append(Drop(worker, sequence, "damaged"))
+        self._arrive(worker, None)
+        detail = f"group {sequence}: {fault}"
+        if blame and damaged >= QUARANTINE_AFTER and 4 * damaged > self._fetched_of[worker]:
+            self.incidents.quarantine(worker, "damaged", detail)
+        else:
+            self.incidents.report(worker, "damaged", detail)
+
+    def _drop_quarantined(self) -> None:
+        """Drop the waiting groups of quarantined workers."""
+        if not self.quarantined:
+            return
+        for waiting in (self._waiting, self._requeued):
+            gone = [one for one in waiting if one.worker in self.quarantined]
+            self._dropped += [Drop.of(one, "quarantined") for one in gone]
+            waiting[:] = [one for one in waiting if one.worker not in self.quarantined]
 
     def next_batch(
         self, policy: StalenessPolicy, *, version: int, alive: Collection[str] = ()
@@ -232,13 +328,18 @@ class RolloutBuffer:
         Groups that the policy evicts, or that name a version which does not exist yet, are dropped
         and reported with the next batch.
         """
+        self._drop_quarantined()
         known = []
         for buffered in self._waiting:
             if buffered.newest > version:
                 self._dropped.append(Drop.of(buffered, "unknown version"))
             else:
                 known.append(buffered)
-        choice = policy.choose(known, self._requeued, version=version, alive=alive)
+        choice = self._quota.choose(
+            lambda shown: policy.choose(shown, self._requeued, version=version, alive=alive),
+            known,
+            groups_per_step=policy.groups_per_step,
+        )
         self._dropped += [Drop.of(buffered, "stale") for buffered in choice.evicted]
         gone = {id(one) for one in (*choice.taken, *choice.evicted, *choice.requeued)}
         self._waiting = [buffered for buffered in known if id(buffered) not in gone]

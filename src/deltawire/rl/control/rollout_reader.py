@@ -12,13 +12,17 @@ from deltawire.errors import CorruptError
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import GROUP_HASH_DIGITS
-from deltawire.wire.rollouts import MAX_GROUP_BYTES, Group, decode_group
+from deltawire.wire.rollouts import MAX_GROUP_BYTES, Group, Trajectory, decode_group
 
 READS = 3
 """A group counts as damaged only if every read finds it so: a network may cut an answer short and
 report it as complete, and a dropped group is lost."""
 LARGEST_REWARD = 1e4
 """The largest magnitude of a reward, in multiples of ``probes.reward_scale``."""
+MAX_FAILED_PROMPT = 1 << 20
+"""Tokens of the prompt of an episode that failed, which may be what it failed by."""
+MAX_ROUTE_BYTES = 1 << 14
+"""Bytes of expert choices for one position: 256 layers of 32 experts in 16 bits."""
 LEAST_LOGPROB = -100.0
 """Nats. A sampler draws no token of a lower log-probability in the lifetime of a run."""
 
@@ -28,7 +32,8 @@ class Bounds:
     """The limits that every group of a run respects.
 
     A group that exceeds them was made by no worker of this run: it would stop the trainer, or
-    dominate the step of all groups that it is trained on with.
+    dominate the step of all groups that it is trained on with. ``drawn`` bounds the tokens that the
+    model drew in one episode, ``routes`` the bytes of one trajectory's expert choices.
     """
 
     vocabulary: int
@@ -36,17 +41,22 @@ class Bounds:
     context: int
     episodes: int = 1 << 12
     reward: float = LARGEST_REWARD
+    drawn: int = 1 << 31
+    routes: int = 1 << 31
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary: int) -> Bounds:
         """The bounds of a run."""
         rollout = config.rollout
+        turn = rollout.max_tokens + (rollout.summary_tokens if rollout.on_full == "summary" else 0)
         return cls(
             vocabulary,
             rollout.temperature,
             rollout.context,
             rollout.group_size,
             LARGEST_REWARD * config.probes.reward_scale,
+            rollout.max_turns * turn,
+            0 if config.parity.routes == "off" else rollout.context * MAX_ROUTE_BYTES,
         )
 
     def fault(self, group: Group) -> str:
@@ -55,15 +65,34 @@ class Bounds:
             return f"a token is not in the vocabulary of {self.vocabulary}"
         if group.temperature != self.temperature:
             return f"sampled at temperature {group.temperature}, not {self.temperature}"
-        if len(set(group.episodes)) > self.episodes:
+        drawn = dict.fromkeys(group.episodes, 0)
+        if len(drawn) > self.episodes:
             return f"more than {self.episodes} episodes"
-        for t in group.trajectories:
-            if len(group.prompt_of(t)) + len(t.tokens_T) > self.context and not t.cause:
-                return f"a sequence of more than {self.context} tokens"
-            if abs(t.reward) > self.reward:
-                return f"a reward of {t.reward:g}, beyond {self.reward:g}"
-            if np.min(t.logprobs_T[t.mask_T == 1], initial=0.0) < LEAST_LOGPROB:
-                return f"a log-probability below {LEAST_LOGPROB:g}"
+        for episode, t in zip(group.episodes, group.trajectories, strict=True):
+            drawn[episode] += int(t.mask_T.sum())
+            if fault := self._fault_of(t, len(group.prompt_of(t))):
+                return fault
+        if max(drawn.values(), default=0) > self.drawn:
+            return f"an episode of more than {self.drawn} drawn tokens"
+        return ""
+
+    def _fault_of(self, t: Trajectory, prompt: int) -> str:
+        # An episode may have failed because its prompt was too long.
+        if len(t.tokens_T) + (0 if t.cause else prompt) > self.context:
+            return f"a sequence of more than {self.context} tokens"
+        if prompt > MAX_FAILED_PROMPT:
+            return f"a prompt of more than {MAX_FAILED_PROMPT} tokens"
+        if abs(t.reward) > self.reward:
+            return f"a reward of {t.reward:g}, beyond {self.reward:g}"
+        if t.cause and t.reward:
+            return "a reward for an episode that failed"
+        if np.min(t.logprobs_T[t.mask_T == 1], initial=0.0) < LEAST_LOGPROB:
+            return f"a log-probability below {LEAST_LOGPROB:g}"
+        if len(t.routes) > self.routes:
+            return f"{len(t.routes)} bytes of expert choices, beyond {self.routes}"
+        versions = t.versions_T[t.mask_T == 1]
+        if (np.diff(versions) < 0).any():
+            return "a token of an older version after one of a newer"
         return ""
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 
 from deltawire.errors import DeltawireError, RetryError
+from deltawire.rl.control.challenges import read_challenge
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.heartbeat import HEARTBEAT_S, read_heartbeat
 from deltawire.runtime.liveness import Liveness
@@ -22,13 +23,18 @@ class TrainerLink(threading.Thread):
     waiting cannot repair; `raise_error` raises it.
     """
 
-    def __init__(self, bucket: Bucket, *, silence_s: float) -> None:
+    def __init__(self, bucket: Bucket, worker: str, *, silence_s: float) -> None:
         super().__init__(name="trainer-link", daemon=True)
         self.status: TrainerStatus | None = None
         self.error: DeltawireError | None = None
         self.alive_at = time.monotonic()
         """When the trainer was last seen alive, by this process's clock."""
+        self.secret: str | None = None
+        """The secret that this worker's nonces and tasks follow from; empty if the trainer gives
+        none, None while it is not known."""
         self._bucket = bucket
+        self._worker = worker
+        self._epoch = -1
         self._liveness = Liveness(silence_s=silence_s)
         self._closed = threading.Event()
 
@@ -37,7 +43,9 @@ class TrainerLink(threading.Thread):
         checked_at = time.monotonic()
         while not self._closed.is_set():
             try:
-                self.status = read_trainer(self._bucket) or self.status
+                status = read_trainer(self._bucket) or self.status
+                self._read_secret(status)
+                self.status = status
                 if (elapsed_s := time.monotonic() - checked_at) >= HEARTBEAT_S:
                     checked_at += elapsed_s
                     self._check_trainer(elapsed_s)
@@ -48,6 +56,13 @@ class TrainerLink(threading.Thread):
                 self.error = error
                 return
             self._closed.wait(self._bucket.poll_s)
+
+    def _read_secret(self, status: TrainerStatus | None) -> None:
+        """Read the secret once there are credits, and again after each start of a trainer."""
+        if status is None or self._worker not in status.credits or status.epoch == self._epoch:
+            return
+        self.secret = read_challenge(self._bucket, self._worker)
+        self._epoch = status.epoch
 
     def _check_trainer(self, elapsed_s: float) -> None:
         state = self._liveness.observe(read_heartbeat(self._bucket, "trainer"), elapsed_s)

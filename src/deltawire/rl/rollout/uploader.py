@@ -8,7 +8,14 @@ import time
 
 import numpy as np
 
-from deltawire.errors import BugError, DeltawireError, FencedError, InputError, RetryError
+from deltawire.errors import (
+    BugError,
+    CorruptError,
+    DeltawireError,
+    FencedError,
+    InputError,
+    RetryError,
+)
 from deltawire.events import Generated
 from deltawire.runtime.process import Process
 from deltawire.store import Bucket
@@ -80,18 +87,19 @@ class Uploader(threading.Thread):
         """Create the next object.
 
         An object that exists already is this request's own, whose answer was lost; or the group of
-        a predecessor, which was still in flight when that died, and then the next number is tried;
-        or of another process with the same name, and then this one stops.
+        a predecessor, which was still in flight when that died, or something that another writer
+        put there, and then the next number is tried; or of another process with the same name, and
+        then this one stops.
         """
         while True:
             self._process.lease.confirm()
             key = keys.rollout(self._worker, self.stored)
             if self._bucket.create(key, data):
                 return
-            existing = self._bucket.get(key, limit=MAX_GROUP_BYTES)
+            existing = self._existing(key)
             if existing is None:
                 raise RetryError("a stored group disappeared again", run=self._bucket.url, key=key)
-            if decode_group(existing, run=self._bucket.url, key=key).nonce == group.nonce:
+            if self._nonce_in(existing, key) == group.nonce:
                 return
             self._process.lease.confirm(fresh=True)
             if not self._process.lease.held:
@@ -102,6 +110,19 @@ class Uploader(threading.Thread):
                     key=key,
                 )
             self.stored += 1
+
+    def _existing(self, key: str) -> bytes | None:
+        try:
+            return self._bucket.get(key, limit=MAX_GROUP_BYTES)
+        except CorruptError:
+            return b""  # It is larger than any group.
+
+    def _nonce_in(self, data: bytes, key: str) -> str:
+        """The nonce of a stored group, empty if the object is none: others can write here too."""
+        try:
+            return decode_group(data, run=self._bucket.url, key=key).nonce
+        except CorruptError:
+            return ""
 
     def raise_error(self) -> None:
         """Raise the error that ended the thread, if one did."""

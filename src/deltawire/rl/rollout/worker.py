@@ -23,6 +23,7 @@ from deltawire.codec import Digest
 from deltawire.config import RunConfig
 from deltawire.engines.transformers import IDLE_S
 from deltawire.errors import RetryError
+from deltawire.rl.control.challenges import nonce_of, stream_of
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
 from deltawire.rl.rollout.failure_budget import FailureBudget
@@ -43,6 +44,9 @@ from deltawire.wire.status import MAX_ALARM, TrainerStatus, WorkerPhase, WorkerS
 REPORT_EVERY_S = 10.0
 WAIT_S = 0.01
 """The pause of an idle loop, which sees new versions and credits that threads have fetched."""
+
+MAX_UNGRANTED = 1 << 16
+"""Groups that a predecessor may have stored after its last heartbeat, by far."""
 
 
 class Worker:
@@ -69,7 +73,7 @@ class Worker:
         self.phase: WorkerPhase = "sampling"
         self.attested: Digest | None = None
         self.follower = follow(steps, self.served)
-        self.link = TrainerLink(bucket, silence_s=config.faults.silence_s)
+        self.link = TrainerLink(bucket, process.name, silence_s=config.faults.silence_s)
         self.uploader = Uploader(bucket, process.name, first, process)
         self._first = first
         self._started = first
@@ -178,12 +182,14 @@ class Worker:
         free = concurrent - len(self._groups) * rollout.group_size
         while (
             self._started < granted
+            and self.link.secret is not None
             and status.version - self.served.live.version <= self._allowed_lag
             and (free >= rollout.group_size or not self._groups)
         ):
             free -= rollout.group_size
             self._started += 1
-            task = asyncio.get_running_loop().create_task(self._sample_group(self._drawn))
+            group = self._sample_group(self._drawn, self.link.secret)
+            task = asyncio.get_running_loop().create_task(group)
             self._drawn += 1
             self._groups.add(task)
             task.add_done_callback(self._group_done)
@@ -193,9 +199,13 @@ class Worker:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
 
-    async def _sample_group(self, number: int) -> None:
+    async def _sample_group(self, number: int, secret: str) -> None:
         rollout, limits = self.config.rollout, EpisodeLimits.of(self.config.rollout)
-        task = self.served.tasks.draw(f"{self.process.name}-{self.process.nonce}", number)
+        name, nonce, lease = self.process.name, self.process.nonce, self.process.lease.number
+        # A trainer that gives no secret leaves nonce and tasks to the worker.
+        stream = stream_of(name, secret, lease) if secret else f"{name}-{nonce}"
+        nonce = nonce_of(secret, lease, number) if secret else nonce
+        task = self.served.tasks.draw(stream, number)
         episodes = await asyncio.gather(
             *(
                 run_episode(
@@ -209,10 +219,7 @@ class Worker:
             )
         )
         self._failures.add(task, episodes)
-        process = self.process
-        self.uploader.submit(
-            group_of(process.name, process.nonce, task, rollout.temperature, episodes)
-        )
+        self.uploader.submit(group_of(name, nonce, task, rollout.temperature, episodes))
 
     def _finish(self, status: TrainerStatus) -> bool:
         """At the last version, recompute the digest from the serving weights; else continue."""
@@ -238,7 +245,8 @@ def next_sequence(process: Process) -> int:
 
     Groups may have been deleted, so they are not counted: it is the number after the last one that
     is stored, or the one that the predecessor's last heartbeat names, if that is more. Numbers that
-    the trainer has not granted were not stored by a worker.
+    the trainer has not granted were not stored by a worker, nor named by one; where it has granted
+    none, numbers far beyond the predecessor's do not count.
     """
     status = read_trainer(process.bucket)
     granted = status.credits.get(process.name) if status is not None else None
@@ -246,7 +254,8 @@ def next_sequence(process: Process) -> int:
     numbers = [group[1] + 1 for key in found if (group := keys.group_of(key)) is not None]
     before = process.heartbeat.predecessor
     claimed = before.worker.stored if before is not None and before.worker is not None else 0
-    return max([claimed, *(n for n in numbers if granted is None or n <= granted)])
+    largest = max(claimed, 0) + MAX_UNGRANTED if granted is None else granted
+    return max([0, *(n for n in (claimed, *numbers) if n <= largest)])
 
 
 def run_worker(process: Process, *, patience_s: float, report: Callable[[str], None]) -> None:

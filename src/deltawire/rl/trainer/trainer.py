@@ -36,7 +36,7 @@ from deltawire.errors import (
     RetryError,
     StoppedError,
 )
-from deltawire.events import Life, Published, Step, known
+from deltawire.events import Published, Step, known
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.export.source import digest_of
 from deltawire.parity import finite, parity_event
@@ -48,7 +48,10 @@ from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.control.staleness import policy_of
+from deltawire.rl.control.worker_guard import WorkerGuard
+from deltawire.rl.evaluate.rescoring import Rescoring
 from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.progress_alarm import ProgressAlarm
 from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_step
 from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.event_archive import EventArchiver
@@ -69,6 +72,7 @@ from deltawire.train.masters import MasterWeights
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
 from deltawire.wire.run import Run
+from deltawire.wire.status import TrainerStatus
 
 STORE_PATIENCE_S = 300.0
 
@@ -106,21 +110,7 @@ class Trainer:
         )
         self.credits.version, self.credits.digest = head.version, head.digest.hex()
         vocabulary = model.get_input_embeddings().num_embeddings
-        self.probes = ProbeWatch(
-            self.bucket,
-            config.probes,
-            version=self.version,
-            again=lambda version: groups_of(self.bucket, run, version),
-            record=process.events.record,
-        )
-        self.buffer = RolloutBuffer(
-            self.bucket,
-            self.ledger,
-            limit=self.credits.staleness.limit,
-            bounds=Bounds.of(config, vocabulary),
-            arrive=self.credits.staleness.arrive,
-            withhold=self.probes.withholds,
-        )
+        self._read_groups(before, Bounds.of(config, vocabulary))
         self.reaper = Reaper(self.bucket)
         floors, keep = RetainedFile(self.bucket), config.retain
         self.archiver = EventArchiver(self.bucket, keep_days=keep.events_days, floors=floors)
@@ -141,8 +131,36 @@ class Trainer:
             on_commit=self._on_commit,
         )
         self._saved = -1
-        self._quarantined: set[str] = set()
         self._answered_at = time.monotonic()
+
+    def _read_groups(self, before: TrainerStatus | None, bounds: Bounds) -> None:
+        """Make what reads, bounds and checks groups; ``before`` is an earlier trainer's status."""
+        record = self.process.events.record
+        self.probes = ProbeWatch(
+            self.bucket,
+            self.config.probes,
+            version=self.version,
+            again=lambda version: groups_of(self.bucket, self.run, version),
+            record=record,
+        )
+        self.rescoring = Rescoring(self.bucket, self.run, self.config)
+        self.guard = WorkerGuard(
+            self.bucket,
+            self.config,
+            record=record,
+            known=before.incidents if before else (),
+            rescorer=self.rescoring,
+        )
+        self.buffer = RolloutBuffer(
+            self.bucket,
+            self.ledger,
+            limit=self.credits.staleness.limit,
+            bounds=bounds,
+            arrive=self.credits.staleness.arrive,
+            withhold=self.probes.withholds,
+            guard=self.guard,
+        )
+        self.alarm = ProgressAlarm(record)
 
     def _restore(self, model: Any, head: Mirror) -> MasterWeights:
         """Restore the newest checkpoint, and recompute the steps from there to the head."""
@@ -163,6 +181,7 @@ class Trainer:
 
     def _on_commit(self, receipt: CommitStats) -> None:
         self.credits.committed(receipt.version, receipt.digest)
+        self.alarm.committed(receipt.version, receipt.changed)
         self.process.events.record(
             Published(
                 process=self.process.name,
@@ -194,6 +213,7 @@ class Trainer:
             self.publisher.close()
         self.version_retention.close()
         self.buffer.close()
+        self.rescoring.close()
 
     def _loop(self) -> None:
         events, train = self.process.events, self.config.train
@@ -240,29 +260,17 @@ class Trainer:
             for worker in self.reaper.run(self.fleet, self._is_settled):
                 self.credits.forget(worker)
                 self.buffer.forget(worker)
-            self.buffer.poll(self.fleet.known_workers, self.credits.granted())
-            self._record_quarantined()
+                self.guard.forget(worker)
+            granted = self.credits.granted()
+            readable = self.guard.poll(self.fleet.known_workers, granted)
+            self.buffer.poll(readable, granted)
         except RetryError:
             if time.monotonic() - self._answered_at > STORE_PATIENCE_S:
                 raise
             self.process.wait(1.0)
             return None
         self._answered_at = time.monotonic()
-        return self.fleet.workers - self.buffer.quarantined.keys()
-
-    def _record_quarantined(self) -> None:
-        for worker, fault in self.buffer.quarantined.items():
-            if worker not in self._quarantined:
-                self._quarantined.add(worker)
-                self.process.events.record(
-                    Life(
-                        process=worker,
-                        at=time.time(),
-                        role="worker",
-                        what="stopped",
-                        detail=f"quarantined by the trainer, for damaged groups: {fault}",
-                    )
-                )
+        return self.fleet.workers & readable - self.buffer.quarantined.keys()
 
     def _is_settled(self, worker: str) -> bool:
         """Returns whether no step needs a group of this worker any more."""
@@ -276,8 +284,8 @@ class Trainer:
 
     def _stop_if_all_fail(self) -> None:
         """Raise `InputError` once more groups in a row failed than the configuration allows."""
-        limit = self.config.train.max_failed_groups
-        if limit and self.buffer.failed >= limit:
+        limit, buffer = self.config.train.max_failed_groups, self.buffer
+        if limit and buffer.failed >= limit and self.guard.blames_all(buffer.failing):
             raise InputError(
                 f"{self.buffer.failed} groups in a row failed, "
                 f"the last one by: {self.buffer.failure}",
@@ -297,6 +305,7 @@ class Trainer:
             )
         trained = events.span("train", started)
         self._record_parity(batch, result, version)
+        self.alarm.step(version, result)
         consumed = [(one.group.worker, one.sequence) for one in batch.taken]
         metadata = CommitMetadata(
             step=version,

@@ -46,7 +46,7 @@ def policy_loss(config: LossConfig, inputs: LossInputs, totals: Totals) -> Polic
     ``inputs`` holds no reference log-probabilities.
     """
     inputs = replace(inputs, ratio_base=config.ratio_base)
-    bounds = ClipBounds(*config.clip_bounds, config.dual_clip)
+    bounds = ClipBounds(*config.clip_bounds, config.dual_clip_bound)
     surrogate = surrogate_named(config.surrogate)(inputs, bounds)
     weights = correction_weights(inputs, config.corrections)
     mask = inputs.mask_NC

@@ -6,13 +6,18 @@ import pytest
 
 from deltawire.config import RunConfig, TrainConfig
 from deltawire.errors import InputError
+from deltawire.rl.control.worker_guard import WorkerGuard
 from deltawire.rl.trainer.trainer import Trainer
+from deltawire.store import open_bucket
 
 
 def trainer(limit, failed):
     found = Trainer.__new__(Trainer)
     found.config = RunConfig(name="t", train=TrainConfig(max_failed_groups=limit))
-    found.buffer = SimpleNamespace(failed=failed, failure="step took longer than 120 s")
+    found.buffer = SimpleNamespace(
+        failed=failed, failing={"w0"}, failure="step took longer than 120 s"
+    )
+    found.guard = WorkerGuard(open_bucket("memory://"), found.config)
     found.bucket = SimpleNamespace(url="memory://")
     found.version = 7
     return found

@@ -1,0 +1,204 @@
+"""Worker guard: decides whose groups the trainer reads, and names what it refuses.
+
+Who waits for whom::
+
+    trainer's main thread                      rescoring thread
+      names: allow-list, quarantine              score and compute again
+      arrived: draws a share of groups ────────▶   one group at a time
+      poll: verdicts ◀──────────────────────────   a queue, never waited for
+        └─▶ quarantine
+
+Everything here runs in the trainer's main thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from deltawire.config import RunConfig
+from deltawire.config.machine import machine_policy
+from deltawire.events import Event
+from deltawire.rl.control.challenges import Challenges
+from deltawire.rl.control.incidents import Incidents
+from deltawire.rl.control.quota import Quota
+from deltawire.rl.control.rollout_buffer import BufferedGroup
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.status import Incident
+
+DOUBTS = 3
+"""Disagreements that an honest worker can have by accident, such as a scorer that ran out of time,
+after which it is quarantined all the same."""
+LOOK_EVERY_S = 30.0
+
+
+def _unpredictable() -> float:
+    return secrets.SystemRandom().random()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of computing a group again. ``kind`` is empty if everything agrees or could not be
+    judged, else what disagrees, with a ``detail``; ``certain`` if no honest worker does that."""
+
+    worker: str
+    sequence: int
+    kind: str = ""
+    detail: str = ""
+    certain: bool = True
+
+
+class Rescorer(Protocol):
+    """Computes groups again elsewhere (`deltawire.rl.evaluate.rescoring`)."""
+
+    @property
+    def unjudged(self) -> list[str]:
+        """What it cannot compute again, with the reason, as far as that is known."""
+        ...
+
+    def submit(self, buffered: BufferedGroup, lease: int, number: int, secret: str) -> bool:
+        """Queue a group; False if too many wait."""
+        ...
+
+    def verdicts(self) -> list[Verdict]:
+        """The verdicts since the last call."""
+        ...
+
+
+class WorkerGuard:
+    """The allow-list, the challenges, the sample of groups that are computed again, and quarantine.
+
+    Example::
+
+        guard = WorkerGuard(bucket, config, record=events.record, known=status.incidents)
+        buffer = RolloutBuffer(bucket, ledger, limit=12, guard=guard)
+        guard.poll(fleet.known_workers, credits.granted())
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        config: RunConfig,
+        *,
+        record: Callable[[Event], None] = lambda _: None,
+        known: Sequence[Incident] = (),
+        rescorer: Rescorer | None = None,
+        draw: Callable[[], float] = _unpredictable,
+    ) -> None:
+        self.incidents = Incidents(record, known=known)
+        self.challenges = Challenges(bucket)
+        self.quota = Quota(config.workers.share)
+        self.rescored: Counter[str] = Counter()
+        """By worker, the groups whose verdict arrived."""
+        self.rescorer = rescorer
+        self._bucket = bucket
+        self._allow = config.workers.allow
+        self._machine = machine_policy().workers
+        self._share = config.trust.rescore_share
+        self._draw = draw
+        self._granted: Mapping[str, int] = {}
+        self._doubts: Counter[str] = Counter()
+        self._looked: dict[str, float] = {}
+        self._beyond: dict[str, str] = {}
+        self._unlisted: set[str] = set()
+        self._readable: set[str] = set()
+        self._failing: set[str] = set()
+
+    def allowed(self, workers: Collection[str]) -> set[str]:
+        """Those of the workers that may take part; the others are reported once each."""
+        found = {name for name in workers if self._allows(name)}
+        for name in sorted(set(workers) - found - self._unlisted):
+            self.incidents.report(name, "not allowed", "its name is not in workers.allow")
+            self._unlisted.add(name)
+        return found
+
+    def _allows(self, name: str) -> bool:
+        lists = (self._allow or None, self._machine)
+        return all(one is None or any(fnmatchcase(name, a) for a in one) for one in lists)
+
+    def self_attested(self) -> list[str]:
+        """What of the groups is believed without computing it again."""
+        if self.rescorer is None or not self._share:
+            return ["rewards", "log-probabilities", "probes", "expert choices"]
+        return [*self.rescorer.unjudged, "probes", "expert choices"]
+
+    def check_nonce(self, worker: str, nonce: str) -> str:
+        """Why a group with this nonce was not granted to the worker; empty if it was."""
+        return self.challenges.fault(worker, nonce, granted=self._granted.get(worker, 0))
+
+    def arrived(self, buffered: BufferedGroup) -> None:
+        """Draw whether a group is computed again. No worker can predict it."""
+        if self.rescorer is None or self._draw() >= self._share:
+            return
+        nonce = self.challenges.numbers(buffered.group.nonce)
+        secret = self.challenges.secret_of(buffered.worker)
+        if not self.rescorer.submit(buffered, *nonce, secret):
+            self.incidents.report(buffered.worker, "not rescored", "too many groups wait for it")
+
+    def blames_all(self, failing: Collection[str]) -> bool:
+        """Returns whether failures of these workers' groups are the run's, not one worker's.
+
+        If only one of several workers fails, it is reported and not believed.
+        """
+        if len(self._readable) <= 1 or len(failing) > 1:
+            return True
+        for worker in set(failing) - self._failing:
+            self.incidents.report(worker, "failing", "only groups of this worker fail")
+            self._failing.add(worker)
+        return False
+
+    def poll(self, workers: Collection[str], granted: Mapping[str, int]) -> set[str]:
+        """Take verdicts, look for groups beyond the grants, and give secrets to new workers.
+
+        Returns the workers whose groups may be read. Raises `RetryError`.
+        """
+        allowed = self.allowed(workers)
+        self._granted = dict(granted)
+        self.challenges.ensure(allowed)
+        if self.rescorer is not None:
+            for verdict in self.rescorer.verdicts():
+                self._take(verdict)
+        for worker in sorted(allowed):
+            self._look_beyond(worker, granted.get(worker, 0))
+        self._readable = allowed - self.incidents.quarantined.keys()
+        return self._readable
+
+    def _take(self, verdict: Verdict) -> None:
+        self.rescored[verdict.worker] += 1
+        if not verdict.kind:
+            return
+        detail = f"group {verdict.sequence}: {verdict.detail}"
+        self._doubts[verdict.worker] += not verdict.certain
+        if verdict.certain or self._doubts[verdict.worker] >= DOUBTS:
+            self.incidents.quarantine(verdict.worker, verdict.kind, detail)
+        else:
+            self.incidents.report(verdict.worker, verdict.kind, detail)
+
+    def _look_beyond(self, worker: str, granted: int) -> None:
+        """Report groups with numbers that were not granted: a page of keys now and then."""
+        now = time.monotonic()
+        if now - self._looked.get(worker, float("-inf")) < LOOK_EVERY_S:
+            return
+        self._looked[worker] = now
+        last = self._beyond.get(worker, "")
+        after = max(last, keys.rollout(worker, granted - 1) if granted else "")
+        found = self._bucket.list(keys.rollouts_of(worker), after=after or None)
+        if found:
+            self._beyond[worker] = found[-1]
+            detail = f"{found[0]} is beyond the {granted} groups that were granted"
+            self.incidents.report(worker, "not granted", detail, count=len(found))
+
+    def forget(self, worker: str) -> None:
+        """Drop what is known of a worker that is gone; its quarantine stays."""
+        self.challenges.forget(worker)
+        self.quota.forget(worker)
+        for table in (self._looked, self._beyond, self._doubts, self.rescored):
+            table.pop(worker, None)
+        self._unlisted.discard(worker)
+        self._failing.discard(worker)

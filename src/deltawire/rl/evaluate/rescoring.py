@@ -1,0 +1,383 @@
+"""Rescoring: computes a sample of groups again, to find workers that report what is not true.
+
+Of a group that `deltawire.rl.control.worker_guard` drew, this checks
+
+1. **the task**: it must be the one that the worker's secret and the group's number name;
+2. **the episodes**: they are played again with a sampler that returns the recorded tokens. The
+   prompt and what the environment says in between must be the recorded tokens, and the reward must
+   be the recorded one. Only environments that declare `deterministic` are judged, and failed
+   episodes are not;
+3. **the log-probabilities**: they are computed again with the weights of the version that each
+   token states. Tokens that one version drew after a prefix of that version differ by arithmetic
+   only: at most ``trust.logprob_gap`` nats a token in the mean, and 30 times as much for one token.
+   After a swap the sampler's cache mixes versions, so those tokens may be near any version of their
+   sequence, and may differ by four times as much.
+
+What is not judged: versions that are pruned or cannot be read, and environments that this machine
+does not have. Probes, families and expert choices are not compared; they are self-attested.
+
+A thread does this, one group at a time and at low priority. It has a model and a mirror of its own,
+in main memory. The trainer never waits for it.
+
+How soon a worker is found: each of its groups is drawn with probability s, so that n groups with a
+detectable lie pass with (1 - s)^n. For s = 0.1 and n = 50 that is 0.0052.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltawire.chat.text import Text
+from deltawire.config import RunConfig
+from deltawire.engines.base import Completion, OnToken, Sampling
+from deltawire.envs import Task, TaskSource, open_tasks
+from deltawire.errors import CorruptError, DeltawireError
+from deltawire.export.models import empty_model, fetch_model_files, load_tokenizer
+from deltawire.export.source import open_source
+from deltawire.rl.control.challenges import stream_of
+from deltawire.rl.control.rollout_buffer import BufferedGroup
+from deltawire.rl.control.worker_guard import Verdict
+from deltawire.rl.rollout.episode import run_episode
+from deltawire.rl.rollout.episode_types import EpisodeLimits, one_line
+from deltawire.store import Bucket
+from deltawire.sync import Mirror, load_mirror
+from deltawire.train.batch import collate
+from deltawire.train.policy import token_logprobs
+from deltawire.wire.rollouts import MAX_TASK, Group, Trajectory
+from deltawire.wire.run import Run
+
+ONE_TOKEN = 30.0
+"""How many times the mean limit one token may differ."""
+MIXED = 4.0
+"""How many times more the tokens after a swap may differ."""
+REPLAYS = 2
+"""How often an episode is played again before a worker is blamed for its reward."""
+NICE = 10
+_JOIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Work:
+    buffered: BufferedGroup
+    lease: int
+    number: int
+    secret: str
+
+
+class DepartedError(Exception):
+    """The episode asks for a completion of other tokens than were recorded."""
+
+
+class RecordedSampler:
+    """A `Sampler` that continues the sequences of one recorded episode, and no others."""
+
+    version, slots, capacity, active = 0, 1, 1 << 31, 0
+
+    def __init__(self, group: Group, trajectories: Sequence[Trajectory]) -> None:
+        self._known = [(group.prompt_of(t).tolist(), t.tokens_T.tolist(), t) for t in trajectories]
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, on_token: OnToken | None = None
+    ) -> Completion:
+        """Return the recorded tokens after ``prompt``; raises `DepartedError` if there are none."""
+        del on_token
+        asked = list(prompt)
+        for start, tokens, t in self._known:
+            place = len(asked) - len(start)
+            if place < 0 or place >= len(tokens) or start + tokens[:place] != asked:
+                continue
+            drawn = t.mask_T[place:] == 1
+            count = len(drawn) if drawn.all() else int(np.argmin(drawn))
+            count = min(count, sampling.max_tokens)
+            if not count:
+                continue
+            end = place + count
+            last = end == len(tokens) and t.finish in ("stop", "length")
+            cut = t.finish == "length" if last else count == sampling.max_tokens
+            return Completion(
+                tokens[place:end],
+                t.logprobs_T[place:end].tolist(),
+                t.versions_T[place:end].tolist(),
+                "length" if cut else "stop",
+            )
+        raise DepartedError
+
+    async def advance(self) -> int:
+        """Does nothing: every answer is known."""
+        return 0
+
+    def cancel_all(self) -> None:
+        """Does nothing: no request waits."""
+
+
+class RecordedModel:
+    """The policy at any version that can be read, in main memory."""
+
+    def __init__(self, bucket: Bucket, run: Run, config: RunConfig, folder: Path) -> None:
+        self._bucket = bucket
+        self._run = run
+        with torch.device("cpu"):
+            self._model = empty_model(folder)
+        self._source = open_source(config.train.exporter, self._model)
+        self._mirror: Mirror | None = None
+        self._version = -1
+
+    def logprobs(self, group: Group, version: int) -> list[NDArray[np.float32]] | None:
+        """log π of the tokens of each trained trajectory, float32[T] each, at ``version``; None if
+        that cannot be read."""
+        if self._version != version:
+            behind = self._mirror is not None and self._version < version
+            into, self._mirror, self._version = self._mirror if behind else None, None, -1
+            try:
+                mirror = load_mirror(self._bucket, self._run, at=version, into=into)
+            except CorruptError:
+                mirror = None
+            if mirror is None:
+                return None
+            self._source.restore(mirror)
+            self._mirror, self._version = mirror, version
+            self._model.eval().requires_grad_(False)
+        batch = collate([group])
+        with torch.no_grad():
+            found_NC = token_logprobs(self._model, batch).numpy()
+        lengths = [len(group.trajectories[place].tokens_T) for _, place in batch.members_N]
+        return [row[:count] for row, count in zip(found_NC, lengths, strict=True)]
+
+
+class GroupChecker:
+    """Judges groups; ``tasks`` is None where this machine has not the run's environment.
+
+    Example::
+
+        checker = GroupChecker(config, tasks, text, model)
+        verdict = checker.check(buffered, lease=0, number=3, secret=secret)
+    """
+
+    def __init__(
+        self, config: RunConfig, tasks: TaskSource | None, text: Text, model: RecordedModel
+    ) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._text = text
+        self._model = model
+        self._limits = EpisodeLimits.of(config.rollout)
+        self._rewards = bool(getattr(tasks, "deterministic", False))
+        self.unjudged: list[str] = []
+        """What cannot be judged here, with the reason."""
+        if not self._rewards:
+            self._leave_rewards(
+                "this machine does not have the environment"
+                if tasks is None
+                else "the environment does not declare deterministic"
+            )
+
+    def check(self, buffered: BufferedGroup, *, lease: int, number: int, secret: str) -> Verdict:
+        """Compute a group again."""
+        group, sequence = buffered.group, buffered.sequence
+        kind, detail, certain = self._rewards_of(group, lease, number, secret)
+        if not kind:
+            kind, detail, certain = "log-probabilities", self._gap(group), True
+        return Verdict(group.worker, sequence, kind if detail else "", detail, certain)
+
+    def _rewards_of(
+        self, group: Group, lease: int, number: int, secret: str
+    ) -> tuple[str, str, bool]:
+        if self._tasks is None or not secret:
+            return "", "", True
+        task = self._tasks.draw(stream_of(group.worker, secret, lease), number)
+        if group.task != one_line(task.identity, MAX_TASK):
+            return "task", f"its task is {group.task[:80]}, not {task.identity[:80]}", True
+        if not self._rewards:
+            return "", "", True
+        episodes: dict[int, list[Trajectory]] = {}
+        for _, episode, t in group.trained():
+            episodes.setdefault(episode, []).append(t)
+        for episode, segments in episodes.items():
+            if _turns(segments) < sum(t.turns for t in segments):
+                continue  # The environment said nothing between two turns: they cannot be told.
+            fault = self._replay(group, task, segments)
+            if fault is not None:
+                kind, detail, certain = fault
+                return kind, f"episode {episode}: {detail}", certain
+        return "", "", True
+
+    def _replay(
+        self, group: Group, task: Task, segments: list[Trajectory]
+    ) -> tuple[str, str, bool] | None:
+        """What disagrees in an episode that is played again; None if nothing does."""
+        claimed = segments[0].reward
+        found = self._reward_again(group, task, segments)
+        if found is None or _equal(found, claimed):
+            return None
+        again = [self._reward_again(group, task, segments) for _ in range(REPLAYS)]
+        if any(one is None or not _equal(one, found) for one in again):
+            self._leave_rewards("the environment earns other rewards when it is played again")
+            return None
+        if found != found:  # noqa: PLR0124
+            return "prompt", "the environment gives another prompt or answer to it", True
+        slow = bool(getattr(self._tasks, "may_time_out", False)) and not claimed
+        return "reward", f"it reports {claimed:g}, computed again it is {found:g}", not slow
+
+    def _leave_rewards(self, reason: str) -> None:
+        self._rewards = False
+        self.unjudged = [f"rewards: {reason}"]
+
+    def _reward_again(self, group: Group, task: Task, segments: list[Trajectory]) -> float | None:
+        """The reward of an episode that is played again; None if it fails here, and NaN if it does
+        not continue with the recorded tokens."""
+        assert self._tasks is not None
+        play = run_episode(
+            RecordedSampler(group, segments),
+            self._tasks.open(task),
+            self._text,
+            temperature=group.temperature,
+            limits=self._limits,
+        )
+        try:
+            episode = asyncio.run(play)
+        except DepartedError:
+            return float("nan")
+        return None if episode.cause else episode.trajectory.reward
+
+    def _gap(self, group: Group) -> str:
+        """Why the log-probabilities are not those of the versions that the tokens state; empty if
+        they are, or cannot be computed."""
+        trained = [t for _, _, t in group.trained()]
+        versions = sorted({int(v) for t in trained for v in np.unique(t.versions_T[t.mask_T == 1])})
+        found: dict[int, list[NDArray[np.float32]]] = {}
+        for version in versions:
+            rows = self._model.logprobs(group, version)
+            if rows is None:
+                return ""
+            found[version] = rows
+        pure, mixed = [np.zeros(0)], [np.zeros(0)]
+        for place, t in enumerate(trained):
+            drawn = t.mask_T == 1
+            first = int(t.versions_T[drawn][0])
+            same = drawn & (t.versions_T == first)
+            pure.append(np.abs(found[first][place] - t.logprobs_T)[same])
+            own = {int(v) for v in np.unique(t.versions_T[drawn])}
+            if len(own) > 1:
+                near = np.min([np.abs(found[v][place] - t.logprobs_T) for v in own], axis=0)
+                mixed.append(near[drawn & ~same])
+        limit = self._config.trust.logprob_gap
+        return _beyond(np.concatenate(pure), limit) or _beyond(np.concatenate(mixed), MIXED * limit)
+
+
+def _beyond(gaps: NDArray[np.float64], limit: float) -> str:
+    if not len(gaps):
+        return ""
+    mean, largest = float(gaps.mean()), float(gaps.max())
+    if mean <= limit and largest <= ONE_TOKEN * limit:
+        return ""
+    return (
+        f"log-probabilities differ by {mean:.3g} nats a token, at most {largest:.3g}; "
+        f"{limit:g} and {ONE_TOKEN * limit:g} are allowed"
+    )
+
+
+def _turns(segments: Sequence[Trajectory]) -> int:
+    """Runs of drawn tokens."""
+    return sum(
+        int((np.diff(t.mask_T.astype(np.int8), prepend=np.int8(0)) == 1).sum()) for t in segments
+    )
+
+
+def _equal(one: float, other: float) -> bool:
+    both_departed = one != one and other != other  # noqa: PLR0124
+    return both_departed or abs(one - other) <= 1e-6 * max(1.0, abs(one), abs(other))
+
+
+class Rescoring:
+    """The thread that computes groups again; it starts with the first group.
+
+    Example::
+
+        rescoring = Rescoring(bucket, run, config)
+        rescoring.submit(buffered, lease, number, secret)
+        for verdict in rescoring.verdicts(): ...
+        rescoring.close()
+    """
+
+    def __init__(self, bucket: Bucket, run: Run, config: RunConfig) -> None:
+        self._bucket = bucket
+        self._run = run
+        self._config = config
+        self._waiting: queue.Queue[_Work | None] = queue.Queue(config.trust.rescore_waiting)
+        self._verdicts: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._checker: GroupChecker | None = None
+        self.error = ""
+        """Why the last group could not be judged."""
+
+    def submit(self, buffered: BufferedGroup, lease: int, number: int, secret: str) -> bool:
+        """Queue a group; False if as many as ``trust.rescore_waiting`` wait."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._check_all, name="rescoring", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(_Work(buffered, lease, number, secret))
+        except queue.Full:
+            return False
+        return True
+
+    @property
+    def unjudged(self) -> list[str]:
+        """What cannot be judged, with the reason; empty before the first group."""
+        return self._checker.unjudged if self._checker else []
+
+    def verdicts(self) -> list[Verdict]:
+        """The verdicts since the last call."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._verdicts.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """Stop after the group under way; the others stay unjudged."""
+        self._closed.set()
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait(None)
+            self._thread.join(_JOIN_S)
+
+    def _check_all(self) -> None:
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while (work := self._waiting.get()) is not None and not self._closed.is_set():
+            verdict = Verdict(work.buffered.worker, work.buffered.sequence)
+            try:
+                self._checker = self._checker or self._open()
+                verdict = self._checker.check(
+                    work.buffered, lease=work.lease, number=work.number, secret=work.secret
+                )
+            except Exception as error:  # The environment's code, and a store that fails.
+                self.error = f"{type(error).__name__}: {error}"
+            self._verdicts.put(verdict)
+
+    def _open(self) -> GroupChecker:
+        with fetch_model_files(self._bucket, self._run) as folder:
+            text = Text(load_tokenizer(Path(folder)))
+            model = RecordedModel(self._bucket, self._run, self._config, Path(folder))
+        tasks: Any = None
+        try:
+            tasks = open_tasks(self._config.task, seed=self._config.seed)
+        except DeltawireError as error:
+            self.error = str(error)
+        return GroupChecker(self._config, tasks, text, model)
