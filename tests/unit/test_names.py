@@ -65,7 +65,6 @@ EXCEPTIONS = {
     "launch/watching.py:plain": "the option --plain: lines instead of a live view",
     "option:run --plain": "lines instead of a live view",
     "sync/follow/fetch.py:pool": "a pool of threads",
-    "sync/huggingface/safetensors_layout.py:plain_name": "a file name without a path",
 }
 """``file:name`` → why the word is right there. `mix` in code of the digest is a local variable."""
 

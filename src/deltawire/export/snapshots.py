@@ -23,11 +23,11 @@ from deltawire.store import Bucket
 from deltawire.sync import Checkout
 from deltawire.sync.huggingface.checkpoint_dir import read_checkpoint, weight_files
 from deltawire.sync.huggingface.safetensors_layout import (
-    LAYOUT,
     FilePlan,
     SafetensorsLayout,
     plan_files,
 )
+from deltawire.sync.publish.model_files import LAYOUT
 from deltawire.wire.run import Run
 
 FORMAT = "arc_v2"

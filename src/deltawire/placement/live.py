@@ -11,6 +11,7 @@ parameters, and the digest is computed from those and not from a copy.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -76,7 +77,8 @@ def module_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 class LiveWeights:
     """The weights of one module in one process, by the names in a run's tensor table.
 
-    ``version`` is -1 until `load`. Raises `InputError` if table and module differ.
+    ``version`` is -1 until `load`. ``aliases`` are the run's names of tied tensors; a module may
+    have the tensor under any of its names. Raises `InputError` if table and module differ.
 
     Example::
 
@@ -85,8 +87,14 @@ class LiveWeights:
         weights.swap(update.patches, update.version, update.digest)
     """
 
-    def __init__(self, model: torch.nn.Module, tensors: Sequence[TensorSpec]) -> None:
-        weights = module_tensors(model)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tensors: Sequence[TensorSpec],
+        *,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        weights = {aliases.get(name, name): one for name, one in module_tensors(model).items()}
         self._placed = PlacedWeights(identity(tensors, weights), weights)
         self._mirror: Mirror | None = None
         self._staged: Prepared | None = None

@@ -29,12 +29,16 @@ def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
-    """Returns the module's saved tensors under its checkpoints' names, tied ones once."""
+def checkpoint_tensors(model: Any, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Returns the module's saved tensors under its checkpoints' names, tied ones once.
+
+    ``state`` gives other values by the module's own names.
+    """
     conversions = _library().conversions
-    own = {name for name, _ in model.named_parameters()}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own
-    state = {name: t.detach() for name, t in model.state_dict().items() if name not in tied}
+    if state is None:
+        own = {name for name, _ in model.named_parameters()}
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own
+        state = {name: t.detach() for name, t in model.state_dict().items() if name not in tied}
     found: dict[str, Tensor] = conversions.revert_weight_conversion(model, state)
     return found
 

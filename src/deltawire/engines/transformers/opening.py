@@ -22,7 +22,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
         raise InputError(
             "the run has no such version", run=request.bucket.url, version=request.version
         )
-    weights = LiveWeights(model, request.run.tensors)
+    weights = LiveWeights(model, request.run.tensors, aliases=request.run.aliases)
     weights.load(mirror)
     sampler = TransformersEngine(
         model,

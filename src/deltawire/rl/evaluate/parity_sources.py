@@ -83,7 +83,7 @@ def _of_run(place: str, version: int | None) -> Source:
         raise InputError("there is no such version", run=bucket.url, version=version)
     with fetch_model_files(bucket, run) as folder:
         model, tokenizer = empty_model(Path(folder)), load_tokenizer(Path(folder))
-    LiveWeights(model, run.tensors).load(mirror)
+    LiveWeights(model, run.tensors, aliases=run.aliases).load(mirror)
     return Source(f"{place}, version {mirror.version}", model.eval(), tokenizer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import blake3
@@ -20,7 +21,7 @@ from deltawire.wire.manifest import (
     decode_manifest,
 )
 from deltawire.wire.payload import BlobRef
-from deltawire.wire.run import MAX_RUN_BYTES, ModelFile, Run, decode_run, encode_run
+from deltawire.wire.run import MAX_RUN_BYTES, ModelFile, Run, TensorSpec, decode_run, encode_run
 from deltawire.wire.seal import Signer, check_signature, unseal
 from deltawire.wire.signing import verify
 
@@ -106,12 +107,14 @@ def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run
     if existing is None:
         raise RetryError("run.json was there and is missing now", run=bucket.url, key=keys.RUN)
     if existing.tensors != run.tensors or existing.digest != run.digest:
-        raise another_model(bucket)
+        raise another_model(bucket, existing.tensors, run.tensors)
     return existing
 
 
-def another_model(bucket: Bucket) -> InputError:
-    """Makes the error for a bucket whose run.json is of another model.
+def another_model(
+    bucket: Bucket, theirs: Sequence[TensorSpec], ours: Sequence[TensorSpec]
+) -> InputError:
+    """Makes the error for a bucket whose run.json is of another model; names a difference.
 
     A start that ended before version 0 was committed leaves such a run.json, which no publisher of
     other weights can continue: then the error says how to remove it.
@@ -123,10 +126,26 @@ def another_model(bucket: Bucket) -> InputError:
             run=bucket.url,
         )
     return InputError(
-        "a run with another model is already here",
+        f"a run with another model is already here: {_difference(theirs, ours)}",
         hint="choose another bucket, or the model this run was started from",
         run=bucket.url,
     )
+
+
+def _difference(theirs: Sequence[TensorSpec], ours: Sequence[TensorSpec]) -> str:
+    """Describes the first tensor, in name order, that differs between two tensor tables."""
+    left = {spec.name: (spec.dtype, list(spec.shape)) for spec in theirs}
+    right = {spec.name: (spec.dtype, list(spec.shape)) for spec in ours}
+    for name in sorted(left.keys() | right.keys()):
+        if left.get(name) == right.get(name):
+            continue
+        if name not in right:
+            return f"its tensor {name[:120]!r} is missing in this one"
+        if name not in left:
+            return f"it has no tensor {name[:120]!r}"
+        (dtype, shape), (own, size) = left[name], right[name]
+        return f"its tensor {name[:120]!r} is {dtype} {shape}, this one's is {own} {size}"
+    return "its weights at version 0 differ"
 
 
 def _check_readable(bucket: Bucket, data: bytes) -> None:

@@ -46,8 +46,9 @@ from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.follow.mirror_file import open_locked
 from deltawire.sync.huggingface.checkpoint_dir import plans_of, read_files
-from deltawire.sync.huggingface.safetensors_layout import LAYOUT, FilePlan
+from deltawire.sync.huggingface.safetensors_layout import FilePlan
 from deltawire.sync.publish.encoding import chunks_of, digest_chunks
+from deltawire.sync.publish.model_files import LAYOUT
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
 

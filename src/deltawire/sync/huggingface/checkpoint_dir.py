@@ -1,7 +1,6 @@
 """Reads Hugging Face directories to publish: weights, their layout, and the other files.
 
-Besides its safetensors files, a directory's plain files of the suffixes below are carried, if their
-names are one word. Pickles, code, the trainer's own state and subfolders are not.
+`deltawire.sync.publish.model_files` says which other files are carried.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from deltawire.store import Bucket
 from deltawire.sync.chain.objects import get_blob, put_blob
 from deltawire.sync.follow.fetch import threads_of
 from deltawire.sync.huggingface.safetensors_layout import (
-    LAYOUT,
     SUFFIX,
     FilePlan,
     SafetensorsLayout,
@@ -30,8 +28,15 @@ from deltawire.sync.huggingface.safetensors_layout import (
     decode_layout,
     default_layout,
     encode_layout,
-    plain_name,
     plan_files,
+)
+from deltawire.sync.publish.model_files import (
+    INDEX,
+    LAYOUT,
+    MAX_FILE_BYTES,
+    may_be_carried,
+    other_files,
+    portable_name,
 )
 from deltawire.sync.publish.safetensors_files import (
     MAX_HEADER_BYTES,
@@ -41,11 +46,6 @@ from deltawire.sync.publish.safetensors_files import (
 )
 from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import MAX_MODEL_FILES, ModelFile, Run, TensorSpec
-
-MAX_FILE_BYTES = 256 << 20
-INDEX = "model.safetensors.index.json"
-SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
-LEFT_OUT = ("trainer_state.json", LAYOUT)
 
 DIGEST_ELEMENTS = 1 << 23
 """Elements that a thread reads and digests at a time."""
@@ -142,7 +142,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
                 f"{path / plan.name} is not as long as its header says",
                 hint="is it still being written?",
             )
-    files, left_out = _other_files(path, set(names))
+    files, left_out = other_files(path, set(names))
     files[LAYOUT] = encode_layout(layout)
     if len(files) > MAX_MODEL_FILES:
         raise InputError(f"{path} has {len(files)} files, the most is {MAX_MODEL_FILES}")
@@ -166,7 +166,7 @@ def weight_files(path: Path) -> list[str]:
     if not names:
         raise InputError(f"there are no safetensors files in {path}")
     for name in names:
-        if not isinstance(name, str) or not plain_name(name) or not name.endswith(SUFFIX):
+        if not isinstance(name, str) or not portable_name(name) or not name.endswith(SUFFIX):
             raise InputError(f"{path}: {str(name)[:80]!r} cannot name a safetensors file")
         if not (path / name).is_file():
             where = "which its index names" if index.is_file() else "which is a file"
@@ -255,30 +255,6 @@ def plans_of(run: Run, files: Mapping[str, bytes], *, url: str) -> list[FilePlan
     if LAYOUT in files:
         return decode_layout(files[LAYOUT], table=run, run=url, key=LAYOUT)
     return plan_files(default_layout(run), run)
-
-
-def may_be_carried(name: str) -> bool:
-    """Return whether a file of this name goes through a run."""
-    return plain_name(name) and name.endswith(SUFFIXES) and name not in LEFT_OUT
-
-
-def _other_files(path: Path, weights: set[str]) -> tuple[dict[str, bytes], list[str]]:
-    files: dict[str, bytes] = {}
-    left_out: list[str] = []
-    taken = {name.casefold() for name in weights}
-    for file in sorted(path.iterdir()):
-        if file.name in weights:
-            continue
-        if not file.is_file() or not may_be_carried(file.name):
-            left_out.append(file.name)
-            continue
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise InputError(f"{file} exceeds {MAX_FILE_BYTES} bytes")
-        if file.name.casefold() in taken:
-            raise InputError(f"{file}: another name differs in case only")
-        taken.add(file.name.casefold())
-        files[file.name] = file.read_bytes()
-    return files, left_out
 
 
 def _header(path: Path) -> str:

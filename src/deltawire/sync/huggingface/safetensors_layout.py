@@ -9,7 +9,6 @@ run's table before any file is written.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,27 +17,13 @@ from msgspec import Meta
 
 from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError
+from deltawire.sync.publish.model_files import portable_name
 from deltawire.sync.publish.safetensors_files import MAX_HEADER_BYTES
 from deltawire.wire.objects import FORMAT, decode_json
 from deltawire.wire.run import Run, TensorSpec
 
-LAYOUT = "safetensors.layout.json"
-"""The name of the model file that holds a layout. No file of a directory may have it."""
-
 MAX_WEIGHT_FILES = 1 << 14
 SUFFIX = ".safetensors"
-
-_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
-_DEVICE = re.compile(r"(CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9])\Z")
-
-
-def plain_name(name: str) -> bool:
-    """Return whether ``name`` is one word that every system takes for a file's name.
-
-    Names of Windows' devices, such as ``con.json``, are not.
-    """
-    stem = name.partition(".")[0].upper()
-    return bool(_NAME.match(name)) and not name.endswith(".") and not _DEVICE.match(stem)
 
 
 class WeightFile(msgspec.Struct, frozen=True):
@@ -139,7 +124,7 @@ def default_layout(table: Run) -> SafetensorsLayout:
 
 
 def _plan(file: WeightFile, specs: dict[str, TensorSpec], aliases: dict[str, str]) -> FilePlan:
-    if not plain_name(file.name) or not file.name.endswith(SUFFIX):
+    if not portable_name(file.name) or not file.name.endswith(SUFFIX):
         raise CorruptError(f"layout: {file.name[:80]!r} cannot name a safetensors file")
     header = file.header.encode()
     try:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from deltawire import codec
 from deltawire.codec import Digest
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.errors import InputError
+from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync.chain.objects import (
     another_model,
     create_run,
     newest_version,
+    put_blob,
     read_manifest,
     read_run,
 )
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Mirror, empty_mirror
+from deltawire.sync.publish.model_files import INDEX, other_files
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.sync.publish.safetensors_files import StoredTensor
 from deltawire.sync.publish.tied_tensors import MemoryKey, memory_key
@@ -27,18 +33,25 @@ from deltawire.wire.run import ModelFile, Run, TensorSpec, chunk_for
 from deltawire.wire.seal import Signer
 
 
-def table_of(tensors: Mapping[str, Any]) -> tuple[list[TensorSpec], dict[str, str]]:
+def table_of(
+    tensors: Mapping[str, Any], *, stored: Collection[str] = ()
+) -> tuple[list[TensorSpec], dict[str, str]]:
     """Return the tensor table of a mapping, in name order, and the aliases of its tied tensors.
 
-    Tensors are tied if they are the same contiguous memory in the same shape; the first name in
-    order is the one that is kept. Raises `InputError` for what has no memory on the wire.
+    Tensors are tied if they are the same contiguous memory in the same shape. One name of them is
+    kept: one in ``stored``, or else the first in the mapping's order, which is the checkpoints'
+    name in a module's ``state_dict()``. Raises `InputError` for what has no memory on the wire.
     """
+    names: dict[MemoryKey, str] = {}
+    for name in sorted(tensors, key=lambda name: name not in stored):
+        memory = memory_key(tensors[name])
+        if memory is not None:
+            names.setdefault(memory, name)
     specs, aliases = [], {}
-    seen: dict[MemoryKey, str] = {}
     for name in sorted(tensors):
         memory = memory_key(tensors[name])
-        if memory is not None and seen.setdefault(memory, name) != name:
-            aliases[name] = seen[memory]
+        if memory is not None and names[memory] != name:
+            aliases[name] = names[memory]
             continue
         shape = tuple(int(size) for size in tensors[name].shape)
         specs.append(TensorSpec(name, shape, codec.dtype_of(tensors[name])))
@@ -46,7 +59,7 @@ def table_of(tensors: Mapping[str, Any]) -> tuple[list[TensorSpec], dict[str, st
 
 
 def open_publisher(
-    bucket: Bucket,
+    bucket: Bucket | str,
     tensors: Mapping[str, Any],
     *,
     specs: list[TensorSpec] | None = None,
@@ -54,57 +67,51 @@ def open_publisher(
     config: dict[str, Any] | None = None,
     chunk: int | None = None,
     model_files: list[ModelFile] | None = None,
+    directory: Path | str | None = None,
     metadata: dict[str, Any] | None = None,
     signer: Signer | None = None,
     **options: Any,
 ) -> Publisher:
     """Open a publisher of models like ``tensors``: of the run in the bucket, or of a new one.
 
+    ``bucket`` may be its location; a folder is made. ``tensors`` maps names to arrays or CPU
+    tensors; ``deltawire.tensors_of(model)`` gives those of a module.
+
     A new run's version 0 is ``tensors``, committed when this returns. A run that is there is
     continued from its newest version, with the next epoch; ``tensors`` then only describe the
     model. ``specs`` is the tensor table, if the arrays carry bits that do not tell their dtype, as
-    those of `read_safetensors` do. ``model_files``, blobs that are there already, are the other
-    files of the model's directory, and ``metadata`` is version 0's. ``options`` go to `Publisher`.
-    Raises `InputError` if another model's run is there.
+    those of `read_safetensors` do. ``directory`` is a model directory whose other files, such as
+    its configuration and tokenizer, a new run carries, so that ``pull`` writes a directory that
+    loads; ``model_files`` are such files that are blobs already, and ``metadata`` is version 0's.
+    ``options`` go to `Publisher`. Raises `InputError` if another model's run is there, and for
+    tensors that no engine could load.
 
     Example::
 
-        publisher = open_publisher(open_bucket("s3://bucket/run"), model.state_dict())
-        publisher.publish(model.state_dict())
+        publisher = open_publisher("s3://bucket/run", deltawire.tensors_of(model))
+        publisher.publish(deltawire.tensors_of(model))
         publisher.close()
     """
+    if specs is None:
+        _check_names(tensors)
+    if isinstance(bucket, str):
+        bucket = open_bucket(bucket, create=True)
     bucket = RetryingBucket.over(bucket)
-    specs, aliases = table_of(tensors) if specs is None else (specs, {})
-    existing = read_run(bucket, public_key=signer.public_key if signer else "")
+    key = signer.public_key if signer else ""
+    existing = read_run(bucket, public_key=key)
+    stored = {spec.name for spec in existing.tensors} if existing else set[str]()
+    table = table_of(tensors, stored=stored) if specs is None else (specs, dict[str, str]())
     if existing is None:
-        existing = create_run(
-            bucket,
-            Run(
-                name=name,
-                created_at=time.time(),
-                tensors=specs,
-                digest=_digest_of(tensors, specs).hex(),
-                chunk=chunk or chunk_for(specs),
-                aliases=aliases,
-                public_key=signer.public_key if signer else "",
-                model_files=model_files or [],
-                config=config or {},
-            ),
-            signer=signer,
+        files = [] if directory is None else _stored_files(bucket, Path(directory))
+        run = msgspec.structs.replace(
+            _describe(tensors, *table, name=name, chunk=chunk),
+            public_key=key,
+            model_files=[*(model_files or []), *files],
+            config=config or {},
         )
-    _check_same_model(bucket, existing, tensors, specs, aliases)
-    newest = newest_readable(bucket, existing)
-    mirror = load_mirror(bucket, existing)
-    epochs = [manifest.epoch for manifest in (newest, _head(bucket, existing, mirror)) if manifest]
-    publisher = Publisher(
-        bucket,
-        existing,
-        empty_mirror(existing) if mirror is None else mirror,
-        epoch=max(epochs, default=-1) + 1,
-        newest=-1 if newest is None else newest.version,
-        signer=signer,
-        **options,
-    )
+        existing = create_run(bucket, run, signer=signer)
+    _check_same_model(bucket, existing, tensors, *table)
+    publisher = _continued(bucket, existing, signer, options)
     if publisher.version < 0:
         try:
             publisher.publish(tensors, metadata=metadata)
@@ -113,6 +120,77 @@ def open_publisher(
             publisher.close()
             raise
     return publisher
+
+
+def _continued(
+    bucket: Bucket, run: Run, signer: Signer | None, options: dict[str, Any]
+) -> Publisher:
+    """Open a publisher that continues a run from its newest version, if it has one."""
+    newest = newest_readable(bucket, run)
+    mirror = load_mirror(bucket, run)
+    epochs = [manifest.epoch for manifest in (newest, _head(bucket, run, mirror)) if manifest]
+    return Publisher(
+        bucket,
+        run,
+        empty_mirror(run) if mirror is None else mirror,
+        epoch=max(epochs, default=-1) + 1,
+        newest=-1 if newest is None else newest.version,
+        signer=signer,
+        **options,
+    )
+
+
+def _describe(
+    tensors: Mapping[str, Any],
+    specs: list[TensorSpec],
+    aliases: dict[str, str],
+    *,
+    name: str,
+    chunk: int | None,
+) -> Run:
+    """Describe a new run of these tensors."""
+    return Run(
+        name=name,
+        created_at=time.time(),
+        tensors=specs,
+        digest=_digest_of(tensors, specs).hex(),
+        chunk=chunk or chunk_for(specs),
+        aliases=aliases,
+    )
+
+
+def _check_names(tensors: Any) -> None:
+    """Raise `InputError` for a module, and for the names of a model wrapped by PEFT."""
+    if hasattr(tensors, "named_parameters"):
+        raise InputError(
+            "tensors is a module; give a mapping of names to tensors",
+            hint="pass deltawire.tensors_of(model)",
+        )
+    if not isinstance(tensors, Mapping):
+        raise InputError(
+            f"tensors is a {type(tensors).__name__}; give a mapping of names to tensors",
+            hint="for example deltawire.tensors_of(model)",
+        )
+    for name in tensors:
+        if name.startswith("base_model.model.") or ".base_layer." in name or ".lora_" in name:
+            raise InputError(
+                f"{name[:120]!r} is a name of PEFT's wrapper, which no engine loads",
+                hint="pass deltawire.tensors_of(peft_model): the base with the adapter added",
+            )
+
+
+def _stored_files(bucket: Bucket, directory: Path) -> list[ModelFile]:
+    """Store the other files of a model directory; raises `InputError` if it has no config.json."""
+    if not (directory / "config.json").is_file():
+        raise InputError(
+            f"{directory} has no config.json", hint="give a Hugging Face model directory"
+        )
+    weights = {path.name for path in directory.glob("*.safetensors")} | {INDEX}
+    found = []
+    for name, data in other_files(directory, weights)[0].items():
+        ref = put_blob(bucket, data)
+        found.append(ModelFile(name=name, blob=ref.hash, bytes=ref.bytes))
+    return found
 
 
 def _check_same_model(
@@ -127,7 +205,7 @@ def _check_same_model(
     if same and newest_version(bucket) is None:
         same = run.digest == _digest_of(tensors, specs).hex()
     if not same:
-        raise another_model(bucket)
+        raise another_model(bucket, run.tensors, specs)
 
 
 def _digest_of(tensors: Mapping[str, Any], specs: Sequence[TensorSpec]) -> Digest:

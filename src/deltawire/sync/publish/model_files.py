@@ -1,0 +1,62 @@
+"""Reads the files of a Hugging Face directory that a run carries besides its weights.
+
+Plain files of the suffixes below are carried, if their names are one word. Pickles, code, the
+trainer's own state and subfolders are not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from deltawire.errors import InputError
+
+LAYOUT = "safetensors.layout.json"
+"""The name of the model file that holds a layout. No file of a directory may have it."""
+
+INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 256 << 20
+SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
+LEFT_OUT = ("trainer_state.json", LAYOUT)
+
+_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
+_DEVICE = re.compile(r"(CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9])\Z")
+
+
+def portable_name(name: str) -> bool:
+    """Return whether ``name`` is one word that every system takes for a file's name.
+
+    Names of Windows' devices, such as ``con.json``, are not.
+    """
+    stem = name.partition(".")[0].upper()
+    return bool(_NAME.match(name)) and not name.endswith(".") and not _DEVICE.match(stem)
+
+
+def may_be_carried(name: str) -> bool:
+    """Return whether a file of this name goes through a run."""
+    return portable_name(name) and name.endswith(SUFFIXES) and name not in LEFT_OUT
+
+
+def other_files(path: Path, weights: Collection[str]) -> tuple[dict[str, bytes], list[str]]:
+    """Read the carried files of a directory by name, and list what is left out.
+
+    ``weights`` are the names of its weight files. Raises `InputError` for a file that is too large,
+    or whose name differs from another one in case only.
+    """
+    files: dict[str, bytes] = {}
+    left_out: list[str] = []
+    taken = {name.casefold() for name in weights}
+    for file in sorted(path.iterdir()):
+        if file.name in weights:
+            continue
+        if not file.is_file() or not may_be_carried(file.name):
+            left_out.append(file.name)
+            continue
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise InputError(f"{file} exceeds {MAX_FILE_BYTES} bytes")
+        if file.name.casefold() in taken:
+            raise InputError(f"{file}: another name differs in case only")
+        taken.add(file.name.casefold())
+        files[file.name] = file.read_bytes()
+    return files, left_out
