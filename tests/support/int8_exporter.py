@@ -30,6 +30,9 @@ class Int8Weights:
             found[f"{name}.scale"] = scale
         return found
 
+    def trained(self):
+        return self.tensors()
+
     @torch.no_grad()
     def restore(self, mirror):
         for name, parameter in self._parameters.items():

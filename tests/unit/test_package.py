@@ -48,6 +48,7 @@ FLAGS = {
     "pull": {
         "--version",
         "--follow",
+        "--merged",
         "--verify",
         "--public-key",
         "--threads",

@@ -21,6 +21,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--verify", action="store_true", help="compare DIR with its version and change nothing"
     )
+    parser.add_argument(
+        "--merged", default="", metavar="OUT", help="also write a model with the adapter merged"
+    )
     add_public_key(parser)
     add_threads(parser)
     add_json(parser, "print a JSON object for each version")
@@ -39,5 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         public_key=arguments.public_key,
         threads=arguments.threads,
         as_json=arguments.json,
+        merged=Path(arguments.merged) if arguments.merged else None,
     )
     return 0

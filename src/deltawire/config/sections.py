@@ -13,6 +13,7 @@ from typing import (
 
 from msgspec import Meta
 
+from deltawire.config.adapters import AdapterConfig
 from deltawire.config.base import Count, Fraction, Positive, Section
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
@@ -308,6 +309,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     never stops."""
     device: OwnDevice = ""
     """The trainer's device, if not the run's."""
+    adapter: AdapterConfig = AdapterConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
@@ -343,6 +345,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             if self.loss.ratio_base == "rollout" or not self.loss.corrections:
                 reason = "requeue trains on groups too old for a ratio to their own sampler"
                 return reason, 'set loss.ratio_base = "old" and add a [[train.loss.corrections]]'
+        if self.adapter.dropout and not self.dropout:
+            return "adapter.dropout has no effect without dropout", "set train.dropout = true"
         for number, group in enumerate(self.optimizer.groups):
             try:
                 re.compile(group.names)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from deltawire.errors import InputError
 from deltawire.placement.layout import TORCH_DTYPES, WIRE_DTYPES
@@ -50,6 +51,15 @@ class CastWeights:
         held = module_tensors(self._model)
         return {spec.name: cast(held[spec.name], spec.dtype) for spec in self._specs}
 
+    def trained(self) -> dict[str, Tensor]:
+        """See `WeightSource.trained`: all but frozen parameters."""
+        held = module_tensors(self._model)
+        return {
+            spec.name: cast(held[spec.name], spec.dtype)
+            for spec in self._specs
+            if held[spec.name].requires_grad or not isinstance(held[spec.name], Parameter)
+        }
+
     def restore(self, mirror: Mirror) -> None:
         """See `WeightSource.restore`."""
         LiveWeights(self._model, self._specs).load(mirror)
@@ -65,9 +75,16 @@ def _specs(model: torch.nn.Module, dtype: str) -> list[TensorSpec]:
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     if strange := sorted(model.state_dict().keys() - known):
         raise InputError(f"the model saves {strange[0]}, which is no parameter and no buffer")
-    specs = [TensorSpec(name, tuple(p.shape), dtype) for name, p in model.named_parameters()]
-    for name, buffer in saved_buffers(model).items():
+    buffers = saved_buffers(model)
+    for name, buffer in buffers.items():
         if buffer.dtype not in WIRE_DTYPES:
             raise InputError(f"the model's buffer {name} is {buffer.dtype}, which has no wire type")
-        specs.append(TensorSpec(name, tuple(buffer.shape), WIRE_DTYPES[buffer.dtype]))
+    specs = [
+        TensorSpec(
+            name,
+            tuple(tensor.shape),
+            dtype if isinstance(tensor, Parameter) else WIRE_DTYPES[tensor.dtype],
+        )
+        for name, tensor in module_tensors(model).items()
+    ]
     return sorted(specs, key=lambda spec: spec.name)

@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import get_blob
+from deltawire.sync.huggingface.safetensors_layout import LAYOUT
 from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import Run, TensorSpec
 
@@ -42,6 +43,10 @@ CARRIED = (
     "chat_template.jinja",
 )
 """The only files that are read from, or written to, a model directory by name."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+_PULLED_ONLY = (ADAPTER_CONFIG, LAYOUT)
+"""Files of a run that only pulled directories have: a worker's would be taken for an adapter's."""
 
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 _BUILT_IN = frozenset({None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"})
@@ -258,6 +263,8 @@ def fetch_model_files(bucket: Bucket, run: Run) -> tempfile.TemporaryDirectory[s
     """Writes the run's model files, without weights, into a temporary folder."""
     files = {}
     for file in run.model_files:
+        if file.name in _PULLED_ONLY:
+            continue
         if file.bytes > MAX_MODEL_FILE_BYTES:
             raise InputError(f"model file {file.name[:80]!r} has {file.bytes} bytes")
         files[file.name] = bytes(get_blob(bucket, BlobRef(hash=file.blob, bytes=file.bytes)))

@@ -55,6 +55,10 @@ class WeightSource(Protocol):
         with the model: publish them before the next step."""
         ...
 
+    def trained(self) -> Mapping[str, Tensor]:
+        """Returns those of `tensors` that a training step may change: all, or an adapter's."""
+        ...
+
     def restore(self, mirror: Mirror) -> None:
         """Sets the model to a published version. Raises `InputError` if the mirror's tensors are
         not those of `specs`, and `CorruptError` if the model then holds other bits."""

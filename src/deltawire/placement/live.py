@@ -24,6 +24,8 @@ from deltawire.placement.placement import Placement, Region
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
+_NAMES = "_deltawire_published_names"
+
 
 def identity(tensors: Sequence[TensorSpec], weights: Mapping[str, torch.Tensor]) -> Placement:
     """Returns the placement of weights that equal the published tensors of the same names.
@@ -70,8 +72,16 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def module_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns a model's published tensors themselves, not copies: parameters, tied ones once, and
-    saved buffers."""
-    return {**dict(model.named_parameters()), **saved_buffers(model)}
+    saved buffers. Those that `rename_published` renamed have their new names."""
+    names: dict[str, str] = getattr(model, _NAMES, {})
+    held = {**dict(model.named_parameters()), **saved_buffers(model)}
+    return {names.get(name, name): tensor for name, tensor in held.items()}
+
+
+def rename_published(model: torch.nn.Module, names: Mapping[str, str]) -> None:
+    """States under which names a model's tensors are published, for those whose name in the module
+    is another one, as those of layers that an adapter wraps."""
+    setattr(model, _NAMES, dict(names))
 
 
 class LiveWeights:

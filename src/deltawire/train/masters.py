@@ -24,8 +24,8 @@ class MasterWeights:
 
     ``source`` is what is published of the model; by default ``config.exporter`` decides. The
     masters start as the model's parameters are, and those are rounded at once to the source's
-    compute dtype. Saved buffers take no optimizer steps: they are published, and kept with the
-    state, as the model sets them.
+    compute dtype. Frozen parameters are rounded too, and have no master. Saved buffers take no
+    optimizer steps: they are published, and kept with the state, as the model sets them.
     """
 
     def __init__(
@@ -35,7 +35,11 @@ class MasterWeights:
         self.source = source or open_source(config.exporter, model)
         self.steps = 0
         self._config = config
-        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self._parameters: dict[str, Tensor] = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         self._masters = {
             name: parameter.detach().float().clone() for name, parameter in self._parameters.items()
         }
@@ -43,6 +47,10 @@ class MasterWeights:
             self._masters, config, not_matrices=vocabulary_parameters(model)
         )
         self._round()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.copy_(parameter.to(self.source.compute_dtype))
 
     @torch.no_grad()
     def step(self, settings: StepSettings | None = None) -> float:

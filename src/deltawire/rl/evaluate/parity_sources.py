@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from deltawire.config import load_config
+from deltawire.config import AdapterConfig, load_config, run_config
 from deltawire.errors import InputError
+from deltawire.export.adapter import open_model
 from deltawire.export.models import (
-    empty_model,
     fetch_model_files,
     load_model,
     load_tokenizer,
@@ -82,7 +82,9 @@ def _of_run(place: str, version: int | None) -> Source:
     if mirror is None:
         raise InputError("there is no such version", run=bucket.url, version=version)
     with fetch_model_files(bucket, run) as folder:
-        model, tokenizer = empty_model(Path(folder)), load_tokenizer(Path(folder))
+        adapter = run_config(run.config, url=bucket.url).train.adapter if run.config else None
+        model = open_model(Path(folder), adapter or AdapterConfig())
+        tokenizer = load_tokenizer(Path(folder))
     LiveWeights(model, run.tensors, aliases=run.aliases).load(mirror)
     return Source(f"{place}, version {mirror.version}", model.eval(), tokenizer)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,8 +17,8 @@ from deltawire.engines.registry import open_engine
 from deltawire.envs import TaskSource, open_tasks
 from deltawire.errors import InputError
 from deltawire.events import Swapped
+from deltawire.export.adapter import open_model
 from deltawire.export.models import (
-    empty_model,
     fetch_model_files,
     load_tokenizer,
     serve_as,
@@ -69,15 +70,17 @@ def serve_policy(
     try:
         tokenizer = load_tokenizer(Path(folder.name))
         _await_version(process)
+
+        def build() -> Any:
+            return open_model(Path(folder.name), config.train.adapter)
+
         opened = open_engine(
             engine,
             EngineRequest(
                 bucket=process.bucket,
                 run=run,
                 folder=Path(folder.name),
-                build_model=lambda: serve_as(empty_model(Path(folder.name)), rollout.precision).to(
-                    device
-                ),
+                build_model=lambda: serve_as(build(), rollout.precision).to(device),
                 stop_tokens=lambda model: stop_tokens(model, tokenizer),
                 slots=slots or rollout.slots,
                 capacity=rollout.context,

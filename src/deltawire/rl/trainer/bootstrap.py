@@ -11,6 +11,7 @@ from deltawire import codec
 from deltawire.config import RunConfig, differences
 from deltawire.envs import open_tasks
 from deltawire.errors import InputError
+from deltawire.export.adapter import adapted, adapter_files
 from deltawire.export.models import load_model, load_tokenizer, published_files
 from deltawire.export.source import bits_of, open_source
 from deltawire.runtime.process import open_run
@@ -26,15 +27,19 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
     Raises `InputError` if the bucket holds a run with another model or, but for the keys that may
     change, another configuration.
     """
-    model = load_model(model_directory)
+    adapter = config.train.adapter
+    model = adapted(load_model(model_directory), adapter, seed=config.seed)
     load_tokenizer(model_directory)
     open_tasks(config.task, seed=config.seed).draw("check", 0)
     source = open_source(config.train.exporter, model)
     specs, bits = source.specs(), bits_of(source)
     digest = codec.digest_model(bits)
+    contents = published_files(model_directory, specs)
+    if adapter.kind != "none":
+        contents |= adapter_files(model, adapter, specs, base=config.model.path)
     files = [
         ModelFile(name=name, blob=ref.hash, bytes=ref.bytes)
-        for name, data in published_files(model_directory, specs).items()
+        for name, data in contents.items()
         for ref in [put_blob(bucket, data)]
     ]
     run = create_run(

@@ -18,7 +18,8 @@ import safetensors.torch
 import torch
 
 from deltawire.errors import CorruptError, DeltawireError, InputError
-from deltawire.export.models import empty_model, fetch_model_files
+from deltawire.export.adapter import open_model
+from deltawire.export.models import fetch_model_files
 from deltawire.export.source import bits_of
 from deltawire.placement.device import resolve_device
 from deltawire.rl.trainer.resume import (
@@ -95,7 +96,8 @@ def verify_training(
     _check_range(bucket, first, last, newest, dump)
     torch.set_num_threads(config.threads)
     with fetch_model_files(bucket, run) as folder:
-        model = empty_model(Path(folder)).to(resolve_device(config.device_of("trainer")))
+        model = open_model(Path(folder), config.train.adapter)
+    model = model.to(resolve_device(config.device_of("trainer")))
     state = resume(bucket, run, config, model, newest=first - 1)
     found = TrainingVerification(state.version, first, last)
     total = last - state.version

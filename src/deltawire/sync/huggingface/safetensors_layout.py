@@ -9,6 +9,7 @@ run's table before any file is written.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -105,22 +106,25 @@ def default_layout(table: Run) -> SafetensorsLayout:
 
     Tied tensors are written under each of their names, because loaders differ in which they want.
     """
+    specs = {spec.name: spec for spec in table.tensors}
+    tied = {name: specs[table.aliases[name]] for name in sorted(table.aliases)}
+    return SafetensorsLayout(files=[weight_file("model" + SUFFIX, {**specs, **tied})])
+
+
+def weight_file(name: str, tensors: Mapping[str, TensorSpec]) -> WeightFile:
+    """Lay out tensors in one file, in this order, under the names that they are given here."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    specs = {spec.name: spec for spec in table.tensors}
-    stored = {**{name: name for name in specs}, **table.aliases}
-    for name in [*specs, *sorted(table.aliases)]:
-        spec = specs[stored[name]]
+    for written, spec in tensors.items():
         end = at + spec.count * ITEMSIZE[spec.dtype]
-        entries[name] = {
+        entries[written] = {
             "dtype": spec.dtype,
             "shape": list(spec.shape),
             "data_offsets": [at, end],
         }
         at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)
-    text += " " * (-len(text.encode()) % 8)
-    return SafetensorsLayout(files=[WeightFile("model" + SUFFIX, text)])
+    return WeightFile(name, text + " " * (-len(text.encode()) % 8))
 
 
 def _plan(file: WeightFile, specs: dict[str, TensorSpec], aliases: dict[str, str]) -> FilePlan:

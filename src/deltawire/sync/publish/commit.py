@@ -158,6 +158,9 @@ class VersionWriter:
                 bits.fill(0)
         self.baseline = mirror
         self.staging = mirror.copy()
+        self.differing: set[str] = set()
+        """Names of the tensors whose staged bits may differ from the baseline's; nothing else is
+        encoded. Whoever writes to ``staging`` adds them."""
         self.chunks = chunks_of(run, mirror)
         self._sums: dict[Chunk, Digest] = {}
         self._skipped = max(newest - mirror.version, 0) if mirror.version >= 0 else 0
@@ -233,11 +236,12 @@ class VersionWriter:
 
     def _encode(self, *, whole: bool) -> Encoded:
         delta, anchor, changed = None, None, 0
+        differing = [chunk for chunk in self.chunks if chunk.name in self.differing]
         if self.first:
             sums = digest_chunks(self.chunks, self.staging, threads=self._threads)
         else:
             delta, sums, changed = upload_delta(
-                self.bucket, self.run, self.chunks, self.baseline, self.staging, self._sums,
+                self.bucket, self.run, differing, self.baseline, self.staging, self._sums,
                 threads=self._threads, blob_bytes=self._blob_bytes,
             )  # fmt: skip
         if whole:
@@ -328,7 +332,8 @@ class VersionWriter:
         """Make the staged weights the baseline: ``manifest`` commits them."""
         self.staging.finish(manifest.version, Digest.from_hex(manifest.digest), encoded.digest)
         self.baseline, self.staging = self.staging, self.baseline
-        self._sums = encoded.sums
+        before, self._sums = self._sums, encoded.sums
+        self.differing = {c.name for c in self.chunks if before.get(c) != encoded.sums[c]}
         self._schedule.count(manifest)
         self._skipped = 0
         self.head_checked = True
@@ -336,6 +341,7 @@ class VersionWriter:
     def restart_from(self, mirror: Mirror) -> None:
         """Make another mirror the baseline."""
         self.baseline = mirror
+        self.differing = set(mirror.tensors)
         self._sums = digest_chunks(self.chunks, mirror, threads=self._threads)
         self._skipped = 0
         self.head_checked = False

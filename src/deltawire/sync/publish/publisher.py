@@ -184,6 +184,7 @@ class Publisher:
         self,
         tensors: Mapping[str, Any],
         *,
+        partial: bool = False,
         metadata: dict[str, Any] | None = None,
         files: list[ModelFile] | None = None,
         expected: Digest | None = None,
@@ -191,7 +192,8 @@ class Publisher:
         """Copy ``tensors``, commit them in the background, and return their version number.
 
         ``tensors`` maps names to contiguous arrays or CPU tensors of the run's shapes and dtypes;
-        of tied ones, any name or all. Waits first for the version before, and raises what that one
+        of tied ones, any name or all. With ``partial``, tensors that are left out keep their bits,
+        and cost nothing. Waits first for the version before, and raises what that one
         failed with: `FencedError` if another publisher has taken the run, `RetryError` or
         `InputError` from the store. Raises `InputError` if the tensors are not the run's, or the
         ``metadata``, which the manifest carries for the application, is too large.
@@ -204,7 +206,7 @@ class Publisher:
         checked = self._writer.check_metadata(metadata)
         self.flush()
         self.settle()
-        self._copier.copy(self._pairs(tensors, self._writer.staging))
+        self._copier.copy(self._pairs(tensors, partial=partial))
         blocked_ms = (time.perf_counter() - started) * 1e3
         step = _Step(self._writer.next_version, checked, blocked_ms, files, expected)
         self._submitted = step.version
@@ -255,9 +257,11 @@ class Publisher:
             self.compaction.close()
 
     def _pairs(
-        self, tensors: Mapping[str, Any], staging: Mirror
+        self, tensors: Mapping[str, Any], *, partial: bool
     ) -> list[tuple[Bits, Bits | StoredTensor]]:
-        """Check all tensors and pair each with its place in ``staging``."""
+        """Check all tensors and pair each with its place in the staging buffers, and those left out
+        with the baseline's bits if the staged ones may be others."""
+        staging, differing = self._writer.staging, self._writer.differing
         given: dict[str, Any] = {}
         tied: list[tuple[str, Any]] = []
         for name, value in tensors.items():
@@ -268,11 +272,12 @@ class Publisher:
             memory = memory_key(value)
             if memory is None or memory != memory_key(first):  # Other memory, maybe the same bits.
                 tied.append((stored, value))
-        if given.keys() != staging.tensors.keys():
+        rest = staging.tensors.keys() - given.keys() if partial and not self._writer.first else ()
+        if given.keys() | set(rest) != staging.tensors.keys():
             odd = sorted(given.keys() ^ staging.tensors.keys())
             raise InputError(f"the tensors are not the run's; only one of the two has {odd[:5]}")
         specs = {spec.name: spec for spec in self.run.tensors}
-        found = {spec.name: self._bits(spec, given[spec.name]) for spec in self.run.tensors}
+        found = {name: self._bits(specs[name], value) for name, value in given.items()}
         for name, value in tied:
             if not np.array_equal(_loaded(self._bits(specs[name], value)), _loaded(found[name])):
                 raise InputError(
@@ -280,6 +285,10 @@ class Publisher:
                     hint="publish tensors that are not tied to a run that was begun so",
                     run=self.bucket.url,
                 )
+        kept = self._writer.baseline.tensors
+        found |= {name: kept[name] for name in rest if name in differing}
+        differing.difference_update(rest)
+        differing.update(given)
         return [(staging.tensors[name], bits) for name, bits in found.items()]
 
     def _bits(self, spec: TensorSpec, value: Any) -> Bits | StoredTensor:

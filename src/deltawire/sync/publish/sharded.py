@@ -177,6 +177,7 @@ class ShardPublisher:
                 raise InputError(
                     f"the shard of {name} has {bits.size} elements, the mirror {held[name].size}"
                 )
+        self._writer.differing.update(found)
         self._copier.copy((held[name], bits) for name, bits in found.items())
 
     def _commit(self, version: int, metadata: dict[str, Any]) -> None:
