@@ -54,6 +54,7 @@ def test_the_tables_were_found():
     neither = {key for key in DEFAULTS if key not in NUMBERS and key not in WORDS}
     assert neither == {
         "task.options",
+        "train.adapter.targets",
         "train.dropout",
         "train.fp32_head",
         "train.compaction",
@@ -176,6 +177,8 @@ OTHER = {
     "train.loss.surrogate": "cispo",
     "train.staleness.policy": "windowed_fifo",
     "train.offload": "optimizer",
+    "train.adapter.kind": "lora",
+    "train.adapter.targets": ["q_proj"],
     "train.optimizer.kind": "muon",
     "train.optimizer.muon_scale": "original",
     "train.optimizer.groups": [
@@ -191,6 +194,7 @@ OTHER = {
 
 TOGETHER = {
     "model.build.family",
+    "train.adapter.dropout",
     "train.loss.ratio_base",
     *(f"train.schedule.{key}" for key in ("kind", "steps", "decay_steps", "floor")),
 }

@@ -9,11 +9,8 @@ Example::
     config.train.max_staleness
 """
 
-<<<<<<< HEAD
-from deltawire.config.fleet import TrustConfig, WorkersConfig
-=======
 from deltawire.config.adapters import AdapterConfig
->>>>>>> ce5dc26 (train: train LoRA adapters by PEFT over a frozen base)
+from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.optimization import OptimizerConfig, ParameterGroup, ScheduleConfig
 from deltawire.config.parsing import (
     MAX_CONFIG_BYTES,

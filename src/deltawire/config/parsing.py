@@ -115,19 +115,17 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
             f"top_p, top_k or min_p at temperature {rollout.temperature:g}",
             hint='set rollout.temperature = 1, or rollout.engine = "transformers"',
         )
-<<<<<<< HEAD
     ours = [f"w{number}" for number in range(rollout.workers)]
     names = config.workers.allow
     if refused := [n for n in ours if names and not any(fnmatchcase(n, a) for a in names)]:
         raise InputError(
             f"{source}: workers.allow leaves out {refused[0]}, which deltawire run starts",
             hint='add "w*" to workers.allow, or set rollout.workers = 0',
-=======
+        )
     if rollout.engine == "vllm" and config.train.adapter.kind != "none":
         raise InputError(
             f"{source}: rollout.engine vllm does not load train.adapter yet",
             hint='set rollout.engine = "transformers", or train.adapter.kind = "none"',
->>>>>>> ce5dc26 (train: train LoRA adapters by PEFT over a frozen base)
         )
     if rollout.engine == "vllm" and config.parity.routes != "off":
         raise InputError(

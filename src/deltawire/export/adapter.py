@@ -31,11 +31,11 @@ from deltawire.errors import InputError
 from deltawire.export.models import ADAPTER_CONFIG, empty_model
 from deltawire.placement.live import rename_published
 from deltawire.sync.huggingface.safetensors_layout import (
-    LAYOUT,
     SafetensorsLayout,
     encode_layout,
     weight_file,
 )
+from deltawire.sync.publish.model_files import LAYOUT
 from deltawire.wire.run import TensorSpec
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import get_blob
-from deltawire.sync.huggingface.safetensors_layout import LAYOUT
+from deltawire.sync.publish.model_files import LAYOUT
 from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import Run, TensorSpec
 

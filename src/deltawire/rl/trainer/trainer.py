@@ -36,14 +36,9 @@ from deltawire.errors import (
     RetryError,
     StoppedError,
 )
-<<<<<<< HEAD
 from deltawire.events import Published, Step, known
-from deltawire.export.models import empty_model, fetch_model_files
-=======
-from deltawire.events import Life, Published, Step, known
 from deltawire.export.adapter import open_model
 from deltawire.export.models import fetch_model_files
->>>>>>> ce5dc26 (train: train LoRA adapters by PEFT over a frozen base)
 from deltawire.export.source import digest_of
 from deltawire.parity import finite, parity_event
 from deltawire.placement.device import resolve_device
@@ -457,14 +452,9 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
     process.heartbeat.faults = config.faults
     torch.set_num_threads(config.threads)
     with fetch_model_files(process.bucket, run) as folder:
-<<<<<<< HEAD
-        model = empty_model(Path(folder)).to(resolve_device(config.device_of("trainer")))
-    trainer = Trainer(process, run, config, model)
-=======
         model = open_model(Path(folder), config.train.adapter)
     model = model.to(resolve_device(config.device_of("trainer")))
-    trainer = Trainer(process, run, config, model, signer=signer)
->>>>>>> ce5dc26 (train: train LoRA adapters by PEFT over a frozen base)
+    trainer = Trainer(process, run, config, model)
     process.events.span("start", started)
     try:
         try:
