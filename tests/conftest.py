@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import thread_leaks
 from skip_list import SkipList
 
 # Without a GPU Triton's kernels are interpreted. It has to know before anything imports it.
@@ -83,6 +84,28 @@ def pytest_collection_modifyitems(items):
 def pytest_generate_tests(metafunc):
     if "drill_seed" in metafunc.fixturenames:
         metafunc.parametrize("drill_seed", range(metafunc.config.getoption("drills")))
+
+
+def _fail_if_threads_stay(before):
+    if left := thread_leaks.leaked(before):
+        names = ", ".join(map(thread_leaks.describe, left))
+        pytest.fail(f"threads still run, and may run into later tests: {names}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _test_ends_its_threads():
+    """Fails a test that leaves a thread running."""
+    before = thread_leaks.threads()
+    yield
+    _fail_if_threads_stay(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module_ends_its_threads():
+    """Fails a module whose fixtures leave a thread running."""
+    before = thread_leaks.threads()
+    yield
+    _fail_if_threads_stay(before)
 
 
 @pytest.fixture(scope="session")

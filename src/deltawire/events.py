@@ -224,7 +224,9 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
 class Parity(_Event, tag="parity", frozen=True, kw_only=True):
     """The divergence of sampler and trainer on the batch that made ``version``, or would have.
 
-    ``numeric`` is over tokens that the trained version itself drew, ``drift`` over all.
+    ``numeric`` is over tokens that the trained version itself drew, ``drift`` over all. If no such
+    token was in the batch, ``numeric`` may be over tokens that ``numeric_version`` drew, whose
+    weights the trainer had kept for it.
     ``flipped`` is the share of flipped expert choices in each expert layer. ``warnings`` and
     ``stopped`` name the thresholds that were crossed, ``masked`` the sequences removed from the
     loss: worker, group and index in it.
@@ -233,6 +235,7 @@ class Parity(_Event, tag="parity", frozen=True, kw_only=True):
     at: float
     version: int
     numeric: Gaps
+    numeric_version: int | None = None
     drift: Gaps
     flipped: list[float] = []
     warnings: list[str] = []

@@ -430,6 +430,10 @@ class ParityConfig(Section, frozen=True, kw_only=True):
     extreme_ratio: Annotated[float, Meta(ge=1, le=1e9)] = 2.0
     min_tokens: Count = 32
     """A batch's means are compared from this many tokens on; its largest gaps always are."""
+    recheck_share: Annotated[float, Meta(ge=0, le=1)] = 0.02
+    """If the trainer is so slow that no batch holds tokens of the trained version, it keeps a copy
+    of one version now and then, and compares it with tokens that this version drew, in a thread
+    for at most this share of its time; 0 does not. It costs one copy of the trained weights."""
     routes: Literal["off", "record", "replay"] = "off"
     """For models with experts: ``record`` sends each token's expert choices to the trainer, which
     compares them with its own; ``replay`` also trains with them."""

@@ -48,6 +48,10 @@ class Divergence:
     tokens: int = 0
 
 
+NO_DIVERGENCE = Divergence(0.0, 0.0, 0.0, 1.0)
+"""The figures over no token."""
+
+
 @dataclass(frozen=True)
 class SequenceSums:
     """The terms of `Divergence`, summed over each sequence's tokens: float64[N] each.
@@ -72,7 +76,7 @@ class SequenceSums:
         """Returns the divergence over all sequences."""
         count = int(self.tokens_N.sum())
         if not count:
-            return Divergence(0.0, 0.0, 0.0, 1.0)
+            return NO_DIVERGENCE
 
         def mean(sums_N: Tensor) -> float:
             return float(sums_N.sum()) / count

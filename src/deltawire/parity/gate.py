@@ -10,14 +10,20 @@ later tokens mix both reasons; they count as drift.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from deltawire.config import ParityConfig, ParityLimits
 from deltawire.errors import StoppedError
-from deltawire.parity.divergence import Divergence, SequenceSums, joined, sequence_sums
+from deltawire.parity.divergence import (
+    NO_DIVERGENCE,
+    Divergence,
+    SequenceSums,
+    joined,
+    sequence_sums,
+)
 
 _NUMERIC = ("k3", "k3_swapped", "mean_gap", "largest_gap", "extreme_share")
 _DRIFT = ("k3", "largest_gap", "extreme_share", "effective_share")
@@ -42,7 +48,8 @@ class Crossing:
 class BatchParity:
     """The figures of one batch. ``flipped_L`` is, for each expert layer, the share of the sampler's
     choices that the trainer's own router did not make; empty if none were recorded. ``masked``
-    lists the rows of sequences that were taken out of the loss."""
+    lists the rows of sequences that were taken out of the loss. ``numeric`` is of the version
+    before the step, or of the older ``numeric_version`` with the weights of that version."""
 
     numeric: Divergence
     drift: Divergence
@@ -50,6 +57,19 @@ class BatchParity:
     warnings: tuple[Crossing, ...] = ()
     masked: tuple[int, ...] = ()
     stopped: tuple[Crossing, ...] = ()
+    numeric_version: int | None = None
+
+    def with_numeric(self, numeric: Divergence, version: int, config: ParityConfig) -> BatchParity:
+        """The batch with ``numeric`` of another version than the trained one, and the limits that
+        this crosses."""
+        least, none = config.min_tokens, NO_DIVERGENCE
+        return replace(
+            self,
+            numeric=numeric,
+            numeric_version=version,
+            warnings=(*self.warnings, *crossings(config.warn, numeric, none, min_tokens=least)),
+            stopped=(*self.stopped, *crossings(config.stop, numeric, none, min_tokens=least)),
+        )
 
     def raise_if_stopped(self, *, run: str = "", version: int | None = None) -> None:
         """Raises `StoppedError` if the batch crosses a limit of ``parity.stop``."""

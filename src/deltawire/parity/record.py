@@ -29,6 +29,7 @@ def parity_event(
         at=at,
         version=version,
         numeric=_gaps(parity.numeric),
+        numeric_version=parity.numeric_version,
         drift=_gaps(parity.drift),
         flipped=[*parity.flipped_L],
         warnings=[str(crossing) for crossing in parity.warnings],

@@ -18,8 +18,9 @@ from heartbeats import put_heartbeat
 from deltawire.cli.main import main
 from deltawire.config import BuildConfig, RunConfig, parse_config
 from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
-from deltawire.events import Step
+from deltawire.events import Parity, Step
 from deltawire.export.models import empty_model, fetch_model_files, save_model
+from deltawire.parity import Divergence
 from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.evaluate import audit as auditing
 from deltawire.rl.evaluate.audit import all_metadata, audit_consumption, audit_fates
@@ -172,6 +173,20 @@ def test_a_step_that_moved_nothing_is_on_record(bucket, monkeypatch) -> None:
     trainer.process.events.flush()
     (step,) = [event for event in EventTail(bucket).read() if isinstance(event, Step)]
     assert (step.version, step.loss, step.grad_norm, step.kl) == (1, None, None, None)
+
+
+def test_parity_with_an_older_version_is_on_record(bucket) -> None:
+    """No batch of this run holds a token of the version that it is trained from."""
+    trainer = trainer_of(bucket, versions=2)
+    older = Divergence(0.1, 0.2, 0.3, 1.5, tokens=9)
+    trainer.recheck.observe = lambda parity, _groups, *, version: parity.with_numeric(
+        older, version - 2, trainer.config.parity
+    )
+    trainer.loop()
+    trainer.process.events.flush()
+    found = [event for event in EventTail(bucket).read() if isinstance(event, Parity)]
+    assert [(one.version, one.numeric_version) for one in found] == [(1, -1), (2, 0)]
+    assert all((one.numeric.tokens, one.numeric.k3) == (9, 0.2) for one in found)
 
 
 def flip(bucket: Bucket, key: str) -> None:

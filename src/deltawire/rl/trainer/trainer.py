@@ -10,7 +10,8 @@ Who waits for whom::
       ▼ is not committed yet
       next batch
 
-    archiver's thread    event streams of workers that are gone ─▶ archive/
+    archiver's thread    old events, and those of workers that are gone ─▶ archive/
+    recheck thread       groups of older versions, scored with a copy of their weights
 
 One create commits a step: the metadata in the new version's manifest names the groups that made
 it. A trainer that dies loses at most the steps since its last checkpoint. Its successor recomputes
@@ -52,6 +53,7 @@ from deltawire.rl.control.staleness import policy_of
 from deltawire.rl.control.worker_guard import WorkerGuard
 from deltawire.rl.evaluate.rescoring import Rescoring
 from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.parity_recheck import ParityRecheck
 from deltawire.rl.trainer.progress_alarm import ProgressAlarm
 from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_step
 from deltawire.rl.trainer.version_retention import VersionRetention
@@ -112,6 +114,7 @@ class Trainer:
         self.credits.version, self.credits.digest = head.version, head.digest.hex()
         vocabulary = model.get_input_embeddings().num_embeddings
         self._read_groups(before, Bounds.of(config, vocabulary))
+        self.recheck = ParityRecheck(self.masters.model, config, report=self._report)
         self.reaper = Reaper(self.bucket)
         floors, keep = RetainedFile(self.bucket), config.retain
         self.archiver = EventArchiver(self.bucket, keep_days=keep.events_days, floors=floors)
@@ -120,7 +123,7 @@ class Trainer:
             self.bucket,
             run,
             keep=config.retain.versions,
-            report=lambda fault: process.record_life("started", fault),
+            report=self._report,
         )
         self.publisher = Publisher(
             self.bucket,
@@ -162,6 +165,10 @@ class Trainer:
             guard=self.guard,
         )
         self.alarm = ProgressAlarm(record)
+
+    def _report(self, fault: str) -> None:
+        """Record a fault that does not end the run."""
+        self.process.record_life("started", fault)
 
     def _restore(self, model: Any, head: Mirror) -> MasterWeights:
         """Restore the newest checkpoint, and recompute the steps from there to the head."""
@@ -215,6 +222,7 @@ class Trainer:
         self.version_retention.close()
         self.buffer.close()
         self.rescoring.close()
+        self.recheck.close()
 
     def _loop(self) -> None:
         events, train = self.process.events, self.config.train
@@ -361,7 +369,8 @@ class Trainer:
 
     def _record_parity(self, batch: Batch, result: StepResult, version: int) -> None:
         """Record sampler-trainer divergence; raises `StoppedError` if it stops the run."""
-        parity = result.parity
+        groups = [one.group for one in batch.taken]
+        parity = self.recheck.observe(result.parity, groups, version=version)
         names = [
             f"{batch.taken[group].group.worker}/{batch.taken[group].sequence}#{place}"
             for group, place in result.members
