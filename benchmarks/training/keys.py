@@ -48,6 +48,10 @@ KEYS: Final[dict[str, Key]] = {
     "memory_error_max": Key(
         "memory_error", "<=", 0.10, "largest error of the predicted peak memory of a step"
     ),
+    "offload_device_peak_saved": Key(
+        "offload", ">=", 0.40, "share of a step's device peak that optimizer offload saves"
+    ),
+    "offload_equal": Key("offload", "is", True, "bits with and without optimizer offload, resumed"),
 }
 """Every key, in the order of the table."""
 
