@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, Qwen
 
 from deltawire.export.models import serve_as
 from deltawire.parity.comparison import compare
-from deltawire.parity.scorers import TransformersScorer, parse_spec
+from deltawire.parity.scorers import parse_spec
+from deltawire.parity.transformers_scorer import TransformersScorer
 from deltawire.rl.evaluate.parity_sources import random_prompts
 
 SIZES: dict[str, Any] = {

@@ -9,8 +9,11 @@ os.environ.setdefault("DELTAWIRE_DURABLE", "0")
 # It would come before the endpoint of a test's own server.
 os.environ.pop("AWS_ENDPOINT_URL_S3", None)
 
+import atexit
 import copy
 import re
+import shutil
+import tempfile
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -22,6 +25,10 @@ from skip_list import SkipList
 # Without a GPU Triton's kernels are interpreted. It has to know before anything imports it.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The versions that readers of pinned runs remember are not those of this machine's user.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="deltawire-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 ROOT = Path(__file__).parent
 SKIPS = ROOT / "skips.toml"

@@ -61,6 +61,11 @@ class CorruptError(ResyncError):
     """An object's bytes are not what its name, its manifest or its format says."""
 
 
+class SignatureError(CorruptError):
+    """An object of a signed run that the holder of its role's key did not sign for this place and
+    run: somebody else wrote it, or shows an older one again."""
+
+
 class InputError(DeltawireError):
     """The configuration, the model, the bucket or the machine must be changed first."""
 

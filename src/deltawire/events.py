@@ -193,6 +193,15 @@ class NoProgress(_Event, tag="no_progress", frozen=True, kw_only=True):
     reason: str
 
 
+class SettingsChanged(_Event, tag="settings", frozen=True, kw_only=True):
+    """The run was continued with other settings, from ``version`` on: by dotted key, the old value
+    and the new one, as JSON."""
+
+    at: float
+    version: int
+    changes: dict[str, tuple[Any, Any]]
+
+
 class WarmStep(_Event, tag="warm_step", frozen=True, kw_only=True):
     """Progress of the supervised warm start; ``accuracy`` is on separate validation problems.
 
@@ -263,6 +272,7 @@ Event = (
     | Diverged
     | Attempt
     | NoProgress
+    | SettingsChanged
 )
 
 _encoder = msgspec.json.Encoder()

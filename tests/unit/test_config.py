@@ -262,7 +262,7 @@ def test_a_parameter_group_that_is_no_pattern():
 
 
 def test_resumable_keys_exist():
-    assert not RESUMABLE - DEFAULTS.keys()
+    assert not RESUMABLE.keys() - DEFAULTS.keys()
 
 
 def test_a_model_from_elsewhere_is_a_difference():

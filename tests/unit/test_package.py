@@ -21,13 +21,25 @@ LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """Exceptions to the limits below, each with its reason."""
 
+TRUST = {"--public-key", "--max-age", "--allow-rollback"}
 FLAGS = {
-    "run": {"--out", "--bucket", "--seed", "--engine", "--dry-run", "--plain", "--json"},
-    "worker": {"--id", "--patience", "--supervised", "--cpus"},
-    "trainer": {"--config", "--model", "--seed", "--engine", "--supervised", "--cpus"},
-    "evaluator": {"--supervised", "--cpus"},
-    "warm-start": {"--out", "--bucket", "--seed", "--supervised"},
-    "report": {"--out", "--json"},
+    "run": {
+        "--out",
+        "--bucket",
+        "--seed",
+        "--engine",
+        "--dry-run",
+        "--key",
+        "--allow-rollback",
+        "--plain",
+        "--json",
+    },
+    "worker": TRUST | {"--key", "--id", "--patience", "--supervised", "--cpus"},
+    "trainer": TRUST
+    | {"--key", "--config", "--model", "--seed", "--engine", "--supervised", "--cpus"},
+    "evaluator": TRUST | {"--key", "--supervised", "--cpus"},
+    "warm-start": TRUST | {"--key", "--cpus", "--out", "--bucket", "--seed", "--supervised"},
+    "report": TRUST | {"--out", "--json"},
     "publish": {
         "--to",
         "--watch",
@@ -45,30 +57,32 @@ FLAGS = {
         "--threads",
         "--json",
     },
-    "pull": {
+    "pull": TRUST
+    | {
         "--version",
         "--follow",
         "--merged",
         "--verify",
-        "--public-key",
         "--threads",
         "--json",
     },
-    "relay": {
+    "relay": TRUST
+    | {
         "--follow",
         "--start",
         "--keep-all",
         "--grace",
         "--compaction-strides",
         "--key",
-        "--public-key",
         "--threads",
         "--json",
     },
     "keygen": {"--json"},
-    "export": {"--version", "--base", "--public-key", "--json"},
+    "grant": {"--key", "--json"},
+    "export": TRUST | {"--version", "--base", "--json"},
     "import": set(),
-    "serve": {
+    "serve": TRUST
+    | {
         "--replica",
         "--host",
         "--port",
@@ -79,13 +93,13 @@ FLAGS = {
         "--transition",
         "--drain",
         "--model",
-        "--public-key",
     },
-    "fsck": {"--quick", "--public-key", "--json"},
-    "log": {"--last", "--public-key", "--json"},
+    "fsck": TRUST | {"--quick", "--json"},
+    "log": TRUST | {"--last", "--json"},
     "bench": set(),
-    "probes": {"--json"},
-    "metrics": {
+    "probes": TRUST | {"--json"},
+    "metrics": TRUST
+    | {
         "--host",
         "--port",
         "--token-file",
@@ -112,9 +126,10 @@ FLAGS = {
         "--published",
         "--json",
     },
-    "replay": {"--from", "--to", "--dump", "--out", "--json"},
-    "status": {"--watch", "--every", "--json", "--window"},
-    "parity": {
+    "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
+    "status": TRUST | {"--watch", "--every", "--json", "--window"},
+    "parity": TRUST
+    | {
         "--version",
         "--left",
         "--right",

@@ -12,6 +12,7 @@ COMMANDS = (
     "export",
     "import_",
     "keygen",
+    "grant",
     "serve",
     "report",
     "fsck",

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from deltawire.engines.registry import ENGINES
+from deltawire.errors import InputError
+
+if TYPE_CHECKING:
+    from deltawire.launch.processes import ChildOptions
+    from deltawire.runtime.trusted import ReaderTrust
 
 BUCKET = "a folder, or a file://, s3://, gs:// or az:// URL"
 
@@ -72,11 +78,47 @@ def add_child_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpus", default="", help="run on these processors only, such as 0,1")
 
 
-def add_public_key(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--public-key``."""
+def child_options(arguments: argparse.Namespace) -> ChildOptions:
+    """The options of `add_child_options`, `add_key` and `add_trust`."""
+    from deltawire.launch.processes import ChildOptions
+
+    return ChildOptions(arguments.supervised, arguments.cpus, arguments.key, trust_of(arguments))
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that say which run, and how old a state of it, a command accepts."""
     parser.add_argument(
-        "--public-key", default="", metavar="KEY", help="refuse objects that it did not sign"
+        "--public-key",
+        default="",
+        metavar="KEY[:RUN_ID]",
+        help="refuse what the owner of this key, or processes it granted keys to, did not sign; "
+        "and any other run than this one",
     )
+    parser.add_argument(
+        "--max-age",
+        type=seconds,
+        metavar="S",
+        help="with --public-key: refuse a newest state that was signed longer ago",
+    )
+    parser.add_argument(
+        "--allow-rollback",
+        action="store_true",
+        help="with --public-key: accept an older version than one read on this machine before",
+    )
+
+
+def trust_of(arguments: argparse.Namespace) -> ReaderTrust:
+    """The options of `add_trust`; raises `InputError` for a malformed key."""
+    from deltawire.runtime.trusted import ReaderTrust
+    from deltawire.wire.roles import Pin
+
+    if not arguments.public_key and (arguments.max_age is not None or arguments.allow_rollback):
+        raise InputError(
+            "--max-age and --allow-rollback need --public-key",
+            hint="without it nobody's signature is insisted on",
+        )
+    pin = Pin.parse(arguments.public_key) if arguments.public_key else None
+    return ReaderTrust(pin, arguments.max_age, arguments.allow_rollback)
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from deltawire.cli.arguments import add_child_options, add_run_url
+from deltawire.cli.arguments import (
+    add_child_options,
+    add_key,
+    add_run_url,
+    add_trust,
+    child_options,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -12,12 +18,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("evaluator", help="measure a run's held-out accuracy")
     parser.set_defaults(call=run)
     add_run_url(parser)
+    add_key(parser)
+    add_trust(parser)
     add_child_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate versions until the run ends."""
-    from deltawire.launch.processes import ChildOptions, run_as_evaluator
+    from deltawire.launch.processes import run_as_evaluator
 
-    run_as_evaluator(arguments.run, options=ChildOptions(arguments.supervised, arguments.cpus))
+    run_as_evaluator(arguments.run, options=child_options(arguments))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deltawire.cli.arguments import add_json, add_public_key, add_run_url, at_least
+from deltawire.cli.arguments import add_json, add_run_url, add_trust, at_least, trust_of
 from deltawire.errors import InputError
 
 
@@ -21,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--base", type=at_least(0), metavar="N", help="write an arc_v2 delta to this version"
     )
-    add_public_key(parser)
+    add_trust(parser)
     add_json(parser, "print only the request's body, without progress")
 
 
@@ -32,12 +32,15 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.display import safe_json
     from deltawire.export.snapshots import export_snapshot
     from deltawire.launch.progress import bars
-    from deltawire.store import MeteredBucket, open_bucket
+    from deltawire.runtime.trusted import open_trusted
+    from deltawire.store import MeteredBucket
     from deltawire.sync import newest_version, require_run
 
     with bars(hidden=arguments.json) as bar:
-        bucket = MeteredBucket(open_bucket(arguments.run), lambda read, _: bar.advance(read))
-        run = require_run(bucket, public_key=arguments.public_key)
+        bucket = MeteredBucket(
+            open_trusted(arguments.run, trust_of(arguments)), lambda read, _: bar.advance(read)
+        )
+        run = require_run(bucket)
         version = newest_version(bucket) if arguments.version is None else arguments.version
         if version is None:
             raise InputError("the run has no version yet", hint="wait for one", run=bucket.url)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from deltawire.cli.arguments import add_json, add_public_key, add_run_url
+from deltawire.cli.arguments import add_json, add_run_url, add_trust, trust_of
 from deltawire.cli.exit_codes import DAMAGED
 
 
@@ -16,7 +16,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(call=run)
     add_run_url(parser)
     parser.add_argument("--quick", action="store_true", help="check names and sizes, not contents")
-    add_public_key(parser)
+    add_trust(parser)
     add_json(parser)
 
 
@@ -32,10 +32,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     from deltawire.dashboard.versions import print_check
-    from deltawire.store import open_bucket
+    from deltawire.runtime.trusted import open_trusted
     from deltawire.sync.maintain.fsck import check_run
 
-    bucket = open_bucket(arguments.run)
+    bucket = open_trusted(arguments.run, trust_of(arguments))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     hidden = arguments.json or not console.is_terminal
@@ -48,7 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
         found = check_run(
             bucket,
             deep=not arguments.quick,
-            public_key=arguments.public_key,
             progress=show,
         )
     if arguments.json:

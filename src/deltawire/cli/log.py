@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from deltawire.cli.arguments import add_json, add_public_key, add_run_url, at_least
+from deltawire.cli.arguments import add_json, add_run_url, add_trust, at_least, trust_of
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,7 +16,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--last", type=at_least(1), default=50, metavar="N", help="how many (default: 50)"
     )
-    add_public_key(parser)
+    add_trust(parser)
     add_json(parser)
 
 
@@ -25,11 +25,11 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from deltawire.dashboard.versions import list_readers, list_versions, version_table
-    from deltawire.store import open_bucket
+    from deltawire.runtime.trusted import open_trusted
     from deltawire.sync import require_run
 
-    bucket = open_bucket(arguments.run)
-    run = require_run(bucket, public_key=arguments.public_key)
+    bucket = open_trusted(arguments.run, trust_of(arguments))
+    run = require_run(bucket)
     versions = list_versions(bucket, run, arguments.last)
     readers = list_readers(bucket)
     if arguments.json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deltawire.cli.arguments import add_run_url, add_token_file, add_window
+from deltawire.cli.arguments import add_run_url, add_token_file, add_trust, add_window, trust_of
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -12,6 +12,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("metrics", help="a run's figures for Prometheus, or a tracker")
     parser.set_defaults(call=run)
     add_run_url(parser)
+    add_trust(parser)
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     parser.add_argument("--port", type=int, default=9464, help="the port to listen on; 0 is any")
     add_token_file(parser)
@@ -46,7 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
             project=arguments.project,
             offline=arguments.offline,
         )
-        forward_metrics(arguments.run, destination, every_s=arguments.every)
+        forward_metrics(
+            arguments.run, destination, every_s=arguments.every, trust=trust_of(arguments)
+        )
         return 0
     listener = Listener(
         host=arguments.host,
@@ -54,5 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
         token_file=arguments.token_file,
         open=arguments.no_token,
     )
-    export_metrics(arguments.run, listener, every_s=arguments.every, window_s=arguments.window)
+    export_metrics(
+        arguments.run,
+        listener,
+        every_s=arguments.every,
+        window_s=arguments.window,
+        trust=trust_of(arguments),
+    )
     return 0

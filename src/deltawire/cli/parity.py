@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from deltawire.cli.arguments import add_json
+from deltawire.cli.arguments import add_json, add_trust, trust_of
 from deltawire.cli.exit_codes import EXCEEDED
 
 
@@ -47,6 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--plot", default="", metavar="FILE", help="draw the drift by layer: .svg, .png"
     )
+    add_trust(parser)
     add_json(parser)
 
 
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         plot=arguments.plot,
         device=arguments.device,
     )
-    found, source = compare_engines(arguments.source, options)
+    found, source = compare_engines(arguments.source, options, trust_of(arguments))
     console = Console()
     if arguments.json:
         console.print_json(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deltawire.cli.arguments import add_json, add_run_url
+from deltawire.cli.arguments import add_json, add_run_url, add_trust, trust_of
 from deltawire.cli.exit_codes import FLAGGED
 from deltawire.errors import InputError
 
@@ -14,6 +14,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("probes", help="compare rewards with what they do not see")
     parser.set_defaults(call=run)
     add_run_url(parser)
+    add_trust(parser)
     add_json(parser)
 
 
@@ -24,10 +25,10 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.dashboard.probes import whole
     from deltawire.display import safe_json
     from deltawire.reward_monitor.watch import figures_of, read_probes
-    from deltawire.store import open_bucket
+    from deltawire.runtime.trusted import open_trusted
     from deltawire.sync import require_run
 
-    bucket = open_bucket(arguments.run)
+    bucket = open_trusted(arguments.run, trust_of(arguments))
     require_run(bucket)
     state = read_probes(bucket)
     if state is None:

@@ -70,8 +70,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Publish what is not a version yet."""
-    from deltawire.launch.progress import parse_strides, read_signer
+    from deltawire.launch.progress import parse_strides
     from deltawire.launch.publishing import PublishOptions, publish_directories
+    from deltawire.launch.role_keys import read_signer
     from deltawire.sync.huggingface.checkpoint_watcher import CheckpointWatcher
 
     watcher = None

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deltawire.cli.arguments import add_json, add_public_key, add_run_url, add_threads, at_least
+from deltawire.cli.arguments import (
+    add_json,
+    add_run_url,
+    add_threads,
+    add_trust,
+    at_least,
+    trust_of,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--merged", default="", metavar="OUT", help="also write a model with the adapter merged"
     )
-    add_public_key(parser)
+    add_trust(parser)
     add_threads(parser)
     add_json(parser, "print a JSON object for each version")
 
@@ -39,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         version=arguments.version,
         follow=arguments.follow,
         verify=arguments.verify,
-        public_key=arguments.public_key,
+        trust=trust_of(arguments),
         threads=arguments.threads,
         as_json=arguments.json,
         merged=Path(arguments.merged) if arguments.merged else None,

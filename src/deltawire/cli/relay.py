@@ -8,10 +8,11 @@ from deltawire.cli.arguments import (
     BUCKET,
     add_json,
     add_key,
-    add_public_key,
     add_retention,
     add_threads,
+    add_trust,
     at_least,
+    trust_of,
 )
 
 
@@ -33,19 +34,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_retention(parser)
     add_key(parser)
-    add_public_key(parser)
+    add_trust(parser)
     add_threads(parser)
     add_json(parser, "print a JSON object for each version")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Copy the versions that exist, and with ``--follow`` those that come."""
-    from deltawire.launch.progress import parse_strides, read_signer
+    from deltawire.launch.progress import parse_strides
     from deltawire.launch.relaying import RelayOptions, relay_run
+    from deltawire.launch.role_keys import read_signer
 
     options = RelayOptions(
         start=arguments.start,
-        public_key=arguments.public_key,
+        trust=trust_of(arguments),
         signer=read_signer(arguments.key),
         strides=parse_strides(arguments.compaction_strides),
         threads=arguments.threads,

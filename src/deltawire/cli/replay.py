@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from deltawire.cli.arguments import add_json, add_run_url
+from deltawire.cli.arguments import add_json, add_run_url, add_trust, trust_of
 from deltawire.cli.exit_codes import DIFFERENT
 from deltawire.errors import InputError
 
@@ -17,6 +17,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("replay", help="repeat a run's training and compare the bits")
     parser.set_defaults(call=run)
     add_run_url(parser)
+    add_trust(parser)
     parser.add_argument(
         "--from",
         type=int,
@@ -48,9 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deltawire.dashboard.verification import print_verification
     from deltawire.rl.trainer.verify_training import Dump, verify_training
-    from deltawire.store import open_bucket
+    from deltawire.runtime.trusted import open_trusted
 
-    bucket = open_bucket(arguments.run)
+    bucket = open_trusted(arguments.run, trust_of(arguments))
     if (arguments.dump is None) != (not arguments.out):
         raise InputError("--dump and --out go together", hint="give both, or neither")
     dump = None if arguments.dump is None else Dump(arguments.dump, Path(arguments.out))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deltawire.cli.arguments import add_json, add_run_url
+from deltawire.cli.arguments import add_json, add_run_url, add_trust, trust_of
 from deltawire.errors import InputError
 
 
@@ -14,6 +14,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("report", help="write a run's report again from its events")
     parser.set_defaults(call=run)
     add_run_url(parser)
+    add_trust(parser)
     parser.add_argument("--out", default=".", help="the folder for report.html and report.json")
     add_json(parser, "print report.json")
 
@@ -28,10 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.dashboard.report import write_report
     from deltawire.launch.watching import Watcher, summary_of
     from deltawire.rl.evaluate.attestation import attested, last_status
-    from deltawire.store import open_bucket
+    from deltawire.runtime.trusted import open_trusted
     from deltawire.sync import require_run
 
-    bucket = open_bucket(arguments.run)
+    bucket = open_trusted(arguments.run, trust_of(arguments))
     config = run_config(require_run(bucket).config, url=bucket.url)
     out = Path(arguments.out)
     console = Console()

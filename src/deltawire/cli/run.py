@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltawire.cli.arguments import BUCKET, add_engine, add_json, add_seed
+from deltawire.cli.arguments import BUCKET, add_engine, add_json, add_key, add_seed
 from deltawire.cli.exit_codes import INTERRUPTED
 from deltawire.engines.registry import check_engine
 
@@ -30,6 +30,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="check model, environment and trust, print every setting, and stop",
     )
+    add_key(parser)
+    parser.add_argument(
+        "--allow-rollback",
+        action="store_true",
+        help="with --key: continue from an older version than one seen on this machine before",
+    )
     parser.add_argument("--plain", action="store_true", help="print lines, not a live view")
     add_json(parser, "print report.json at the end")
 
@@ -42,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.dashboard.live import screen
     from deltawire.launch.checks import check_start
     from deltawire.launch.processes import read_config, refuse_memory
+    from deltawire.launch.role_keys import RunKeys
     from deltawire.launch.session import Job, check_audit, execute, only_one, open_output
+    from deltawire.runtime.trusted import ReaderTrust, trusted
 
     path = Path(arguments.config)
     config = read_config(path, seed=arguments.seed, engine=arguments.engine)
@@ -56,8 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
         check_engine(config.rollout.engine)
     bucket = open_output(out, arguments.bucket)
     refuse_memory(bucket)
-    job = Job(config, path, arguments.seed, out, bucket, engine=arguments.engine)
     with only_one(out):
+        keys = RunKeys(bucket, Path(arguments.key), out / "keys") if arguments.key else None
+        if keys is not None:
+            bucket = trusted(bucket, ReaderTrust(keys.pin, allow_rollback=arguments.allow_rollback))
+            console.print(f"signed run {keys.pin}", soft_wrap=True, markup=False, emoji=False)
+        job = Job(config, path, arguments.seed, out, bucket, engine=arguments.engine, keys=keys)
         summary = execute(job, console, plain=arguments.plain or not console.is_terminal)
     if summary is None:
         return INTERRUPTED

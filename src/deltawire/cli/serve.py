@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deltawire.cli.arguments import add_public_key, add_run_url, add_token_file
+from deltawire.cli.arguments import add_run_url, add_token_file, add_trust, trust_of
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--model", default="", help="the replicas' name for the model (default: the request's)"
     )
-    add_public_key(parser)
+    add_trust(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         transition=arguments.transition,
         drain_s=arguments.drain,
         model=arguments.model,
-        public_key=arguments.public_key,
+        trust=trust_of(arguments),
     )
     serve_run(arguments.run, options)
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deltawire.cli.arguments import add_json, add_run_url, add_window
+from deltawire.cli.arguments import add_json, add_run_url, add_trust, add_window, trust_of
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -12,6 +12,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("status", help="show how a run stands, from its bucket only")
     parser.set_defaults(call=run)
     add_run_url(parser)
+    add_trust(parser)
     parser.add_argument("--watch", action="store_true", help="repeat until the run is over")
     parser.add_argument(
         "--every", type=float, default=2.0, metavar="S", help="seconds between two (default: 2)"
@@ -26,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     show_status(
         arguments.run,
+        trust=trust_of(arguments),
         watch=arguments.watch,
         every_s=arguments.every,
         window_s=arguments.window,

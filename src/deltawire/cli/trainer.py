@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deltawire.cli.arguments import add_child_options, add_engine, add_run_url, add_seed
+from deltawire.cli.arguments import (
+    add_child_options,
+    add_engine,
+    add_key,
+    add_run_url,
+    add_seed,
+    add_trust,
+    child_options,
+)
 from deltawire.errors import InputError
 
 
@@ -18,12 +26,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", default="", help="and with this model directory as version 0")
     add_seed(parser)
     add_engine(parser)
+    add_key(parser)
+    add_trust(parser)
     add_child_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train until the run's last version."""
-    from deltawire.launch.processes import ChildOptions, read_config, run_as_trainer
+    from deltawire.launch.processes import read_config, run_as_trainer
 
     if bool(arguments.config) != bool(arguments.model):
         raise InputError("--config and --model go together", hint="give both, or neither")
@@ -32,6 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         path = Path(arguments.config)
         config = read_config(path, seed=arguments.seed, engine=arguments.engine)
         source = (config, Path(arguments.model))
-    options = ChildOptions(arguments.supervised, arguments.cpus)
+    options = child_options(arguments)
     run_as_trainer(arguments.run, source=source, options=options)
     return 0

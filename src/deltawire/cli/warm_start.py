@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deltawire.cli.arguments import add_seed
+from deltawire.cli.arguments import (
+    add_child_options,
+    add_key,
+    add_seed,
+    add_trust,
+    child_options,
+)
 from deltawire.cli.exit_codes import INTERRUPTED
 
 
@@ -17,7 +23,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--out", required=True, help="the model directory to write")
     parser.add_argument("--bucket", default="", help="record progress in this bucket")
     add_seed(parser)
-    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    add_key(parser)
+    add_trust(parser)
+    add_child_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,6 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = read_config(Path(arguments.config), seed=arguments.seed)
     made = make_model(
-        config, Path(arguments.out), bucket=arguments.bucket, supervised=arguments.supervised
+        config, Path(arguments.out), bucket=arguments.bucket, options=child_options(arguments)
     )
     return 0 if made else INTERRUPTED

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from deltawire.cli.arguments import add_child_options, add_run_url
+from deltawire.cli.arguments import (
+    add_child_options,
+    add_key,
+    add_run_url,
+    add_trust,
+    child_options,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,17 +26,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="S",
         help="wait this long for a trainer (default: 600)",
     )
+    add_key(parser)
+    add_trust(parser)
     add_child_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Sample until the run ends."""
-    from deltawire.launch.processes import ChildOptions, join_as_worker
+    from deltawire.launch.processes import join_as_worker
 
     join_as_worker(
         arguments.run,
         name=arguments.id,
         patience_s=arguments.patience,
-        options=ChildOptions(arguments.supervised, arguments.cpus),
+        options=child_options(arguments),
     )
     return 0

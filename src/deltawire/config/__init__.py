@@ -14,12 +14,17 @@ from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.optimization import OptimizerConfig, ParameterGroup, ScheduleConfig
 from deltawire.config.parsing import (
     MAX_CONFIG_BYTES,
-    RESUMABLE,
-    differences,
-    flatten,
     load_config,
     parse_config,
     run_config,
+)
+from deltawire.config.resuming import (
+    RESUMABLE,
+    changed_settings,
+    differences,
+    flatten,
+    require_same,
+    with_settings,
 )
 from deltawire.config.sections import (
     SURROGATES,
@@ -75,9 +80,12 @@ __all__ = [
     "WarmStartConfig",
     "WarnLimits",
     "WorkersConfig",
+    "changed_settings",
     "differences",
     "flatten",
     "load_config",
     "parse_config",
+    "require_same",
     "run_config",
+    "with_settings",
 ]

@@ -13,44 +13,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from deltawire.config.base import Section
-from deltawire.config.sections import ParityLimits, RunConfig
+from deltawire.config.sections import RunConfig
 from deltawire.errors import InputError
 
 MAX_CONFIG_BYTES = 1 << 20
-
-RESUMABLE = frozenset(
-    {
-        "train.versions",
-        "train.offload",
-        "rollout.workers",
-        "evaluate.every",
-        "probes.action",
-        "probes.keep",
-        "threads",
-        "device",
-        "train.device",
-        "rollout.device",
-        "evaluate.device",
-        "faults.silence_s",
-        "faults.stall_s",
-        "faults.long_s",
-        "retain.rollouts",
-        "retain.versions",
-        "retain.events_days",
-        "retain.checkpoints",
-        "workers.allow",
-        "workers.quota",
-        "trust.rescore_share",
-        "trust.rescore_waiting",
-        "trust.logprob_gap",
-    }
-    | {
-        f"parity.{action}.{name}"
-        for action in ("warn", "stop")
-        for name in get_type_hints(ParityLimits)
-    }
-)
-"""Keys that may differ when a run is continued; any other change would make it another run."""
 
 
 def load_config(path: Path) -> RunConfig:
@@ -185,22 +151,3 @@ def _refuse_unknown(raw: dict[str, Any], kind: type[Any], prefix: str, source: s
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, dict):
                     _refuse_unknown(item, option, f"{prefix}{key}.", source)
-
-
-def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
-    """Flatten a configuration to dotted keys and plain values."""
-    flat: dict[str, Any] = {}
-    for name in config.__struct_fields__:
-        value = getattr(config, name)
-        if isinstance(value, msgspec.Struct):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = msgspec.to_builtins(value)
-    return flat
-
-
-def differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
-    """List the dotted keys, outside `RESUMABLE`, in which two configurations differ."""
-    left, right = flatten(ours), flatten(theirs)
-    keys = (left.keys() | right.keys()) - RESUMABLE
-    return sorted(key for key in keys if left.get(key) != right.get(key))

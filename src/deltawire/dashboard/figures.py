@@ -1,11 +1,14 @@
 """The table of figures that every view of a run shows.
 
 A figure is a name, a unit, a help text and a function of the run's state. ``deltawire status``,
-the live view and the report write it by its unit, the exporter turns it into a gauge, and trackers
-get it version by version, as the figure of a state that holds one version only (`RunState.at`).
+the live view and the report write it by its unit, ``report.json`` holds its value, the exporter
+turns it into a gauge, and trackers get it version by version, as the figure of a state that holds
+one version only (`RunState.at`).
 
-To add a figure, add a row here; for ``deltawire status`` also the field of the same name in
-`deltawire.dashboard.status.RunStatus`.
+To add a figure, add a row here. Exporter and trackers then have it, if it names a ``metric`` or
+``tracked``; for ``deltawire status`` add a field of the same name to
+`deltawire.dashboard.status.RunStatus`, for the report's table its name to
+`deltawire.dashboard.report.REPORTED`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Final, Literal, TypeVar
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.wording import MISSING, byte_size, duration, milliseconds, percent
 from deltawire.dashboard.wording import figure as significant
-from deltawire.events import Generated, Parity, Published, Step
+from deltawire.events import Gaps, Generated, Parity, Published, Step
 
 Unit = Literal["", "share", "bytes", "ms", "s", "versions", "1/min", "1/s", "nats"]
 Labels = tuple[tuple[str, str], ...]
@@ -59,13 +62,55 @@ class Figure:
                 return milliseconds(value)
             case "s":
                 return duration(value)
+            case _ if isinstance(value, int):
+                return f"{value:,}"
             case _:
                 return significant(value)
 
 
-def _step(of: Callable[[Step], float | None]) -> Callable[[RunState], float | None]:
-    """A figure of the newest step."""
-    return lambda state: of(state.steps[max(state.steps)]) if state.steps else None
+def _of_step(
+    name: str,
+    unit: Unit,
+    help_: str,
+    of: Callable[[Step], float | None],
+    *,
+    metric: str = "",
+    tracked: str = "",
+) -> Figure:
+    """A figure of the newest step, which trackers get by its name if they know no other."""
+
+    def newest(state: RunState) -> float | None:
+        return of(state.steps[max(state.steps)]) if state.steps else None
+
+    return Figure(name, unit, help_, newest, metric=metric, tracked=tracked or name)
+
+
+def _total(of: Callable[[Step], int]) -> Callable[[RunState], int | None]:
+    """A count over all steps."""
+    return lambda state: sum(map(of, state.steps.values())) if state.steps else None
+
+
+def _newest_staleness(state: RunState) -> float | None:
+    for step in reversed(state.steps_in_order):
+        if step.staleness:
+            return fmean(step.staleness)
+    return None
+
+
+def _reward_of_tenth(tenth: Literal["first", "last"]) -> Callable[[RunState], float | None]:
+    """Mean training reward over the first or the last tenth of the steps."""
+
+    def of(state: RunState) -> float | None:
+        rewards = [reward for _, reward in state.reward_curve]
+        count = max(1, len(rewards) // 10)
+        part = rewards[:count] if tenth == "first" else rewards[-count:]
+        return fmean(part) if part else None
+
+    return of
+
+
+def _restarts(state: RunState) -> int | None:
+    return sum(one.restarts for one in state.processes.values()) if state.processes else None
 
 
 def _published(of: Callable[[Published], float | None]) -> Callable[[RunState], float | None]:
@@ -154,10 +199,22 @@ def _preparations(state: RunState) -> Iterable[float]:
     return (swap.prepare_ms for one in state.with_role("worker") for swap in one.swaps.values())
 
 
-def _heldout(part: Literal["accuracy", "greedy", "version"]) -> Callable[[RunState], float | None]:
+def _heldout(
+    part: Literal["accuracy", "greedy", "version"], at: Callable[[Iterable[int]], int] = max
+) -> Callable[[RunState], float | None]:
+    """A figure of the newest evaluation, or with ``min`` of the first."""
     return lambda state: (
-        getattr(state.evaluated[max(state.evaluated)], part) if state.evaluated else None
+        getattr(state.evaluated[at(state.evaluated)], part) if state.evaluated else None
     )
+
+
+def _numeric(of: Callable[[Gaps], float]) -> Callable[[RunState], Iterable[float]]:
+    """Values over the batches that have tokens of the trained version itself."""
+    return lambda state: (of(b.numeric) for b in state.parity.values() if b.numeric.tokens)
+
+
+def _of_batches(of: Callable[[Parity], int]) -> Callable[[RunState], int | None]:
+    return lambda state: sum(map(of, state.parity.values())) if state.parity else None
 
 
 FIGURES: Final = (
@@ -168,13 +225,21 @@ FIGURES: Final = (
         lambda state: state.steps_per_minute,
         metric="steps_per_minute",
     ),
-    Figure(
+    _of_step(
         "reward",
         "",
         "Mean reward of the newest step's groups",
-        _step(lambda step: step.reward_mean),
+        lambda step: step.reward_mean,
         metric="reward",
-        tracked="reward",
+    ),
+    Figure(
+        "reward_first",
+        "",
+        "Mean reward over the first tenth of the steps",
+        _reward_of_tenth("first"),
+    ),
+    Figure(
+        "reward_last", "", "Mean reward over the last tenth of the steps", _reward_of_tenth("last")
     ),
     Figure(
         "heldout",
@@ -199,36 +264,46 @@ FIGURES: Final = (
         metric="heldout_version",
         tracked="heldout/version",
     ),
-    Figure("loss", "", "Loss of the newest step", _step(lambda step: step.loss), tracked="loss"),
     Figure(
-        "grad_norm",
-        "",
-        "Gradient norm of the newest step",
-        _step(lambda step: step.grad_norm),
-        tracked="grad_norm",
+        "heldout_first",
+        "share",
+        "Held-out accuracy, first measured",
+        _heldout("accuracy", min),
     ),
     Figure(
+        "heldout_greedy_first",
+        "share",
+        "Held-out accuracy of greedy answers, first measured",
+        _heldout("greedy", min),
+    ),
+    _of_step("loss", "", "Loss of the newest step", lambda step: step.loss),
+    _of_step("grad_norm", "", "Gradient norm of the newest step", lambda step: step.grad_norm),
+    _of_step(
         "clipped",
         "share",
         "Share of the newest step's tokens whose ratio was clipped",
-        _step(lambda step: step.clipped),
-        tracked="clipped",
+        lambda step: step.clipped,
     ),
-    Figure("tokens", "", "Tokens of the newest step", _step(lambda s: s.tokens), tracked="tokens"),
-    Figure("groups", "", "Groups of the newest step", _step(lambda s: s.groups), tracked="groups"),
-    Figure(
-        "groups_dropped",
-        "",
-        "Groups dropped before the newest step",
-        _step(lambda step: step.dropped),
-        tracked="groups_dropped",
+    _of_step("tokens", "", "Tokens of the newest step", lambda step: step.tokens),
+    Figure("tokens_total", "", "Tokens trained on", _total(lambda step: step.tokens)),
+    _of_step("groups", "", "Groups of the newest step", lambda step: step.groups),
+    Figure("groups_total", "", "Groups of all steps", _total(lambda step: step.groups)),
+    _of_step(
+        "groups_dropped", "", "Groups dropped before the newest step", lambda step: step.dropped
     ),
-    Figure(
+    Figure("groups_dropped_total", "", "Groups dropped", _total(lambda step: step.dropped)),
+    _of_step(
         "step_s",
         "s",
         "Duration of the newest step",
-        _step(lambda step: step.seconds),
+        lambda step: step.seconds,
         tracked="step_seconds",
+    ),
+    Figure(
+        "staleness_newest",
+        "versions",
+        "Mean staleness of the newest step's groups",
+        _newest_staleness,
     ),
     *_spread(
         "total",
@@ -296,6 +371,24 @@ FIGURES: Final = (
         tracked="bytes/delta",
     ),
     Figure(
+        "bytes_newest",
+        "bytes",
+        "Size of the newest version's delta",
+        _published(lambda one: one.bytes_delta),
+    ),
+    Figure(
+        "bytes_largest",
+        "bytes",
+        "Size of the largest delta",
+        _over(max, lambda state: (one.bytes_delta for one in state.deltas)),
+    ),
+    Figure(
+        "bytes_total",
+        "bytes",
+        "Size of all deltas together",
+        _over(sum, lambda state: (one.bytes_delta for one in state.deltas)),
+    ),
+    Figure(
         "bytes_anchor",
         "bytes",
         "Size of the newest version's anchor",
@@ -357,13 +450,40 @@ FIGURES: Final = (
     Figure(
         "k3_same_version",
         "nats",
-        "The same over tokens that the trained version drew, median of the steps",
-        _over(
-            median,
-            lambda state: (b.numeric.k3 for b in state.parity.values() if b.numeric.tokens),
-        ),
+        "The same (k3) over tokens that the trained version drew, median of the steps",
+        _over(median, _numeric(lambda numeric: numeric.k3)),
         metric="k3_nats",
         labels=(("statistic", "median_same_version"),),
+    ),
+    Figure(
+        "k3_same_version_max",
+        "nats",
+        "The same (k3) over tokens that the trained version drew, largest of the steps",
+        _over(max, _numeric(lambda numeric: numeric.k3)),
+    ),
+    Figure(
+        "largest_gap",
+        "nats",
+        "Largest difference of log-probabilities on a token that the trained version drew",
+        _over(max, _numeric(lambda numeric: numeric.largest_gap)),
+    ),
+    Figure(
+        "flipped_worst",
+        "share",
+        "Largest share of expert choices that one layer flipped in a step",
+        _over(max, lambda state: (max(b.flipped) for b in state.parity.values() if b.flipped)),
+    ),
+    Figure(
+        "parity_warnings",
+        "",
+        "Steps with a parity warning",
+        _of_batches(lambda batch: bool(batch.warnings)),
+    ),
+    Figure(
+        "sequences_masked",
+        "",
+        "Sequences masked for their divergence",
+        _of_batches(lambda batch: batch.sequences_masked),
     ),
     Figure(
         "ratio_max",
@@ -380,6 +500,7 @@ FIGURES: Final = (
         _window,
         metric="window_seconds",
     ),
+    Figure("restarts", "", "Processes started again", _restarts),
 )
 """Every figure that is a function of the run's events."""
 
@@ -389,3 +510,14 @@ BY_NAME: Final = {row.name: row for row in FIGURES}
 def value(name: str, state: RunState) -> float | None:
     """The value of one figure."""
     return BY_NAME[name].of(state)
+
+
+def whole(name: str, state: RunState) -> int | None:
+    """The value of one figure that is a whole number."""
+    found = value(name, state)
+    return None if found is None else int(found)
+
+
+def text(name: str, state: RunState) -> str:
+    """One figure as people read it."""
+    return BY_NAME[name].text(value(name, state))

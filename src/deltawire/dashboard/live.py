@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from deltawire.dashboard.figures import value
+from deltawire.dashboard.figures import text, value, whole
 from deltawire.dashboard.probes import flags, summary_of_streams
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.dashboard.summary import Summary, WorkerVerdict
@@ -111,19 +111,19 @@ class LiveView:
         if not state.training:
             return f"[{self._elapsed(state)}] {self._warm_words(state)}"
         parts = [f"version {state.version or 0}/{self.target_versions}"]
-        if curve := state.accuracy_curve:
-            parts.append(f"held-out {percent(curve[-1][1])} (from {percent(curve[0][1])})")
-        if rewards := state.reward_curve:
-            parts.append(f"reward {rewards[-1][1]:.3f}")
-        mean, most = _last_staleness(state)
-        if most is not None:
-            parts.append(f"staleness {mean:.1f} max {most} of {self.bound}")
-        if deltas := state.deltas:
-            full, delta = self._full(state), deltas[-1].bytes_delta
-            parts.append(f"{byte_size(delta)} a version ({smaller(full, delta)})")
-        trainer, workers = value("trainer_idle", state), value("workers_idle", state)
-        if trainer is not None or workers is not None:
-            parts.append(f"idle trainer {percent(trainer, 0)}, workers {percent(workers, 0)}")
+        if state.evaluated:
+            parts.append(f"held-out {text('heldout', state)} (from {text('heldout_first', state)})")
+        if state.steps:
+            parts.append(f"reward {text('reward', state)}")
+        if (most := whole("staleness.total.max", state)) is not None:
+            mean = text("staleness_newest", state)
+            parts.append(f"staleness {mean} max {most} of {self.bound}")
+        if (delta := value("bytes_newest", state)) is not None:
+            ratio = smaller(self._full(state), delta)
+            parts.append(f"{text('bytes_newest', state)} a version ({ratio})")
+        if state.window is not None:
+            trainer, workers = text("trainer_idle", state), text("workers_idle", state)
+            parts.append(f"idle trainer {trainer}, workers {workers}")
         if state.probes is not None and (apart := flags(state.probes)):
             parts.append(f"rewards apart from probes: {', '.join(apart[:MAX_FLAGS])}")
         return f"[{self._elapsed(state)}] " + "  ".join(parts)
@@ -185,31 +185,31 @@ class LiveView:
         grid.add_column(no_wrap=True, ratio=4)
         curve = state.accuracy_curve
         rewards = [reward for _, reward in state.reward_curve]
+        first = f"from {text('heldout_first', state)} at {curve[0][0]}" if len(curve) > 1 else ""
         grid.add_row(
             "held-out accuracy",
-            Text(percent(curve[-1][1]) if curve else MISSING, "bold green"),
-            Text(f"from {percent(curve[0][1])} at {curve[0][0]}" if len(curve) > 1 else "", "dim"),
+            Text(text("heldout", state), "bold green"),
+            Text(first, "dim"),
             Sparkline([accuracy for _, accuracy in curve], "green"),
         )
         grid.add_row(
             "training reward",
-            Text(f"{rewards[-1]:.3f}" if rewards else MISSING, "bold"),
-            Text(f"from {rewards[0]:.3f}" if len(rewards) > 1 else "", "dim"),
+            Text(text("reward", state), "bold"),
+            Text(f"from {text('reward_first', state)}" if len(rewards) > 1 else "", "dim"),
             Sparkline(rewards, "magenta"),
         )
-        deltas, full = state.deltas, self._full(state)
-        delta = deltas[-1].bytes_delta if deltas else None
+        delta, full = value("bytes_newest", state), self._full(state)
         grid.add_row(
             "bytes a version",
-            Text(byte_size(delta), "bold cyan"),
+            Text(text("bytes_newest", state), "bold cyan"),
             Text.assemble((f"full model {byte_size(full)}", "dim")),
             Text(smaller(full, delta) if delta else "", "bold cyan"),
         )
-        mean, most = _last_staleness(state)
+        most = whole("staleness.total.max", state)
         within = most is None or most <= self.bound
         grid.add_row(
             "staleness",
-            Text(f"{mean:.1f}" if mean is not None else MISSING, "bold"),
+            Text(text("staleness_newest", state), "bold"),
             Text(
                 f"max {most} of {self.bound} allowed" if most is not None else "",
                 "dim" if within else "bold red",
@@ -423,14 +423,6 @@ def _parity_columns(parity: Parity) -> tuple[Text, Text, Text]:
         Text(what, "dim"),
         Text(legible(done, 60), "red" if crossed else "dim"),
     )
-
-
-def _last_staleness(state: RunState) -> tuple[float | None, int | None]:
-    """Return the mean of the last step that reports staleness, and the run's maximum."""
-    for step in reversed(state.steps_in_order):
-        if step.staleness:
-            return sum(step.staleness) / len(step.staleness), max(state.staleness)
-    return None, None
 
 
 def _worth_a_row(process: ProcessState, state: RunState) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from deltawire import __version__
+from deltawire.dashboard.figures import BY_NAME, text
 from deltawire.dashboard.plots import ACTIVITIES, Charts, charts
 from deltawire.dashboard.probes_card import probes_card
 from deltawire.dashboard.state import RunState
@@ -23,7 +24,6 @@ from deltawire.dashboard.wording import (
     byte_size,
     duration,
     figure,
-    milliseconds,
     percent,
     smaller,
 )
@@ -71,7 +71,7 @@ def page(summary: Summary, state: RunState) -> str:
         *_chart_cards(drawn, summary, state),
         "" if flagged else probes,
         _workers(summary, state),
-        f'<div class="pair">{_figures(summary)}{_configuration(summary)}</div>',
+        f'<div class="pair">{_figures(summary, state)}{_configuration(summary)}</div>',
         _footer(),
     ]
     return _PAGE.format(
@@ -254,26 +254,35 @@ def _worker_row(worker: WorkerVerdict, state: RunState) -> str:
     )
 
 
-def _figures(summary: Summary) -> str:
-    reward, size, heldout = summary.reward, summary.bytes, summary.heldout
-    greedy = f"{percent(heldout.greedy_first)} → {percent(heldout.greedy_last)}"
+REPORTED = (
+    "steps_per_minute",
+    "blocked_ms",
+    "upload_ms",
+    "swap_ms",
+    "prepare_ms",
+    "k3",
+    "k3_max",
+    "k3_same_version",
+    "largest_gap",
+    "bytes_total",
+    "tokens_total",
+    "restarts",
+)
+"""The figures of the report's table that stand there without further words."""
+
+
+def _figures(summary: Summary, state: RunState) -> str:
+    heldout = f"{text('heldout_greedy_first', state)} → {text('heldout_greedy', state)}"
+    reward = f"{text('reward_first', state)} → {text('reward_last', state)}"
     rows = [
-        ("Steps a minute", figure(summary.steps_per_minute)),
-        ("Trainer blocked by a publish, median", milliseconds(summary.trainer_blocked_ms)),
-        ("Worker paused for a swap, median", milliseconds(summary.swap_ms)),
-        ("Worker preparing a swap, median", milliseconds(summary.prepare_ms)),
-        ("Sampler against trainer, k3, median", figure(summary.k3.median)),
-        ("Sampler against trainer, k3, largest", figure(summary.k3.max)),
-        *_parity(summary),
-        ("Training reward, first to last tenth", f"{figure(reward.first)} → {figure(reward.last)}"),
-        ("Held-out accuracy, greedy", greedy),
+        *((BY_NAME[name].help, text(name, state)) for name in REPORTED),
+        *_parity(summary, state),
+        ("Training reward, first to last tenth", reward),
+        ("Held-out accuracy, greedy", heldout),
         ("Groups consumed", f"{summary.groups_consumed:,}"),
         *_proof(summary),
-        ("Groups dropped", f"{summary.groups_dropped:,}"),
+        (BY_NAME["groups_dropped_total"].help, f"{summary.groups_dropped:,}"),
         *_policy_cost(summary.policy_cost),
-        ("Tokens trained on", f"{summary.tokens:,}"),
-        ("All deltas together", byte_size(size.delta_total)),
-        ("Restarts", f"{summary.restarts}"),
     ]
     return f'<section class="card"><h2>Figures</h2>{_pairs(rows)}</section>'
 
@@ -293,19 +302,17 @@ def _policy_cost(cost: PolicyCost) -> list[tuple[str, str]]:
     return rows
 
 
-def _parity(summary: Summary) -> list[tuple[str, str]]:
-    """Render rows on the comparison of sampler and trainer."""
+def _parity(summary: Summary, state: RunState) -> list[tuple[str, str]]:
+    """Render rows on limits that the comparison of sampler and trainer crossed."""
     parity = summary.parity
-    rows = [
-        ("· over tokens of the trained version, median", figure(parity.numeric_k3_median)),
-        ("· steps with a parity warning", f"{parity.warnings}{_mark(not parity.warnings)}"),
-    ]
+    shown = [("parity_warnings", f"{parity.warnings}{_mark(not parity.warnings)}")]
     if parity.flipped_worst is not None:
-        rows.append(("· expert choices flipped, worst layer", percent(parity.flipped_worst)))
+        shown.append(("flipped_worst", text("flipped_worst", state)))
     if parity.masked:
-        rows.append(("· sequences masked for it", f"{parity.masked:,}"))
+        shown.append(("sequences_masked", text("sequences_masked", state)))
+    rows = [(BY_NAME[name].help, words) for name, words in shown]
     if parity.stopped:
-        rows.append(("· stopped at", escape("; ".join(parity.stopped)) + _mark(False)))
+        rows.append(("Stopped at", escape("; ".join(parity.stopped)) + _mark(False)))
     return rows
 
 
@@ -330,6 +337,13 @@ def _configuration(summary: Summary) -> str:
     rows = [
         (_safe(key), f"<code>{_safe(value, 200)}</code>")
         for key, value in summary.configuration.items()
+    ]
+    rows += [
+        (
+            f"changed after version {one.version}: {_safe(one.key)}",
+            f"<code>{_safe(one.old)} → {_safe(one.new)}</code>",
+        )
+        for one in summary.settings_changed
     ]
     rows.append(("digest", digest))
     return f'<section class="card"><h2>Configuration</h2>{_pairs(rows)}</section>'

@@ -38,6 +38,7 @@ from deltawire.events import (
     Parity,
     Published,
     Role,
+    SettingsChanged,
     Span,
     Step,
     Swapped,
@@ -61,7 +62,9 @@ _LATELY_S = 3.0
 # A trainer may do the warm start too, and an evaluator may swap: the most specific role first.
 _SPECIFIC: tuple[Role, ...] = ("trainer", "evaluator", "worker", "warm-start")
 
-_Timed = TypeVar("_Timed", Evaluated, Generated, Parity, Published, Step, Swapped, WarmStep)
+_Timed = TypeVar(
+    "_Timed", Evaluated, Generated, Parity, Published, SettingsChanged, Step, Swapped, WarmStep
+)
 
 
 @dataclass(slots=True)
@@ -228,6 +231,8 @@ class RunState:
         """The latest alarm that steps move nothing."""
         self.parity: dict[int, Parity] = {}
         """Keyed by the version that the batch made, or would have made."""
+        self.settings: dict[int, SettingsChanged] = {}
+        """Keyed by the version that the run had when its settings changed."""
         self.probes: ProbeFigures | None = None
         """As the trainer stored them last; set by the reader of the bucket, not by events."""
         self.recent_s = math.inf
@@ -252,6 +257,12 @@ class RunState:
             kept += len(step.staleness)
             if kept > MAX_STALENESS // 2 and len(step.staleness) > SAMPLED:
                 self.steps[version] = _sampled(step)
+
+    def _add_notice(self, event: Event) -> None:
+        if isinstance(event, NoProgress):
+            self.no_progress = max(event, self.no_progress or event, key=lambda one: one.at)
+        elif isinstance(event, SettingsChanged):
+            _keep_latest(self.settings, event.version, event)
 
     def _add(self, event: Event) -> None:
         process = self.processes.setdefault(event.process, ProcessState(event.process))
@@ -281,10 +292,9 @@ class RunState:
             case WarmStep():
                 process.imply("warm-start")
                 _keep_latest(self.warm, event.step, event)
-            case Diverged() | Attempt() | NoProgress():
+            case Diverged() | Attempt() | NoProgress() | SettingsChanged():
                 process.imply("trainer")
-                if isinstance(event, NoProgress):
-                    self.no_progress = max(event, self.no_progress or event, key=lambda one: one.at)
+                self._add_notice(event)
             case Parity():
                 process.imply("trainer")
                 _keep_latest(self.parity, event.version, event)

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from deltawire.config import FaultsConfig, RunConfig, parse_config
-from deltawire.dashboard.figures import BY_NAME, recent, value
+from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.events import Life, Role
@@ -81,7 +81,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     are those that the models drew. ``k3_same_version`` is over tokens that the trained version
     itself drew: what differs there is arithmetic. ``failures`` counts, by cause, episodes that
     failed, groups that were dropped, thresholds of parity that were crossed, and processes that
-    died. ``probes`` is by how much rewards exceed each probe.
+    died. ``settings`` are those that differ from the run's first configuration. ``probes`` is by
+    how much rewards exceed each probe.
     """
 
     format: Literal[1] = 1
@@ -112,6 +113,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     ratio_max: float | None
     groups_in_flight: int | None
     groups_stored: int
+    settings: dict[str, Any]
     failures: dict[str, int]
     probes: dict[str, float]
     processes: list[ProcessLine]
@@ -208,6 +210,7 @@ class Watch:
             target=config.train.versions if config else None,
             groups_in_flight=_in_flight(trainer, beats, lines),
             groups_stored=sum(beat.worker.stored for beat in beats.values() if beat.worker),
+            settings=trainer.settings if trainer else {},
             failures=failures_by_cause(state),
             probes=excesses(probes),
             processes=lines,
@@ -311,7 +314,7 @@ def _measured(state: RunState, config: RunConfig | None) -> dict[str, Any]:
     bound = config.train.largest_age if config else None
     spreads = {
         part: Spread(
-            mean=value(f"staleness.{part}.mean", state), max=_whole(f"staleness.{part}.max", state)
+            mean=value(f"staleness.{part}.mean", state), max=whole(f"staleness.{part}.max", state)
         )
         for part in ("total", "in_flight", "queued")
     }
@@ -320,11 +323,6 @@ def _measured(state: RunState, config: RunConfig | None) -> dict[str, Any]:
         **{name: value(name, state) for name in names},
         "staleness": StalenessSplit(bound=bound, **spreads),
     }
-
-
-def _whole(name: str, state: RunState) -> int | None:
-    found = value(name, state)
-    return None if found is None else int(found)
 
 
 def _in_flight(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from deltawire.dashboard.figures import value
+from deltawire.dashboard.figures import value, whole
 from deltawire.dashboard.state import RunState
 from deltawire.reward_monitor.watch import ProbeFigures
 from deltawire.rl.control.drop_bias import PolicyCost, cost_of
@@ -115,6 +114,15 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
     last: float | None
 
 
+class ChangedSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting that the run was continued with, after ``version``; values are JSON."""
+
+    version: int
+    key: str
+    old: str
+    new: str
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """``report.json``. A figure that nothing was measured for is null."""
 
@@ -145,6 +153,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     configuration_sha256: str
     parity: Agreement
     probes: ProbeFigures | None = None
+    settings_changed: list[ChangedSetting] = []
 
 
 def summarize(
@@ -170,7 +179,7 @@ def summarize(
         target_versions=target_versions,
         steps_per_minute=value("steps_per_minute", state),
         heldout=_heldout(state),
-        reward=_reward(state),
+        reward=Reward(first=value("reward_first", state), last=value("reward_last", state)),
         bytes=_bytes(state),
         staleness=_staleness(state, bound, audit),
         proof=None if audit is None else _proof(audit),
@@ -179,15 +188,15 @@ def summarize(
             workers=value("workers_idle", state),
         ),
         workers=sorted(workers, key=lambda worker: worker.id),
-        groups_consumed=audit.groups if audit else sum(step.groups for step in steps),
-        groups_dropped=sum(step.dropped for step in steps),
+        groups_consumed=audit.groups if audit else (whole("groups_total", state) or 0),
+        groups_dropped=whole("groups_dropped_total", state) or 0,
         policy_cost=cost_of(
             [step.families for step in steps],
             [step.causes for step in steps],
             [step.failures for step in steps],
         ),
-        tokens=sum(step.tokens for step in steps),
-        restarts=sum(process.restarts for process in state.processes.values()),
+        tokens=whole("tokens_total", state) or 0,
+        restarts=whole("restarts", state) or 0,
         trainer_blocked_ms=value("blocked_ms", state),
         swap_ms=value("swap_ms", state),
         prepare_ms=value("prepare_ms", state),
@@ -196,38 +205,41 @@ def summarize(
         configuration_sha256=_digest(settings),
         parity=_agreement(state),
         probes=state.probes,
+        settings_changed=_settings(state),
     )
 
 
 def _heldout(state: RunState) -> Heldout:
-    curve = state.accuracy_curve
+    newest = state.evaluated[max(state.evaluated)] if state.evaluated else None
     return Heldout(
-        first=curve[0][1] if curve else None,
-        last=curve[-1][1] if curve else None,
-        greedy_first=state.evaluated[curve[0][0]].greedy if curve else None,
-        greedy_last=state.evaluated[curve[-1][0]].greedy if curve else None,
-        problems=state.evaluated[curve[-1][0]].problems if curve else None,
-        samples=state.evaluated[curve[-1][0]].samples if curve else None,
-        curve=curve,
+        first=value("heldout_first", state),
+        last=value("heldout", state),
+        greedy_first=value("heldout_greedy_first", state),
+        greedy_last=value("heldout_greedy", state),
+        problems=newest.problems if newest else None,
+        samples=newest.samples if newest else None,
+        curve=state.accuracy_curve,
     )
 
 
-def _reward(state: RunState) -> Reward:
-    rewards = [reward for _, reward in state.reward_curve]
-    tenth = max(1, len(rewards) // 10)
-    return Reward(
-        first=fmean(rewards[:tenth]) if rewards else None,
-        last=fmean(rewards[-tenth:]) if rewards else None,
-    )
+def _settings(state: RunState) -> list[ChangedSetting]:
+    return [
+        ChangedSetting(version=version, key=key, old=_json(old), new=_json(new))
+        for version, event in sorted(state.settings.items())
+        for key, (old, new) in event.changes.items()
+    ]
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _bytes(state: RunState) -> DeltaSizes:
-    sizes = [event.bytes_delta for event in state.deltas]
     return DeltaSizes(
-        full=state.bytes_full,
+        full=whole("bytes_full", state),
         delta_mean=value("bytes_per_version", state),
-        delta_max=max(sizes, default=None),
-        delta_total=sum(sizes),
+        delta_max=whole("bytes_largest", state),
+        delta_total=whole("bytes_total", state) or 0,
         changed_mean=value("changed_share", state),
     )
 
@@ -265,14 +277,13 @@ def _staleness(state: RunState, bound: int, audit: Consumption | None) -> Stalen
 
 def _agreement(state: RunState) -> Agreement:
     batches = [state.parity[version] for version in sorted(state.parity)]
-    seen = [batch.numeric for batch in batches if batch.numeric.tokens]
     return Agreement(
         numeric_k3_median=value("k3_same_version", state),
-        numeric_k3_max=max((one.k3 for one in seen), default=None),
-        largest_gap=max((one.largest_gap for one in seen), default=None),
-        flipped_worst=max((max(b.flipped) for b in batches if b.flipped), default=None),
-        warnings=sum(bool(batch.warnings) for batch in batches),
-        masked=sum(batch.sequences_masked for batch in batches),
+        numeric_k3_max=value("k3_same_version_max", state),
+        largest_gap=value("largest_gap", state),
+        flipped_worst=value("flipped_worst", state),
+        warnings=whole("parity_warnings", state) or 0,
+        masked=whole("sequences_masked", state) or 0,
         stopped=[name for batch in batches for name in batch.stopped],
     )
 

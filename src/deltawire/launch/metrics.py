@@ -16,8 +16,9 @@ from deltawire.display import legible, redact, safe_line
 from deltawire.errors import InputError
 from deltawire.launch.tokens import read_token
 from deltawire.runtime.event_tail import EventTail
-from deltawire.runtime.fleet import read_trainer
-from deltawire.store import RetryingBucket, open_bucket
+from deltawire.runtime.fleet import known_trainer
+from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
+from deltawire.store import RetryingBucket
 from deltawire.sync import require_run
 
 OVER = frozenset({"finished", "stopped"})
@@ -49,7 +50,12 @@ def _check_interval(every_s: float) -> None:
 
 
 def export_metrics(
-    location: str, listener: Listener, *, every_s: float = 5.0, window_s: float = 300.0
+    location: str,
+    listener: Listener,
+    *,
+    every_s: float = 5.0,
+    window_s: float = 300.0,
+    trust: ReaderTrust = ANY,
 ) -> None:
     """Serve ``/metrics`` until interrupted; the bucket is read at most every ``every_s``."""
     from deltawire.dashboard.exporter import RunCollector, application, listen
@@ -57,7 +63,7 @@ def export_metrics(
     _check_interval(every_s)
     if not 0 <= listener.port <= 65535:
         raise InputError(f"--port {listener.port} is not a port", hint="use 0 to 65535")
-    bucket = open_bucket(location)
+    bucket = open_trusted(location, trust)
     run = require_run(bucket)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     token = "" if listener.open else read_token(listener.token_file)
@@ -78,12 +84,14 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".") or "run"
 
 
-def forward_metrics(location: str, destination: Destination, *, every_s: float = 5.0) -> None:
+def forward_metrics(
+    location: str, destination: Destination, *, every_s: float = 5.0, trust: ReaderTrust = ANY
+) -> None:
     """Forward each version's figures to a tracker until the run is over."""
     from deltawire.dashboard.trackers import Forwarder, open_tracker
 
     _check_interval(every_s)
-    bucket = open_bucket(location)
+    bucket = open_trusted(location, trust)
     run = require_run(bucket)
     tracker = open_tracker(
         destination.kind,
@@ -97,7 +105,7 @@ def forward_metrics(location: str, destination: Destination, *, every_s: float =
     patient = RetryingBucket(bucket)
     try:
         while True:
-            trainer = read_trainer(patient)
+            trainer = known_trainer(patient)
             over = trainer is not None and trainer.phase in OVER
             state.add(tail.read(everything=over))
             version = forwarder.forward(state, over=over)

@@ -17,6 +17,7 @@ from deltawire.rl.evaluate.parity_sources import (
     random_prompts,
     read_prompts,
 )
+from deltawire.runtime.trusted import ANY, ReaderTrust
 
 _LIMITS = {"count": (1, 4096), "length": (1, 1 << 20), "tokens": (1, 1 << 20)}
 
@@ -40,7 +41,9 @@ class ParityOptions:
     device: str = "auto"
 
 
-def compare_engines(location: str, options: ParityOptions) -> tuple[Comparison, str]:
+def compare_engines(
+    location: str, options: ParityOptions, trust: ReaderTrust = ANY
+) -> tuple[Comparison, str]:
     """Draw tokens with the left engine and score them with both.
 
     Returns the comparison and the name of the model, and writes the plot if one is asked for.
@@ -52,7 +55,7 @@ def compare_engines(location: str, options: ParityOptions) -> tuple[Comparison, 
             raise InputError(f"--{name} must be from {low} to {high}")
     if options.plot:
         check_suffix(Path(options.plot))
-    source = open_source(location, version=options.version)
+    source = open_source(location, version=options.version, trust=trust)
     vocabulary = int(source.model.get_input_embeddings().num_embeddings)
     if options.prompts:
         path = Path(options.prompts)
@@ -63,8 +66,8 @@ def compare_engines(location: str, options: ParityOptions) -> tuple[Comparison, 
         )
     fitting(prompts, tokens=options.tokens, model=source.model)
     with ExitStack() as stack:
-        external = any(spec.kind != "transformers" for spec in specs)
-        folder = stack.enter_context(source.folder()) if external else None
+        on_disk = any(spec.reads_folder for spec in specs)
+        folder = stack.enter_context(source.folder()) if on_disk else None
         left, right = (open_scorer(spec, source.model, folder, device=device) for spec in specs)
         found = compare(
             left,

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -21,19 +21,27 @@ from deltawire.config import RunConfig, load_config, parse_config
 from deltawire.display import safe_line
 from deltawire.errors import InputError
 from deltawire.events import Role
+from deltawire.launch.role_keys import owned_run, read_signer
 from deltawire.runtime.process import Process
-from deltawire.store import Bucket, open_bucket
+from deltawire.runtime.signed_bucket import grant_role
+from deltawire.runtime.trusted import ANY, ReaderTrust, trusted
+from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.wire.keys import valid_name
+from deltawire.wire.roles import TRAINER_ROLE, role_of
+from deltawire.wire.seal import Signer
 
 MAX_NAME = 40
 
 
 @dataclass(frozen=True)
 class ChildOptions:
-    """Start options of a process: under a supervisor or by hand, and its processors."""
+    """Start options of a process: under a supervisor or by hand, its processors, the file of its
+    private key in a signed run, and what it insists on as a reader."""
 
     supervised: bool = False
     cpus: str = ""
+    key: str = ""
+    trust: ReaderTrust = ANY
 
 
 def pin(cpus: str) -> None:
@@ -85,12 +93,21 @@ def stay_off_the_hub() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def _open_process(location: str, name: str, role: Role, options: ChildOptions) -> Process:
+def _open_process(
+    location: str, name: str, role: Role, options: ChildOptions, *, signer: Signer | None = None
+) -> Process:
+    """Open a process that signs with ``signer``, by default the key of its options.
+
+    Raises `InputError` if the run is signed and that is not the key granted to the process.
+    """
     stay_off_the_hub()
     pin(options.cpus)
     bucket = open_bucket(location)
     refuse_memory(bucket)
-    return Process(bucket, name, role, supervised=options.supervised)
+    signer = signer or read_signer(options.key)
+    signed = trusted(bucket, options.trust, signer=signer, role=role_of(name))
+    signed.over(RetryingBucket.over(bucket)).check_writer()
+    return Process(signed, name, role, supervised=options.supervised)
 
 
 def join_as_worker(location: str, *, name: str, patience_s: float, options: ChildOptions) -> None:
@@ -128,12 +145,19 @@ def run_as_trainer(
     location: str, *, source: tuple[RunConfig, Path] | None, options: ChildOptions
 ) -> None:
     """Start the run of ``source`` (a configuration and a model directory), or continue one."""
-    process = _open_process(location, "trainer", "trainer", options)
+    signer, run_id = read_signer(options.key), ""
+    if signer is not None:
+        bucket = open_bucket(location)
+        pin = owned_run(bucket, signer, options.trust.pin)
+        grant_role(bucket, signer, run_id=pin.run_id, role=TRAINER_ROLE, public_key=pin.public_key)
+        options = replace(options, trust=replace(options.trust, pin=pin))
+        run_id = pin.run_id
+    process = _open_process(location, "trainer", "trainer", options, signer=signer)
     from deltawire.rl.trainer.trainer import run_trainer
 
     process.handle_signals()
     with process.registered():
-        run_trainer(process, source)
+        run_trainer(process, source, signer=signer, run_id=run_id)
 
 
 def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
@@ -146,16 +170,19 @@ def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
         run_evaluator(process)
 
 
-def make_model(config: RunConfig, out: Path, *, bucket: str, supervised: bool) -> bool:
+def make_model(config: RunConfig, out: Path, *, bucket: str, options: ChildOptions) -> bool:
     """Make the model directory that a run starts from; returns False if it was interrupted.
 
     Progress is recorded in ``bucket`` unless that is empty.
     """
-    if not supervised and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if not options.supervised and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"{out} exists already", hint="choose another --out, or remove it")
-    stay_off_the_hub()
-    progress = open_bucket(bucket or "memory:///")
-    process = Process(progress, "warm-start", "warm-start", supervised=supervised)
+    if bucket:
+        process = _open_process(bucket, "warm-start", "warm-start", options)
+    else:
+        stay_off_the_hub()
+        progress = open_bucket("memory:///")
+        process = Process(progress, "warm-start", "warm-start", supervised=options.supervised)
     from deltawire.rl.trainer.warm_start import run_warm_start
 
     process.handle_signals()

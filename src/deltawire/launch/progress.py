@@ -1,10 +1,9 @@
-"""Progress bars, keys and strides of the commands that move models."""
+"""Progress bars and strides of the commands that move models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -19,7 +18,6 @@ from rich.progress import (
 from deltawire.display import legible, safe_line
 from deltawire.errors import InputError
 from deltawire.sync.publish.compaction import nested
-from deltawire.wire.seal import Signer
 
 
 class Bars:
@@ -69,15 +67,6 @@ def bars(*, hidden: bool) -> Iterator[Bars]:
     hidden = hidden or not console.is_terminal
     with Progress(*columns, console=console, disable=hidden, transient=True) as progress:
         yield Bars(progress)
-
-
-def read_signer(path: str) -> Signer | None:
-    """Read the private key in a file; None for an empty path."""
-    if not path:
-        return None
-    from deltawire.wire.signing import Ed25519Signer
-
-    return Ed25519Signer.read(Path(path))
 
 
 def parse_strides(text: str) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from deltawire.dashboard.wording import byte_size
 from deltawire.display import safe_json
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.progress import Bars, bars
-from deltawire.store import MeteredBucket, RetryingBucket, open_bucket
+from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
+from deltawire.store import MeteredBucket, RetryingBucket
 from deltawire.sync import Checkout, require_run
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.wire.run import Run
@@ -40,7 +41,7 @@ def pull_directory(
     version: int | None = None,
     follow: bool = False,
     verify: bool = False,
-    public_key: str = "",
+    trust: ReaderTrust = ANY,
     threads: int | None = None,
     as_json: bool = False,
     merged: Path | None = None,
@@ -53,8 +54,8 @@ def pull_directory(
     if (version is not None) + follow + verify > 1:
         raise InputError("--follow, --version and --verify exclude each other")
     with bars(hidden=as_json) as bar:
-        bucket = MeteredBucket(open_bucket(location), lambda read, _: bar.advance(read))
-        run = require_run(RetryingBucket(bucket), public_key=public_key)
+        bucket = MeteredBucket(open_trusted(location, trust), lambda read, _: bar.advance(read))
+        run = require_run(RetryingBucket(bucket))
         with Checkout(bucket, run, directory, threads=threads) as checkout:
             puller = _Puller(bucket, run, checkout, bar, as_json=as_json, merged=merged)
             if verify:

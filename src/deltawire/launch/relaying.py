@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from deltawire.dashboard.wording import byte_size
 from deltawire.display import safe_json
 from deltawire.launch.progress import Bars, bars
+from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.store import MeteredBucket, open_bucket
 from deltawire.sync.maintain.relay import Relay, Relayed
 from deltawire.wire.seal import Signer
@@ -17,7 +18,7 @@ class RelayOptions:
     """Options of a relay: copy from ``start`` (default: the newest anchor), prune as the source."""
 
     start: int | None = None
-    public_key: str = ""
+    trust: ReaderTrust = ANY
     signer: Signer | None = None
     strides: tuple[int, ...] = ()
     threads: int | None = None
@@ -30,13 +31,15 @@ def relay_run(
 ) -> None:
     """Copy the versions that exist; with ``follow`` also those that come, until interrupted."""
     with bars(hidden=as_json) as bar:
-        metered = MeteredBucket(open_bucket(source), lambda read, _: bar.advance(read))
+        metered = MeteredBucket(
+            open_trusted(source, options.trust), lambda read, _: bar.advance(read)
+        )
         target = open_bucket(destination, create=True)
         bar.begin("copied")
         relay = Relay(
             metered,
             target,
-            public_key=options.public_key,
+            public_key=options.trust.pinned,
             start=options.start,
             strides=options.strides,
             signer=options.signer,

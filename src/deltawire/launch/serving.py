@@ -18,9 +18,10 @@ from rich.console import Console
 from deltawire.display import safe_line
 from deltawire.errors import InputError
 from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
+from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.serving.contract import ReplicaSetState
 from deltawire.serving.replica_set import ReplicaSet
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket
 from deltawire.sync import require_run
 from deltawire.wire.run import Run
 
@@ -42,7 +43,7 @@ class ServeOptions:
     transition: Literal["async", "sync"] = "async"
     drain_s: float = 90.0
     model: str = ""
-    public_key: str = ""
+    trust: ReaderTrust = ANY
 
 
 def serve_run(location: str, options: ServeOptions) -> None:
@@ -64,8 +65,8 @@ def serve_run(location: str, options: ServeOptions) -> None:
         raise InputError(f"--port {options.port} is not a port", hint="use 0 to 65535")
     if options.drain_s <= 0:
         raise InputError("--drain must be above 0")
-    bucket = open_bucket(location)
-    run = require_run(bucket, public_key=options.public_key)
+    bucket = open_trusted(location, options.trust)
+    run = require_run(bucket)
     token = _token(console, "token", options.token_file, TOKEN_VARIABLE)
     admin = _token(console, "admin token", options.admin_token_file, ADMIN_TOKEN_VARIABLE)
     if token == admin:

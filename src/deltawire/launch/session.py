@@ -22,17 +22,20 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from deltawire.config import RunConfig, differences, run_config
+from deltawire.config import RunConfig, changed_settings, require_same, run_config
 from deltawire.dashboard.report import write_report
 from deltawire.dashboard.summary import Summary
 from deltawire.errors import InputError
 from deltawire.launch.checks import check_start
+from deltawire.launch.role_keys import RunKeys
 from deltawire.launch.watching import Watcher, summary_of
 from deltawire.rl.evaluate.attestation import Attestation, attested, last_status, wait_for_workers
-from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync.chain.objects import read_run
+from deltawire.wire.roles import EVALUATOR_ROLE, TRAINER_ROLE, WARM_START_ROLE, worker_role
+from deltawire.wire.status import TrainerStatus
 
 try:
     import fcntl
@@ -78,6 +81,8 @@ class Job:
     """Where the warm start's model lies, if not in ``out``: several jobs can share one."""
     engine: str | None = None
     """Replaces the configuration file's."""
+    keys: RunKeys | None = None
+    """The keys of a signed run."""
 
     @property
     def makes_model(self) -> bool:
@@ -103,6 +108,10 @@ class Job:
     def engine_arguments(self) -> list[str]:
         """The engine for the trainer's command line."""
         return [] if self.engine is None else ["--engine", self.engine]
+
+    def key_arguments(self, role: str) -> list[str]:
+        """The key and the pinned run for a child's command line; none in an unsigned run."""
+        return [] if self.keys is None else self.keys.arguments(role)
 
 
 def open_output(out: Path, location: str) -> Bucket:
@@ -178,7 +187,7 @@ def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
         watcher.close()
     watcher.read()
     if verdicts is None:
-        status = read_trainer(job.bucket)
+        status = known_trainer(job.bucket)
         at = f" at version {status.version}" if status else ""
         console.print(f"stopped{at}; the same command continues it", markup=False, emoji=False)
         return None
@@ -193,14 +202,9 @@ def _stages(
     supervisor.start()
     existing = read_run(job.bucket)
     if existing is not None:
-        theirs = run_config(existing.config, url=job.bucket.url)
-        if changed := differences(job.config, theirs):
-            raise InputError(
-                f"the run in this bucket was started with another {', '.join(changed[:4])}",
-                hint="choose another --out or --bucket to start a new run",
-                run=job.bucket.url,
-            )
-        status = read_trainer(job.bucket)
+        url = job.bucket.url
+        require_same(job.config, run_config(existing.config, url=url), url=url)
+        status = known_trainer(job.bucket)
         if status and status.phase == "finished" and status.version >= job.config.train.versions:
             return attested(job.bucket, status)
     else:
@@ -253,6 +257,7 @@ def _make_model(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[i
 
     arguments = ["warm-start", str(job.config_path), "--out", str(job.model), "--supervised"]
     arguments += ["--bucket", job.bucket.url, *job.seed_arguments()]
+    arguments += job.key_arguments(WARM_START_ROLE)
     try:
         supervisor.run("warm-start", "warm-start", arguments, tick)
     except ChildError:
@@ -264,20 +269,33 @@ def _make_model(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[i
     return True
 
 
+def _is_old(job: Job, status: TrainerStatus) -> bool:
+    """Return whether the trainer's status is from before this start: from an earlier end of the
+    run, or with other settings than the processes to start should read."""
+    run = read_run(job.bucket)
+    if status.phase == "finished" or run is None or not job.model.is_dir():
+        return status.phase == "finished"
+    origin = run_config(run.config, url=job.bucket.url)
+    return status.settings != changed_settings(job.config, origin)
+
+
 def _start_all(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]) -> None:
-    """Start the trainer, then its readers once no earlier end of the run is still in its status."""
+    """Start the trainer, then its readers once its status is not from before this start."""
     arguments = ["trainer", job.bucket.url, "--supervised", "--cpus", job.pins.trainer]
     if job.model.is_dir():
         arguments += ["--config", str(job.config_path), "--model", str(job.model)]
         arguments += [*job.seed_arguments(), *job.engine_arguments()]
+    arguments += job.key_arguments(TRAINER_ROLE)
     supervisor.add("trainer", "trainer", arguments)
-    while (status := read_trainer(job.bucket)) is not None and status.phase == "finished":
+    while (status := known_trainer(job.bucket)) is not None and _is_old(job, status):
         if stop or supervisor.check():
             return
         watcher.tick()
     pinned = ["--supervised", "--cpus", job.pins.workers]
     for number in range(job.config.rollout.workers):
         name = f"w{number}"
-        supervisor.add(name, "worker", ["worker", job.bucket.url, "--id", name, *pinned])
+        signs = job.key_arguments(worker_role(name))
+        supervisor.add(name, "worker", ["worker", job.bucket.url, "--id", name, *pinned, *signs])
     if job.config.evaluate.every:
-        supervisor.add("evaluator", "evaluator", ["evaluator", job.bucket.url, *pinned])
+        signs = job.key_arguments(EVALUATOR_ROLE)
+        supervisor.add("evaluator", "evaluator", ["evaluator", job.bucket.url, *pinned, *signs])

@@ -13,19 +13,25 @@ from deltawire.dashboard.status import RunStatus, Watch
 from deltawire.dashboard.status_view import view
 from deltawire.display import safe_json
 from deltawire.errors import InputError, RetryError
-from deltawire.store import open_bucket
+from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 
 OVER = frozenset({"finished", "stopped"})
 
 
 def show_status(
-    location: str, *, watch: bool, every_s: float, window_s: float, as_json: bool
+    location: str,
+    *,
+    watch: bool,
+    every_s: float,
+    window_s: float,
+    as_json: bool,
+    trust: ReaderTrust = ANY,
 ) -> None:
     """Print a run's status; with ``watch`` again and again until the run is over."""
     for flag, value in (("--window", window_s), ("--every", every_s)):
         if not 0 < value <= 1e9:
             raise InputError(f"{flag} {value} is not a number of seconds above 0")
-    source = Watch(open_bucket(location), window_s=window_s)
+    source = Watch(open_trusted(location, trust), window_s=window_s)
     console = Console()
     if not watch:
         _print(console, source.poll(), as_json=as_json)

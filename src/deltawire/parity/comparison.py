@@ -1,6 +1,6 @@
 """Compares two engines on the same sequences: how far apart they are, and where it begins.
 
-Shapes as in `deltawire.parity.scorers`.
+Shapes as in `deltawire.parity.scores`.
 """
 
 from __future__ import annotations

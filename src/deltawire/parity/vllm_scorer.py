@@ -12,10 +12,25 @@ from typing import Any
 import numpy as np
 
 from deltawire.errors import InputError
+from deltawire.parity.scorers import PRECISIONS, ScorerSpec
 from deltawire.parity.scores import DrawnSequence, Precision, Scores
+
+WORDS = {"precision": tuple(PRECISIONS)}
+READS_FOLDER = True
 
 MODEL_SHARE = 0.5
 """The share of an accelerator's memory to use; the other engine may be on it too."""
+
+
+def open_scorer(
+    spec: ScorerSpec, model: Any, folder: Path | None, *, device: Any = None
+) -> VllmScorer:
+    """Opens the scorer on the weights in ``folder``, where vLLM chooses the device. Raises
+    `InputError`."""
+    del model, device
+    if folder is None:
+        raise InputError("vllm needs a model directory, and this model has none")
+    return VllmScorer(spec.name, folder, spec.precision)
 
 
 class VllmScorer:
@@ -47,7 +62,7 @@ class VllmScorer:
     def draw(
         self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int
     ) -> list[DrawnSequence]:
-        """See `deltawire.parity.scorers.Scorer`."""
+        """See `deltawire.parity.scores.Scorer`."""
         sampling = self._vllm.SamplingParams(
             temperature=1.0, max_tokens=count, seed=seed, ignore_eos=True, detokenize=False
         )
@@ -63,7 +78,7 @@ class VllmScorer:
         feed: Sequence[Scores] | None = None,
         replay: Sequence[Scores] | None = None,
     ) -> list[Scores]:
-        """See `deltawire.parity.scorers.Scorer`."""
+        """See `deltawire.parity.scores.Scorer`."""
         if layers or feed is not None or replay is not None:
             raise InputError(
                 f"{self.name} provides log-probabilities only",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, SignatureError
 from deltawire.runtime.heartbeat import check_heartbeat
 from deltawire.runtime.liveness import Liveliness, Liveness
 from deltawire.store import Bucket
@@ -112,6 +112,15 @@ class Fleet:
     def known_workers(self) -> set[str]:
         """Names of all workers that have a heartbeat, alive or not: their groups can be used."""
         return {name for name, one in self.heartbeats.items() if one.worker is not None}
+
+
+def known_trainer(bucket: Bucket) -> TrainerStatus | None:
+    """As `read_trainer`, but None also for an object that the trainer of a signed run did not
+    write: for callers that continue until it is replaced."""
+    try:
+        return read_trainer(bucket)
+    except SignatureError:
+        return None
 
 
 def read_trainer(bucket: Bucket) -> TrainerStatus | None:

@@ -32,6 +32,7 @@ from deltawire.config import FaultsConfig
 from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.events import Role
 from deltawire.runtime.lease import Lease
+from deltawire.runtime.signed_bucket import SignedBucket
 from deltawire.store import Bucket, open_bucket
 from deltawire.store.retrying import RetryingBucket
 from deltawire.wire import keys
@@ -205,6 +206,8 @@ def read_tombstone(bucket: Bucket, process: str) -> Heartbeat | None:
 
 def impatient(bucket: Bucket) -> Bucket:
     """The same bucket with short timeouts: a request that hangs must not outlive the outage."""
+    if isinstance(bucket, SignedBucket):
+        return bucket.over(impatient(bucket.inner))
     if bucket.local:
         return bucket
     return open_bucket(

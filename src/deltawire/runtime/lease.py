@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from deltawire.errors import CorruptError, FencedError
+from deltawire.errors import CorruptError, FencedError, SignatureError
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
@@ -23,6 +23,9 @@ from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat
 
 FRESH_S = 6.0
 """How long a check of the lease remains valid: three heartbeats."""
+MAX_NONCE = 64
+MAX_SKIPPED = 100
+"""The most objects that one check skips because they are no leases of a signed run."""
 
 
 class Lease:
@@ -43,19 +46,25 @@ class Lease:
         self._name = name
         self._nonce = nonce.encode()
         self._checked_at = time.monotonic()
+        self._following = 1
+        """The lowest number that a successor's lease may have."""
 
     def acquire(self, first: int) -> None:
         """Create the lease with the lowest free number from ``first`` on."""
         self.number = first
         while not self._create():
             self.number += 1
+        self._following = self.number + 1
         self._checked_at = time.monotonic()
         self.held = True
 
     def _create(self) -> bool:
-        return self._bucket.create(self._key, self._nonce) or (
-            self._bucket.get(self._key, limit=64) == self._nonce
-        )
+        if self._bucket.create(self._key, self._nonce):
+            return True
+        try:
+            return self._bucket.get(self._key, limit=MAX_NONCE) == self._nonce
+        except SignatureError:
+            return False
 
     @property
     def fresh(self) -> bool:
@@ -63,9 +72,12 @@ class Lease:
         return time.monotonic() - self._checked_at <= FRESH_S
 
     def check(self, bucket: Bucket | None = None) -> None:
-        """Look for a later lease; sets ``error`` if there is one."""
+        """Look for a later lease; sets ``error`` if there is one.
+
+        In a signed run, numbers that the name's key did not sign are no leases and are skipped.
+        """
         bucket = bucket or self._bucket
-        replaced = bucket.exists(keys.lease(self._name, self.number + 1))
+        replaced = self._has_successor(bucket)
         # Only a process that did not check for long can have lost its lease to the trainer.
         if not replaced and not self.fresh and not bucket.exists(self._key):
             replaced = self._newest_holder(bucket) > self.number
@@ -76,7 +88,7 @@ class Lease:
                 f"another process is {self._name} now",
                 hint="this process was replaced while it did not respond; it stops",
                 run=bucket.url,
-                key=keys.lease(self._name, self.number + 1),
+                key=keys.lease(self._name, self._following),
             )
         self._checked_at = time.monotonic()
 
@@ -84,15 +96,38 @@ class Lease:
     def _key(self) -> str:
         return keys.lease(self._name, self.number)
 
+    def _has_successor(self, bucket: Bucket) -> bool:
+        for _ in range(MAX_SKIPPED):
+            key = keys.lease(self._name, self._following)
+            if not bucket.exists(key):
+                return False
+            if not self._is_foreign(bucket, key):
+                return True
+            self._following += 1
+        return False
+
+    def _is_foreign(self, bucket: Bucket, key: str) -> bool:
+        try:
+            bucket.get(key, limit=MAX_NONCE)
+        except SignatureError:
+            return True
+        except CorruptError:  # In an unsigned run any object takes the name.
+            return False
+        return False
+
     def _newest_holder(self, bucket: Bucket) -> int:
         """The highest number that the name was held with, by its leases and last heartbeats."""
-        listed = map(keys.trailing_number, bucket.list(keys.leases_of(self._name)))
-        numbers = [number for number in listed if number is not None]
+        numbers = [-1]
+        for listed in reversed(bucket.list(keys.leases_of(self._name))[-MAX_SKIPPED:]):
+            number = keys.trailing_number(listed)
+            if number is not None and not self._is_foreign(bucket, listed):
+                numbers.append(number)
+                break
         for key in (keys.heartbeat(self._name), keys.tombstone(self._name)):
             with contextlib.suppress(CorruptError):
                 if data := bucket.get(key, limit=MAX_STATUS_BYTES):
                     numbers.append(decode_json(data, Heartbeat, run=bucket.url, key=key).lease)
-        return max(numbers, default=-1)
+        return max(numbers)
 
     def confirm(self, *, fresh: bool = False) -> None:
         """Raise `FencedError` if another process holds the name now.

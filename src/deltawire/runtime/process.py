@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from deltawire.config import RunConfig, run_config
+from deltawire.config import RunConfig, run_config, with_settings
 from deltawire.errors import FencedError, InputError
 from deltawire.events import EventLog, Life, Role
+from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.heartbeat import HEARTBEAT_S, HeartbeatWriter, read_heartbeat
 from deltawire.runtime.lease import Lease
 from deltawire.runtime.liveness import Liveness
@@ -144,7 +145,7 @@ class Process:
 def open_run(
     bucket: Bucket, *, wait_s: float = 0.0, stopping: Callable[[], bool] = lambda: False
 ) -> tuple[Run, RunConfig]:
-    """The run in a bucket and its configuration.
+    """The run in a bucket and its configuration, with the settings that its trainer changed.
 
     Waits up to ``wait_s`` for the run to appear; raises `InputError` if there is none.
     """
@@ -157,4 +158,7 @@ def open_run(
                 run=bucket.url,
             )
         time.sleep(0.2)
-    return run, run_config(run.config, url=bucket.url)
+    config = run_config(run.config, url=bucket.url)
+    status = known_trainer(bucket)
+    settings = {} if status is None else status.settings
+    return run, with_settings(config, settings, source=f"{bucket.url}/{keys.TRAINER}")

@@ -66,7 +66,8 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     ``consumed`` names groups as (worker, sequence), in the order of training. ``hashes`` are the
     first `GROUP_HASH_DIGITS` hexadecimal digits of the BLAKE3 of each consumed group's bytes, so
     that a repeated step is known to be the same step. ``threads`` is the number of threads of the
-    tensor library, because sums depend on it.
+    tensor library, because sums depend on it. ``settings`` are the values, by dotted key, that
+    differed from the configuration in ``run.json`` when the step was made.
     """
 
     step: Index = 0
@@ -74,6 +75,7 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     dropped: list[DroppedRange] = []
     hashes: list[Annotated[str, Meta(max_length=64)]] = []
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
+    settings: Annotated[dict[str, Any], Meta(max_length=1024)] = {}
 
     def dropped_groups(self) -> Iterator[tuple[str, int]]:
         """The dropped groups, each as (worker, sequence)."""

@@ -1,14 +1,14 @@
-"""Role keys of a signed run: who may sign which object, for which run, and how long ago.
+"""Role keys of a signed run: who may sign which object, for which run, and when it was signed.
 
-The run's owner grants one key to each role in a separate object, ``roles/<role>.json``. The role's
-objects are then signed by that key, name the role in their seal, and state the run and the time of
-signing. An unsigned run has none of this, and its objects have no seal.
+The run's owner grants one key to each role in a separate object, ``roles/<role>.json``. An object
+of the loop is then followed by one line that signs its bytes in that role, and states the run and
+the time of signing. An unsigned run has none of this.
 
 Example::
 
-    data = sign_json(status, run_id=run.id, key=keys.TRAINER, signer=signer, role=TRAINER_ROLE)
-    trust = Trust(run.id, run.public_key, {TRAINER_ROLE: grant.public_key}, verify, run=bucket.url)
-    status = open_json(data, TrainerStatus, trust=trust, key=keys.TRAINER, role=TRAINER_ROLE)
+    data = sign_bytes(group, run_id=run.id, key=key, signer=signer, role=worker_role("w0"))
+    trust = Trust(run.id, run.public_key, {worker_role("w0"): grant.public_key}, verify)
+    group = open_bytes(data, trust=trust, key=key, role=worker_role("w0")).data
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Annotated, NamedTuple
 
 import msgspec
 from blake3 import blake3
+from msgspec import Meta
 
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError, InputError, SignatureError
 from deltawire.wire import keys
-from deltawire.wire.objects import FORMAT, check_members, decode_json
+from deltawire.wire.objects import FORMAT
 from deltawire.wire.run import Hash, Identity, PublicKey, Run, Size
-from deltawire.wire.seal import (
-    OWNER,
-    Signer,
-    Verifier,
-    check_seal,
-    check_signature,
-    seal,
-    seal_json,
-    unseal,
-)
-
-T = TypeVar("T", bound=msgspec.Struct)
+from deltawire.wire.seal import OWNER, Signer, Verifier, check_signature, seal, unseal
 
 TRAINER_ROLE = "trainer"
+EVALUATOR_ROLE = "evaluator"
+REFERENCE_ROLE = "reference"
+"""Holds a frozen policy, and stores its log-probabilities."""
+WARM_START_ROLE = "warm-start"
+PROCESS_ROLES = (TRAINER_ROLE, EVALUATOR_ROLE, REFERENCE_ROLE, WARM_START_ROLE)
+"""Roles of processes whose name is their role; every other process is a worker."""
+
 MAX_GRANT_BYTES = 1 << 12
+MAX_SIGNATURE_BYTES = 1 << 10
+"""The most bytes that `sign_bytes` adds to an object."""
 CLOCKS_DIFFER_S = 300.0
 """How far in the future a time of signing may lie."""
 
@@ -52,28 +51,62 @@ def worker_role(worker: str) -> str:
     return f"worker-{worker}"
 
 
+def role_of(process: str) -> str:
+    """The role in which a process of this name signs."""
+    return process if process in PROCESS_ROLES else worker_role(process)
+
+
+def role_for(key: str) -> str | None:
+    """The role that signs the object at ``key`` in a signed run.
+
+    None for objects that are sealed (weights and grants, which the owner signs), that are covered
+    by another object's hash (states of checkpoints), or that nothing is decided by (events).
+    """
+    if key in (keys.TRAINER, keys.RETAINED, keys.PROBES):
+        return TRAINER_ROLE
+    if key.startswith((keys.TOMBSTONES, keys.CHALLENGES)):
+        return TRAINER_ROLE
+    if key.startswith(keys.CHECKPOINTS):
+        return TRAINER_ROLE if key.endswith("/commit.json") else None
+    if key.startswith(keys.HEARTBEATS):
+        process = keys.process_of(key)
+    elif key.startswith(keys.LEASES):
+        process = key.removeprefix(keys.LEASES).partition("/")[0]
+    elif key.startswith(keys.ROLLOUTS):
+        return worker_role(key.removeprefix(keys.ROLLOUTS).partition("/")[0])
+    else:
+        return None
+    return None if process is None else role_of(process)
+
+
 class RoleGrant(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
-    """The object at ``roles/<role>.json``: the key that may sign in ``role``."""
+    """The object at ``roles/<role>.json``: the key that may sign in ``role``.
+
+    Of two grants of a role the one with the later ``granted_at`` (seconds since 1970) counts.
+    """
 
     run: Identity
-    role: str
+    role: Annotated[str, Meta(max_length=96)]
     public_key: PublicKey
+    granted_at: float = 0.0
 
 
-class _Claims(msgspec.Struct):
-    run: str
-    signed_at: float
-
-
-class _Content(
+class _Statement(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
     run: Identity
     signed_at: float
     bytes: Size
     content: Hash
+
+
+class SignedBytes(NamedTuple):
+    """The bytes that a role signed, and when (seconds since 1970)."""
+
+    data: bytes
+    signed_at: float
 
 
 @dataclass(frozen=True)
@@ -89,34 +122,43 @@ class Pin:
         found = _PIN.fullmatch(text)
         if found is None:
             raise InputError(
-                f"{text[:120]!r} is no public key",
+                f"{text[:80]!r} is not a public key",
                 hint="give the 64 hexadecimal digits that deltawire keygen prints, and to insist "
                 "on one run a colon and its id",
             )
         return cls(found[1], found[2] or "")
 
-    def check(self, table: Run, *, run: str) -> None:
-        """Raise `CorruptError` unless ``table`` is the run that is pinned."""
-        if table.public_key != self.public_key:
-            raise CorruptError(
-                "the run is signed by another key" if table.public_key else "the run is not signed",
+    def __str__(self) -> str:
+        """The text that `parse` takes."""
+        return f"{self.public_key}:{self.run_id}" if self.run_id else self.public_key
+
+    def check(self, public_key: str, run_id: str, *, run: str) -> None:
+        """Raise `SignatureError` unless the run with this owner and id is the pinned one."""
+        if public_key != self.public_key:
+            raise SignatureError(
+                "the run is signed by another key" if public_key else "the run is not signed",
                 hint="is it the run that the public key belongs to?",
                 run=run,
                 key=keys.RUN,
             )
-        if self.run_id and table.id != self.run_id:
-            raise CorruptError(
-                f"the run has the id {table.id}, not {self.run_id}",
+        if self.run_id and run_id != self.run_id:
+            raise SignatureError(
+                f"the run has the id {run_id[:80]}, not {self.run_id}",
                 hint="somebody has put another run of the same owner here",
                 run=run,
                 key=keys.RUN,
             )
 
 
+def pin_of(run: Run) -> str:
+    """The pin of a signed run as text, empty if the run is not signed."""
+    return str(Pin(run.public_key, run.id)) if run.public_key else ""
+
+
 @dataclass(frozen=True)
 class Trust:
-    """The facts that a reader checks a run's objects against: the run's id, its owner's public key
-    (empty if unsigned), the keys granted to roles, and how to verify a signature."""
+    """The facts that a reader checks a signed run's objects against: the run's id, its owner's
+    public key, the keys granted to roles, and how to verify a signature."""
 
     run_id: str
     owner: str
@@ -126,12 +168,12 @@ class Trust:
     """The bucket's URL, for messages."""
 
     def key_of(self, role: str, *, key: str) -> str:
-        """The public key of a role; raises `CorruptError` if none was granted."""
+        """The public key of a role; raises `SignatureError` if none was granted."""
         found = self.owner if role == OWNER else self.grants.get(role)
         if found is None:
-            raise CorruptError(
+            raise SignatureError(
                 f"no key is granted to the role {role!r}",
-                hint="the owner of the run's key must grant one",
+                hint="the owner of the run grants one with deltawire grant",
                 run=self.run,
                 key=key,
             )
@@ -149,62 +191,21 @@ def decode_grant(data: bytes, role: str, *, trust: Trust) -> RoleGrant:
     grant = unseal(data, RoleGrant, run=trust.run, key=key, what="grant")
     _check_signed(data, trust, key, OWNER)
     if (grant.run, grant.role) != (trust.run_id, role):
-        raise CorruptError("a grant of another run or role", run=trust.run, key=key)
+        raise SignatureError("a grant of another run or role", run=trust.run, key=key)
     return grant
-
-
-def sign_json(
-    value: msgspec.Struct,
-    *,
-    run_id: str,
-    key: str,
-    signer: Signer,
-    role: str,
-    now: float | None = None,
-) -> bytes:
-    """The sealed object that holds ``value`` for ``key``, signed in ``role``, with the members
-    ``run`` and ``signed_at``."""
-    members = msgspec.to_builtins(value)
-    members |= {"format": FORMAT, "run": run_id, "signed_at": time.time() if now is None else now}
-    return seal_json(msgspec.json.encode(members), key=key, signer=signer, role=role)
-
-
-def open_json(
-    data: bytes,
-    kind: type[T],
-    *,
-    trust: Trust,
-    key: str,
-    role: str,
-    max_age_s: float | None = None,
-    now: float | None = None,
-) -> T:
-    """Decode an object that `sign_json` made, or a plain one if the run is not signed.
-
-    Raises `CorruptError` for one that was signed in another role, by another key, for another key
-    of the bucket or another run, or longer than ``max_age_s`` ago.
-    """
-    what = kind.__name__.lower()
-    if trust.owner:
-        check_seal(data, what, run=trust.run, key=key)
-        _check_signed(data, trust, key, role)
-        claims = decode_json(data, _Claims, run=trust.run, key=key, what=what)
-        _check_claims(claims, trust, key, max_age_s, now)
-    check_members(data, what, run=trust.run, key=key)
-    return decode_json(data, kind, run=trust.run, key=key)
 
 
 def sign_bytes(
     data: bytes, *, run_id: str, key: str, signer: Signer, role: str, now: float | None = None
 ) -> bytes:
     """``data`` and after it a line that signs it for ``key`` in ``role``."""
-    content = _Content(
+    statement = _Statement(
         run=run_id,
         signed_at=time.time() if now is None else now,
         bytes=len(data),
         content=blake3(data).hexdigest(),
     )
-    return data + b"\n" + seal(content, key=key, signer=signer, role=role)
+    return data + b"\n" + seal(statement, key=key, signer=signer, role=role)
 
 
 def open_bytes(
@@ -215,19 +216,30 @@ def open_bytes(
     role: str,
     max_age_s: float | None = None,
     now: float | None = None,
-) -> bytes:
-    """Returns the bytes that `sign_bytes` signed, or ``data`` itself in an unsigned run; raises
-    `CorruptError` as `open_json` does."""
-    if not trust.owner:
-        return data
-    body, _, line = data[:-1].rpartition(b"\n")
-    line += data[-1:]
-    content = unseal(line, _Content, run=trust.run, key=key, what="signed object")
+) -> SignedBytes:
+    """Returns the bytes that `sign_bytes` signed.
+
+    Raises `SignatureError` for bytes that are not signed, or that were signed in another role, by
+    another key, for another key of the bucket or another run, longer than ``max_age_s`` ago, or
+    more than `CLOCKS_DIFFER_S` in the future.
+    """
+    at = data.rfind(b"\n", max(0, len(data) - MAX_SIGNATURE_BYTES), max(0, len(data) - 1))
+    body, line = data[: max(at, 0)], data[at + 1 :]
+    try:
+        stated = unseal(line, _Statement, run=trust.run, key=key, what="signed object")
+    except SignatureError:
+        raise
+    except CorruptError as error:
+        raise SignatureError(
+            "the object is not signed, but the run is", run=trust.run, key=key
+        ) from error
     _check_signed(line, trust, key, role)
-    _check_claims(content, trust, key, max_age_s, now)
-    if content.bytes != len(body) or content.content != blake3(body).hexdigest():
-        raise CorruptError("the signature is of other bytes", run=trust.run, key=key)
-    return body
+    if stated.run != trust.run_id:
+        raise SignatureError("the object belongs to another run", run=trust.run, key=key)
+    if at < 0 or stated.bytes != len(body) or stated.content != blake3(body).hexdigest():
+        raise SignatureError("the signature is of other bytes", run=trust.run, key=key)
+    check_age(stated.signed_at, max_age_s, run=trust.run, key=key, now=now)
+    return SignedBytes(body, stated.signed_at)
 
 
 def _check_signed(data: bytes, trust: Trust, key: str, role: str) -> None:
@@ -239,16 +251,24 @@ def _check_signed(data: bytes, trust: Trust, key: str, role: str) -> None:
     )
 
 
-def _check_claims(
-    claims: _Claims | _Content, trust: Trust, key: str, max_age_s: float | None, now: float | None
+def check_age(
+    signed_at: float, max_age_s: float | None, *, run: str, key: str, now: float | None = None
 ) -> None:
-    if claims.run != trust.run_id:
-        raise CorruptError("the object belongs to another run", run=trust.run, key=key)
-    age_s = (time.time() if now is None else now) - claims.signed_at
-    if max_age_s is not None and not -CLOCKS_DIFFER_S <= age_s <= max_age_s:
-        raise CorruptError(
+    """Raise `SignatureError` if the time of signing (seconds since 1970) lies more than
+    ``max_age_s`` ago, or too far in the future."""
+    age_s = (time.time() if now is None else now) - signed_at
+    if age_s < -CLOCKS_DIFFER_S:
+        raise SignatureError(
+            f"the object was signed {-age_s:.0f} s in the future",
+            hint="compare the clocks of this machine and of the one that wrote it",
+            run=run,
+            key=key,
+        )
+    if max_age_s is not None and age_s > max_age_s:
+        raise SignatureError(
             f"the object was signed {age_s:.0f} s ago; at most {max_age_s:.0f} s are allowed",
-            hint="somebody shows an old state of the bucket, or a clock is wrong",
-            run=trust.run,
+            hint="somebody shows an old state of the bucket, the run stands still, or a clock is "
+            "wrong; --max-age sets the limit",
+            run=run,
             key=key,
         )

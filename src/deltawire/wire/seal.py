@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from blake3 import blake3
 
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, SignatureError
 from deltawire.wire.objects import check_members, decode_json
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -98,19 +98,19 @@ def check_seal(data: bytes, what: str, *, run: str, key: str) -> None:
 def check_signature(
     data: bytes, *, public_key: str, verify: Verifier, run: str, key: str, role: str = OWNER
 ) -> None:
-    """Raise `CorruptError` unless the sealed ``data`` is signed for this very ``key`` by the owner
-    of ``public_key``, in the given role."""
+    """Raise `SignatureError` unless the sealed ``data`` is signed for this very ``key`` of the
+    bucket by the owner of ``public_key``, in the given role."""
     body = data[: max(len(data) - _SEAL_BYTES, 0)]
     found = _SIGNATURE.search(body, max(len(body) - _SIGNATURE_BYTES, 0))
     if found is None:
-        raise CorruptError("the object is not signed, but the run is", run=run, key=key)
+        raise SignatureError("the object is not signed, but the run is", run=run, key=key)
     message = body[: found.start()]
     signer = _ROLE.search(message, max(len(message) - _ROLE_BYTES, 0))
     if signer is None or signer[1].decode() != role:
         said = "no role" if signer is None else f"the role {signer[1].decode()!r}"
-        raise CorruptError(f"the object is signed in {said}, not as {role!r}", run=run, key=key)
+        raise SignatureError(f"the object is signed in {said}, not as {role!r}", run=run, key=key)
     if not verify(public_key, bytes.fromhex(found[1].decode()), _message(key, message)):
-        raise CorruptError(
+        raise SignatureError(
             f"the signature is not that of the {role}'s key",
             hint="somebody else has written to the bucket, or the public key is another run's",
             run=run,

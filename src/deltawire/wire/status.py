@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -51,6 +51,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     started since the run began. ``finished`` means that ``version`` is the last one. ``incidents``
     name what workers did that they should not, as far as the trainer can tell, and outlive it.
     ``self_attested`` names what the trainer believes workers without computing it again.
+    ``settings`` are the values, by dotted key, that differ from the configuration in ``run.json``.
     """
 
     format: int = FORMAT
@@ -64,6 +65,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     self_attested: Annotated[
         list[Annotated[str, Meta(max_length=MAX_DETAIL)]], Meta(max_length=16)
     ] = []
+    settings: Annotated[dict[str, Any], Meta(max_length=1024)] = {}
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from heartbeats import put_heartbeat
 from deltawire.cli.main import main
 from deltawire.config import BuildConfig, RunConfig, parse_config
 from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
-from deltawire.events import Parity, Step
+from deltawire.events import Parity, SettingsChanged, Step
 from deltawire.export.models import empty_model, fetch_model_files, save_model
 from deltawire.parity import Divergence
 from deltawire.rl.control.rollout_retention import RolloutRetention
@@ -42,6 +43,7 @@ from deltawire.train.checkpoint import checkpoint_versions, load_checkpoint, sav
 from deltawire.train.step import train_step
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.objects import encode_json
 from deltawire.wire.rollouts import Group, Trajectory, encode_group
 
 VERSIONS = 6
@@ -100,7 +102,7 @@ def bucket(begun, tmp_path) -> Bucket:
     return open_bucket(str(tmp_path / "bucket"))
 
 
-def trainer_of(bucket: Bucket, *, threads: int = 1, **settings: int) -> Trainer:
+def trainer_of(bucket: Bucket, *, threads: int = 1, **settings: Any) -> Trainer:
     torch.set_num_threads(threads)
     run, config = open_run(bucket)
     train = msgspec.structs.replace(config.train, **settings)
@@ -548,3 +550,42 @@ def test_versions_are_not_deleted_from_a_run_that_refers_to_version_0() -> None:
     train = {**CONFIG["train"], "loss": {"kl": "k3"}}
     with pytest.raises(InputError, match=r"the reference of train\.loss\.kl"):
         parse_config({**CONFIG, "train": train, "retain": {"versions": 5}}, source="test")
+
+
+def test_a_step_is_recomputed_with_the_settings_that_it_was_made_with(bucket) -> None:
+    """Versions 1 to 3 with one learning rate, 4 and 5 with another, 6 with the first again; the
+    checkpoints are those of 2 and 4, and each trainer dies in between."""
+    rates = {3: 1e-3, 5: 3e-3, 6: 1e-3}
+    for version, rate in rates.items():
+        optimizer = msgspec.structs.replace(open_run(bucket)[1].train.optimizer, learning_rate=rate)
+        trainer = trainer_of(bucket, versions=version, optimizer=optimizer)
+        if version < VERSIONS:
+            trainer._finish = trainer.publisher.close  # type: ignore[method-assign]
+        trainer.loop()
+        trainer.process.events.flush()
+        assert not trainer._diverged, "the steps before it gave the same bits again"
+        assert open_run(bucket)[1].train.optimizer.learning_rate == rate
+    assert verify_training(bucket).exact
+    events = [e for e in EventTail(bucket).read() if isinstance(e, SettingsChanged)]
+    changes = [event.changes for event in sorted(events, key=lambda event: event.at)]
+    assert [one.get("train.optimizer.learning_rate") for one in changes] == [
+        None,
+        (1e-3, 3e-3),
+        (3e-3, 1e-3),
+    ]
+    assert changes[0] == {"train.versions": (VERSIONS, 3)}
+
+
+def test_a_setting_that_may_not_change_is_refused_by_name(bucket) -> None:
+    """Also one that somebody put into the trainer's status."""
+    _, config = open_run(bucket)
+    rollout = msgspec.structs.replace(config.rollout, temperature=0.5)
+    other = msgspec.structs.replace(config, rollout=rollout)
+    with pytest.raises(InputError, match=r"rollout\.temperature was 1\.0 and is now 0\.5"):
+        start_run(bucket, other, Path(config.model.path))
+    train(bucket, to=1)
+    status = read_trainer(bucket)
+    hostile = msgspec.structs.replace(status, settings={"task.environment": "os:system"})
+    bucket.put(keys.TRAINER, encode_json(hostile))
+    with pytest.raises(InputError, match=r"'task\.environment' cannot change"):
+        open_run(bucket)

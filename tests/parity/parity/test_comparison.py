@@ -2,6 +2,8 @@
 
 import copy
 import json
+import sys
+import types
 
 import families
 import numpy as np
@@ -11,8 +13,10 @@ import torch
 from deltawire.cli.main import main
 from deltawire.errors import InputError
 from deltawire.export.models import save_model
+from deltawire.parity import scorers
 from deltawire.parity.comparison import compare
-from deltawire.parity.scorers import TransformersScorer, open_scorer, parse_spec
+from deltawire.parity.scorers import open_scorer, parse_spec
+from deltawire.parity.transformers_scorer import TransformersScorer
 from deltawire.rl.evaluate.parity_sources import open_source, random_prompts
 
 
@@ -104,6 +108,23 @@ def test_scores_equal_an_uncached_forward(experts, drawn):
 def test_a_wrong_engine_is_named(spec, says):
     with pytest.raises(InputError, match=says):
         parse_spec(spec)
+
+
+def test_an_engine_is_one_module_and_one_line(monkeypatch):
+    """A scorer of another module is parsed and opened by its own words."""
+    module = types.SimpleNamespace(
+        WORDS={"speed": ("slow", "fast")},
+        READS_FOLDER=False,
+        open_scorer=lambda spec, model, folder, device: (spec.options, model, folder),
+    )
+    monkeypatch.setitem(sys.modules, "tests_own_scorer", module)
+    monkeypatch.setitem(scorers.SCORERS, "own", "tests_own_scorer")
+    spec = parse_spec("own:fast")
+    assert (spec.precision, spec.reads_folder) == ("float32", False)
+    assert open_scorer(spec, "model", None) == ({"speed": "fast"}, "model", None)
+    with pytest.raises(InputError, match="'bf16' is not known here") as caught:
+        parse_spec("own:bf16")
+    assert caught.value.hint == "after own, use any of: slow or fast"
 
 
 def test_an_engine_that_is_not_installed_is_named(experts, tmp_path):

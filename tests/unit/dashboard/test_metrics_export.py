@@ -65,6 +65,7 @@ STATUS = RunStatus(
     ratio_max=1.5,
     groups_in_flight=4,
     groups_stored=40,
+    settings={},
     failures={'episode: "odd"\n\x1b[31m\\': 2, "groups dropped": 1},
     probes={"hidden tests": 0.5},
     processes=[

@@ -9,6 +9,7 @@ from deltawire.engines.cache_size import token_bytes
 from deltawire.engines.vllm.server import vllm_python
 from deltawire.errors import InputError
 from deltawire.store.retrying import RetryingBucket
+from deltawire.wire.roles import pin_of
 
 BLOCK = 128
 """The most tokens that vLLM's cache is allocated by at a time; its choice on a CPU."""
@@ -47,6 +48,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
     server = VllmServer(
         request.folder,
         request.bucket.url,
+        public_key=pin_of(request.run),
         slots=request.slots,
         capacity=request.capacity,
         cache_bytes=cache_bytes(model.config, slots=request.slots, capacity=request.capacity),

@@ -66,6 +66,7 @@ class VllmServer:
         folder: Path,
         run: str,
         *,
+        public_key: str = "",
         slots: int,
         capacity: int,
         cache_bytes: int,
@@ -78,7 +79,9 @@ class VllmServer:
         self._folder = tempfile.TemporaryDirectory(prefix="dw-vllm-")
         self.socket = str(Path(self._folder.name) / "http")
         self.log = Path(self._folder.name) / "log"
-        settings = json.dumps({"deltawire": {"run": run, "follow": False}})
+        settings = json.dumps(
+            {"deltawire": {"run": run, "public_key": public_key, "follow": False}}
+        )
         command = [
             python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
             "--uds", self.socket, "--load-format", "dummy", "--skip-tokenizer-init",

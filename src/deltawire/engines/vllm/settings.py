@@ -24,7 +24,7 @@ class FollowSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     """
 
     run: Annotated[str, Meta(min_length=1, max_length=4096)]
-    public_key: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+    public_key: Annotated[str, Meta(pattern=r"^([0-9a-f]{64}(:[0-9a-f]{32})?)?\Z")] = ""
     in_flight: InFlight = "keep"
     follow: bool = True
     """True to swap to every new version without being asked."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -24,7 +25,8 @@ REWRITE_S = 5.0
 class CreditIssuer:
     """The ledger, the credits and ``trainer.json``, shared by trainer and publisher threads.
 
-    ``confirm`` raises an error if this trainer was replaced by another one.
+    ``confirm`` raises an error if this trainer was replaced by another one. ``settings`` are those
+    that differ from ``run.json``.
 
     Example::
 
@@ -41,8 +43,10 @@ class CreditIssuer:
         epoch: int,
         granted: dict[str, int],
         confirm: Callable[[], object] = lambda: None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._confirm = confirm
+        self._settings = dict(settings or {})
         self.ledger = ledger
         self.version = 0
         self.digest = ""
@@ -166,6 +170,7 @@ class CreditIssuer:
                 at=0.0,
                 incidents=self._incidents,
                 self_attested=self._self_attested,
+                settings=self._settings,
             )
             now = time.monotonic()
             if status != self._written or now - self._written_at >= REWRITE_S:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, SignatureError
 from deltawire.rl.control.incidents import Incidents
 from deltawire.rl.control.quota import Quota
 from deltawire.rl.control.rollout_reader import Bounds, read_group
@@ -19,7 +19,14 @@ from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.rollouts import Group
 
 DropCause = Literal[
-    "stale", "failed", "damaged", "unknown version", "withheld", "not granted", "quarantined"
+    "stale",
+    "failed",
+    "damaged",
+    "unsigned",
+    "unknown version",
+    "withheld",
+    "not granted",
+    "quarantined",
 ]
 
 MIN_EPISODES = 2
@@ -61,9 +68,10 @@ class Drop:
     """A group that is not trained on, and the cause.
 
     It is too old (``stale``), too few of its episodes completed (``failed``, with the first cause
-    as ``detail``), it cannot be read (``damaged``), a version that does not exist sampled it, its
-    family is down-weighted (``withheld``), its nonce is not of a granted group, or its worker is
-    quarantined. ``tokens`` counts the tokens that were sampled.
+    as ``detail``), it cannot be read (``damaged``), the worker's key did not sign it
+    (``unsigned``), a version that does not exist sampled it, its family is down-weighted
+    (``withheld``), its nonce is not of a granted group, or its worker is quarantined. ``tokens``
+    counts the tokens that were sampled.
     """
 
     worker: str
@@ -173,6 +181,8 @@ class RolloutBuffer:
         self.damaged: list[str] = []
         self.proven: set[str] = set()
         """Workers that stored a group that could be read and was granted."""
+        self.unsigned: Counter[str] = Counter()
+        """Objects of a signed run at a worker's keys that its key did not sign."""
         self._damaged_of: Counter[str] = Counter()
         self._fetched_of: Counter[str] = Counter()
         self._unreadable: Counter[str] = Counter()
@@ -265,6 +275,13 @@ class RolloutBuffer:
         return _Found(*found, fault)
 
     def _add(self, worker: str, sequence: int, result: _Found | CorruptError) -> None:
+        if isinstance(result, SignatureError):  # Not the worker's doing: it is not blamed.
+            self.unsigned[worker] += 1
+            self._dropped.append(
+                Drop(worker, sequence, "unsigned", f"not signed by the key of {worker}")
+            )
+            self._arrive(worker, None)
+            return
         self._fetched_of[worker] += 1
         if isinstance(result, CorruptError):
             self._unreadable[worker] += 1

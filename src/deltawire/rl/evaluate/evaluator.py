@@ -16,7 +16,7 @@ from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy, swap
 from deltawire.runtime.event_archive import archived_segments
-from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.sync import Follower
 from deltawire.wire import keys
@@ -151,5 +151,5 @@ def _follow(
 
 
 def _is_last(process: Process, version: int) -> bool:
-    status = read_trainer(process.bucket)
+    status = known_trainer(process.bucket)
     return status is not None and status.phase == "finished" and status.version == version

@@ -23,7 +23,7 @@ from deltawire.export.models import (
     serve_as,
 )
 from deltawire.placement.live import LiveWeights
-from deltawire.store import open_bucket
+from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.sync import load_mirror, read_run
 from deltawire.train.build import build_model, byte_tokenizer
 
@@ -47,9 +47,10 @@ class Source:
             yield Path(folder)
 
 
-def open_source(place: str, *, version: int | None = None) -> Source:
+def open_source(place: str, *, version: int | None = None, trust: ReaderTrust = ANY) -> Source:
     """Load a Hugging Face directory, a run's version (the newest if None), or the random model
-    that a configuration's ``[model.build]`` describes; raises `InputError`."""
+    that a configuration's ``[model.build]`` describes; raises `InputError`. ``trust`` is of a
+    run."""
     path = Path(place)
     if "://" not in place and path.suffix in (".toml", ".json") and path.is_file():
         _refuse_version(place, version)
@@ -62,7 +63,7 @@ def open_source(place: str, *, version: int | None = None) -> Source:
     if "://" not in place and (path / "config.json").is_file():
         _refuse_version(place, version)
         return Source(place, load_model(path).eval(), load_tokenizer(path))
-    return _of_run(place, version)
+    return _of_run(place, version, trust)
 
 
 def _refuse_version(place: str, version: int | None) -> None:
@@ -70,8 +71,8 @@ def _refuse_version(place: str, version: int | None) -> None:
         raise InputError(f"--version: {place} is not a run", hint="give a run's bucket")
 
 
-def _of_run(place: str, version: int | None) -> Source:
-    bucket = open_bucket(place)
+def _of_run(place: str, version: int | None, trust: ReaderTrust) -> Source:
+    bucket = open_trusted(place, trust)
     run = read_run(bucket)
     if run is None:
         raise InputError(

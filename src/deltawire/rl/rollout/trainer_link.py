@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from deltawire.errors import DeltawireError, RetryError
+from deltawire.errors import DeltawireError, RetryError, SignatureError
 from deltawire.rl.control.challenges import read_challenge
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.heartbeat import HEARTBEAT_S, read_heartbeat
@@ -19,14 +19,16 @@ RETRY_S = 1.0
 class TrainerLink(threading.Thread):
     """Polls ``trainer.json`` and the trainer's heartbeat in a thread.
 
-    While the store does not answer, ``status`` stays as it was. ``error`` holds any error that
-    waiting cannot repair; `raise_error` raises it.
+    While the store does not answer, or the object is not the trainer's, ``status`` stays as it was
+    and ``alarm`` holds the reason. ``error`` holds any error that waiting cannot repair;
+    `raise_error` raises it.
     """
 
     def __init__(self, bucket: Bucket, worker: str, *, silence_s: float) -> None:
         super().__init__(name="trainer-link", daemon=True)
         self.status: TrainerStatus | None = None
         self.error: DeltawireError | None = None
+        self.alarm: SignatureError | None = None
         self.alive_at = time.monotonic()
         """When the trainer was last seen alive, by this process's clock."""
         self.secret: str | None = None
@@ -43,9 +45,7 @@ class TrainerLink(threading.Thread):
         checked_at = time.monotonic()
         while not self._closed.is_set():
             try:
-                status = read_trainer(self._bucket) or self.status
-                self._read_secret(status)
-                self.status = status
+                self._read()
                 if (elapsed_s := time.monotonic() - checked_at) >= HEARTBEAT_S:
                     checked_at += elapsed_s
                     self._check_trainer(elapsed_s)
@@ -56,6 +56,15 @@ class TrainerLink(threading.Thread):
                 self.error = error
                 return
             self._closed.wait(self._bucket.poll_s)
+
+    def _read(self) -> None:
+        try:
+            status = read_trainer(self._bucket) or self.status
+            self._read_secret(status)
+        except SignatureError as error:
+            self.alarm = error
+        else:
+            self.status, self.alarm = status, None
 
     def _read_secret(self, status: TrainerStatus | None) -> None:
         """Read the secret once there are credits, and again after each start of a trainer."""

@@ -35,7 +35,7 @@ from deltawire.rl.rollout.policy_server import (
 )
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.uploader import Uploader
-from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.wire import keys
 from deltawire.wire.run import Run
@@ -97,8 +97,8 @@ class Worker:
         )
 
     def _alarm(self) -> str:
-        """Why a newer manifest could not be read; empty if all could."""
-        alarm = self.follower.alarm
+        """Why a newer manifest or the trainer's status could not be read; empty if all could."""
+        alarm = self.follower.alarm or self.link.alarm
         return "" if alarm is None else str(alarm)
 
     async def serve(self, *, patience_s: float) -> None:
@@ -158,7 +158,7 @@ class Worker:
         stored = self.uploader.stored - self._first
         failed = f", {self._failures.count} episodes failed" if self._failures.count else ""
         alarm = self._alarm()
-        warning = f"; warning: passed over a manifest: {alarm}" if alarm else ""
+        warning = f"; warning: passed over an object: {alarm}" if alarm else ""
         self._report(
             f"version {live.version}, lag {lag}, {stored} groups stored{failed}, {doing}{warning}"
         )
@@ -248,7 +248,7 @@ def next_sequence(process: Process) -> int:
     the trainer has not granted were not stored by a worker, nor named by one; where it has granted
     none, numbers far beyond the predecessor's do not count.
     """
-    status = read_trainer(process.bucket)
+    status = known_trainer(process.bucket)
     granted = status.credits.get(process.name) if status is not None else None
     found = process.bucket.list(keys.rollouts_of(process.name))
     numbers = [group[1] + 1 for key in found if (group := keys.group_of(key)) is not None]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from pathlib import Path
 
 import msgspec
 
 from deltawire import codec
-from deltawire.config import RunConfig, differences
+from deltawire.config import RunConfig, require_same, run_config
 from deltawire.envs import open_tasks
-from deltawire.errors import InputError
 from deltawire.export.adapter import adapted, adapter_files
 from deltawire.export.models import load_model, load_tokenizer, published_files
 from deltawire.export.source import bits_of, open_source
@@ -19,10 +19,20 @@ from deltawire.store import Bucket
 from deltawire.sync import Mirror, Publisher, create_run, newest_version
 from deltawire.sync.chain.objects import put_blob
 from deltawire.wire.run import ModelFile, Run, chunk_for
+from deltawire.wire.seal import Signer
 
 
-def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
+def start_run(
+    bucket: Bucket,
+    config: RunConfig,
+    model_directory: Path,
+    *,
+    signer: Signer | None = None,
+    run_id: str = "",
+) -> Run:
     """Create the run, or check that the one in the bucket is this one; commit version 0.
+
+    With ``signer``, the run is signed by its key; ``run_id`` is the new run's id, if it is chosen.
 
     Raises `InputError` if the bucket holds a run with another model or, but for the keys that may
     change, another configuration.
@@ -45,19 +55,22 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
     run = create_run(
         bucket,
         Run(
+            id=run_id or secrets.token_hex(16),
             name=config.name,
             created_at=time.time(),
             tensors=specs,
             digest=digest.hex(),
             chunk=chunk_for(specs),
             model_files=files,
+            public_key=signer.public_key if signer else "",
             config=msgspec.to_builtins(config),
         ),
+        signer=signer,
     )
     check_same(bucket, config)
     if newest_version(bucket) is None:
         mirror = Mirror({name: array.copy() for name, array in bits.items()}, -1, codec.ZERO)
-        publisher = Publisher(bucket, run, mirror, epoch=0, compaction_strides=())
+        publisher = Publisher(bucket, run, mirror, epoch=0, compaction_strides=(), signer=signer)
         publisher.publish(source.tensors())
         publisher.close()
     return run
@@ -65,10 +78,5 @@ def start_run(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
 
 def check_same(bucket: Bucket, config: RunConfig) -> None:
     """Raises `InputError` if the run in the bucket was started with another configuration."""
-    _, theirs = open_run(bucket)
-    if changed := differences(config, theirs):
-        raise InputError(
-            f"the run in this bucket was started with another {', '.join(changed[:4])}",
-            hint="choose another --out or bucket to start a new run",
-            run=bucket.url,
-        )
+    run, _ = open_run(bucket)
+    require_same(config, run_config(run.config, url=bucket.url), url=bucket.url)

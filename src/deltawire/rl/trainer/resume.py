@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from deltawire.codec import Digest
-from deltawire.config import ParityLimits, RunConfig
+from deltawire.config import ParityLimits, RunConfig, TrainConfig, run_config, with_settings
 from deltawire.errors import CorruptError, InputError
 from deltawire.export.source import digest_of, open_source
 from deltawire.rl.control.credits import settle
@@ -27,6 +27,7 @@ from deltawire.sync import Mirror, load_mirror, read_history, read_manifest
 from deltawire.train.checkpoint import load_checkpoint
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import StepResult, train_step
+from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.run import Run
 
@@ -39,12 +40,23 @@ def seed_step(config: RunConfig, version: int) -> None:
 
 @dataclass
 class Resumed:
-    """The trainer's state at ``version``; ``reference`` as `load_reference` gives it."""
+    """The trainer's state at ``version``; ``reference`` as `load_reference` gives it. ``train`` are
+    the settings that ``masters`` were made with."""
 
     masters: MasterWeights
     ledger: Ledger
     version: int
+    train: TrainConfig
     reference: Any | None = None
+
+    def follow_settings(self, train: TrainConfig) -> None:
+        """Continue with other settings of the optimizer, on the same weights and moments."""
+        if (train.optimizer, train.schedule) == (self.train.optimizer, self.train.schedule):
+            return
+        before = self.masters
+        masters = MasterWeights(before.model, train, source=before.source)
+        masters.restore(before.state())
+        self.masters, self.train = masters, train
 
 
 def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: int) -> Resumed:
@@ -67,7 +79,7 @@ def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: i
         except CorruptError:
             continue
         if digest_of(masters.source) == origin.digest:
-            return Resumed(masters, commit.ledger, commit.version, reference)
+            return Resumed(masters, commit.ledger, commit.version, config.train, reference)
     origin = load_mirror(bucket, run, at=0)
     if origin is None:
         raise CorruptError(
@@ -75,7 +87,7 @@ def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: i
             hint="pruned versions cannot be recomputed",
             run=bucket.url,
         )
-    return Resumed(_masters_at(origin, config, model), Ledger(), 0, reference)
+    return Resumed(_masters_at(origin, config, model), Ledger(), 0, config.train, reference)
 
 
 def load_reference(bucket: Bucket, run: Run, config: RunConfig, model: Any) -> Any | None:
@@ -144,8 +156,9 @@ def metadata_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata,
     return metadata, Digest.from_hex(manifest.digest)
 
 
-def recompute_step(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) -> RecomputedStep:
-    """Compute the step after ``state`` again, which advances it to the next committed version.
+def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
+    """Compute the step after ``state`` again, which advances it to the next committed version, with
+    the settings of that step.
 
     Raises `CorruptError` if a group that it consumed is missing or has changed, and `InputError`
     if it consumed none, as a version of a training client.
@@ -163,6 +176,12 @@ def recompute_step(bucket: Bucket, run: Run, config: RunConfig, state: Resumed) 
             version=version,
         )
     groups = read_consumed(bucket, metadata)
+    config = with_settings(
+        run_config(run.config, url=bucket.url),
+        metadata.settings,
+        source=f"{bucket.url}/{keys.manifest(version)}",
+    )
+    state.follow_settings(config.train)
     # A published step is not judged again, by limits that may have changed since.
     judged = msgspec.structs.replace(config.parity, stop=ParityLimits())
     config = msgspec.structs.replace(config, parity=judged)

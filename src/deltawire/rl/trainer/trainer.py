@@ -56,9 +56,10 @@ from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.parity_recheck import ParityRecheck
 from deltawire.rl.trainer.progress_alarm import ProgressAlarm
 from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_step
+from deltawire.rl.trainer.settings import announce_settings
 from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.event_archive import EventArchiver
-from deltawire.runtime.fleet import POLL_S, Fleet, read_trainer
+from deltawire.runtime.fleet import POLL_S, Fleet, known_trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.reaper import Reaper
 from deltawire.runtime.retained import RetainedFile
@@ -75,6 +76,7 @@ from deltawire.train.masters import MasterWeights
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
 from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer
 from deltawire.wire.status import TrainerStatus
 
 STORE_PATIENCE_S = 300.0
@@ -83,7 +85,15 @@ STORE_PATIENCE_S = 300.0
 class Trainer:
     """Trains version after version; holds the state between two steps."""
 
-    def __init__(self, process: Process, run: Run, config: RunConfig, model: Any) -> None:
+    def __init__(
+        self,
+        process: Process,
+        run: Run,
+        config: RunConfig,
+        model: Any,
+        *,
+        signer: Signer | None = None,
+    ) -> None:
         self.process = process
         self.bucket = process.bucket
         self.run = run
@@ -96,11 +106,12 @@ class Trainer:
                 run=self.bucket.url,
             )
         manifest = read_manifest(self.bucket, run, head.version)
-        before = read_trainer(self.bucket)
+        before = known_trainer(self.bucket)
         epoch = 1 + max(manifest.epoch if manifest else 0, before.epoch if before else 0)
         self.epoch = epoch
         self.version = head.version
         self.ledger = Ledger()
+        self.settings = announce_settings(process, run, config)
         self.masters = self._restore(model, head)
         self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
         self.credits = CreditIssuer(
@@ -110,6 +121,7 @@ class Trainer:
             epoch=epoch,
             granted=dict(before.credits) if before else self._claimed(),
             confirm=process.lease.confirm,
+            settings=self.settings,
         )
         self.credits.version, self.credits.digest = head.version, head.digest.hex()
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -124,16 +136,9 @@ class Trainer:
             run,
             keep=config.retain.versions,
             report=self._report,
+            signer=signer,
         )
-        self.publisher = Publisher(
-            self.bucket,
-            run,
-            head,
-            epoch=epoch,
-            anchor_every=config.train.anchor_every,
-            compaction_strides=COMPACTION_STRIDES if config.train.compaction else (),
-            on_commit=self._on_commit,
-        )
+        self.publisher = self._open_publisher(head, signer)
         self._saved = -1
         self._answered_at = time.monotonic()
 
@@ -170,13 +175,27 @@ class Trainer:
         """Record a fault that does not end the run."""
         self.process.record_life("started", fault)
 
+    def _open_publisher(self, head: Mirror, signer: Signer | None) -> Publisher:
+        train = self.config.train
+        return Publisher(
+            self.bucket,
+            self.run,
+            head,
+            epoch=self.epoch,
+            anchor_every=train.anchor_every,
+            compaction_strides=COMPACTION_STRIDES if train.compaction else (),
+            on_commit=self._on_commit,
+            signer=signer,
+        )
+
     def _restore(self, model: Any, head: Mirror) -> MasterWeights:
         """Restore the newest checkpoint, and recompute the steps from there to the head."""
         state = resume(self.bucket, self.run, self.config, model, newest=head.version)
         start, same = state.version, True
         while state.version < head.version:
             with self.process.heartbeat.long_task("recompute"):
-                same = recompute_step(self.bucket, self.run, self.config, state).equal
+                same = recompute_step(self.bucket, self.run, state).equal
+        state.follow_settings(self.config.train)
         if start < head.version:
             self.process.record_life(
                 "started",
@@ -322,6 +341,7 @@ class Trainer:
             dropped=ranges_of(batch.dropped),
             hashes=[one.hash for one in batch.taken],
             threads=torch.get_num_threads(),
+            settings=self.settings,
         )
         self.credits.expect(version, metadata)
         with self.process.heartbeat.long_task("publish"):
@@ -446,8 +466,16 @@ class Trainer:
         )
 
 
-def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None:
+def run_trainer(
+    process: Process,
+    source: tuple[RunConfig, Path] | None,
+    *,
+    signer: Signer | None = None,
+    run_id: str = "",
+) -> None:
     """Run a trainer process from its start to the last version or a signal.
+
+    In a signed run ``signer`` holds the owner's key, and a new run gets the id ``run_id``.
 
     ``source`` is the configuration and the model directory that a new run starts from; None
     continues an existing run. Raises `InputError` if the bucket holds another run.
@@ -455,7 +483,7 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
     started = time.time()
     process.record_life("started")
     if source is not None:
-        start_run(process.bucket, *source)
+        start_run(process.bucket, *source, signer=signer, run_id=run_id)
     run, config = open_run(process.bucket)
     config = config if source is None else source[0]
     process.heartbeat.faults = config.faults
@@ -463,7 +491,7 @@ def run_trainer(process: Process, source: tuple[RunConfig, Path] | None) -> None
     with fetch_model_files(process.bucket, run) as folder:
         model = open_model(Path(folder), config.train.adapter)
     model = model.to(resolve_device(config.device_of("trainer")))
-    trainer = Trainer(process, run, config, model)
+    trainer = Trainer(process, run, config, model, signer=signer)
     process.events.span("start", started)
     try:
         try:

@@ -109,7 +109,7 @@ def verify_training(
         wanted = dump is not None and dump.version == version
         if dump is not None and wanted:
             _dump_before(bucket, run, state, dump)
-        step = recompute_step(bucket, run, config, state)
+        step = recompute_step(bucket, run, state)
         if dump is not None and wanted:
             _dump_step(dump, step, state)
         found.groups += len(step.groups)

@@ -10,6 +10,7 @@ from deltawire.store import Bucket
 from deltawire.sync import Pruned, prune
 from deltawire.sync.maintain.retention import GRACE_S
 from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer
 
 
 class VersionRetention:
@@ -33,7 +34,9 @@ class VersionRetention:
         keep: int,
         report: Callable[[str], None],
         grace_s: float = GRACE_S,
+        signer: Signer | None = None,
     ) -> None:
+        self._signer = signer
         self._bucket = bucket
         self._run = run
         self._keep = keep
@@ -51,7 +54,12 @@ class VersionRetention:
         if not self._keep or cutoff < 1:
             return False
         self._pending = self._thread.submit(
-            prune, self._bucket, self._run, cutoff=cutoff, grace_s=self._grace_s
+            prune,
+            self._bucket,
+            self._run,
+            cutoff=cutoff,
+            grace_s=self._grace_s,
+            signer=self._signer,
         )
         return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,36 +20,26 @@ from deltawire.wire.manifest import (
     decode_manifest,
 )
 from deltawire.wire.payload import BlobRef
+from deltawire.wire.roles import Pin
 from deltawire.wire.run import MAX_RUN_BYTES, ModelFile, Run, TensorSpec, decode_run, encode_run
 from deltawire.wire.seal import Signer, check_signature, unseal
 from deltawire.wire.signing import verify
-
-_PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
     """Reads the run in this bucket, None if there is none; raises `CorruptError`.
 
-    With ``public_key`` (64 hexadecimal digits), a run that is not signed by its owner is refused,
-    and everything read of the run afterwards must be signed by the same key. Raises `InputError`
-    for a malformed key.
+    With ``public_key`` (64 hexadecimal digits, and perhaps a colon and the run's id), a run that is
+    not signed by its owner, or has another id, is refused, and everything read of the run
+    afterwards must be signed by the same key. Raises `InputError` for a malformed key.
     """
-    if public_key and not _PUBLIC_KEY.fullmatch(public_key):
-        raise InputError(
-            f"{public_key[:80]!r} is not a public key",
-            hint="give the 64 hexadecimal digits that deltawire keygen prints",
-        )
+    pin = Pin.parse(public_key) if public_key else None
     data = bucket.get(keys.RUN, limit=MAX_RUN_BYTES)
     if data is None:
         return None
     run = decode_run(data, run=bucket.url, key=keys.RUN)
-    if public_key and run.public_key != public_key:
-        raise CorruptError(
-            "the run is signed by another key" if run.public_key else "the run is not signed",
-            hint="is it the run that the public key belongs to?",
-            run=bucket.url,
-            key=keys.RUN,
-        )
+    if pin is not None:
+        pin.check(run.public_key, run.id, run=bucket.url)
     check_signed(bucket, run, data, keys.RUN)
     for tensor in run.tensors:
         if tensor.dtype not in ITEMSIZE:

@@ -13,7 +13,7 @@ def worker_with(alarm: CorruptError | None, lines: list[str]) -> Worker:
     worker = Worker.__new__(Worker)
     worker.phase, worker.attested = "sampling", None
     worker.served = SimpleNamespace(live=SimpleNamespace(version=3, digest=ZERO))
-    worker.link = SimpleNamespace(status=None)
+    worker.link = SimpleNamespace(status=None, alarm=None)
     worker.uploader = SimpleNamespace(stored=7)
     worker.follower = SimpleNamespace(alarm=alarm)
     worker._first = 0
@@ -30,7 +30,7 @@ def test_an_alarm_is_reported():
     assert len(status.alarm) == MAX_ALARM
     assert decode_json(encode_json(status), WorkerStatus, run="r", key="k") == status
     worker.report_progress()
-    assert "warning: passed over a manifest: not a valid manifest" in lines[0]
+    assert "warning: passed over an object: not a valid manifest" in lines[0]
 
 
 def test_no_alarm_is_no_warning():

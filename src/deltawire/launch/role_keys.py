@@ -1,0 +1,112 @@
+"""The keys of a signed run on this machine: the owner's, and one for each process it starts.
+
+::
+
+    owner's key (--key FILE) ── signs run.json, weights and grants; the trainer's process uses it
+        │ grants
+        ▼
+    OUT/keys/w0.key, w1.key, evaluator.key, …   one for each other process, mode 0600
+
+A child gets the path of its key on its command line, never the key.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from deltawire.errors import InputError
+from deltawire.private_files import private_folder
+from deltawire.runtime.signed_bucket import grant_role
+from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.sync.chain.objects import read_run, require_run
+from deltawire.wire.keys import valid_name
+from deltawire.wire.roles import PROCESS_ROLES, TRAINER_ROLE, Pin
+from deltawire.wire.seal import Signer
+
+
+def read_signer(path: str) -> Signer | None:
+    """Read the private key in a file; None for an empty path."""
+    if not path:
+        return None
+    from deltawire.wire.signing import Ed25519Signer
+
+    return Ed25519Signer.read(Path(path))
+
+
+def owned_run(bucket: Bucket, owner: Signer, pin: Pin | None = None) -> Pin:
+    """The pin of the run that ``owner`` owns here; of one that does not exist yet, with the id
+    that it is to get: that of ``pin``, or a new one.
+
+    Raises `InputError` if ``pin`` names another key, and `SignatureError` if the run in the bucket
+    is not the owner's, or not the pinned one.
+    """
+    if pin is not None and pin.public_key != owner.public_key:
+        raise InputError(
+            "--key and --public-key belong to different keys",
+            hint=f"the public key of --key is {owner.public_key}",
+        )
+    wanted = Pin(owner.public_key, pin.run_id if pin else "")
+    run = read_run(RetryingBucket.over(bucket), public_key=str(wanted))
+    found = run.id if run is not None else wanted.run_id or secrets.token_hex(16)
+    return Pin(owner.public_key, found)
+
+
+def grant_by_owner(location: str, role: str, public_key: str, *, owner: Path) -> Pin:
+    """Let ``public_key`` sign in ``role`` of the run at ``location``; returns the run's pin.
+
+    Raises `InputError` for a role or key that is none, or if there is no run.
+    """
+    from deltawire.wire.signing import Ed25519Signer
+
+    if role not in PROCESS_ROLES and not (
+        role.startswith("worker-") and valid_name(role.removeprefix("worker-"))
+    ):
+        raise InputError(
+            f"{role[:80]!r} is not a role", hint=f"use worker-NAME, {', '.join(PROCESS_ROLES)}"
+        )
+    granted = Pin.parse(public_key)
+    signer, bucket = Ed25519Signer.read(owner), open_bucket(location)
+    run = require_run(RetryingBucket(bucket), public_key=signer.public_key)
+    grant_role(bucket, signer, run_id=run.id, role=role, public_key=granted.public_key)
+    return Pin(signer.public_key, run.id)
+
+
+class RunKeys:
+    """Makes the keys of a run's processes in a folder, and grants them.
+
+    Example::
+
+        keys = RunKeys(bucket, Path("owner.key"), out / "keys")
+        arguments = ["worker", bucket.url, "--id", "w0", *keys.arguments("worker-w0")]
+    """
+
+    def __init__(self, bucket: Bucket, owner: Path, folder: Path) -> None:
+        from deltawire.wire.signing import Ed25519Signer
+
+        self._bucket = bucket
+        self._owner_file = owner
+        self._folder = private_folder(folder)
+        self._owner = Ed25519Signer.read(owner)
+        self.pin = owned_run(bucket, self._owner)
+
+    def arguments(self, role: str) -> list[str]:
+        """The options of a process in ``role``; makes and grants its key if it has none yet.
+
+        The trainer publishes, and so gets the owner's key.
+        """
+        from deltawire.wire.signing import Ed25519Signer
+
+        path = self._owner_file
+        if role != TRAINER_ROLE:
+            path = self._folder / f"{role}.key"
+            if not path.exists():
+                Ed25519Signer.generate().write(path)
+        grant_role(
+            self._bucket,
+            self._owner,
+            run_id=self.pin.run_id,
+            role=role,
+            public_key=Ed25519Signer.read(path).public_key,
+        )
+        return ["--public-key", str(self.pin), "--key", str(path)]

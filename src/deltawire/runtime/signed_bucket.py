@@ -1,0 +1,377 @@
+"""Signed bucket: in a signed run, signs what a process stores and checks what it reads.
+
+::
+
+    readers and writers of the loop    plain bytes
+            │                              ▲
+       SignedBucket   put, create: sign    │ get: check role, key, run and time; take the line off
+            ▼                              │
+         bucket       bytes + signature line
+
+In an unsigned run every operation is passed on as it is. Whether the run is signed, and who owns
+it, follows from the pin (``--public-key``) or, without one, from ``run.json``, which is then
+believed. Objects that are sealed (weights) are checked by their own readers; here their versions
+are noted, so that a reader does not go back (`deltawire.runtime.highest_version`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+import msgspec
+
+from deltawire.errors import CorruptError, InputError, SignatureError
+from deltawire.runtime.highest_version import HighestVersion
+from deltawire.store import Bucket, DelegatingBucket, RetryingBucket
+from deltawire.sync.chain.objects import committed_versions, read_run
+from deltawire.wire import keys
+from deltawire.wire.objects import decode_json
+from deltawire.wire.roles import (
+    MAX_GRANT_BYTES,
+    MAX_SIGNATURE_BYTES,
+    Pin,
+    RoleGrant,
+    Trust,
+    check_age,
+    decode_grant,
+    encode_grant,
+    open_bytes,
+    role_for,
+    sign_bytes,
+)
+from deltawire.wire.run import MAX_RUN_BYTES
+from deltawire.wire.seal import Signer, check_seal, check_signature
+from deltawire.wire.signing import verify
+
+REREAD_S = 10.0
+"""How long a grant, or its absence, is believed before it is read again."""
+REPLACED = (keys.TRAINER, keys.PROBES, keys.RETAINED, keys.HEARTBEATS)
+"""Objects that are replaced in place: one that was signed before the last one read is a replay."""
+
+
+class _RunIdentity(msgspec.Struct):
+    id: str
+    public_key: str = ""
+
+
+class _Times(msgspec.Struct):
+    run: str
+    created_at: float
+
+
+@dataclass
+class _KnownGrant:
+    """The newest grant of a role that was read, None if there is none; ``read_at`` is monotonic."""
+
+    grant: RoleGrant | None
+    read_at: float
+
+
+@dataclass
+class _State:
+    """The facts that all views of one bucket share."""
+
+    pin: Pin | None
+    signer: Signer | None
+    role: str
+    max_age_s: float | None
+    clock: Callable[[], float]
+    trust: Trust | None = None
+    unsigned: bool = False
+    grants: dict[str, _KnownGrant] = field(default_factory=dict)
+    signed_at: dict[str, float] = field(default_factory=dict)
+    newest: tuple[int, float] = (-1, 0.0)
+    """The newest version whose manifest was read, and when it was signed."""
+    highest: HighestVersion | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+class SignedBucket(DelegatingBucket):
+    """Signs and checks the loop's objects of a signed run.
+
+    ``signer`` signs in ``role``; without one, only objects that need no signature can be stored.
+    ``max_age_s`` limits the age of the trainer's status and of the newest version.
+
+    Raises `SignatureError` for an object of a signed run that its role did not sign, and
+    `InputError` for storing one without the role's key.
+
+    Example::
+
+        bucket = SignedBucket(open_bucket(url), pin=Pin.parse(text), signer=key, role="trainer")
+        read_trainer(bucket)
+    """
+
+    def __init__(
+        self,
+        inner: Bucket,
+        *,
+        pin: Pin | None = None,
+        signer: Signer | None = None,
+        role: str = "",
+        max_age_s: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(inner)
+        self._state = _State(pin, signer, role, max_age_s, clock)
+
+    def over(self, inner: Bucket) -> SignedBucket:
+        """The same keys and facts over another way to the same bucket."""
+        other = SignedBucket(inner)
+        other._state = self._state
+        return other
+
+    @property
+    def trust(self) -> Trust | None:
+        """The facts that a signed run is checked against; None if the run is not signed.
+
+        Raises `SignatureError` if the bucket holds another run than the pinned one.
+        """
+        state = self._state
+        with state.lock:
+            if state.trust is None and not state.unsigned:
+                if state.pin is not None and state.pin.run_id:
+                    owner, run_id = state.pin.public_key, state.pin.run_id
+                else:
+                    run = read_run(
+                        self.inner, public_key="" if state.pin is None else state.pin.public_key
+                    )
+                    if run is None:  # Not there yet: it may become either.
+                        return None
+                    owner, run_id = run.public_key, run.id
+                    state.unsigned = not owner
+                if owner:
+                    state.trust = Trust(run_id, owner, {}, verify, run=self.url)
+            return state.trust
+
+    @property
+    def pin(self) -> Pin | None:
+        """The pin that this bucket was opened with."""
+        return self._state.pin
+
+    def check_writer(self) -> None:
+        """Raise `InputError` unless this process may sign in its role, or the run is unsigned."""
+        state, trust = self._state, self.trust
+        if trust is None:
+            if state.signer is not None:
+                raise InputError(
+                    "a key was given, but there is no signed run here",
+                    hint="leave --key out for an unsigned run; if the run does not exist yet, give "
+                    "its key and id with --public-key KEY:RUN_ID",
+                    run=self.url,
+                )
+            return
+        if state.signer is None:
+            raise InputError(
+                f"the run is signed, and the {state.role} has no key",
+                hint="give the key that the run's owner granted with --key",
+                run=self.url,
+            )
+        try:
+            granted = self._granted(trust, state.role, keys.role(state.role), again=True)
+        except CorruptError as error:
+            raise InputError(
+                f"no valid key is granted to the {state.role}: {error.message}",
+                hint=error.hint,
+                run=self.url,
+                key=keys.role(state.role),
+            ) from error
+        if granted != state.signer.public_key:
+            raise InputError(
+                f"--key is not the key that is granted to the {state.role}",
+                hint="ask the run's owner for the right key, or for another grant",
+                run=self.url,
+                key=keys.role(state.role),
+            )
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        """As `Bucket.get`; the bytes that the object's role signed."""
+        role = role_for(key)
+        if role is None:
+            data = self.inner.get(key, limit=limit)
+            return self._noted(key, data)
+        trust = self.trust
+        if trust is None:
+            if self._state.pin is not None and self.inner.exists(key):
+                raise SignatureError("there is no signed run here", run=self.url, key=key)
+            return self.inner.get(key, limit=limit)
+        data = self.inner.get(key, limit=limit + MAX_SIGNATURE_BYTES)
+        return None if data is None else self._open(data, trust, key, role)
+
+    def put(self, key: str, data: bytes) -> None:
+        """As `Bucket.put`, signed."""
+        self.inner.put(key, self._signed(key, data))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """As `Bucket.create`, signed."""
+        return self.inner.create(key, self._signed(key, data))
+
+    def _signed(self, key: str, data: bytes) -> bytes:
+        role, state = role_for(key), self._state
+        if role is None or (trust := self.trust) is None:
+            return data
+        if state.signer is None or role != state.role:
+            raise InputError(
+                f"only the {role} may write this object of a signed run",
+                hint="give its key with --key",
+                run=self.url,
+                key=key,
+            )
+        with state.lock:
+            # Later than its predecessor even where a clock was set back: else it were a replay.
+            now = max(state.clock(), state.signed_at.get(key, 0.0) + 1e-6)
+            if key.startswith(REPLACED):
+                state.signed_at[key] = now
+        return sign_bytes(
+            data, run_id=trust.run_id, key=key, signer=state.signer, role=role, now=now
+        )
+
+    def _open(self, data: bytes, trust: Trust, key: str, role: str) -> bytes:
+        state = self._state
+        now = state.clock()
+        try:
+            known = self._with(trust, role, key)
+            found = open_bytes(data, trust=known, key=key, role=role, now=now)
+        except SignatureError:
+            if not self._is_due(role):
+                raise
+            known = self._with(trust, role, key, again=True)  # Perhaps it has another key since.
+            found = open_bytes(data, trust=known, key=key, role=role, now=now)
+        if key == keys.TRAINER:
+            check_age(found.signed_at, state.max_age_s, run=self.url, key=key, now=now)
+        if key.startswith(REPLACED):
+            with state.lock:
+                if found.signed_at < state.signed_at.get(key, 0.0):
+                    raise SignatureError(
+                        "the object is older than the one that was read here before",
+                        hint="somebody has put an old one back",
+                        run=self.url,
+                        key=key,
+                    )
+                state.signed_at[key] = found.signed_at
+        return found.data
+
+    def _with(self, trust: Trust, role: str, key: str, *, again: bool = False) -> Trust:
+        return replace(trust, grants={role: self._granted(trust, role, key, again=again)})
+
+    def _is_due(self, role: str) -> bool:
+        with self._state.lock:
+            cached = self._state.grants.get(role)
+        return cached is None or monotonic() - cached.read_at > REREAD_S
+
+    def _granted(self, trust: Trust, role: str, key: str, *, again: bool = False) -> str:
+        """The public key of a role; raises `SignatureError` if none is granted."""
+        state = self._state
+        with state.lock:
+            cached = state.grants.get(role)
+        missing = cached is None or cached.grant is None
+        if cached is None or ((again or missing) and self._is_due(role)):
+            before = None if cached is None else cached.grant
+            data = self.inner.get(keys.role(role), limit=MAX_GRANT_BYTES)
+            found = None
+            if data is not None:
+                try:
+                    found = decode_grant(data, role, trust=trust)
+                except CorruptError as error:
+                    if before is None:
+                        raise SignatureError(
+                            error.message, hint=error.hint, run=self.url, key=keys.role(role)
+                        ) from error
+            if found is None or (before is not None and found.granted_at < before.granted_at):
+                found = before  # Whoever deletes or replays a grant takes no key away.
+            with state.lock:
+                cached = state.grants[role] = _KnownGrant(found, monotonic())
+        if cached.grant is None:
+            return trust.key_of(role, key=key)
+        return cached.grant.public_key
+
+    def _noted(self, key: str, data: bytes | None) -> bytes | None:
+        """Check ``run.json`` against the pin, and note the versions whose manifests are read."""
+        state = self._state
+        if key == keys.RUN:
+            if data is not None and state.pin is not None:
+                self._check_run(data, state.pin)
+        elif key.startswith(keys.MANIFESTS) and state.pin is not None:
+            if data is not None:
+                self._note_manifest(key, data)
+            elif state.newest[0] >= 0:
+                check_age(
+                    state.newest[1], state.max_age_s, run=self.url, key=key, now=state.clock()
+                )
+        return data
+
+    def _check_run(self, data: bytes, pin: Pin) -> None:
+        check_seal(data, "run", run=self.url, key=keys.RUN)
+        outline = decode_json(data, _RunIdentity, run=self.url, key=keys.RUN, what="run")
+        pin.check(outline.public_key, outline.id, run=self.url)
+        check_signature(data, public_key=pin.public_key, verify=verify, run=self.url, key=keys.RUN)
+
+    def _note_manifest(self, key: str, data: bytes) -> None:
+        """Remember a version that the owner signed; whoever reads it refuses any other."""
+        state, trust, version = self._state, self.trust, keys.trailing_number(key)
+        if trust is None or version is None or version <= state.newest[0]:
+            return
+        try:
+            check_signature(data, public_key=trust.owner, verify=verify, run=self.url, key=key)
+            times = decode_json(data, _Times, run=self.url, key=key)
+        except CorruptError:
+            return
+        if times.run != trust.run_id:
+            return
+        with state.lock:
+            if version > state.newest[0]:
+                state.newest = (version, times.created_at)
+        if state.highest is not None:
+            state.highest.note(version)
+
+    def remember(self, *, allow_rollback: bool) -> None:
+        """Refuse a bucket whose newest version is older than one that this machine saw before,
+        unless ``allow_rollback``, and note every version read from now on.
+
+        Does nothing without a pin. Raises `SignatureError` for an older version, or for a newest
+        one beyond ``max_age_s``.
+        """
+        state, trust = self._state, self.trust
+        if state.pin is None or trust is None:
+            return
+        highest = HighestVersion(trust.owner, trust.run_id, self.url)
+        seen = highest.read()
+        for version in reversed(committed_versions(self.inner)):
+            self.get(keys.manifest(version), limit=MAX_RUN_BYTES)
+            if state.newest[0] == version:
+                break
+        newest, signed_at = state.newest
+        if newest >= 0:
+            check_age(
+                signed_at, state.max_age_s, run=self.url, key=keys.manifest(newest),
+                now=state.clock(),
+            )  # fmt: skip
+        highest.check(newest, seen=seen, allow_rollback=allow_rollback)
+        state.highest = highest
+
+
+def grant_role(
+    bucket: Bucket, owner: Signer, *, run_id: str, role: str, public_key: str
+) -> RoleGrant:
+    """Let ``public_key`` sign in ``role`` from now on, and no other key, signed by the owner.
+
+    A grant of the same key that is there already stays. Returns the grant.
+    """
+    bucket = RetryingBucket.over(bucket)
+    key, trust = keys.role(role), Trust(run_id, owner.public_key, {}, verify, run=bucket.url)
+    data = bucket.get(key, limit=MAX_GRANT_BYTES)
+    before = None
+    with contextlib.suppress(CorruptError):
+        before = None if data is None else decode_grant(data, role, trust=trust)
+    if before is not None and before.public_key == public_key:
+        return before
+    after = 0.0 if before is None else before.granted_at + 1e-3
+    grant = RoleGrant(
+        run=run_id, role=role, public_key=public_key, granted_at=max(time.time(), after)
+    )
+    bucket.put(key, encode_grant(grant, signer=owner))
+    return grant
