@@ -158,6 +158,7 @@ def test_options_are_the_datasets_own():
 
 OTHER = {
     "train.packing": "off",
+    "train.activation_checkpointing": "full",
     "device": "cpu",
     "train.device": "cuda",
     "rollout.device": "cuda:3",

@@ -34,6 +34,7 @@ RESUMABLE: Final[dict[str, str]] = {
     "train.schedule.floor": "step",
     "train.loss.kl_coefficient": "step",
     "train.max_tokens_per_batch": "step",
+    "train.activation_checkpointing": "step",
     "train.max_failed_groups": "step",
     "train.checkpoint_every": "step",
     "train.anchor_every": "step",

@@ -291,6 +291,10 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     ``off`` pads."""
     fp32_head: bool = False
     """Compute the head's product in float32 even where the model computes in bf16."""
+    activation_checkpointing: Literal["none", "selective", "full", "offloaded"] = "none"
+    """Layers whose activations are computed again in the backward pass instead of kept: ``full``
+    keeps each layer's input, ``selective`` also the results of products and attention,
+    ``offloaded`` the inputs in host memory. The bits are the same."""
     minibatches: Count = 1
     """Optimizer steps of a version, each on an equal share of its groups. With several, ``old`` is
     the policy before the first of them."""

@@ -20,6 +20,7 @@ from deltawire.config import TrainConfig
 from deltawire.engines.routers import replaced_forward
 from deltawire.parity.router_replay import RouteReplay
 from deltawire.train.batch import TokenBatch
+from deltawire.train.checkpointing import Checkpointing, checkpointed
 from deltawire.train.head import TokenTerms, head_of, head_terms
 from deltawire.train.layout import BatchLayout, lay_out
 from deltawire.train.packing import PACKED, PackingProbe
@@ -33,7 +34,8 @@ class TrainedPolicy:
     """A causal LM as a training step computes with it.
 
     ``packing`` packs if the model allows it; ``fp32_head`` computes the head's product in float32;
-    ``entropy_gradient`` gives the entropies a gradient.
+    ``entropy_gradient`` gives the entropies a gradient; ``checkpointing`` is
+    `deltawire.train.checkpointing`'s.
 
     Example::
 
@@ -46,11 +48,17 @@ class TrainedPolicy:
     packing: bool = True
     fp32_head: bool = False
     entropy_gradient: bool = False
+    checkpointing: Checkpointing = "none"
 
     @classmethod
     def of(cls, model: Any, config: TrainConfig) -> TrainedPolicy:
         """The policy that a configuration describes."""
-        return cls(model, packing=config.packing == "auto", fp32_head=config.fp32_head)
+        return cls(
+            model,
+            packing=config.packing == "auto",
+            fp32_head=config.fp32_head,
+            checkpointing=config.activation_checkpointing,
+        )
 
     @property
     def packs(self) -> bool:
@@ -72,6 +80,7 @@ class TrainedPolicy:
                 stack.enter_context(_attention(self.model))
             if replay is not None:
                 stack.enter_context(replay.over(_routes(batch, layout, replay)))
+            stack.enter_context(checkpointed(self.model, self.checkpointing))
             terms = self._forward(batch, layout)
             if replay is not None:
                 stack.enter_context(replay.uncounted())
