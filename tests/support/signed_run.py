@@ -7,7 +7,7 @@ import numpy as np
 from deltawire import codec
 from deltawire.runtime.signed_bucket import SignedBucket, grant_role
 from deltawire.store import open_bucket
-from deltawire.sync import Mirror, Publisher, create_run
+from deltawire.sync import Mirror, Publisher, create_run, load_mirror
 from deltawire.wire.roles import Pin
 from deltawire.wire.run import Run, TensorSpec
 from deltawire.wire.signing import Ed25519Signer
@@ -40,16 +40,18 @@ class SignedRun:
         self.pin = Pin(owner.public_key, self.run.id)
         for role, signer in ROLES.items():
             self.grant(role, signer)
-        mirror = Mirror(bits, -1, codec.ZERO)
-        self.publisher = Publisher(
-            self.plain, self.run, mirror, epoch=0, compaction_strides=(), signer=owner
-        )
         for version in range(versions):
             self.publish(version)
 
     def publish(self, version):
-        self.publisher.publish({"w": np.full(64, version, np.uint16)})
-        self.publisher.flush()
+        """Publish a version, with a publisher whose threads end here."""
+        before = load_mirror(self.plain, self.run)
+        mirror = before or Mirror({"w": np.zeros(64, np.uint16)}, -1, codec.ZERO)
+        publisher = Publisher(
+            self.plain, self.run, mirror, epoch=0, compaction_strides=(), signer=self.owner
+        )
+        publisher.publish({"w": np.full(64, version, np.uint16)})
+        publisher.close()
 
     def grant(self, role, signer):
         key = signer.public_key
