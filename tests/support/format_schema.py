@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from deltawire.wire.coordination import DeletionIntent, Part, RetentionFloor
+from deltawire.wire.coordination import DeletionIntent, Part, Refusal, RetentionFloor
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.manifest import CompactedDelta, Manifest
 from deltawire.wire.roles import RoleGrant
@@ -21,6 +21,7 @@ OBJECTS = {
     "weights/manifests/": Manifest,
     "weights/compacted/": CompactedDelta,
     "weights/parts/": Part,
+    "weights/parts/refused.json": Refusal,
     "weights/retention-floors/": RetentionFloor,
     "weights/deletion-intents/": DeletionIntent,
     "roles/": RoleGrant,
@@ -29,7 +30,7 @@ OBJECTS = {
     "heartbeats/": Heartbeat,
     "deltawire.step": CommitMetadata,
 }
-SEALED = (Run, Manifest, CompactedDelta, Part, RetentionFloor, DeletionIntent, RoleGrant)
+SEALED = (Run, Manifest, CompactedDelta, Part, Refusal, RetentionFloor, DeletionIntent, RoleGrant)
 SEAL = {
     "signer": {"type": "string", "maxLength": 96},
     "signature": {"type": "string", "pattern": "^[0-9a-f]{128}$"},

@@ -28,12 +28,16 @@ from deltawire.store import Bucket
 from deltawire.sync import require_run
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.wire import keys
+from deltawire.wire.objects import decode_json
 from deltawire.wire.run import Run
 from deltawire.wire.status import Heartbeat, Incident, TrainerStatus
 
 WINDOW_S = 300.0
 READERS = 16
 MAX_PROCESSES = 4096
+MAX_STATUS_OBJECT_BYTES = 16 << 20
+FRESH_S = 30.0
+"""A stored status that is older, by this machine's clock, is not shown."""
 
 State = Literal["alive", "silent", "stalled", "ended", "unknown"]
 _ROLES: tuple[Role, ...] = ("trainer", "worker", "evaluator", "warm-start")
@@ -127,11 +131,22 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watch:
-    """Reads a run's status repeatedly, fetching only what is new of its events."""
+    """Reads a run's status repeatedly, fetching only what is new of its events.
+
+    A large run's supervisor stores the status (`deltawire.launch.status_writer`), and then two
+    requests suffice. It is made from the objects of all processes with ``stored`` false or another
+    ``window_s``, in signed runs, and where the stored status is old or damaged.
+    """
 
     def __init__(
-        self, bucket: Bucket, *, window_s: float = WINDOW_S, clock: Callable[[], float] = time.time
+        self,
+        bucket: Bucket,
+        *,
+        window_s: float = WINDOW_S,
+        stored: bool = True,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        self._stored = stored and window_s == WINDOW_S
         self._bucket = bucket
         self._window_s = window_s
         self._clock = clock
@@ -147,6 +162,8 @@ class Watch:
         """
         bucket = self._bucket
         run = require_run(bucket)
+        if (found := self._read_stored(run)) is not None:
+            return found
         problems: list[str] = []
         config = _config(bucket, run, problems)
         trainer = _attempt(lambda: read_trainer(bucket), problems)
@@ -177,6 +194,20 @@ class Watch:
         return self._status(
             run, config, trainer, fleet.heartbeats, probes, state, newest, lines, problems
         )
+
+    def _read_stored(self, run: Run) -> RunStatus | None:
+        """The status that the run's supervisor stored; None unless it is fresh."""
+        if not self._stored or run.public_key:  # Nobody signs it.
+            return None
+        try:
+            data = self._bucket.get(keys.STATUS, limit=MAX_STATUS_OBJECT_BYTES)
+            if data is None:
+                return None
+            found = decode_json(data, RunStatus, run=self._bucket.url, key=keys.STATUS)
+        except CorruptError:
+            return None
+        fresh = abs(self._clock() - found.at) <= FRESH_S and found.name == run.name
+        return msgspec.structs.replace(found, bucket=self._bucket.url) if fresh else None
 
     def _newest_version(self, run: Run, problems: list[str]) -> int | None:
         """The newest version that can be read; why a newer manifest cannot be is a problem."""

@@ -28,6 +28,7 @@ from deltawire.dashboard.summary import Summary
 from deltawire.errors import InputError
 from deltawire.launch.checks import check_start
 from deltawire.launch.role_keys import RunKeys
+from deltawire.launch.status_writer import StatusWriter
 from deltawire.launch.watching import Watcher, summary_of
 from deltawire.rl.evaluate.attestation import Attestation, attested, last_status, wait_for_workers
 from deltawire.runtime.fleet import known_trainer
@@ -173,9 +174,11 @@ def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
         job.bucket, job.out / "logs", faults=job.config.faults, command=job.command
     )
     watcher = Watcher(job.config, job.bucket, console, plain=plain)
+    status_writer = StatusWriter(job.bucket)
     watcher.read()
     try:
         watcher.start()
+        status_writer.start()
         verdicts = _stages(job, supervisor, watcher, stop)
     finally:
         watcher.end_view()
@@ -184,6 +187,7 @@ def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
         supervisor.stop(hurry=lambda: len(stop) > 1)
         for number, handler in before.items():
             signal.signal(number, handler)
+        status_writer.close()
         watcher.close()
     watcher.read()
     if verdicts is None:

@@ -7,18 +7,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.events import Event, decode_lines
 from deltawire.runtime.event_archive import read_archive
-from deltawire.runtime.event_cursor import QUIET_S, Cursors, follow
+from deltawire.runtime.event_cursor import QUIET_S, Cursor, Cursors, follow
 from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket
 from deltawire.wire import keys
 
 MAX_SEGMENT_BYTES = 64 << 20
 LIST_EVERY_S = 3.0
+READERS = 16
 
 
 def read_segment(bucket: Bucket, key: str) -> list[Event] | None:
@@ -61,11 +63,13 @@ class EventTail:
             self._read_archives(fresh)
             for stream in self._cursors.refresh(everything=everything):
                 self._cursors.add(stream)
-            for cursor in self._cursors.active:
+            active = self._cursors.active
+            ahead = self._read_ahead(active)
+            for cursor in active:
                 found = follow(
                     self._cursors,
                     cursor,
-                    self._segment,
+                    partial(self._segment, ahead),
                     everything=everything,
                     before_gap=partial(self._read_archives, fresh),
                 )
@@ -90,8 +94,25 @@ class EventTail:
             self._next_archive += 1
             self._floor_due_at = self._clock() + QUIET_S
 
-    def _segment(self, key: str) -> list[Event] | None:
-        return read_segment(self._bucket, key)
+    def _read_ahead(self, cursors: list[Cursor]) -> dict[str, Future[list[Event] | None]]:
+        """Ask for the next segment of each stream, `READERS` at a time.
+
+        Most streams have none, and a look must not wait for one answer after another.
+        """
+        if len(cursors) < 2 or self._bucket.local:
+            return {}
+        with ThreadPoolExecutor(READERS, "event-tail") as readers:
+            return {
+                cursor.key: readers.submit(read_segment, self._bucket, cursor.key)
+                for cursor in cursors
+                if cursor.next <= keys.MAX_NUMBER
+            }
+
+    def _segment(
+        self, ahead: dict[str, Future[list[Event] | None]], key: str
+    ) -> list[Event] | None:
+        found = ahead.pop(key, None)
+        return read_segment(self._bucket, key) if found is None else found.result()
 
 
 class EventFeed(threading.Thread):

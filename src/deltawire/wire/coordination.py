@@ -1,5 +1,5 @@
-"""Retention floors, deletion intents and parts: small objects by which the writers of a run
-coordinate."""
+"""Retention floors, deletion intents, parts and refusals: small objects by which the writers of a
+run coordinate."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from deltawire.wire.seal import unseal
 MAX_FLOOR_BYTES = 1 << 16
 MAX_INTENT_BLOBS = 1 << 12
 MAX_INTENT_BYTES = 1 << 19
+MAX_REASON = 1024
+MAX_REFUSAL_BYTES = 1 << 14
 
 
 class RetentionFloor(
@@ -65,12 +67,33 @@ class Part(
         return [ref for ref in (self.delta, self.anchor) if ref is not None]
 
 
+class Refusal(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
+):
+    """Why ``rank`` cannot take part in a version: nobody needs to wait for it, or for the
+    manifest."""
+
+    run: Identity
+    version: Index
+    line: Line = "main"
+    rank: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    reason: Annotated[str, Meta(max_length=MAX_REASON)]
+
+
 def decode_intent(data: bytes, *, table: Run, run: str, key: str) -> DeletionIntent:
     """Parse a deletion intent; raises `CorruptError`."""
     intent = unseal(data, DeletionIntent, run=run, key=key, what="deletion intent")
     if intent.run != table.id:
         raise CorruptError("a deletion intent of another run", run=run, key=key)
     return intent
+
+
+def decode_refusal(data: bytes, *, version: int, table: Run, run: str, key: str) -> Refusal:
+    """Parse a rank's refusal; raises `CorruptError`."""
+    refusal = unseal(data, Refusal, run=run, key=key)
+    if (refusal.run, refusal.version) != (table.id, version):
+        raise CorruptError("a refusal of another run or version", run=run, key=key)
+    return refusal
 
 
 def decode_part(data: bytes, *, version: int, rank: int, table: Run, run: str, key: str) -> Part:

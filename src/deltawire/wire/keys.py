@@ -8,6 +8,7 @@ from deltawire.errors import InputError
 
 RUN = "run.json"
 TRAINER = "trainer.json"
+STATUS = "status.json"
 RETAINED = "retained.json"
 PROBES = "probes.json"
 MANIFESTS = "weights/manifests/"
@@ -111,6 +112,11 @@ def part(version: int, token: str, rank: int) -> str:
 def parts_of(version: int, token: str) -> str:
     """The prefix of all parts of one attempt at ``version``."""
     return f"{PARTS}{_number(version)}-{_checked(token)}/"
+
+
+def refusal(version: int, token: str) -> str:
+    """The key under which a rank says why this attempt at ``version`` fails."""
+    return f"{parts_of(version, token)}refused.json"
 
 
 def rollout(worker: str, sequence: int) -> str:

@@ -40,6 +40,7 @@ WEIGHTS = [
 ]
 TRAINERS = [
     keys.TRAINER,
+    keys.STATUS,
     keys.RETAINED,
     keys.PROBES,
     keys.checkpoint_commit(3),
@@ -165,6 +166,17 @@ def test_policies_allow_what_each_role_writes_and_nothing_else(role) -> None:
     assert all(_allows(policy, "GetObject", key) for key in (keys.RUN, *WEIGHTS))
     actions = {action for one in policy["Statement"] for action in one["Action"]}
     assert not [action for action in actions if "*" in action]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(keys.STATUS, keys.archive(0), keys.lease("w0", 0), keys.heartbeat("w0")),
+        *(keys.events("w0-5f3a", 0), keys.rollout("w0", 0), keys.checkpoint_commit(3), *WEIGHTS),
+    ],
+)
+def test_the_trainer_may_delete_what_it_reaps_and_prunes(key) -> None:
+    assert _allows(POLICIES["trainer"], "DeleteObject", key)
 
 
 @pytest.mark.parametrize("role", ["worker", "evaluator", "reader"])

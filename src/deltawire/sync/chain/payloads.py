@@ -34,6 +34,11 @@ from deltawire.wire.run import Run
 Stated = Manifest | CompactedDelta
 _Part = TypeVar("_Part", Page, Segment)
 
+
+class DamagedTableError(CorruptError):
+    """A piece table is missing or damaged, so that nothing of its version can be read."""
+
+
 WHOLE = 0.5
 """Readers that need a larger share of a table's bytes than this fetch all of it."""
 
@@ -183,8 +188,8 @@ def _ranges(bucket: Bucket, ref: PayloadRef, ranges: list[tuple[int, int]]) -> l
 
 def _placed(
     error: CorruptError, bucket: Bucket, version: int | None, ref: PayloadRef
-) -> CorruptError:
+) -> DamagedTableError:
     key = keys.blob(ref.table.blob) if ref.table.blob else ""
-    return CorruptError(
+    return DamagedTableError(
         error.message, hint=error.hint, run=bucket.url, version=version, key=error.key or key
     )

@@ -45,12 +45,14 @@ LONGEST_RECHECK_S = 60.0
 
 @dataclass
 class _Rejected:
-    """A manifest that could not be read: why, how often, and when it is due to be read again."""
+    """A version that could not be read: why, how often, and when it is due to be read again.
+    ``manifest`` is true if its manifest could be."""
 
     error: CorruptError
     meta: ObjectMeta | None
     attempts: int
     due: float
+    manifest: bool = False
 
 
 class VersionPoller:
@@ -118,7 +120,15 @@ class VersionPoller:
             self._polls = 0
         return found
 
+    def pass_over(self, version: int, error: CorruptError) -> None:
+        """Treats a version as not there yet for a while, although its manifest could be read."""
+        before = self._rejected.get(version)
+        attempts = 1 if before is None else before.attempts + 1
+        due = self._clock() + min(2.0 ** (attempts - 2), LONGEST_RECHECK_S)
+        self._rejected[version] = _Rejected(error, None, attempts, due, manifest=True)
+
     def _next(self, held: int, *, nearest: bool) -> Manifest | None:
+        self._rejected = {v: entry for v, entry in self._rejected.items() if v > held}
         following = self._read_ahead(held, 1 if nearest else self._ahead)
         if self.found:
             newest = self.found[-1]
@@ -181,7 +191,8 @@ class VersionPoller:
             pause_s = 0.0 if attempts == 1 else min(2.0 ** (attempts - 2), LONGEST_RECHECK_S)
             self._rejected[version] = _Rejected(error, meta, attempts, self._clock() + pause_s)
             return None
-        self._rejected.pop(version, None)
+        if rejected is None or not rejected.manifest:
+            self._rejected.pop(version, None)
         return manifest
 
     def _check_run(self, held: int) -> None:

@@ -12,7 +12,7 @@ from deltawire.codec import Digest, Patch
 from deltawire.errors import BugError, CorruptError, ResyncError, RetryError
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.chain.objects import newest_version
-from deltawire.sync.chain.payloads import read_blobs
+from deltawire.sync.chain.payloads import DamagedTableError, read_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge
 from deltawire.sync.chain.version_poller import VersionPoller
@@ -102,12 +102,12 @@ class Subscriber:
 
     @property
     def alarm(self) -> CorruptError | None:
-        """Why a newer manifest could not be read, None if all could."""
+        """Why a newer version could not be read, None if all could."""
         return self._poller.alarm
 
     def prepare(self) -> Update | None:
         """Prepares the next verified step towards the newest version, None if there is no newer
-        one that can be read.
+        one that can be read: neither its manifest nor its piece tables are damaged.
 
         Changes nothing. Plans around missing and damaged objects; where no route is left, raises
         the `CorruptError` that names the first of them. Raises `RetryError` if the store does not
@@ -115,7 +115,14 @@ class Subscriber:
         """
         with self._turn:
             self._require_version()
-            return self._prepare()
+            try:
+                return self._prepare()
+            except DamagedTableError as error:
+                version = error.version
+                if version is None or newest_version(self.bucket, newer_than=version) is not None:
+                    raise
+                self._poller.pass_over(version, error)
+                return None
 
     def _prepare(self) -> Update | None:
         started = time.perf_counter()

@@ -12,7 +12,7 @@ Who waits for whom::
 
 The ranks share only the bucket and the name of their ``session``. If a rank dies, or its part does
 not fit the others, nothing is committed, every rank's baseline stays where it is, and a new session
-starts from there.
+starts from there. A rank that fails creates a refusal, so that no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from deltawire import codec
 from deltawire.codec import Digest
-from deltawire.errors import DeltawireError, InputError, RetryError
+from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import check_signed
 from deltawire.sync.follow.mirror import Mirror
@@ -33,7 +33,14 @@ from deltawire.sync.publish.commit import AnchorSchedule, Encoded, VersionWriter
 from deltawire.sync.publish.encoding import BLOB_BYTES
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.wire import keys
-from deltawire.wire.coordination import Part, decode_part
+from deltawire.wire.coordination import (
+    MAX_REASON,
+    MAX_REFUSAL_BYTES,
+    Part,
+    Refusal,
+    decode_part,
+    decode_refusal,
+)
 from deltawire.wire.manifest import MAX_MANIFEST_BYTES, Manifest
 from deltawire.wire.payload import MAX_PIECES
 from deltawire.wire.run import Run, count_chunks
@@ -181,6 +188,15 @@ class ShardPublisher:
         self._copier.copy((held[name], bits) for name, bits in found.items())
 
     def _commit(self, version: int, metadata: dict[str, Any]) -> None:
+        try:
+            self._commit_version(version, metadata)
+        except RetryError:
+            raise
+        except Exception as error:
+            self._refuse(version, error)
+            raise
+
+    def _commit_version(self, version: int, metadata: dict[str, Any]) -> None:
         self._writer.check_head()
         encoded = self._writer.encode()
         self._create_part(version, encoded)
@@ -194,6 +210,39 @@ class ShardPublisher:
         manifest = self._await_manifest(version)
         self._writer.confirm(manifest, encoded)
         self._writer.advance(manifest, encoded)
+
+    def _refuse(self, version: int, error: Exception) -> None:
+        """Tell the other ranks at once why this one fails, unless one of them said so before."""
+        key = keys.refusal(version, self._session)
+        reason = error.message if isinstance(error, DeltawireError) else str(error)
+        refusal = Refusal(
+            run=self.run.id,
+            version=version,
+            rank=self.rank,
+            reason=f"{type(error).__name__}: {reason}"[:MAX_REASON],
+        )
+        with suppress(DeltawireError):
+            self.bucket.create(key, seal(refusal, key=key, signer=self._writer.signer))
+
+    def _check_refusal(self, version: int) -> None:
+        """Raise `InputError` if another rank said that it cannot take part in this version."""
+        key = keys.refusal(version, self._session)
+        try:
+            data = self.bucket.get(key, limit=MAX_REFUSAL_BYTES)
+            if data is None:
+                return
+            check_signed(self.bucket, self.run, data, key)
+            found = decode_refusal(
+                data, version=version, table=self.run, run=self.bucket.url, key=key
+            )
+        except CorruptError:  # Nobody need believe it; the wait is limited anyway.
+            return
+        raise InputError(
+            f"rank {found.rank} refused this version: {found.reason!r}",
+            hint="see that rank's error, then start all of them again",
+            run=self.bucket.url,
+            version=version,
+        )
 
     def _create_part(self, version: int, encoded: Encoded) -> None:
         key = keys.part(version, self._session, self.rank)
@@ -244,6 +293,7 @@ class ShardPublisher:
             data = self.bucket.get(key, limit=MAX_MANIFEST_BYTES)
             if data is not None:
                 return data
+            self._check_refusal(version)
             if time.monotonic() > deadline:
                 raise RetryError(
                     f"{what} did not come within {self._timeout_s:.0f} s",

@@ -90,6 +90,42 @@ def test_more_than_readers_take_is_not_committed(bucket, monkeypatch, limit, val
     close(publishers)
 
 
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_rank_that_refuses_tells_the_others_at_once(bucket, monkeypatch, rank):
+    """They would wait for as long as a rank may take, which is longer than this test may."""
+    publishers = [rank_publisher(bucket, r, timeout_s=3600) for r in range(RANKS)]
+    assert publish_all(publishers, 0) == [None] * RANKS
+
+    def refuse():
+        raise InputError("planted\x1b[31m")
+
+    monkeypatch.setattr(publishers[rank]._writer, "encode", refuse)
+    errors = publish_all(publishers, 1)
+    assert errors[rank].message == "planted\x1b[31m"
+    for other in {*range(RANKS)} - {rank}:
+        assert isinstance(errors[other], InputError)
+        assert f"rank {rank} refused this version: 'InputError: planted" in errors[other].message
+        assert "\x1b" not in errors[other].message
+    close(publishers)
+    assert newest_version(bucket) == 0
+
+
+def test_a_leader_that_refuses_the_merged_version_tells_the_others(bucket, monkeypatch):
+    monkeypatch.setattr("deltawire.wire.payload.MAX_PIECES", 12)
+    publishers = [rank_publisher(bucket, rank, timeout_s=3600) for rank in range(RANKS)]
+    errors = publish_all(publishers, 0)
+    assert all("the most is" in str(error) for error in errors)
+    close(publishers)
+
+
+@pytest.mark.parametrize("junk", [b"", b"{}", b"x" * (1 << 15)])
+def test_a_refusal_that_nobody_sealed_is_passed_over(bucket, junk):
+    bucket.put(keys.refusal(0, "s0"), junk)
+    publishers = [rank_publisher(bucket, rank) for rank in range(RANKS)]
+    assert publish_all(publishers, 0) == [None] * RANKS
+    close(publishers)
+
+
 def test_ranks_whose_versions_could_have_too_many_pieces_are_refused_at_the_start(
     bucket, monkeypatch
 ):

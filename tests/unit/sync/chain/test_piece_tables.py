@@ -12,9 +12,10 @@ from deltawire.sync import (
     read_manifest,
     read_run,
 )
+from deltawire.sync.chain import version_poller
 from deltawire.sync.chain.payloads import all_blobs, read_payload
 from deltawire.sync.maintain.fsck import check_run
-from deltawire.testing.faulty import FaultyBucket
+from deltawire.testing.faulty import FaultyBucket, flip_bit
 from deltawire.testing.tiny import audit, same_bits, start_publisher, weights
 from deltawire.wire import keys
 
@@ -91,6 +92,46 @@ def test_a_table_that_is_lost_or_damaged_is_an_error_that_names_it(bucket):
         all_blobs(bucket, run, manifest)
     assert not check_run(bucket, deep=False).whole
     assert same_bits(load_mirror(bucket, run).tensors, weights(NEWEST))
+
+
+@pytest.mark.parametrize("harm", ["flipped", "lost"])
+@pytest.mark.parametrize("stepwise", [True, False])
+def test_a_newest_version_with_a_bad_table_is_not_there_yet_and_raises_an_alarm(
+    monkeypatch, stepwise, harm
+):
+    """As one whose manifest cannot be read: a reader stays where it is, and says why."""
+    monkeypatch.setattr(version_poller, "LONGEST_RECHECK_S", 0.1)
+    bucket = open_bucket("memory://")
+    publisher = start_publisher(bucket, anchor_every=100, compaction_strides=(), blob_bytes=200)
+    for version in range(6):
+        publisher.publish(weights(version))
+    publisher.flush()
+    run = read_run(bucket)
+    subscriber = Subscriber(bucket, run, load_mirror(bucket, run, at=3), stepwise=stepwise)
+    key = keys.blob(read_manifest(bucket, run, 5).delta.table.blob)
+    data = bucket.get(key, limit=1 << 20)
+    bucket.delete(key)
+    if harm == "flipped":
+        bucket.put(key, flip_bit(data, 99))
+    subscriber.advance()
+    assert subscriber.mirror.version == 4
+    for _ in range(3):
+        assert subscriber.prepare() is None
+        assert (subscriber.alarm.key, subscriber.alarm.version) == (key, 5)
+    assert load_mirror(bucket, run).version == 4
+    bucket.put(key, data)
+    assert subscriber.wait_for(5, timeout_s=60) == 5
+    assert same_bits(subscriber.mirror.tensors, weights(5))
+    assert subscriber.prepare() is None
+    assert subscriber.alarm is None
+    # Once a version follows, what is damaged is an error: it will not come any more.
+    bucket.delete(key)
+    publisher.publish(weights(6))
+    publisher.close()
+    late = Subscriber(bucket, run, load_mirror(bucket, run, at=4), stepwise=stepwise)
+    with pytest.raises(CorruptError) as caught:
+        late.prepare()
+    assert caught.value.key == key
 
 
 def test_retention_keeps_the_tables_of_what_stays(bucket):
