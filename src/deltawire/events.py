@@ -67,8 +67,10 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     passed after the group's newest token was drawn; the rest passed while it was in flight.
     ``k3`` is the mean k3 estimate of the divergence between sampler and trainer, before the step,
     in nats a token. ``clipped`` and ``rejected`` are shares of the tokens, ``kl`` is the mean
-    penalty (`deltawire.train.loss.PolicyLoss`). ``loss``, ``grad_norm`` and ``kl`` are None if
-    they were not finite; without a ``grad_norm`` the step changed no weight.
+    penalty and ``entropy`` the mean entropy in nats, None if it was not computed
+    (`deltawire.train.loss.PolicyLoss`); ``completion_length`` and the three fields after it are
+    those of `deltawire.train.statistics.GroupStatistics`. ``loss``, ``grad_norm`` and ``kl`` are
+    None if they were not finite; without a ``grad_norm`` the step changed no weight.
     """
 
     at: float
@@ -88,6 +90,11 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     queued: list[int] = []
     rejected: float = 0.0
     kl: float | None = 0.0
+    entropy: float | None = None
+    completion_length: float = 0.0
+    truncated: float = 0.0
+    reward_spread: float = 0.0
+    zero_advantage: float = 0.0
     families: dict[str, FamilyCounts] = {}
     causes: dict[str, int] = {}
     """Why groups were dropped, with counts."""
@@ -140,9 +147,22 @@ class Generated(_Event, tag="generated", frozen=True, kw_only=True):
     cause: str = ""
 
 
+class HeldoutScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Results on a set of ``problems`` held-out problems: the share correct of ``samples`` answers
+    each at the rollout's temperature, and of one greedy answer each; and the mean reward of the
+    sampled ones."""
+
+    accuracy: float
+    greedy: float
+    reward: float
+    samples: int
+    problems: int
+
+
 class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     """Held-out accuracy of one version over ``problems`` problems: the share correct of
-    ``samples`` answers each at the rollout's temperature, and of one greedy answer each."""
+    ``samples`` answers each at the rollout's temperature, and of one greedy answer each; and the
+    mean ``reward`` of the sampled ones. ``sets`` are the same for each named set."""
 
     at: float
     version: int
@@ -151,6 +171,8 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     samples: int = 1
     problems: int
     seconds: float
+    reward: float | None = None
+    sets: dict[str, HeldoutScore] = {}
 
 
 class Diverged(_Event, tag="diverged", frozen=True, kw_only=True):

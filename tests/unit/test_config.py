@@ -62,6 +62,7 @@ def test_the_tables_were_found():
         "train.loss.clip_low",
         "train.loss.corrections",
         "train.loss.dual_clip",
+        "train.loss.mask_overlong",
         "train.optimizer.decay_all",
         "train.optimizer.groups",
         "workers.allow",

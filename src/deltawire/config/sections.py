@@ -165,14 +165,20 @@ SURROGATES = {
 """The surrogates that ``train.loss.surrogate`` may name: one line each, and one module each."""
 
 
+OWN_BOUNDS = (0.2, 0.28)
+"""The bounds that a surrogate of one's own is called with, unless the configuration sets others."""
+_PLACE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASCII)
+"""``module:function``."""
+
+
 class LossConfig(Section, frozen=True, kw_only=True):
     """The parts of the loss, each by name (`deltawire.train.loss`)."""
 
     advantage: Literal["group_mean", "group_std", "leave_one_out"] = "group_std"
     ratio_base: Literal["old", "rollout"] = "rollout"
     """The denominator of the ratio: the policy before the step, or the sampler."""
-    surrogate: str = "ppo"
-    """One of `SURROGATES`."""
+    surrogate: Annotated[str, Meta(max_length=256)] = "ppo"
+    """One of `SURROGATES`, or ``module:function`` of a module that the trainer's machine trusts."""
     clip_low: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     """Bounds of the surrogate; None for its defaults in `SURROGATES`."""
     clip_high: Positive | None = None
@@ -186,11 +192,21 @@ class LossConfig(Section, frozen=True, kw_only=True):
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """A penalty for the distance to version 0, which the trainer then keeps in memory too."""
     kl_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1e-3
+    entropy_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    """A bonus: this times the mean entropy of the policy is subtracted from the loss."""
+    mask_overlong: bool = False
+    """Leave episodes out of the loss that were cut off at max_tokens or by a full context. Their
+    rewards still count in the group's baseline."""
+
+    @property
+    def traits(self) -> SurrogateTraits:
+        """The facts about the surrogate."""
+        return SURROGATES.get(self.surrogate, SurrogateTraits(self.surrogate, OWN_BOUNDS))
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
         """Return the surrogate's lower and upper bound, its defaults where none is set."""
-        low, high = SURROGATES[self.surrogate].clip or (0.0, 0.0)
+        low, high = self.traits.clip or (0.0, 0.0)
         return (
             low if self.clip_low is None else self.clip_low,
             high if self.clip_high is None else self.clip_high,
@@ -201,18 +217,18 @@ class LossConfig(Section, frozen=True, kw_only=True):
         """Return the dual clip's c, 0 if it is off."""
         if self.dual_clip is not None:
             return self.dual_clip
-        return DUAL_CLIP if SURROGATES[self.surrogate].dual_clip else 0.0
+        return DUAL_CLIP if self.traits.dual_clip else 0.0
 
     def contradiction(self, largest_age: int) -> tuple[str, str] | None:
         """Find settings that contradict each other, or that groups of that age rule out.
 
         Returns the reason and what to do, None if there is no contradiction.
         """
-        if self.surrogate not in SURROGATES:
+        if self.surrogate not in SURROGATES and not _PLACE.match(self.surrogate):
             near = difflib.get_close_matches(self.surrogate, SURROGATES, n=1, cutoff=0.4)
             known = f"did you mean {near[0]}?" if near else f"one of {', '.join(SURROGATES)}"
             return f"there is no surrogate {self.surrogate[:64]!r}", known
-        traits = SURROGATES[self.surrogate]
+        traits = self.traits
         weighing = [c for c in self.corrections if c.weigh]
         ratio = traits.ratio
         if self.ratio_base == "rollout" and weighing and ratio:

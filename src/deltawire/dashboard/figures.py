@@ -200,7 +200,8 @@ def _preparations(state: RunState) -> Iterable[float]:
 
 
 def _heldout(
-    part: Literal["accuracy", "greedy", "version"], at: Callable[[Iterable[int]], int] = max
+    part: Literal["accuracy", "greedy", "reward", "version"],
+    at: Callable[[Iterable[int]], int] = max,
 ) -> Callable[[RunState], float | None]:
     """A figure of the newest evaluation, or with ``min`` of the first."""
     return lambda state: (
@@ -250,6 +251,14 @@ FIGURES: Final = (
         tracked="heldout/accuracy",
     ),
     Figure(
+        "heldout_reward",
+        "",
+        "Mean reward of held-out episodes, newest measured",
+        _heldout("reward"),
+        metric="heldout_reward",
+        tracked="heldout/reward",
+    ),
+    Figure(
         "heldout_greedy",
         "share",
         "Held-out accuracy of greedy answers, newest measured",
@@ -283,6 +292,43 @@ FIGURES: Final = (
         "share",
         "Share of the newest step's tokens whose ratio was clipped",
         lambda step: step.clipped,
+    ),
+    _of_step(
+        "entropy",
+        "nats",
+        "Mean entropy of the policy a token, newest step",
+        lambda step: step.entropy,
+        metric="entropy_nats",
+    ),
+    _of_step(
+        "completion_length",
+        "",
+        "Mean tokens of an episode that the model drew, newest step",
+        lambda step: step.completion_length,
+        metric="completion_length_tokens",
+        tracked="completion/length",
+    ),
+    _of_step(
+        "truncated",
+        "share",
+        "Share of the newest step's episodes that were cut off",
+        lambda step: step.truncated,
+        metric="truncated_share",
+        tracked="completion/truncated",
+    ),
+    _of_step(
+        "reward_spread",
+        "",
+        "Mean standard deviation of the rewards in a group, newest step",
+        lambda step: step.reward_spread,
+        metric="reward_spread",
+    ),
+    _of_step(
+        "zero_advantage",
+        "share",
+        "Share of the newest step's groups whose rewards are all equal",
+        lambda step: step.zero_advantage,
+        metric="zero_advantage_share",
     ),
     _of_step("tokens", "", "Tokens of the newest step", lambda step: step.tokens),
     Figure("tokens_total", "", "Tokens trained on", _total(lambda step: step.tokens)),

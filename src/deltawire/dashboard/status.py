@@ -99,7 +99,13 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     window_s: float | None
     steps_per_minute: float | None
     reward: float | None
+    reward_spread: float | None
+    zero_advantage: float | None
+    completion_length: float | None
+    truncated: float | None
+    entropy: float | None
     heldout: float | None
+    heldout_reward: float | None
     heldout_version: int | None
     staleness: StalenessSplit
     trainer_idle: float | None

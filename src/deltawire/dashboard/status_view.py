@@ -74,6 +74,18 @@ def _figures(status: RunStatus) -> Table:
         ("  in flight", _spread(stale.in_flight), "k3", _k3(status)),
         ("  queued", _spread(stale.queued), "largest ratio", _text("ratio_max", status)),
         (
+            "answers",
+            f"{_text('completion_length', status)} tokens, {_text('truncated', status)} cut off",
+            "reward spread",
+            f"{_text('reward_spread', status)}, {_text('zero_advantage', status)} of groups equal",
+        ),
+        (
+            "entropy",
+            _text("entropy", status),
+            "held-out reward",
+            _text("heldout_reward", status),
+        ),
+        (
             "idle",
             f"trainer {percent(status.trainer_idle, 0)}, workers {percent(status.workers_idle, 0)}",
             "tokens",

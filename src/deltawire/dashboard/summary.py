@@ -15,6 +15,16 @@ from deltawire.reward_monitor.watch import ProbeFigures
 from deltawire.rl.control.drop_bias import PolicyCost, cost_of
 from deltawire.rl.evaluate.audit import Consumption
 
+LAST_STEP = (
+    "entropy",
+    "completion_length",
+    "truncated",
+    "reward_spread",
+    "zero_advantage",
+    "heldout_reward",
+)
+"""Figures of the newest step, and of the newest evaluation, that the summary holds as they are."""
+
 
 class WorkerVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The closing audit's finding on one worker.
@@ -154,6 +164,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     parity: Agreement
     probes: ProbeFigures | None = None
     settings_changed: list[ChangedSetting] = []
+    last_step: dict[str, float | None] = {}
+    """The figures of `LAST_STEP`, by name."""
 
 
 def summarize(
@@ -206,6 +218,7 @@ def summarize(
         parity=_agreement(state),
         probes=state.probes,
         settings_changed=_settings(state),
+        last_step={name: value(name, state) for name in LAST_STEP},
     )
 
 

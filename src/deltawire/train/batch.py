@@ -32,7 +32,7 @@ class TokenBatch:
     model drew nothing. ``members_N`` is the origin of each row: (index of its group among those
     collated, index of the trajectory in that group). ``routes_N`` are the sampler's packed expert
     choices, empty where none were recorded. ``episodes_E`` is each episode's origin: (index of its
-    group, its number in that group).
+    group, its number in that group). ``overlong_N`` is 1 for rows of an episode that was cut off.
     """
 
     prompts_GP: Tensor
@@ -50,6 +50,7 @@ class TokenBatch:
     members_N: list[tuple[int, int]]
     routes_N: list[bytes]
     episodes_E: list[tuple[int, int]]
+    overlong_N: Tensor
 
     def to(self, device: torch.device) -> TokenBatch:
         """Returns the batch with its tensors on ``device``."""
@@ -76,7 +77,9 @@ def collate(groups: Sequence[Group], chosen: Sequence[tuple[int, int]] | None = 
     trajectories: list[Trajectory] = []
     prompts_N: list[int] = []
     episodes_N: list[int] = []
+    overlong_N: list[bool] = []
     for number, group in enumerate(groups):
+        overlong = group.overlong_episodes
         for place, episode, trajectory in group.trained():
             if wanted is not None and (number, place) not in wanted:
                 continue
@@ -91,6 +94,7 @@ def collate(groups: Sequence[Group], chosen: Sequence[tuple[int, int]] | None = 
             trajectories.append(trajectory)
             prompts_N.append(row)
             episodes_N.append(entry)
+            overlong_N.append(episode in overlong)
     if not trajectories:
         raise BugError("a batch was made of groups without an episode to train on")
     prompts_GP, prompt_mask_GP = _pad_prompts(shared)
@@ -106,6 +110,7 @@ def collate(groups: Sequence[Group], chosen: Sequence[tuple[int, int]] | None = 
         members,
         [t.routes for t in trajectories],
         list(episodes),
+        torch.tensor(overlong_N, dtype=torch.float32),
     )
 
 

@@ -58,6 +58,7 @@ class TrainedPolicy:
             packing=config.packing == "auto",
             fp32_head=config.fp32_head,
             checkpointing=config.activation_checkpointing,
+            entropy_gradient=config.loss.entropy_coefficient > 0,
         )
 
     @property

@@ -135,11 +135,15 @@ def batch_loss(
     keep_N: Tensor | None = None,
     old_NC: Tensor | None = None,
     reference_NC: Tensor | None = None,
+    entropy_NC: Tensor | None = None,
 ) -> PolicyLoss:
     """One micro-batch's part of the loss; ``keep_N`` is 0 for trajectories that do not count."""
     advantages_E = torch.tensor(
         [advantages[key] for key in batch.episodes_E], device=logprobs_NC.device
     )
+    if config.train.loss.mask_overlong:
+        kept_N = 1 - batch.overlong_N
+        keep_N = kept_N if keep_N is None else keep_N * kept_N
     inputs = LossInputs(
         logprobs_NC,
         batch.sampler_logprobs_NC,
@@ -148,6 +152,7 @@ def batch_loss(
         batch.episodes_N,
         old_NC=old_NC,
         reference_NC=reference_NC,
+        entropy_NC=entropy_NC,
         keep_N=keep_N,
     )
     return policy_loss(config.train.loss, inputs, totals)
@@ -288,6 +293,7 @@ class _TrainingStep:
             keep_N=keep_N,
             old_NC=old_NC,
             reference_NC=reference_NC,
+            entropy_NC=terms.entropies,
         )
         part.loss.backward()  # type: ignore[no-untyped-call]
         self.parts.append((part, minibatch.totals))

@@ -28,6 +28,9 @@ MAX_NAME = 64
 MAX_TASK = 256
 """Characters of a task's identity."""
 
+OVERLONG = frozenset({"length", "context"})
+"""How an episode finished that was cut off: at the tokens of a turn, or with a full context."""
+
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
 
@@ -122,6 +125,13 @@ class Group:
         for place, (episode, t) in enumerate(zip(episodes, self.trajectories, strict=True)):
             if episode not in failed:
                 yield place, episode, t
+
+    @property
+    def overlong_episodes(self) -> set[int]:
+        """The episodes, as `episodes` numbers them, that were cut off: by the limit of tokens of a
+        turn, or by a full context."""
+        every = zip(self.episodes, self.trajectories, strict=True)
+        return {episode for episode, t in every if t.finish in OVERLONG}
 
     @property
     def oldest_version(self) -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ from deltawire.sync import (
 )
 from deltawire.train.checkpoint import checkpoint_versions, save_checkpoint
 from deltawire.train.masters import MasterWeights
+from deltawire.train.statistics import GroupStatistics
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
 from deltawire.wire.run import Run
@@ -371,6 +373,8 @@ class Trainer:
                 clipped=result.clipped,
                 rejected=result.rejected,
                 kl=known(result.kl),
+                entropy=known(result.entropy),
+                **asdict(GroupStatistics.of(groups)),
                 families=families_of(batch),
                 causes=causes_of(batch),
                 failures=failures_of(batch),

@@ -24,9 +24,10 @@ class LossInputs:
     ``logprobs_NC`` are those of the trained policy, the only tensor with a gradient;
     ``rollout_NC`` those of the sampler. ``old_NC`` are those of the policy before this step, None
     where that is the policy being differentiated, as in the only update of a batch.
-    ``reference_NC`` are those of the reference, None without a KL penalty. ``mask_NC`` is 1 where
-    the model drew the token. ``sequences_N`` numbers each row's sequence from 0. ``keep_N`` is 0
-    for rows that something else rejected; they stay in the denominators.
+    ``reference_NC`` are those of the reference, None without a KL penalty. ``entropy_NC`` is the
+    entropy of the policy at each token, in nats, with a gradient if there is a bonus for it.
+    ``mask_NC`` is 1 where the model drew the token. ``sequences_N`` numbers each row's sequence
+    from 0. ``keep_N`` is 0 for rows that something else rejected; they stay in the denominators.
 
     Example::
 
@@ -41,6 +42,7 @@ class LossInputs:
     sequences_N: Tensor
     old_NC: Tensor | None = None
     reference_NC: Tensor | None = None
+    entropy_NC: Tensor | None = None
     keep_N: Tensor | None = None
     ratio_base: Literal["old", "rollout"] = "rollout"
 

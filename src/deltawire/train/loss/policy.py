@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from deltawire.config import SURROGATES, LossConfig
+from deltawire.config.machine import machine_policy
 from deltawire.errors import InputError
 from deltawire.train.loss.aggregation import AGGREGATIONS, Totals
 from deltawire.train.loss.correction import correction_weights
-from deltawire.train.loss.inputs import ClipBounds, LossInputs, Surrogate
+from deltawire.train.loss.inputs import ClipBounds, LossInputs, Surrogate, TokenLosses
 from deltawire.train.loss.penalty import PENALTIES
 
 
@@ -33,21 +36,59 @@ class PolicyLoss:
 
 @cache
 def surrogate_named(name: str) -> Surrogate:
-    """The function that `deltawire.config.SURROGATES` registers under ``name``."""
-    module, _, function = SURROGATES[name].function.partition(":")
-    found: Surrogate = getattr(importlib.import_module(module), function)
+    """The function that `deltawire.config.SURROGATES` registers under ``name``, or the one that
+    ``module:function`` names.
+
+    Raises `InputError` for a module that this machine does not trust, or without that function.
+    """
+    own = name not in SURROGATES
+    place = name if own else SURROGATES[name].function
+    module, _, function = place.partition(":")
+    if own:
+        machine_policy().require_trust(module)
+    try:
+        found: Surrogate = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"cannot load train.loss.surrogate {place}: {error}") from error
+    return found
+
+
+def _token_losses(config: LossConfig, inputs: LossInputs) -> TokenLosses:
+    """Call the surrogate; raises `InputError` if one's own raises or returns something else."""
+    bounds = ClipBounds(*config.clip_bounds, config.dual_clip_bound)
+    surrogate = surrogate_named(config.surrogate)
+    if config.surrogate in SURROGATES:
+        return surrogate(inputs, bounds)
+    try:
+        found: Any = surrogate(inputs, bounds)
+    except Exception as error:  # whatever the function raises
+        raise InputError(
+            f"train.loss.surrogate {config.surrogate} raised {type(error).__name__}: {error}",
+            hint="repair the function; the run continues from its last version",
+        ) from error
+    if isinstance(found, Tensor):
+        found = TokenLosses(found, torch.zeros_like(found, dtype=torch.bool))
+    shape = inputs.mask_NC.shape
+    if not isinstance(found, TokenLosses) or not found.losses_NC.shape == shape == (
+        found.clipped_NC.shape
+    ):
+        raise InputError(
+            f"train.loss.surrogate {config.surrogate} did not return one loss a token: "
+            f"a tensor {list(shape)}, or TokenLosses of two"
+        )
     return found
 
 
 def policy_loss(config: LossConfig, inputs: LossInputs, totals: Totals) -> PolicyLoss:
-    """Σ over tokens of aggregation weight · correction weight · surrogate, plus the penalty.
+    """Σ over tokens of aggregation weight · correction weight · surrogate, plus the penalty, minus
+    the entropy bonus.
 
-    The base is the one that ``config`` names. Raises `InputError` if a penalty is configured and
-    ``inputs`` holds no reference log-probabilities.
+    The base is the one that ``config`` names. Raises `InputError` if a penalty or a bonus is
+    configured and ``inputs`` holds no reference log-probabilities or entropies, and for a surrogate
+    of one's own that cannot be used.
     """
     inputs = replace(inputs, ratio_base=config.ratio_base)
-    bounds = ClipBounds(*config.clip_bounds, config.dual_clip_bound)
-    surrogate = surrogate_named(config.surrogate)(inputs, bounds)
+    surrogate = _token_losses(config, inputs)
     weights = correction_weights(inputs, config.corrections)
     mask = inputs.mask_NC
     kept = mask if inputs.keep_N is None else mask * inputs.keep_N[:, None]
@@ -63,6 +104,14 @@ def policy_loss(config: LossConfig, inputs: LossInputs, totals: Totals) -> Polic
         penalty = PENALTIES[config.kl](inputs.logprobs_NC, inputs.reference_NC)
         loss = loss + config.kl_coefficient * (penalty * kept * per_token).sum()
         kl = float((penalty.detach() * kept).sum()) / totals.tokens
+    if config.entropy_coefficient:
+        if inputs.entropy_NC is None:
+            raise InputError(
+                "train.loss.entropy_coefficient needs the entropies of the policy",
+                hint="pass entropy_NC, or set train.loss.entropy_coefficient = 0",
+            )
+        bonus = (inputs.entropy_NC * kept * per_token).sum()
+        loss = loss - config.entropy_coefficient * bonus
     return PolicyLoss(
         loss,
         clipped=float((surrogate.clipped_NC * kept).sum()) / totals.tokens,

@@ -452,3 +452,28 @@ def test_divergence_is_the_plain_estimators(batch):
     assert found.largest_gap == pytest.approx(max(abs(gap) for gap in gaps), rel=1e-12)
     assert found.ratio_max == pytest.approx(max(math.exp(gap) for gap in gaps), rel=1e-12)
     assert found.k3 >= 0
+
+
+@given(batches(), st.floats(0.015625, 2, width=32))
+def test_the_entropy_bonus_is_a_weighted_mean_that_leaves_the_rest(batch, coefficient):
+    trainer, sampler, mask, advantages = batch
+    assume(mask.sum() > 0)
+    config = LossConfig(entropy_coefficient=coefficient)
+    entropies = torch.rand(mask.shape, dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(trainer, sampler, advantages, mask, torch.arange(len(mask)))
+    totals = Totals(float(mask.sum()), len(mask), 7)
+    plain = policy_loss(LossConfig(), inputs, totals)
+    found = policy_loss(config, replace(inputs, entropy_NC=entropies), totals)
+    mean = sum(
+        entropies[n, c].item() for n in range(len(mask)) for c in range(mask.shape[1]) if mask[n, c]
+    ) / float(mask.sum())
+    assert found.loss.item() == pytest.approx(plain.loss.item() - coefficient * mean, abs=1e-9)
+    found.loss.backward()
+    assert torch.allclose(entropies.grad, -coefficient * mask / mask.sum())
+
+
+def test_a_bonus_without_entropies_is_refused():
+    one = torch.zeros(1, 1)
+    inputs = LossInputs(one, one, torch.ones(1), torch.ones(1, 1), torch.zeros(1, dtype=torch.long))
+    with pytest.raises(InputError, match="entropy_coefficient needs the entropies"):
+        policy_loss(LossConfig(entropy_coefficient=0.1), inputs, Totals(1, 1, 1))
