@@ -53,6 +53,11 @@ def test_the_tables_were_found():
     # The tests below are only as good as these lists.
     neither = {key for key in DEFAULTS if key not in NUMBERS and key not in WORDS}
     assert neither == {
+        "chat.template_kwargs",
+        "evaluate.sets",
+        "task.data",
+        "task.messages",
+        "task.mixture",
         "task.options",
         "train.adapter.targets",
         "train.dropout",
@@ -188,6 +193,8 @@ OTHER = {
     ],
     "rollout.engine": "vllm",
     "rollout.precision": "bfloat16",
+    "task.messages": [{"role": "user", "content": "{question}"}],
+    "task.reward": "my.rewards:reward",
     "parity.routes": "record",
     "workers.allow": ["w*", "lab-7"],
 }
@@ -199,8 +206,9 @@ TOGETHER = {
     "train.adapter.dropout",
     "train.loss.ratio_base",
     *(f"train.schedule.{key}" for key in ("kind", "steps", "decay_steps", "floor")),
+    *("evaluate.sets", "task.data", "task.mixture"),
 }
-"""Keys of which one alone is refused; `SENSIBLE` and `test_schedules` have them."""
+"""Keys of which one alone is refused; other tests have them."""
 
 
 @pytest.mark.parametrize("dotted", sorted(DEFAULTS.keys() - TOGETHER))
@@ -261,6 +269,20 @@ def test_a_parameter_group_that_is_no_pattern():
     assert "not a regular expression" in refusal(
         with_key("train.optimizer.groups", [{"names": "("}])
     )
+
+
+def test_tables_within_tables_survive_a_round_trip():
+    task = {"environment": "dataset", "data": {"path": "x", "answer": "a"}}
+    entry = {"name": "one", "weight": 2.0, "task": task}
+    raw = {**SMALLEST, "task": {"mixture": [entry]}, "evaluate": {"sets": [entry | {}]}}
+    del raw["evaluate"]["sets"][0]["weight"]
+    config = parse_config(raw, source="s")
+    assert config.task.mixture[0].task.data.path == "x"
+    assert parse_config(json.loads(msgspec.json.encode(config)), source="s") == config
+    smallest = parse_config(SMALLEST, source="s")
+    assert differences(config, smallest) == ["evaluate.sets", "task.mixture"]
+    entry["task"]["data"]["pth"] = "y"
+    assert "unknown key task.mixture.task.data.pth; did you mean" in refusal(raw)
 
 
 def test_resumable_keys_exist():

@@ -34,6 +34,15 @@ from deltawire.errors import InputError
 RENDER_WITHIN_S = 5.0
 """The most that one rendering of a chat template may take."""
 
+_RESERVED = frozenset(
+    {
+        *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"),
+        *("add_generation_prompt", "continue_final_message", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""Arguments of `apply_chat_template` that are not variables of a template."""
+
 
 class Text:
     """A Hugging Face tokenizer as the loop uses it.
@@ -42,6 +51,10 @@ class Text:
     Without one, their contents follow each other after the token that begins sequences, if the
     tokenizer has one.
 
+    ``system`` is put before every conversation that does not begin with a system prompt.
+    ``template`` replaces the model's chat template, and ``template_kwargs`` are further variables
+    of it, such as ``enable_thinking``; without a template they are refused by `InputError`.
+
     Example::
 
         text = Text(tokenizer)
@@ -49,9 +62,26 @@ class Text:
         turn = text.read_calls(text.decode(drawn))
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        system: str = "",
+        template: str = "",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._chat = bool(getattr(tokenizer, "chat_template", None))
+        self._system = system
+        self._template = {"chat_template": template} if template else {}
+        self._variables = dict(template_kwargs or {})
+        self._chat = bool(template or getattr(tokenizer, "chat_template", None))
+        if reserved := sorted(self._variables.keys() & _RESERVED):
+            raise InputError(f"chat.template_kwargs cannot set {reserved[0]}")
+        if self._variables and not self._chat:
+            raise InputError(
+                "chat.template_kwargs are variables of a chat template, and the model has none",
+                hint="set chat.template, or leave them out",
+            )
         self._nonce = secrets.token_hex(8)
         self._mark = re.compile(f"mark{self._nonce}x([0-9]+)x")
         by_id = tokenizer.added_tokens_decoder
@@ -67,6 +97,8 @@ class Text:
         Raises `InputError` if the chat template refuses the messages.
         """
         messages = [Message("user", said)] if isinstance(said, str) else list(said)
+        if self._system and not (messages and messages[0].role == "system"):
+            messages.insert(0, Message("system", self._system))
         if not self._chat:
             return self.begin("".join(message.content for message in messages))
         return self._encode(*self._render(messages, tools))
@@ -293,7 +325,12 @@ class Text:
             rendered = within(
                 RENDER_WITHIN_S,
                 lambda: self._tokenizer.apply_chat_template(
-                    rows, tools=schemas, tokenize=False, add_generation_prompt=answer
+                    rows,
+                    tools=schemas,
+                    tokenize=False,
+                    add_generation_prompt=answer,
+                    **self._template,
+                    **self._variables,
                 ),
                 name="the model's chat template",
             )

@@ -31,7 +31,6 @@ from deltawire.config.sections import (
     UNCORRECTED_STALENESS,
     BuildConfig,
     CorrectionConfig,
-    EvaluateConfig,
     FaultsConfig,
     LossConfig,
     ModelConfig,
@@ -44,10 +43,18 @@ from deltawire.config.sections import (
     RunConfig,
     StalenessConfig,
     SurrogateTraits,
-    TaskConfig,
     TrainConfig,
     WarmStartConfig,
     WarnLimits,
+)
+from deltawire.config.tasks import (
+    ChatConfig,
+    DataConfig,
+    EvaluateConfig,
+    EvaluationSet,
+    MessageTemplate,
+    MixtureEntry,
+    TaskConfig,
 )
 
 __all__ = [
@@ -57,10 +64,15 @@ __all__ = [
     "UNCORRECTED_STALENESS",
     "AdapterConfig",
     "BuildConfig",
+    "ChatConfig",
     "CorrectionConfig",
+    "DataConfig",
     "EvaluateConfig",
+    "EvaluationSet",
     "FaultsConfig",
     "LossConfig",
+    "MessageTemplate",
+    "MixtureEntry",
     "ModelConfig",
     "OnFull",
     "OptimizerConfig",

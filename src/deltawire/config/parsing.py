@@ -61,8 +61,9 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         raise InputError(f"{source}: {text}", hint=_hint_for(text)) from error
     if found := config.train.contradiction():
         raise InputError(f"{source}: train: {found[0]}", hint=found[1])
-    if config.task.environment == "reasoning_gym" and "{question}" not in config.task.prompt:
-        raise InputError(f"{source}: task.prompt must contain {{question}}")
+    for found in (config.task.contradiction("task"), config.evaluate.contradiction()):
+        if found:
+            raise InputError(f"{source}: {found[0]}", hint=found[1])
     rollout = config.rollout
     if rollout.on_full == "summary" and rollout.summary_tokens >= rollout.context:
         raise InputError(

@@ -6,7 +6,6 @@ import difflib
 import re
 from typing import (
     Annotated,
-    Any,
     Literal,
     NamedTuple,
 )
@@ -14,13 +13,13 @@ from typing import (
 from msgspec import Meta
 
 from deltawire.config.adapters import AdapterConfig
-from deltawire.config.base import Count, Fraction, Positive, Section
+from deltawire.config.base import Count, Fraction, OwnDevice, Positive, Section
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
+from deltawire.config.tasks import ChatConfig, EvaluateConfig, TaskConfig
 
 OnFull = Literal["end", "drop", "summary"]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)\Z")]
-OwnDevice = Annotated[str, Meta(pattern=r"^(|auto|cpu|mps|cuda(:[0-9]{1,3})?)\Z")]
 
 
 class BuildConfig(Section, frozen=True, kw_only=True):
@@ -45,24 +44,6 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     path: str = ""
     build: BuildConfig | None = None
-
-
-class TaskConfig(Section, frozen=True, kw_only=True):
-    """The source of tasks: an environment by its name, and its ``options``."""
-
-    environment: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}\Z")] = "reasoning_gym"
-    """A registered name (`deltawire.envs`), or ``module:attribute`` of a module that this machine
-    trusts; see docs/ENVIRONMENTS.md."""
-    dataset: str = "spell_backward"
-    """One of the environment's datasets, if it has several."""
-    options: dict[str, Any] = {}
-    prompt: str = "{question}\n"
-    attempts: Count = 1
-    """Answers allowed for a question of reasoning-gym; each wrong one except the last is answered
-    with ``retry``."""
-    retry: str = "That is not right. Try again.\n"
-    heldout: Count = 200
-    """Number of problems that are evaluated on and never trained on."""
 
 
 class WarmStartConfig(Section, frozen=True, kw_only=True):
@@ -378,22 +359,6 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         return self.schedule.contradiction() or self.loss.contradiction(self.largest_age)
 
 
-class EvaluateConfig(Section, frozen=True, kw_only=True):
-    """Held-out accuracy at version 0, every so many versions, and at the last.
-
-    It is the share of correct answers among ``samples`` for each problem, drawn at the rollout's
-    temperature (pass@1 of the policy that is trained); greedy accuracy is measured as well.
-    """
-
-    every: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 20
-    """0 starts no evaluator."""
-    samples: Count = 4
-    slots: Count = 256
-    """Sequences that are decoded at a time, at most; memory may allow fewer."""
-    device: OwnDevice = ""
-    """The evaluator's device, if not the run's."""
-
-
 NO_LIMIT = 1e9
 Limit = Annotated[float, Meta(ge=0, le=NO_LIMIT)]
 
@@ -515,6 +480,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     first that the machine has of CUDA, MPS and the CPU."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
+    chat: ChatConfig = ChatConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()

@@ -285,6 +285,13 @@ def _figures(summary: Summary, state: RunState) -> str:
         *_parity(summary, state),
         ("Training reward, first to last tenth", reward),
         ("Held-out accuracy, greedy", heldout),
+        *(
+            (
+                f"· {_safe(name)}: solved, greedy, mean reward",
+                f"{percent(score.accuracy)}, {percent(score.greedy)}, {figure(score.reward)}",
+            )
+            for name, score in summary.heldout_sets.items()
+        ),
         ("Groups consumed", f"{summary.groups_consumed:,}"),
         *_proof(summary),
         (BY_NAME["groups_dropped_total"].help, f"{summary.groups_dropped:,}"),

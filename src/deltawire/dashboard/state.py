@@ -335,6 +335,11 @@ class RunState:
         return [(version, self.evaluated[version].accuracy) for version in sorted(self.evaluated)]
 
     @property
+    def newest_evaluation(self) -> Evaluated | None:
+        """The evaluation of the newest version that was measured."""
+        return self.evaluated[max(self.evaluated)] if self.evaluated else None
+
+    @property
     def reward_curve(self) -> list[tuple[int, float]]:
         """(version, mean training reward of the groups that made it), in order of version."""
         return [(step.version, step.reward_mean) for step in self.steps_in_order]

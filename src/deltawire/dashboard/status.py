@@ -19,7 +19,7 @@ from deltawire.config import FaultsConfig, RunConfig, parse_config
 from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.errors import CorruptError, InputError, ResyncError
-from deltawire.events import Life, Role
+from deltawire.events import HeldoutScore, Life, Role
 from deltawire.reward_monitor.monitor import ProbeState
 from deltawire.reward_monitor.watch import describe_flag, excesses, flagged_in, read_probes
 from deltawire.runtime.event_window import RecentEvents
@@ -107,6 +107,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     heldout: float | None
     heldout_reward: float | None
     heldout_version: int | None
+    heldout_sets: dict[str, HeldoutScore]
     staleness: StalenessSplit
     trainer_idle: float | None
     workers_idle: float | None
@@ -247,6 +248,7 @@ class Watch:
             target=config.train.versions if config else None,
             groups_in_flight=_in_flight(trainer, beats, lines),
             groups_stored=sum(beat.worker.stored for beat in beats.values() if beat.worker),
+            heldout_sets=tested.sets if (tested := state.newest_evaluation) else {},
             settings=trainer.settings if trainer else {},
             failures=failures_by_cause(state),
             probes=excesses(probes),

@@ -13,6 +13,7 @@ from deltawire.dashboard.figures import BY_NAME
 from deltawire.dashboard.status import ProcessLine, RunStatus, Spread
 from deltawire.dashboard.wording import MISSING, duration, figure, percent, smaller
 from deltawire.display import legible
+from deltawire.events import HeldoutScore
 from deltawire.wire.status import Incident
 
 MAX_ROWS = 40
@@ -34,6 +35,8 @@ def view(status: RunStatus) -> RenderableType:
         ),
         _processes(status),
     ]
+    if status.heldout_sets:
+        parts += [Text(), _sets(status.heldout_sets)]
     if status.failures:
         parts += [Text(), _counts("failures", status.failures)]
     if status.probes:
@@ -179,6 +182,22 @@ def _incidents(incidents: list[Incident]) -> Table:
             Text(legible(one.worker, 24) + (" (quarantined)" if one.quarantined else "")),
             str(one.count),
             Text(legible(one.detail, 200), "dim"),
+        )
+    return table
+
+
+def _sets(scores: dict[str, HeldoutScore]) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
+    table.add_column("held-out set", no_wrap=True)
+    for heading in ("solved", "greedy", "reward", "problems"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, score in list(scores.items())[:MAX_ROWS]:
+        table.add_row(
+            Text(legible(name)),
+            percent(score.accuracy),
+            percent(score.greedy),
+            figure(score.reward),
+            str(score.problems),
         )
     return table
 

@@ -11,6 +11,7 @@ import msgspec
 
 from deltawire.dashboard.figures import value, whole
 from deltawire.dashboard.state import RunState
+from deltawire.events import HeldoutScore
 from deltawire.reward_monitor.watch import ProbeFigures
 from deltawire.rl.control.drop_bias import PolicyCost, cost_of
 from deltawire.rl.evaluate.audit import Consumption
@@ -164,6 +165,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     parity: Agreement
     probes: ProbeFigures | None = None
     settings_changed: list[ChangedSetting] = []
+    heldout_sets: dict[str, HeldoutScore] = {}
+    """The newest evaluation of each named set."""
     last_step: dict[str, float | None] = {}
     """The figures of `LAST_STEP`, by name."""
 
@@ -218,6 +221,7 @@ def summarize(
         parity=_agreement(state),
         probes=state.probes,
         settings_changed=_settings(state),
+        heldout_sets=newest.sets if (newest := state.newest_evaluation) else {},
         last_step={name: value(name, state) for name in LAST_STEP},
     )
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from deltawire.dashboard.figures import FIGURES
 from deltawire.dashboard.state import RunState
 from deltawire.errors import InputError
+from deltawire.events import Evaluated
 
 HELDOUT = "heldout/"
 
@@ -132,6 +133,7 @@ class Forwarder:
                 if measured <= version:
                     self._evaluated.add(measured)
                     figures |= tracked(state.at(measured), HELDOUT)
+                    figures |= set_figures(state.evaluated[measured])
             if figures:
                 self._tracker.log(version, finite(figures))
             self._version = version
@@ -144,6 +146,19 @@ def figures_at(state: RunState, version: int) -> dict[str, float]:
         name: value
         for name, value in tracked(state.at(version)).items()
         if not name.startswith(HELDOUT)
+    }
+
+
+def set_figures(evaluated: Evaluated) -> dict[str, float]:
+    """The figures of each named set of an evaluation."""
+    return {
+        f"{HELDOUT}{name}/{part}": value
+        for name, score in evaluated.sets.items()
+        for part, value in (
+            ("accuracy", score.accuracy),
+            ("greedy", score.greedy),
+            ("reward", score.reward),
+        )
     }
 
 

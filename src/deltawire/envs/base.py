@@ -28,6 +28,7 @@ __all__ = [
     "Environment",
     "Message",
     "ModelEndpoint",
+    "OrderedTasks",
     "Task",
     "TaskSource",
     "TasksWithAnswers",
@@ -177,11 +178,20 @@ class TaskSource(Protocol):
 
 
 @runtime_checkable
+class OrderedTasks(TaskSource, Protocol):
+    """Tasks with an order, so that a run can draw each of them once an epoch."""
+
+    def at(self, position: int) -> Task:
+        """The task at a position, 0 or more; every position has one, in every process the same."""
+        ...
+
+
+@runtime_checkable
 class TasksWithAnswers(TaskSource, Protocol):
     """Tasks of one question each with known answers, from which a warm start can learn."""
 
-    def prompt(self, task: Task) -> str:
-        """The text before the answer."""
+    def prompt(self, task: Task) -> str | Sequence[Message]:
+        """The text before the answer, or the messages."""
         ...
 
     def answer(self, task: Task) -> str:

@@ -8,9 +8,8 @@ import io
 import json
 import random
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -21,11 +20,14 @@ from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
 from deltawire.config import TaskConfig
-from deltawire.envs.base import Action, Environment, Task, Turn
+from deltawire.envs.base import Message, Task
 from deltawire.envs.evaluated_answers import evaluate_in_sandbox, evaluating
+from deltawire.envs.own_reward import OwnReward, json_columns
+from deltawire.envs.questions import QuestionEpisode
 from deltawire.envs.sandbox.box import Sandbox
 from deltawire.envs.sandbox.evaluator import Evaluator
 from deltawire.envs.scoring_process import ScoringProcess, ScoringTimeoutError
+from deltawire.envs.templates import prompt_of
 from deltawire.errors import InputError
 
 BLOCK = 500
@@ -74,27 +76,6 @@ def _own_randomness(seed: int) -> Iterator[None]:
 def _seed(*parts: object) -> int:
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-@dataclass
-class _ReasoningEpisode(Environment):
-    """One problem and up to ``attempts`` answers. The reward is the dataset's own score of the last
-    one, from 0 to 1."""
-
-    score: Callable[[str], Awaitable[float]]
-    prompt: str
-    attempts: int = 1
-    retry: str = ""
-
-    async def reset(self) -> Turn:
-        return Turn(self.prompt)
-
-    async def step(self, action: Action) -> Turn:
-        self.attempts -= 1
-        score = await self.score((action.content or action.text).strip())
-        if score < 1.0 and self.attempts > 0:
-            return Turn(self.retry)
-        return Turn(reward=score, done=True)
 
 
 _scoring = ScoringProcess("deltawire.envs.reasoning:score_elsewhere", limit_s=SCORE_LIMIT_S)
@@ -214,7 +195,10 @@ class ReasoningTasks:
         self._scores_here = config.dataset in _SCORED_HERE or not own
         if not self._scores_here and evaluating(dataset):
             _require_sandbox(config.dataset)
-        self.may_time_out = not self._scores_here
+        self.may_time_out = not self._scores_here and not config.reward
+        self._reward = None
+        if config.reward:
+            self._reward = OwnReward(config.reward, limit_s=config.reward_limit_s)
         self._heldout = self._hold_out()
         self._reserved = {task.data["question"] for task in self._heldout}
 
@@ -235,9 +219,9 @@ class ReasoningTasks:
             hint="lower task.heldout, or widen task.options",
         )
 
-    def open(self, task: Task) -> _ReasoningEpisode:
+    def open(self, task: Task) -> QuestionEpisode:
         """A fresh episode of ``task``."""
-        return _ReasoningEpisode(
+        return QuestionEpisode(
             partial(self._score, task),
             self.prompt(task),
             self._config.attempts,
@@ -245,6 +229,8 @@ class ReasoningTasks:
         )
 
     async def _score(self, task: Task, answer: str) -> float:
+        if self._reward is not None:
+            return await self._reward(answer, json_columns(task.data))
         if self._scores_here:
             return _score(self._dataset(_seed(_HELDOUT_SEED, 0)), task.data, answer)
         name, entry = self._config.dataset, _as_json(task.data)
@@ -266,9 +252,9 @@ class ReasoningTasks:
             )
         return str(task.data["answer"])
 
-    def prompt(self, task: Task) -> str:
-        """The text before the answer."""
-        return self._config.prompt.replace("{question}", task.data["question"])
+    def prompt(self, task: Task) -> str | Sequence[Message]:
+        """The text before the answer, or the messages."""
+        return prompt_of(self._config, {"question": task.data["question"]})
 
     def question(self, task: Task) -> str:
         """The text that identifies the problem."""

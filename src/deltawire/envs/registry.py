@@ -25,6 +25,7 @@ Factory = Callable[..., TaskSource]
 
 BUILT_IN = {
     "reasoning_gym": "deltawire.envs.reasoning:ReasoningTasks",
+    "dataset": "deltawire.envs.dataset:DatasetTasks",
     "workspace": "deltawire.envs.workspace:WorkspaceTasks",
     "verifiers": "deltawire.envs.verifiers_tasks:VerifiersTasks",
 }
@@ -43,6 +44,11 @@ def open_tasks(config: TaskConfig, *, seed: int) -> TaskSource:
     Raises `InputError` for a name that is not known or not allowed on this machine, for a module
     that is not trusted or has no such attribute, and whatever the environment raises.
     """
+    if config.mixture:
+        from deltawire.envs.mixture import MixtureTasks
+
+        sources = [open_tasks(entry.task, seed=seed) for entry in config.mixture]
+        return MixtureTasks(config.mixture, sources, seed=seed)
     machine_policy().require_environment(config.environment)
     return _factory(config.environment)(config, seed=seed)
 
@@ -57,6 +63,15 @@ def require_environment(name: str) -> None:
     if ":" not in name:
         raise _unknown(name)
     policy.require_trust(name.partition(":")[0])
+
+
+def require_tasks(config: TaskConfig) -> None:
+    """Raises `InputError` where `open_tasks` would for an environment's name, or a module that this
+    machine does not trust; imports neither."""
+    for task in config.each():
+        require_environment(task.environment)
+        if task.reward:
+            machine_policy().require_trust(task.reward.partition(":")[0])
 
 
 def _factory(name: str) -> Factory:

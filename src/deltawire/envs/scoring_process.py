@@ -80,6 +80,17 @@ class ScoringProcess:
                     raise ScoringError("the scoring process died") from error
                 raise
 
+    def start(self) -> None:
+        """Start the child and import the function, if that is not done; raises `ScoringError`,
+        `ScoringTimeoutError` or `EOFError`."""
+        with self._lock:
+            if self._child is None:
+                try:
+                    self._start()
+                except BaseException:
+                    self._kill()
+                    raise
+
     def close(self) -> None:
         """End the child."""
         with self._lock:

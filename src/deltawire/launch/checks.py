@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deltawire.config import RunConfig
-from deltawire.envs.registry import require_environment
+from deltawire.envs.registry import require_tasks
 from deltawire.errors import InputError
 
 
@@ -15,7 +15,9 @@ def check_start(config: RunConfig) -> None:
     Raises `InputError` for the first that is missing or not allowed.
     """
     check_model(config)
-    require_environment(config.task.environment)
+    require_tasks(config.task)
+    for one in config.evaluate.sets:
+        require_tasks(one.task)
 
 
 def check_model(config: RunConfig) -> None:

@@ -50,6 +50,7 @@ STATUS = RunStatus(
     heldout=0.25,
     heldout_reward=0.4,
     heldout_version=6,
+    heldout_sets={},
     staleness=StalenessSplit(
         bound=3,
         total=Spread(mean=1.5, max=3),

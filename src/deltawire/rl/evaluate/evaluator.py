@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from statistics import fmean
 
 from deltawire.config import RunConfig
-from deltawire.envs import Task
+from deltawire.envs import Task, TaskSource, open_tasks
+from deltawire.envs.mixture import MixtureTasks
 from deltawire.errors import InputError
-from deltawire.events import Evaluated, decode_lines
+from deltawire.events import Evaluated, HeldoutScore, decode_lines
 from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy, swap
@@ -24,38 +25,35 @@ from deltawire.wire import keys
 MAX_SEGMENT_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """Shares of correct answers over the held-out problems."""
-
-    sampled: float
-    greedy: float
-    problems: int
-
-
 async def measure(
-    served: ServedPolicy, config: RunConfig, progress: Callable[[str], None] = lambda _: None
-) -> Accuracy:
-    """Solve every held-out problem, ``samples`` times at the rollout's temperature and once greedy.
+    served: ServedPolicy,
+    config: RunConfig,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    tasks: TaskSource | None = None,
+) -> HeldoutScore:
+    """Solve every held-out problem of ``tasks`` (the run's), ``samples`` times at the rollout's
+    temperature and once greedy.
 
     ``progress`` is called after every engine step. Episodes that fail count neither as correct nor
     as wrong; raises `InputError` if all of them fail.
     """
     rollout, samples = config.rollout, config.evaluate.samples
     limits = EpisodeLimits.of(rollout)
-    tasks = served.tasks.heldout()
+    source = served.tasks if tasks is None else tasks
+    problems = source.heldout()
 
-    async def solve(temperature: float, times: int) -> float:
+    async def solve(temperature: float, times: int) -> list[Episode]:
         def play(task: Task) -> Awaitable[Episode]:
             return run_episode(
                 served.engine,
-                served.tasks.open(task),
+                source.open(task),
                 served.text,
                 temperature=temperature,
                 limits=limits,
             )
 
-        plays = [partial(play, task) for task in tasks for _ in range(times)]
+        plays = [partial(play, task) for task in problems for _ in range(times)]
         episodes = await play_all(
             served.engine,
             plays,
@@ -65,9 +63,37 @@ async def measure(
         completed = [episode for episode in episodes if not episode.cause]
         if not completed:
             raise InputError(f"every held-out episode failed: {episodes[0].cause}")
-        return sum(episode.solved for episode in completed) / len(completed)
+        return completed
 
-    return Accuracy(await solve(rollout.temperature, samples), await solve(0.0, 1), len(tasks))
+    sampled = await solve(rollout.temperature, samples)
+    greedy = await solve(0.0, 1)
+    return HeldoutScore(
+        accuracy=fmean(episode.solved for episode in sampled),
+        greedy=fmean(episode.solved for episode in greedy),
+        reward=fmean(episode.trajectory.reward for episode in sampled),
+        samples=samples,
+        problems=len(problems),
+    )
+
+
+async def measure_all(
+    served: ServedPolicy,
+    config: RunConfig,
+    sets: Mapping[str, TaskSource],
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[HeldoutScore, dict[str, HeldoutScore]]:
+    """Measure the run's own held-out problems, and each named set."""
+    whole = await measure(served, config, progress)
+    return whole, {
+        name: await measure(served, config, progress, tasks=tasks) for name, tasks in sets.items()
+    }
+
+
+def named_sets(served: ServedPolicy, config: RunConfig) -> dict[str, TaskSource]:
+    """The sets to evaluate by name: the parts of a mixture, then those of ``evaluate.sets``."""
+    parts = served.tasks.parts if isinstance(served.tasks, MixtureTasks) else {}
+    sets = {one.name: open_tasks(one.task, seed=config.seed) for one in config.evaluate.sets}
+    return {**parts, **sets}
 
 
 def evaluated_versions(process: Process) -> set[int]:
@@ -116,6 +142,7 @@ def run_evaluator(process: Process) -> None:
 def _follow(
     process: Process, config: RunConfig, served: ServedPolicy, follower: Follower, done: set[int]
 ) -> None:
+    sets = named_sets(served, config)
     while not process.stopping:
         process.heartbeat.progress("wait")
         version = served.live.version
@@ -124,18 +151,21 @@ def _follow(
         due = last or (every > 0 and version % every == 0)
         if due and version not in done:
             began = process.events.now()
-            accuracy = asyncio.run(measure(served, config, process.heartbeat.progress))
+            beat = process.heartbeat.progress
+            whole, named = asyncio.run(measure_all(served, config, sets, beat))
             ended = process.events.span("evaluate", began)
             process.events.record(
                 Evaluated(
                     process=process.name,
                     at=ended,
                     version=version,
-                    accuracy=accuracy.sampled,
-                    greedy=accuracy.greedy,
-                    samples=config.evaluate.samples,
-                    problems=accuracy.problems,
+                    accuracy=whole.accuracy,
+                    greedy=whole.greedy,
+                    samples=whole.samples,
+                    problems=whole.problems,
                     seconds=ended - began,
+                    reward=whole.reward,
+                    sets=named,
                 )
             )
             process.events.flush()

@@ -107,9 +107,20 @@ def serve_policy(
 
     tasks = open_tasks(config.task, seed=config.seed)
     policy = ServedPolicy(
-        opened.sampler, opened.weights, Text(tokenizer), tasks, close, opened.external
+        opened.sampler, opened.weights, text_of(config, tokenizer), tasks, close, opened.external
     )
     return policy, opened.steps
+
+
+def text_of(config: RunConfig, tokenizer: Any) -> Text:
+    """The text of a run, with its system prompt and its chat template."""
+    chat = config.chat
+    return Text(
+        tokenizer,
+        system=chat.system,
+        template=chat.template,
+        template_kwargs=chat.template_kwargs,
+    )
 
 
 def _await_version(process: Process) -> None:

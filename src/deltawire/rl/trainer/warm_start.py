@@ -24,6 +24,7 @@ from deltawire.export.models import load_model, load_tokenizer, save_model, stop
 from deltawire.placement.device import resolve_device
 from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
+from deltawire.rl.rollout.policy_server import text_of
 from deltawire.runtime.process import Process
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.warm_start import Pair, WarmStartProgress, warm_start
@@ -96,7 +97,7 @@ def _warm(
             hint="set warm_start.max_steps to 0",
         )
     answered: TasksWithAnswers = tasks
-    text = Text(tokenizer)
+    text = text_of(config, tokenizer)
     stops = stop_tokens(model, tokenizer)
     end = answer_end(text, stops)
     validation = [tasks.draw("validation", index) for index in range(VALIDATION)]

@@ -1,0 +1,179 @@
+"""Sections of tasks, their data, the chat template, and evaluation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from deltawire.config.base import Count, OwnDevice, Positive, Section
+
+SetName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}\Z")]
+Place = Annotated[str, Meta(pattern=r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?\Z")]
+"""``module:function``, or empty."""
+Column = Annotated[str, Meta(max_length=128)]
+
+_PLACEHOLDER = re.compile(r"\{([^{}\s]{1,128})\}")
+
+
+class ChatConfig(Section, frozen=True, kw_only=True):
+    """How messages become tokens, in every task of the run."""
+
+    system: Annotated[str, Meta(max_length=100_000)] = ""
+    """A system prompt before the messages of every episode that begins without one."""
+    template: Annotated[str, Meta(max_length=1_000_000)] = ""
+    """A Jinja chat template, instead of the model's own; its text, not the name of a file."""
+    template_kwargs: dict[str, Any] = {}
+    """Further variables of the template, such as ``enable_thinking``."""
+
+
+class MessageTemplate(Section, frozen=True, kw_only=True):
+    """One message of a task. ``{column}`` stands for a column of the task's row."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[str, Meta(max_length=100_000)]
+
+
+class DataConfig(Section, frozen=True, kw_only=True):
+    """The rows of the environment ``dataset``: where they are, and which columns have which part
+    (`deltawire.data.rows`)."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """A .jsonl or .parquet file, a folder of them, or a folder that ``save_to_disk`` of Hugging
+    Face datasets wrote. Every process reads it: it must be the same on all machines."""
+    split: Annotated[str, Meta(max_length=128)] = ""
+    heldout_split: Annotated[str, Meta(max_length=128)] = ""
+    """The split that is evaluated on; empty holds rows of ``split`` out."""
+    messages: Column = ""
+    """The column with a list of messages, each with ``role`` and ``content``, instead of
+    ``task.prompt`` or ``task.messages``."""
+    answer: Column = ""
+    """The column with the correct answer: for the exact reward, and for a warm start."""
+    identity: Column = ""
+    """The column that names a row; otherwise its number does."""
+    family: Column = ""
+    """The column with the kind of a task."""
+    shuffle: bool = True
+    """Draw each epoch in another order; false keeps the order of the file."""
+
+
+class TaskConfig(Section, frozen=True, kw_only=True):
+    """The source of tasks: an environment by its name, and its ``options``; or a ``mixture``."""
+
+    environment: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}\Z")] = "reasoning_gym"
+    """A registered name (`deltawire.envs`), or ``module:attribute`` of a module that this machine
+    trusts; see docs/ENVIRONMENTS.md."""
+    dataset: str = "spell_backward"
+    """One of the environment's datasets, if it has several."""
+    options: dict[str, Any] = {}
+    prompt: str = "{question}\n"
+    messages: list[MessageTemplate] = []
+    """Messages instead of ``prompt``, for the model's chat template."""
+    attempts: Count = 1
+    """Answers allowed for a question of reasoning-gym; each wrong one except the last is answered
+    with ``retry``."""
+    retry: str = "That is not right. Try again.\n"
+    heldout: Count = 200
+    """Number of problems that are evaluated on and never trained on."""
+    data: DataConfig | None = None
+    """The rows of the environment ``dataset``."""
+    reward: Place = ""
+    """A function of one's own, ``module:function`` of a module that this machine trusts, instead of
+    the environment's score."""
+    reward_limit_s: Positive = 10.0
+    """Seconds that one call of ``reward`` may take."""
+    mixture: list[MixtureEntry] = []
+    """Several tasks in one run; all other keys of this table are then unused."""
+
+    @property
+    def placeholders(self) -> set[str]:
+        """The columns that the prompt, or the messages, name."""
+        texts = [message.content for message in self.messages] or [self.prompt]
+        return {name for text in texts for name in _PLACEHOLDER.findall(text)}
+
+    def contradiction(self, where: str) -> tuple[str, str] | None:
+        """Find settings that contradict each other: the reason, naming ``where``, and what to do;
+        None if there is no contradiction."""
+        if self.mixture:
+            names = [entry.name for entry in self.mixture]
+            if len(set(names)) < len(names):
+                return f"{where}.mixture names a task twice", "give each its own name"
+            if any(entry.task.mixture for entry in self.mixture):
+                return f"{where}.mixture holds another mixture", "list all tasks in one"
+            found = (
+                entry.task.contradiction(f"{where}.mixture[{number}].task")
+                for number, entry in enumerate(self.mixture)
+            )
+            return next((one for one in found if one), None)
+        if self.environment == "reasoning_gym" and "question" not in self.placeholders:
+            kind = "messages" if self.messages else "prompt"
+            return f"{where}.{kind} must contain {{question}}", ""
+        if (self.environment == "dataset") != (self.data is not None):
+            return (
+                f"{where}.data belongs to the environment dataset, which needs it",
+                'set environment = "dataset" and [task.data] with a path',
+            )
+        if self.data is not None and not (self.reward or self.data.answer):
+            return (
+                f"{where} has no reward",
+                'set reward = "module:function", or data.answer to a column for an exact match',
+            )
+        if self.environment not in ("dataset", "reasoning_gym") and (self.reward or self.messages):
+            return (
+                f"{where}.reward and {where}.messages are for dataset and reasoning_gym",
+                f"the environment {self.environment} has its own",
+            )
+        return None
+
+    def each(self) -> Iterator[TaskConfig]:
+        """The tasks that it consists of: the mixture's, or itself."""
+        yield from (entry.task for entry in self.mixture) if self.mixture else [self]
+
+
+class MixtureEntry(Section, frozen=True, kw_only=True):
+    """One of several tasks of a run: its ``name``, and its share of the groups."""
+
+    name: SetName
+    weight: Positive = 1.0
+    task: TaskConfig
+
+
+class EvaluationSet(Section, frozen=True, kw_only=True):
+    """A named set of problems that is evaluated on: the held-out ones of ``task``."""
+
+    name: SetName
+    task: TaskConfig
+
+
+class EvaluateConfig(Section, frozen=True, kw_only=True):
+    """Held-out accuracy at version 0, every so many versions, and at the last.
+
+    It is the share of correct answers among ``samples`` for each problem, drawn at the rollout's
+    temperature (pass@1 of the policy that is trained); greedy accuracy and the mean reward are
+    measured as well.
+    """
+
+    every: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 20
+    """0 starts no evaluator."""
+    samples: Count = 4
+    slots: Count = 256
+    """Sequences that are decoded at a time, at most; memory may allow fewer."""
+    device: OwnDevice = ""
+    """The evaluator's device, if not the run's."""
+    sets: list[EvaluationSet] = []
+    """Further sets of problems, each measured and reported under its name."""
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """Find settings that contradict each other: the reason and what to do, or None."""
+        names = [one.name for one in self.sets]
+        if len(set(names)) < len(names):
+            return "evaluate.sets names a set twice", "give each its own name"
+        for number, one in enumerate(self.sets):
+            where = f"evaluate.sets[{number}].task"
+            if one.task.mixture:
+                return f"{where} is a mixture", "list each task as a set"
+            if found := one.task.contradiction(where):
+                return found
+        return None

@@ -1,0 +1,98 @@
+"""Several sources of tasks in one run, each with its share of the groups."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deltawire.config import MixtureEntry
+from deltawire.data import mixture_of
+from deltawire.envs.base import (
+    AgentHarness,
+    Environment,
+    Message,
+    OrderedTasks,
+    Task,
+    TaskSource,
+    TasksWithAnswers,
+)
+from deltawire.errors import InputError
+
+
+class MixtureTasks:
+    """A `TaskSource` that draws from others by their weights.
+
+    A task's family is the name of its source, or begins with it where the source has families of
+    its own. The held-out problems are those of all sources.
+    """
+
+    def __init__(
+        self, entries: Sequence[MixtureEntry], sources: Sequence[TaskSource], *, seed: int
+    ) -> None:
+        self._names = [entry.name for entry in entries]
+        self._sources = dict(zip(self._names, sources, strict=True))
+        self._weights = [entry.weight for entry in entries]
+        self._seed = seed
+        mixture_of(0, self._weights, seed=seed)
+
+    @property
+    def parts(self) -> dict[str, TaskSource]:
+        """The sources by name."""
+        return self._sources
+
+    def at(self, position: int) -> Task:
+        """The task at a position; sources without an order draw it at random."""
+        part, place = mixture_of(position, self._weights, seed=self._seed)
+        source = self._sources[self._names[part]]
+        if isinstance(source, OrderedTasks):
+            return self._named(part, source.at(place))
+        return self._named(part, source.draw("mixture", place))
+
+    def draw(self, stream: str, index: int) -> Task:
+        """Draw from a source that the weights choose at random."""
+        draw = random.Random(f"{self._seed} {stream} {index}")
+        (part,) = draw.choices(range(len(self._names)), self._weights)
+        return self._named(part, self._sources[self._names[part]].draw(stream, index))
+
+    def heldout(self) -> list[Task]:
+        """The held-out problems of all sources."""
+        return [
+            self._named(part, task)
+            for part, name in enumerate(self._names)
+            for task in self._sources[name].heldout()
+        ]
+
+    def open(self, task: Task) -> Environment | AgentHarness:
+        """Open a fresh episode of ``task``."""
+        name, inner = task.data
+        return self._sources[name].open(inner)
+
+    def prompt(self, task: Task) -> str | Sequence[Message]:
+        """See `deltawire.envs.base.TasksWithAnswers`."""
+        name, inner = task.data
+        return self._answering(name).prompt(inner)
+
+    def answer(self, task: Task) -> str:
+        """See `deltawire.envs.base.TasksWithAnswers`."""
+        name, inner = task.data
+        return self._answering(name).answer(inner)
+
+    def question(self, task: Task) -> str:
+        """See `deltawire.envs.base.TasksWithAnswers`."""
+        name, inner = task.data
+        return f"{name}: {self._answering(name).question(inner)}"
+
+    def _named(self, part: int, task: Task) -> Task:
+        name = self._names[part]
+        family = name if task.family in ("", name) else f"{name}/{task.family}"
+        return replace(task, identity=f"{name}/{task.identity}", data=(name, task), family=family)
+
+    def _answering(self, name: str) -> TasksWithAnswers:
+        source = self._sources[name]
+        if not isinstance(source, TasksWithAnswers):
+            raise InputError(
+                f"the task {name} of the mixture has no answers for a warm start",
+                hint="set warm_start.max_steps to 0",
+            )
+        return source
