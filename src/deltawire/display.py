@@ -48,6 +48,14 @@ def legible(text: str, limit: int = 40) -> str:
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
+def legible_lines(text: str, limit: int = 4000) -> str:
+    """Make a text of several lines safe to show: `legible`, but for its line feeds and tabs."""
+    shown = "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "·" for letter in text[: limit + 1]
+    )
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
 def safe_line(text: str) -> str:
     """Make a message safe to print or to log: legible, of any usual length, without credentials."""
     return legible(redact(text), LONGEST_LINE)

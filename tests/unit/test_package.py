@@ -98,6 +98,18 @@ FLAGS = {
     "log": TRUST | {"--last", "--json"},
     "bench": set(),
     "probes": TRUST | {"--json"},
+    "rollouts": TRUST
+    | {
+        "--version",
+        "--task",
+        "--family",
+        "--worker",
+        "--min-reward",
+        "--max-reward",
+        "--failed",
+        "--count",
+        "--json",
+    },
     "metrics": TRUST
     | {
         "--host",

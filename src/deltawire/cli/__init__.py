@@ -22,6 +22,7 @@ COMMANDS = (
     "status",
     "replay",
     "probes",
+    "rollouts",
     "metrics",
     "shapes",
 )

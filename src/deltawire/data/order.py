@@ -23,7 +23,13 @@ def _seeded(*parts: object) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(digest, "little"))
 
 
-@lru_cache(maxsize=16)
+def stream_seed(seed: int, stream: str) -> int:
+    """A seed of a stream's own, 0 … 2³² − 1."""
+    digest = hashlib.blake2b(f"{seed} {stream}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+@lru_cache(maxsize=64)
 def permuted(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The order of an epoch: a permutation of 0 … count − 1, int64[count]; do not change it."""
     return _seeded("epoch", seed, epoch).permutation(count)

@@ -28,7 +28,6 @@ __all__ = [
     "Environment",
     "Message",
     "ModelEndpoint",
-    "OrderedTasks",
     "Task",
     "TaskSource",
     "TasksWithAnswers",
@@ -174,15 +173,6 @@ class TaskSource(Protocol):
 
     def open(self, task: Task) -> Environment | AgentHarness:
         """Open a fresh episode of ``task``."""
-        ...
-
-
-@runtime_checkable
-class OrderedTasks(TaskSource, Protocol):
-    """Tasks with an order, so that a run can draw each of them once an epoch."""
-
-    def at(self, position: int) -> Task:
-        """The task at a position, 0 or more; every position has one, in every process the same."""
         ...
 
 

@@ -12,13 +12,14 @@
     path = "data/train.parquet"
     answer = "answer"
 
-Positions draw every training row once an epoch (`deltawire.data.order`). The held-out rows are
-those of ``data.heldout_split``, or rows that an order which no seed changes puts first.
+Every stream of tasks, so every life of a worker, draws each training row once before it draws one
+again, in an order of its own (`deltawire.data.order`); streams do not know of each other. The
+held-out rows are those of ``data.heldout_split``, or rows that an order which no seed changes puts
+first.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from deltawire.config import TaskConfig
-from deltawire.data import Rows, open_rows, permuted, require_columns, take
+from deltawire.data import Rows, open_rows, permuted, require_columns, stream_seed, take
 from deltawire.envs.base import Message, Task
 from deltawire.envs.own_reward import OwnReward, json_columns
 from deltawire.envs.questions import QuestionEpisode
@@ -39,7 +40,7 @@ _HELDOUT_SEED = 977_003
 
 
 class DatasetTasks:
-    """A `TaskSource` over rows, each drawn once an epoch.
+    """A `TaskSource` over rows.
 
     Raises `InputError` for data that cannot be read, a column that is missing, a reward that
     cannot be loaded, and data with no rows left to train on.
@@ -47,7 +48,7 @@ class DatasetTasks:
     Example::
 
         tasks = DatasetTasks(config, seed=0)
-        task = tasks.at(0)
+        task = tasks.draw("worker", 0)
         episode = tasks.open(task)
     """
 
@@ -74,24 +75,27 @@ class DatasetTasks:
             )
         prefix = "heldout-" if self._data.heldout_split else ""
         self._heldout = [self._task(self._held, int(number), prefix) for number in held]
+        self.deterministic = not config.reward
         self._reward = None
         if config.reward:
             self._reward = OwnReward(config.reward, limit_s=config.reward_limit_s)
 
     @property
     def epoch(self) -> int:
-        """The number of rows that are trained on: positions of an epoch."""
+        """The number of rows that are trained on."""
         return len(self._train)
 
-    def at(self, position: int) -> Task:
-        """The task at a position: every training row once an epoch."""
-        _, place = take(position, len(self._train), seed=self._seed, shuffle=self._data.shuffle)
-        return self._task(self._rows, int(self._train[place]))
-
     def draw(self, stream: str, index: int) -> Task:
-        """Draw any training row."""
-        draw = random.Random(f"{self._seed} {stream} {index}")
-        return self._task(self._rows, int(self._train[draw.randrange(len(self._train))]))
+        """Draw a training row; a stream draws each of them once an epoch.
+
+        Without ``data.shuffle`` a stream follows the order of the file, from a place of its own.
+        """
+        seed, count = stream_seed(self._seed, stream), len(self._train)
+        if self._data.shuffle:
+            place = take(index, count, seed=seed)[1]
+        else:
+            place = (seed + index) % count
+        return self._task(self._rows, int(self._train[place]))
 
     def heldout(self) -> list[Task]:
         """The rows that are never drawn."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 
 from deltawire.config import MixtureEntry
-from deltawire.data import mixture_of
+from deltawire.data import mixture_of, stream_seed
 from deltawire.envs.base import (
     AgentHarness,
     Environment,
     Message,
-    OrderedTasks,
     Task,
     TaskSource,
     TasksWithAnswers,
@@ -34,6 +32,9 @@ class MixtureTasks:
         self._sources = dict(zip(self._names, sources, strict=True))
         self._weights = [entry.weight for entry in entries]
         self._seed = seed
+        every = self._sources.values()
+        self.deterministic = all(getattr(one, "deterministic", False) for one in every)
+        self.may_time_out = any(getattr(one, "may_time_out", False) for one in every)
         mixture_of(0, self._weights, seed=seed)
 
     @property
@@ -41,19 +42,11 @@ class MixtureTasks:
         """The sources by name."""
         return self._sources
 
-    def at(self, position: int) -> Task:
-        """The task at a position; sources without an order draw it at random."""
-        part, place = mixture_of(position, self._weights, seed=self._seed)
-        source = self._sources[self._names[part]]
-        if isinstance(source, OrderedTasks):
-            return self._named(part, source.at(place))
-        return self._named(part, source.draw("mixture", place))
-
     def draw(self, stream: str, index: int) -> Task:
-        """Draw from a source that the weights choose at random."""
-        draw = random.Random(f"{self._seed} {stream} {index}")
-        (part,) = draw.choices(range(len(self._names)), self._weights)
-        return self._named(part, self._sources[self._names[part]].draw(stream, index))
+        """Draw from the source whose turn it is: every stream has the shares of the weights."""
+        seed = stream_seed(self._seed, stream)
+        part, place = mixture_of(index, self._weights, seed=seed)
+        return self._named(part, self._sources[self._names[part]].draw(stream, place))
 
     def heldout(self) -> list[Task]:
         """The held-out problems of all sources."""

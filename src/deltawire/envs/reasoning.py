@@ -196,6 +196,7 @@ class ReasoningTasks:
         if not self._scores_here and evaluating(dataset):
             _require_sandbox(config.dataset)
         self.may_time_out = not self._scores_here and not config.reward
+        self.deterministic = not config.reward
         self._reward = None
         if config.reward:
             self._reward = OwnReward(config.reward, limit_s=config.reward_limit_s)

@@ -11,7 +11,7 @@ from deltawire.config import parse_config
 from deltawire.config.machine import TRUSTED
 from deltawire.engines.base import Completion
 from deltawire.envs import open_tasks
-from deltawire.envs.base import OrderedTasks, TasksWithAnswers
+from deltawire.envs.base import TasksWithAnswers
 from deltawire.errors import InputError
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits
@@ -70,16 +70,23 @@ def play(tasks, task, said):
 
 def test_rows_become_tasks_with_an_exact_reward(path):
     tasks = tasks_of(path, data={"family": "kind"})
-    assert isinstance(tasks, OrderedTasks)
     assert isinstance(tasks, TasksWithAnswers)
     held = {task.identity for task in tasks.heldout()}
-    drawn = [tasks.at(position) for position in range(30)]
+    drawn = [tasks.draw("w", position) for position in range(30)]
     assert len(held) == 5
     assert tasks.epoch == 15
     for epoch in (drawn[:15], drawn[15:]):
         assert len({task.identity for task in epoch}) == 15
         assert not held & {task.identity for task in epoch}
     assert held == {task.identity for task in tasks_of(path, seed=9).heldout()}
+    other = [tasks.draw("other", position).identity for position in range(15)]
+    assert sorted(other) == sorted(task.identity for task in drawn[:15])
+    assert other != [task.identity for task in drawn[:15]], "each stream has its own order"
+    in_order = tasks_of(path, data={"shuffle": False})
+    rows = [int(in_order.draw("w", n).identity.split("/")[1]) for n in range(15)]
+    assert sorted(rows) == in_order._train.tolist()
+    first = rows.index(min(rows))
+    assert rows[first:] + rows[:first] == sorted(rows)
     task = drawn[0]
     assert task.family == task.data["kind"]
     assert tasks.answer(task) == str(task.data["answer"])
@@ -96,7 +103,7 @@ def test_messages_of_the_configuration_and_of_a_column(path, tmp_path):
         {"role": "user", "content": "{question} {not a column}"},
     ]
     tasks = tasks_of(path, messages=said)
-    task = tasks.at(0)
+    task = tasks.draw("w", 0)
     question = task.data["question"]
     assert tasks.prompt(task) == [
         Message("system", "Add."),
@@ -107,7 +114,7 @@ def test_messages_of_the_configuration_and_of_a_column(path, tmp_path):
     rows += [{"m": [{"role": "assistant", "content": "Hi"}], "answer": "a"}] * 3
     other.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = tasks_of(other, data={"messages": "m", "shuffle": False}, heldout=1)
-    every = [tasks.at(position) for position in range(tasks.epoch)]
+    every = [tasks.draw("w", position) for position in range(tasks.epoch)]
     good = [task for task in every if task.data["m"][0]["role"] == "user"]
     assert {tuple(tasks.prompt(task)) for task in good} == {(Message("user", "Hi {x}"),)}
     bad = next(task for task in every if task not in good)
@@ -139,7 +146,7 @@ def test_a_row_without_the_column_is_named(tmp_path):
 
     def every():
         tasks = tasks_of(file, heldout=1)
-        return [tasks.at(position) for position in range(tasks.epoch)]
+        return [tasks.draw("w", position) for position in range(tasks.epoch)]
 
     with pytest.raises(InputError, match=r"row 1 of .* has no column 'answer'"):
         every()
@@ -149,7 +156,7 @@ def test_a_reward_of_ones_own(path, monkeypatch):
     monkeypatch.setenv(TRUSTED, "own_rewards")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     tasks = tasks_of(path, reward="own_rewards:exact", data={"answer": ""})
-    task = tasks.at(0)
+    task = tasks.draw("w", 0)
     assert play(tasks, task, str(task.data["answer"]))[0].trajectory.reward == 1.0
     assert play(tasks, task, "no")[0].trajectory.reward == 0.0
     blind = tasks_of(path, reward="own_rewards:sees_credentials")
@@ -168,12 +175,12 @@ def test_a_reward_of_ones_own(path, monkeypatch):
 def test_a_reward_that_breaks_fails_its_episode_and_no_other(path, monkeypatch, function, cause):
     monkeypatch.setenv(TRUSTED, "own_rewards")
     tasks = tasks_of(path, reward=f"own_rewards:{function}", reward_limit_s=0.5)
-    episode, _ = play(tasks, tasks.at(0), "7")
+    episode, _ = play(tasks, tasks.draw("w", 0), "7")
     assert cause in episode.cause
     assert not episode.solved
     assert len(episode.trajectory.tokens_T) == 2, "what was drawn is kept"
     good = tasks_of(path, reward="own_rewards:exact")
-    assert play(good, good.at(0), "7")[0].cause == ""
+    assert play(good, good.draw("w", 0), "7")[0].cause == ""
 
 
 def test_a_reward_that_is_not_there_is_refused_at_the_start(path, monkeypatch):
@@ -207,18 +214,17 @@ def test_a_mixture_draws_from_all_by_weight(path):
     ]
     config = parse_config({"name": "x", "task": {"mixture": entries}}, source="c")
     tasks = open_tasks(config.task, seed=0)
-    families = [tasks.at(position).family for position in range(1000)]
+    families = [tasks.draw("w", position).family for position in range(1000)]
     assert families.count("sums") == 750
     assert families.count("words/spell_backward") == 250
     assert {task.identity.split("/")[0] for task in tasks.heldout()} == {"sums", "words"}
     assert len(tasks.heldout()) == 8
     assert list(tasks.parts) == ["sums", "words"]
-    sums = [tasks.at(p) for p in range(1000) if tasks.at(p).family == "sums"][:15]
+    sums = [tasks.draw("w", p) for p in range(1000) if tasks.draw("w", p).family == "sums"][:15]
     assert len({task.identity for task in sums}) == 15
     episode, _ = play(tasks, sums[0], tasks.answer(sums[0]))
     assert episode.solved
     assert not {t.identity for t in tasks.heldout()} & {t.identity for t in sums}
-    assert tasks.draw("w", 1).family in {"sums", "words/spell_backward"}
 
 
 @pytest.mark.parametrize(

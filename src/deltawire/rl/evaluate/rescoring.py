@@ -52,6 +52,7 @@ from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.rl.control.worker_guard import Verdict
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits, one_line
+from deltawire.rl.rollout.policy_server import text_of
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror
 from deltawire.train.batch import collate
@@ -373,7 +374,7 @@ class Rescoring:
 
     def _open(self) -> GroupChecker:
         with fetch_model_files(self._bucket, self._run) as folder:
-            text = Text(load_tokenizer(Path(folder)))
+            text = text_of(self._config, load_tokenizer(Path(folder)))
             model = RecordedModel(self._bucket, self._run, self._config, Path(folder))
         tasks: Any = None
         try:

@@ -1,0 +1,63 @@
+"""``deltawire rollouts``: samples of what a run was trained on."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from deltawire.cli.arguments import add_json, add_run_url, add_trust, at_least, trust_of
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("rollouts", help="print samples of what a run was trained on")
+    parser.set_defaults(call=run)
+    add_run_url(parser)
+    parser.add_argument(
+        "--version", type=at_least(1), metavar="N", help="trained on by this version (newest first)"
+    )
+    parser.add_argument("--task", default="", metavar="TEXT", help="part of a task's identity")
+    parser.add_argument("--family", default="", metavar="NAME", help="of this family of tasks")
+    parser.add_argument("--worker", default="", metavar="NAME", help="of this worker")
+    parser.add_argument(
+        "--min-reward", type=float, default=-math.inf, metavar="R", help="of at least this reward"
+    )
+    parser.add_argument(
+        "--max-reward", type=float, default=math.inf, metavar="R", help="of at most this reward"
+    )
+    parser.add_argument("--failed", action="store_true", help="only episodes that failed")
+    parser.add_argument(
+        "--count", type=at_least(1), default=5, metavar="N", help="how many (default: 5)"
+    )
+    add_trust(parser)
+    add_json(parser, "print one JSON object a line")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the samples that match."""
+    from deltawire.launch.processes import stay_off_the_hub
+    from deltawire.runtime.trusted import open_trusted
+    from deltawire.sync import require_run
+
+    stay_off_the_hub()
+    from deltawire.launch.rollouts import print_samples
+    from deltawire.rl.evaluate.samples import SampleFilter
+
+    bucket = open_trusted(arguments.run, trust_of(arguments))
+    wanted = SampleFilter(
+        version=arguments.version,
+        task=arguments.task,
+        family=arguments.family,
+        worker=arguments.worker,
+        reward_min=arguments.min_reward,
+        reward_max=arguments.max_reward,
+        failed=arguments.failed,
+    )
+    print_samples(
+        bucket,
+        require_run(bucket),
+        wanted,
+        count=arguments.count,
+        as_json=arguments.json,
+    )
+    return 0
