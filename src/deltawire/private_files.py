@@ -25,18 +25,18 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 """So that a pipe in the place of the file does not hang its reader."""
 
 
-def private_folder(path: Path) -> Path:
-    """Create ``path`` with mode 0700 where it is missing, and check that only this user writes it.
+def private_folder(path: Path, *, mode: int = 0o700) -> Path:
+    """Create ``path`` with ``mode`` where it is missing, and check that only this user writes it.
 
-    Returns ``path``. Raises `InputError` if it is a link or no folder, belongs to another user, or
-    other users may write into it.
+    Returns ``path``. A folder that others are to read gets mode 0755. Raises `InputError` if it is
+    a link or no folder, belongs to another user, or other users may write into it.
 
     Example::
 
         staging = private_folder(directory / ".staging")
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
         found = path.lstat()
     except OSError as error:
         raise InputError(f"cannot use the folder {path}: {error.strerror or error}") from error
@@ -53,7 +53,8 @@ def open_private(path: Path, flags: int, mode: int = 0o600) -> int:
     """Open a file as `os.open` does, but follow no link and accept no other user's file.
 
     Returns the file descriptor. Raises `InputError` if the name is a link, not a regular file,
-    belongs to another user or may be written by others; and `OSError` as `os.open` does.
+    belongs to another user or may be written by others, or if the file has another name too and is
+    opened for writing; and `OSError` as `os.open` does.
     """
     try:
         descriptor = os.open(path, flags | _NOFOLLOW | _CLOEXEC | _NONBLOCK, mode)
@@ -69,6 +70,11 @@ def open_private(path: Path, flags: int, mode: int = 0o600) -> int:
         if not stat.S_ISREG(found.st_mode):
             raise InputError(f"{path} is not a regular file", hint="remove it")
         _check_owner(path, found)
+        if flags & (os.O_WRONLY | os.O_RDWR) and found.st_nlink > 1:
+            raise InputError(
+                f"{path} is a second name of another file",
+                hint="another user may have made it: remove it",
+            )
         if _NONBLOCK and hasattr(os, "set_blocking"):
             os.set_blocking(descriptor, True)
     except BaseException:

@@ -61,7 +61,8 @@ def export_snapshot(
     library: Any = None if base is None else _library()
     work = folder.parent / f".{folder.name}.export"
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work.parent.mkdir(parents=True, exist_ok=True)
+    work.mkdir(mode=0o700)
     try:
         target = _write(bucket, run, version, work / "target", log)
         if base is not None:
@@ -109,7 +110,8 @@ def import_snapshot(snapshot: Path, base: Path, folder: Path) -> None:
     table = Run(name="", created_at=0.0, tensors=old.specs, digest="0" * 32)
     work = folder.parent / f".{folder.name}.import"
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work.parent.mkdir(parents=True, exist_ok=True)
+    work.mkdir(mode=0o700)
     try:
         for plan in plan_files(layout, table):
             if not (snapshot / plan.name).is_file():

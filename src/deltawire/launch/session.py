@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from deltawire.launch.checks import check_start
 from deltawire.launch.role_keys import RunKeys
 from deltawire.launch.status_writer import StatusWriter
 from deltawire.launch.watching import Watcher, summary_of
+from deltawire.private_files import open_private
 from deltawire.rl.evaluate.attestation import Attestation, attested, last_status, wait_for_workers
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
@@ -127,7 +129,7 @@ def open_output(out: Path, location: str) -> Bucket:
 @contextlib.contextmanager
 def only_one(out: Path) -> Iterator[None]:
     """Lock ``out`` against a second ``deltawire run``; the lock ends with the process."""
-    with (out / "lock").open("w") as lock:
+    with os.fdopen(open_private(out / "lock", os.O_RDWR | os.O_CREAT), "w") as lock:
         if fcntl is not None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -49,6 +49,7 @@ from deltawire.errors import (
     StoppedError,
 )
 from deltawire.events import EventLog, Life, Role
+from deltawire.private_files import private_folder
 from deltawire.runtime.heartbeat import impatient
 from deltawire.runtime.watchdog import Child, Watchdog, has_ended, kill_group
 from deltawire.store import Bucket
@@ -200,7 +201,7 @@ class Supervisor:
             return child.process.returncode if has_ended(child.process) else None
 
     def _start(self, child: Child) -> None:
-        self._logs.mkdir(parents=True, exist_ok=True)
+        private_folder(self._logs, mode=0o755)
         child.killed_for, child.productive = "", False
         with (self._logs / f"{child.name}.log").open("ab") as log:
             child.log_from = log.tell()

@@ -35,6 +35,7 @@ from blake3 import blake3
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import InputError
+from deltawire.private_files import open_private
 from deltawire.sync.follow.mirror import Bits, Elements, Mirror, select, starts_of
 from deltawire.wire.run import Run
 
@@ -131,8 +132,11 @@ def open_mirror(path: Path | str, run: Run, wanted: Wanted = None) -> FileMirror
 
 
 def open_locked(path: Path) -> IO[bytes]:
-    """Opens or creates a file under a lock that one process can hold; raises `OSError`."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    """Opens or creates a file under a lock that one process can hold.
+
+    Raises `OSError`, and `InputError` for a link or a file that other users own or may write to.
+    """
+    descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
     file = os.fdopen(descriptor, "r+b", buffering=0)
     try:
         import fcntl

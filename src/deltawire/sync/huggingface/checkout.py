@@ -38,6 +38,7 @@ from blake3 import blake3
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
+from deltawire.private_files import private_folder
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.store.folder import flush_folder
 from deltawire.sync.chain.objects import files_of, read_manifest
@@ -83,7 +84,8 @@ class Checkout:
         """Versions that this object has built, or compared with their digests."""
         _check_free(self.directory)
         with self._writing("choose a folder that can be written"):
-            self._store.mkdir(parents=True, exist_ok=True)
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(self._store, mode=0o755)  # Others may read the versions, not write them.
         with self._writing("is another process pulling there?"):
             self._lock: IO[bytes] = open_locked(self._store / "lock")
         try:
