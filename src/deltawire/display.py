@@ -112,10 +112,11 @@ def _redact_assignment(found: re.Match[str]) -> str:
 
 def has_credentials(location: str) -> bool:
     """Tell whether a bucket's URL contains a user, a password, or a parameter that looks secret."""
-    if ":/" not in location:
+    if ":/" not in location.replace("\\", "/"):
         return False
-    scheme, _, rest = location.partition(":")
+    scheme, _, rest = location.replace("\\", "/").partition(":")
     authority = re.split(r"[/?#]", rest.lstrip("/"), maxsplit=1)[0]
+    authority = unquote(authority)
     # Azure's own form is abfs://container@account, and a file's or a drive's path is no authority.
     if scheme.lower() not in ("", "file") and len(scheme) > 1:
         user, at, _ = authority.rpartition("@")

@@ -49,7 +49,9 @@ from deltawire.wire.seal import Signer, check_seal, check_signature
 from deltawire.wire.signing import verify
 
 REREAD_S = 10.0
-"""How long a grant, or its absence, is believed before it is read again."""
+"""How long the absence of a grant, or a grant that does not fit, is believed."""
+GRANT_S = 60.0
+"""How long a grant is believed before it is read again: a key that was replaced signs no longer."""
 REPLACED = (keys.TRAINER, keys.PROBES, keys.RETAINED, keys.HEARTBEATS)
 """Objects that are replaced in place: one that was signed before the last one read is a replay."""
 
@@ -258,18 +260,18 @@ class SignedBucket(DelegatingBucket):
     def _with(self, trust: Trust, role: str, key: str, *, again: bool = False) -> Trust:
         return replace(trust, grants={role: self._granted(trust, role, key, again=again)})
 
-    def _is_due(self, role: str) -> bool:
+    def _is_due(self, role: str, after_s: float = REREAD_S) -> bool:
         with self._state.lock:
             cached = self._state.grants.get(role)
-        return cached is None or monotonic() - cached.read_at > REREAD_S
+        return cached is None or monotonic() - cached.read_at > after_s
 
     def _granted(self, trust: Trust, role: str, key: str, *, again: bool = False) -> str:
         """The public key of a role; raises `SignatureError` if none is granted."""
         state = self._state
         with state.lock:
             cached = state.grants.get(role)
-        missing = cached is None or cached.grant is None
-        if cached is None or ((again or missing) and self._is_due(role)):
+        doubtful = again or cached is None or cached.grant is None
+        if cached is None or self._is_due(role, REREAD_S if doubtful else GRANT_S):
             before = None if cached is None else cached.grant
             data = self.inner.get(keys.role(role), limit=MAX_GRANT_BYTES)
             found = None

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from time import monotonic
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from deltawire.runtime.heartbeat import HeartbeatWriter, impatient, read_heartbe
 from deltawire.runtime.highest_version import HighestVersion
 from deltawire.runtime.lease import Lease
 from deltawire.runtime.process import Process
-from deltawire.runtime.signed_bucket import REREAD_S, SignedBucket
+from deltawire.runtime.signed_bucket import GRANT_S, REREAD_S, SignedBucket
 from deltawire.runtime.trusted import ReaderTrust, open_trusted, trusted
 from deltawire.store import open_bucket
 from deltawire.sync import newest_version, require_run
@@ -139,7 +140,7 @@ def test_a_replaced_key_signs_no_longer_and_cannot_be_put_back(run, monkeypatch)
     run.bucket("worker-w0").put(key, encode_json(heartbeat("w0")))
     assert read_heartbeat(reader, "w0") is not None
     run.grant("worker-w0", STRANGER)
-    clock = [time.monotonic()]
+    clock = [monotonic()]
     monkeypatch.setattr("deltawire.runtime.signed_bucket.monotonic", lambda: clock[0])
     clock[0] += 2 * REREAD_S
     run.bucket("worker-w0", signer=STRANGER).put(key, encode_json(heartbeat("w0", number=7)))
@@ -152,6 +153,19 @@ def test_a_replaced_key_signs_no_longer_and_cannot_be_put_back(run, monkeypatch)
     clock[0] += 2 * REREAD_S
     run.bucket("worker-w0", signer=STRANGER).put(key, encode_json(heartbeat("w0", number=9)))
     assert read_heartbeat(reader, "w0").number == 9
+
+
+def test_a_key_that_was_replaced_is_shut_out_also_if_the_new_one_is_never_used(run, monkeypatch):
+    clock = [monotonic()]
+    monkeypatch.setattr("deltawire.runtime.signed_bucket.monotonic", lambda: clock[0])
+    reader, key = run.bucket(), keys.heartbeat("w0")
+    thief = run.bucket("worker-w0")
+    thief.put(key, encode_json(heartbeat("w0")))
+    assert read_heartbeat(reader, "w0") is not None
+    run.grant("worker-w0", STRANGER)
+    clock[0] += 1.1 * GRANT_S
+    thief.put(key, encode_json(heartbeat("w0", number=2)))
+    assert read_heartbeat(reader, "w0") is None
 
 
 def test_an_old_object_put_back_is_refused(run):

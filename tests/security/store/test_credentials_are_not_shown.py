@@ -45,6 +45,8 @@ URLS = [
     f"s3://bucket/run?region=x&AWSAccessKeyId={SECRET}",
     f"s3://bucket/run#secret_access_key={SECRET}",
     f"s3://[bucket/run?password={SECRET}",
+    f"s3://user%3A{SECRET}%40bucket/run",
+    f"s3:\\\\user:{SECRET}@bucket\\run",
 ]
 COMMANDS = [
     ["status"],
