@@ -135,8 +135,8 @@ def test_each_claim_says_against_whom_and_names_a_test() -> None:
 def test_the_gaps_are_stated() -> None:
     gaps = " ".join(_section("What does not hold yet").split())
     for words in (
-        "weight path only", "forge floors, manifests and checkpoint commits", "scored again",
-        "self-attested", "no freshness limit",
+        "Events are not signed", "forge floors, manifests and checkpoint commits", "scored again",
+        "self-attested", "believes the key in `run.json`",
     ):  # fmt: skip
         assert words in gaps
 

@@ -40,11 +40,13 @@ def test_a_forged_group_is_passed_over_and_nobody_is_blamed(run, make_group):
     assert buffer.poll(["w0"]) == last + 1
     assert buffer.quarantined == {}
     assert buffer.damaged == []
-    assert buffer.unsigned == {"w0": last}
+    (incident,) = buffer.incidents.listed()
+    assert (incident.worker, incident.kind, incident.count) == ("w0", "unsigned", last)
+    assert not incident.quarantined
     batch = buffer.next_batch(Strict(1, 0), version=0)
     assert [one.sequence for one in batch.taken] == [last]
     assert {drop.cause for drop in batch.drops} == {"unsigned"}
-    assert "w0" in batch.drops[0].detail
+    assert {drop.worker for drop in batch.drops} == {"w0"}
 
 
 def test_a_group_of_another_worker_is_refused(run, make_group):
@@ -65,7 +67,7 @@ def test_damage_that_a_worker_signs_is_its_own(run):
     buffer = RolloutBuffer(run.bucket(), Ledger(), limit=64)
     buffer.poll(["w0"])
     assert buffer.quarantined.keys() == {"w0"}
-    assert buffer.unsigned == {}
+    assert {one.kind for one in buffer.incidents.listed()} == {"damaged"}
 
 
 def test_consumed_groups_are_read_back_by_their_hash(run, make_group):

@@ -111,6 +111,7 @@ def test_an_object_that_is_not_fresh_is_refused():
         (keys.PROBES, "trainer"),
         (keys.RETAINED, "trainer"),
         (keys.tombstone("w1"), "trainer"),
+        (keys.challenge("w1"), "trainer"),
         (keys.checkpoint_commit(3), "trainer"),
         (keys.heartbeat("trainer"), "trainer"),
         (keys.heartbeat("evaluator"), "evaluator"),

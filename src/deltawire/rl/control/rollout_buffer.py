@@ -181,8 +181,6 @@ class RolloutBuffer:
         self.damaged: list[str] = []
         self.proven: set[str] = set()
         """Workers that stored a group that could be read and was granted."""
-        self.unsigned: Counter[str] = Counter()
-        """Objects of a signed run at a worker's keys that its key did not sign."""
         self._damaged_of: Counter[str] = Counter()
         self._fetched_of: Counter[str] = Counter()
         self._unreadable: Counter[str] = Counter()
@@ -246,7 +244,8 @@ class RolloutBuffer:
             active = []
             for worker, result in zip(turn, results, strict=True):
                 if result is not None and worker not in self.quarantined:
-                    self._quota.delivered(worker)
+                    if not isinstance(result, SignatureError):
+                        self._quota.delivered(worker)
                     self._add(worker, self._next[worker], result)
                     self._next[worker] += 1
                     found += 1
@@ -276,10 +275,8 @@ class RolloutBuffer:
 
     def _add(self, worker: str, sequence: int, result: _Found | CorruptError) -> None:
         if isinstance(result, SignatureError):  # Not the worker's doing: it is not blamed.
-            self.unsigned[worker] += 1
-            self._dropped.append(
-                Drop(worker, sequence, "unsigned", f"not signed by the key of {worker}")
-            )
+            self.incidents.report(worker, "unsigned", f"group {sequence}: {result.message}")
+            self._dropped.append(Drop(worker, sequence, "unsigned"))
             self._arrive(worker, None)
             return
         self._fetched_of[worker] += 1
