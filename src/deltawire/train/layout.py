@@ -9,6 +9,7 @@ log-probabilities are wanted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +79,46 @@ def lay_out(batch: TokenBatch, *, packed: bool) -> BatchLayout:
         starts,
         torch.where(columns_W == 0, last_N[rows_W], first_N[rows_W] + columns_W - 1),
         rows_W * batch.tokens_NC.shape[1] + columns_W,
+    )
+
+
+def lay_out_sequences(
+    sequences: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    device: torch.device,
+    *,
+    packed: bool,
+) -> BatchLayout:
+    """Arrange whole sequences, int64[L] each: one packed row, or a row for each.
+
+    Every position predicts its targets, int64[L] or int64[L, K].
+    """
+    lengths = [len(one) for one in sequences]
+    width = sum(lengths) if packed else max(lengths)
+    rows = 1 if packed else len(lengths)
+    ids = torch.zeros(rows * width, dtype=torch.long)
+    positions, mask = torch.zeros_like(ids), torch.zeros_like(ids)
+    starts, reads, start = list[int](), [], 0
+    for number, (tokens, wanted) in enumerate(zip(sequences, targets, strict=True)):
+        start = start if packed else number * width
+        starts.append(start)
+        count = len(tokens)
+        ids[start : start + count] = tokens
+        positions[start : start + count] = torch.arange(count)
+        mask[start : start + count] = 1
+        columns = wanted[0].numel() if wanted.dim() > 1 else 1
+        reads.append(torch.arange(start, start + count).repeat_interleave(columns))
+        start += count
+    blocks = [Block(first, count) for first, count in zip(starts, lengths, strict=True)]
+    reads_W = torch.cat(reads).to(device)
+    return BatchLayout(
+        ids.view(rows, width).to(device),
+        positions.view(rows, width).to(device),
+        None if packed else mask.view(rows, width).to(device),
+        pack(blocks, device) if packed else None,
+        [(first, first) for first in starts],
+        reads_W,
+        torch.arange(len(reads_W), device=device),
     )
 
 

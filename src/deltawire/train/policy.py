@@ -7,7 +7,7 @@ trajectory. The head is computed in chunks, for drawn tokens only (`deltawire.tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from deltawire.parity.router_replay import RouteReplay
 from deltawire.train.batch import TokenBatch
 from deltawire.train.checkpointing import Checkpointing, checkpointed
 from deltawire.train.head import TokenTerms, head_of, head_terms
-from deltawire.train.layout import BatchLayout, lay_out
+from deltawire.train.layout import BatchLayout, lay_out, lay_out_sequences
 from deltawire.train.packing import PACKED, PackingProbe
 
 _PACKED_LAYERS = {"full_attention", "sliding_attention"}
@@ -82,14 +82,46 @@ class TrainedPolicy:
             if replay is not None:
                 stack.enter_context(replay.over(_routes(batch, layout, replay)))
             stack.enter_context(checkpointed(self.model, self.checkpointing))
-            terms = self._forward(batch, layout)
+            targets_W = batch.tokens_NC.reshape(-1)[layout.places_W]
+            found_2W = self._forward(layout, targets_W, batch.temperature)
             if replay is not None:
                 stack.enter_context(replay.uncounted())
-            yield terms
+            shape = batch.tokens_NC.shape
+            both = found_2W.new_zeros(2, shape.numel()).index_copy(1, layout.places_W, found_2W)
+            logprobs, entropies = both.view(2, *shape)
+            yield TokenTerms(logprobs, entropies if self.entropy_gradient else entropies.detach())
 
-    def _forward(self, batch: TokenBatch, layout: BatchLayout) -> TokenTerms:
+    @contextmanager
+    def sequence_terms(
+        self, sequences: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> Iterator[list[TokenTerms]]:
+        """Log π(target | its sequence up to that row) at temperature 1, and entropies.
+
+        Each sequence is int64[L], its targets int64[L] or int64[L, K]; results have the targets'
+        shape. No sequence sees another one. Call ``backward`` inside the context.
+        """
+        head_of(self.model)
+        layout = lay_out_sequences(sequences, targets, self.device, packed=self.packs)
+        targets_W = torch.cat([one.reshape(-1) for one in targets]).to(self.device)
+        with ExitStack() as stack:
+            if layout.packing is not None:
+                stack.enter_context(_attention(self.model))
+            stack.enter_context(checkpointed(self.model, self.checkpointing))
+            found_2W = self._forward(layout, targets_W, 1.0)
+            parts = torch.split(found_2W, [one.numel() for one in targets], dim=1)
+            yield [
+                TokenTerms(part[0].view(one.shape), part[1].view(one.shape).detach())
+                for part, one in zip(parts, targets, strict=True)
+            ]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return torch.device(self.model.device)
+
+    def _forward(self, layout: BatchLayout, targets_W: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities and entropies of the wanted tokens: float32[2, W]."""
         head = head_of(self.model)
-        targets_W = batch.tokens_NC.reshape(-1)[layout.places_W]
         kept: list[Tensor] = []
 
         def through(hidden_RSH: Tensor) -> Tensor:
@@ -100,7 +132,7 @@ class TrainedPolicy:
                 targets_W,
                 bias_V=head.module.bias,
                 transform=head.transform,
-                temperature=batch.temperature,
+                temperature=temperature,
                 fp32=self.fp32_head,
                 entropy_gradient=self.entropy_gradient,
             )
@@ -120,16 +152,13 @@ class TrainedPolicy:
         if layout.packing is not None:
             inputs = {"attention_mask": None, "packing": layout.packing}
         with replaced_forward(self.model, forward):
-            found_2W = self.model(
+            found_2W: Tensor = self.model(
                 input_ids=layout.ids_RS,
                 position_ids=layout.positions_RS,
                 use_cache=False,
                 **inputs,
             )
-        shape = batch.tokens_NC.shape
-        both = found_2W.new_zeros(2, shape.numel()).index_copy(1, layout.places_W, found_2W)
-        logprobs, entropies = both.view(2, *shape)
-        return TokenTerms(logprobs, entropies if self.entropy_gradient else entropies.detach())
+        return found_2W
 
 
 def token_logprobs(model: Any, batch: TokenBatch, replay: RouteReplay | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -27,7 +28,7 @@ from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.runtime.process import Process
 from deltawire.store import Bucket, open_bucket
-from deltawire.train.client.forward import check_tokens, target_logprobs
+from deltawire.train.client.forward import check_tokens
 from deltawire.train.client.losses import LOSSES, check_inputs, check_loss
 from deltawire.train.client.sampling import Kind, SamplingClient
 from deltawire.train.client.session import TrainingSession, new_run
@@ -41,12 +42,10 @@ from deltawire.train.client.types import (
     tensor_of,
     tokens_of,
 )
+from deltawire.train.head import TokenTerms
 
 T = TypeVar("T")
 CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Any, Mapping[str, float]]]
-
-BATCH_TOKENS = 1 << 14
-"""Tokens of one forward pass, padding included; one longer sequence is a pass of its own."""
 
 
 class TrainingClient:
@@ -312,33 +311,48 @@ class TrainingClient:
         return run
 
     def _logprobs(self, prepared: Sequence[_Prepared]) -> list[Tensor]:
-        found = []
-        for part in _parts(prepared):
-            found += target_logprobs(
-                self._session.model, [one.tokens for one in part], [one.targets for one in part]
-            )
+        found: list[Tensor] = []
+        for part in self._parts(prepared):
+            with self._terms(part) as terms:
+                found += [one.logprobs for one in terms]
         return found
+
+    def _terms(self, part: Sequence[_Prepared]) -> AbstractContextManager[list[TokenTerms]]:
+        policy = self._session.policy
+        return policy.sequence_terms([one.tokens for one in part], [one.targets for one in part])
 
     def _backward(
         self, prepared: Sequence[_Prepared], loss: Callable[[_Prepared, Tensor, int], Tensor]
     ) -> tuple[list[Tensor], float]:
         """Adds the gradients, one part of the data after another; a failure adds none of them."""
-        session = self._session
         found: list[Tensor] = []
         total = 0.0
-        with session.gradients():
-            for part in _parts(prepared):
-                logprobs = target_logprobs(
-                    session.model, [one.tokens for one in part], [one.targets for one in part]
-                )
-                values = [
-                    loss(one, logprobs[place], len(found) + place) for place, one in enumerate(part)
-                ]
-                summed = torch.stack(values).sum()
-                summed.backward()  # type: ignore[no-untyped-call]
+        with self._session.gradients():
+            for part in self._parts(prepared):
+                with self._terms(part) as terms:
+                    values = [
+                        loss(one, term.logprobs, len(found) + place)
+                        for place, (one, term) in enumerate(zip(part, terms, strict=True))
+                    ]
+                    summed = torch.stack(values).sum()
+                    summed.backward()  # type: ignore[no-untyped-call]
                 total += float(summed.detach())
-                found += [one.detach() for one in logprobs]
+                found += [one.logprobs.detach() for one in terms]
         return found, total
+
+    def _parts(self, prepared: Sequence[_Prepared]) -> list[list[_Prepared]]:
+        """Divides the data, in their order, into passes within the run's budget of tokens."""
+        budget, packed = self._session.budget, self._session.policy.packs
+        parts: list[list[_Prepared]] = []
+        rows = tokens = longest = 0
+        for one in prepared:
+            length = len(one.tokens)
+            rows, tokens, longest = rows + 1, tokens + length, max(longest, length)
+            if not parts or (tokens if packed else rows * longest) > budget:
+                parts.append([])
+                rows, tokens, longest = 1, length, length
+            parts[-1].append(one)
+        return parts
 
 
 _ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
@@ -369,19 +383,6 @@ class _Prepared:
 def _require(prepared: Sequence[_Prepared]) -> None:
     if not prepared:
         raise InputError("there are no data", hint="give at least one datum")
-
-
-def _parts(prepared: Sequence[_Prepared]) -> list[list[_Prepared]]:
-    """Divides the data, in their order, into parts of at most `BATCH_TOKENS` padded tokens."""
-    parts: list[list[_Prepared]] = []
-    width = 0
-    for one in prepared:
-        width = max(width, len(one.tokens))
-        if not parts or (len(parts[-1]) + 1) * width > BATCH_TOKENS:
-            parts.append([])
-            width = len(one.tokens)
-        parts[-1].append(one)
-    return parts
 
 
 def _reduced(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The training client's forward pass: log-probabilities of a datum's targets."""
+"""Scores tokens with a model that is being sampled from, and checks token ids."""
 
 from __future__ import annotations
 
@@ -9,31 +9,7 @@ import torch
 from torch import Tensor
 
 from deltawire.errors import InputError
-
-
-def target_logprobs(
-    model: Any, inputs: Sequence[Tensor], targets: Sequence[Tensor]
-) -> list[Tensor]:
-    """Returns log π(target | input up to its row) for each sequence, float32 of the targets' shape.
-
-    ``inputs`` are int64[L], ``targets`` int64[L] or int64[L, K]. Sequences are padded on the right
-    into one batch, which changes nothing for a causal model.
-    """
-    width = max(map(len, inputs))
-    device = next(model.parameters()).device
-    ids_BT = torch.zeros(len(inputs), width, dtype=torch.long, device=device)
-    mask_BT = torch.zeros_like(ids_BT)
-    for row, tokens in enumerate(inputs):
-        ids_BT[row, : len(tokens)] = tokens.to(device)
-        mask_BT[row, : len(tokens)] = 1
-    positions = torch.arange(width, device=device).expand_as(ids_BT)
-    logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions).logits
-    found = []
-    for row, wanted in enumerate(targets):
-        logprobs_LV = torch.log_softmax(logits_BTV[row, : len(wanted)].float(), dim=-1)
-        columns = wanted.to(device).reshape(len(wanted), -1)
-        found.append(logprobs_LV.gather(1, columns).reshape(wanted.shape))
-    return found
+from deltawire.train.policy import TrainedPolicy
 
 
 def score_tokens(model: Any, tokens: Sequence[int]) -> Tensor:
@@ -42,7 +18,8 @@ def score_tokens(model: Any, tokens: Sequence[int]) -> Tensor:
     check_tokens(model, ids)
     if len(tokens) < 2:
         return torch.zeros(0)
-    return target_logprobs(model, [ids[:-1]], [ids[1:]])[0].cpu()
+    with TrainedPolicy(model).sequence_terms([ids[:-1]], [ids[1:]]) as terms:
+        return terms[0].logprobs.cpu()
 
 
 def check_tokens(model: Any, ids: Tensor) -> None:

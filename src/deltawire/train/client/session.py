@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from deltawire.config import ModelConfig, RunConfig, run_config
+from deltawire.config import ModelConfig, RunConfig, TrainConfig, run_config
 from deltawire.errors import CorruptError, InputError
 from deltawire.export.models import (
     check_directory,
@@ -36,6 +36,7 @@ from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
 from deltawire.train.client.types import AdamParams
 from deltawire.train.masters import MasterWeights
 from deltawire.train.optimizer import StepSettings
+from deltawire.train.policy import TrainedPolicy
 from deltawire.wire.ledger import CLIENT_RECORD, Ledger
 from deltawire.wire.run import ModelFile, Run
 
@@ -85,6 +86,7 @@ class TrainingSession:
         publisher: Publisher,
         ledger: Ledger,
         lease: Lease,
+        config: TrainConfig,
         *,
         saved: bool,
     ) -> None:
@@ -96,6 +98,9 @@ class TrainingSession:
         self._publisher = publisher
         self._ledger = ledger
         self._lease = lease
+        self.policy = TrainedPolicy.of(model, config)
+        self.budget = config.max_tokens_per_batch
+        """Tokens of one forward pass; a longer sequence is a pass of its own."""
         self._saved = publisher.version if saved else -1
         self._changed = False
 
@@ -140,7 +145,18 @@ class TrainingSession:
             anchor_every=config.train.anchor_every,
             compaction_strides=(),
         )
-        return cls(bucket, run, model, tokenizer, masters, publisher, ledger, lease, saved=saved)
+        return cls(
+            bucket,
+            run,
+            model,
+            tokenizer,
+            masters,
+            publisher,
+            ledger,
+            lease,
+            config.train,
+            saved=saved,
+        )
 
     @property
     def version(self) -> int:

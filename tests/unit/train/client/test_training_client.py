@@ -94,6 +94,26 @@ def test_gradients_add_up_and_a_failed_call_adds_nothing(url, model_directory):
     assert parts.version == 1
 
 
+def test_a_batch_in_several_passes_is_the_batch(url, model_directory):
+    """The plain twin: each datum through the whole model, padded to nothing, targets gathered."""
+    data = [datum("a" + "b" * n) for n in (3, 9, 1, 5)]
+    wide = Datum(ModelInput.from_ints([7, 8, 9]), {"target_tokens": [[1, 2], [3, 4], [5, 6]]})
+    with TrainingClient.create(url, model_directory) as client:
+        whole = client.forward([*data, wide], "cross_entropy").result()
+        client._session.budget = 8
+        parts = client.forward([*data, wide], "cross_entropy").result()
+        model = client._session.model
+        for one, out, again in zip(
+            [*data, wide], whole.loss_fn_outputs, parts.loss_fn_outputs, strict=True
+        ):
+            ids = torch.tensor([one.model_input.to_ints()])
+            logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float(), -1)
+            targets = torch.tensor(one.loss_fn_inputs["target_tokens"])
+            plain = logprobs.gather(1, targets.reshape(ids.shape[1], -1)).reshape(targets.shape)
+            torch.testing.assert_close(out["logprobs"], plain.detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(again["logprobs"], out["logprobs"], rtol=1e-5, atol=1e-5)
+
+
 def test_a_step_is_torchs_adamw(url, model_directory):
     """The twin is given the client's gradients, and torch's optimizer with the same parameters."""
     params = AdamParams(
