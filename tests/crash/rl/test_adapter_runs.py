@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from granted_groups import UNCHECKED, put_group
 from heartbeats import put_heartbeat
 
 from deltawire.cli.main import main
@@ -26,8 +27,7 @@ from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import load_mirror, read_history, read_manifest
 from deltawire.train.build import build_model, byte_tokenizer
-from deltawire.wire import keys
-from deltawire.wire.rollouts import Group, Trajectory, encode_group
+from deltawire.wire.rollouts import Group, Trajectory
 
 VERSIONS = 4
 
@@ -68,9 +68,10 @@ def start(folder: Path, **train: Any) -> Bucket:
         **train,
     }
     config = {"name": "lora", "model": {"path": str(folder / "model")}, "train": settings}
+    config["trust"] = UNCHECKED
     start_run(bucket, parse_config(config, source="test"), folder / "model")
     for number in range(2 * VERSIONS):
-        bucket.put(keys.rollout("w0", number), encode_group(group(number)))
+        put_group(bucket, number, group(number))
     put_heartbeat(bucket, "w0", stored=2 * VERSIONS, at=time.time())
     return bucket
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from granted_groups import UNCHECKED, put_group
 from heartbeats import put_heartbeat
 
 from deltawire.config import BuildConfig, parse_config
@@ -23,8 +24,7 @@ from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_history, read_manifest, read_run
 from deltawire.train import AdamParams, Datum, ModelInput, TrainingClient
 from deltawire.train.build import build_model, byte_tokenizer
-from deltawire.wire import keys
-from deltawire.wire.rollouts import Group, Trajectory, encode_group
+from deltawire.wire.rollouts import Group, Trajectory
 
 SIZES = BuildConfig(hidden_size=32, layers=1, head_size=16, feed_forward_size=48, context=64)
 TRAIN = {"versions": 4, "groups_per_step": 1, "max_staleness": 100, "checkpoint_every": 2}
@@ -53,9 +53,10 @@ def begun(tmp_path_factory) -> Path:
     save_model(build_model(SIZES, seed=0), byte_tokenizer(), folder / "model")
     bucket = open_bucket(str(folder / "bucket"), create=True)
     config = {"name": "handover", "model": {"path": str(folder / "model")}, "train": TRAIN}
+    config["trust"] = UNCHECKED
     start_run(bucket, parse_config(config, source="test"), folder / "model")
     for number in range(4):
-        bucket.put(keys.rollout("w0", number), encode_group(group(number)))
+        put_group(bucket, number, group(number))
     put_heartbeat(bucket, "w0", stored=4, at=time.time())
     return folder / "bucket"
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from granted_groups import UNCHECKED, put_group
 from heartbeats import put_heartbeat
 
 from deltawire.cli.main import main
@@ -31,7 +32,7 @@ from deltawire.sync import read_manifest, read_run
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
-from deltawire.wire.rollouts import Group, Trajectory, encode_group
+from deltawire.wire.rollouts import Group, Trajectory
 
 VERSIONS, STORED = 10, 40
 
@@ -64,6 +65,7 @@ def begun(tmp_path_factory) -> Path:
     bucket = open_bucket(str(folder / "bucket"), create=True)
     raw = {
         "name": "apart",
+        "trust": UNCHECKED,
         "model": {"path": str(folder / "model")},
         "train": {
             "versions": VERSIONS,
@@ -74,7 +76,7 @@ def begun(tmp_path_factory) -> Path:
     }
     start_run(bucket, parse_config(raw, source="test"), folder / "model")
     for number in range(STORED):
-        bucket.put(keys.rollout("w0", number), encode_group(group(number)))
+        put_group(bucket, number, group(number))
     put_heartbeat(bucket, "w0", stored=STORED, at=time.time())
     return folder / "bucket"
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from granted_groups import UNCHECKED, put_group
 from heartbeats import put_heartbeat
 
 from deltawire.cli.main import main
@@ -49,6 +50,7 @@ from deltawire.wire.rollouts import Group, Trajectory, encode_group
 VERSIONS = 6
 CONFIG = {
     "name": "exact",
+    "trust": UNCHECKED,
     "model": {"path": "model"},
     "train": {
         "versions": VERSIONS,
@@ -91,7 +93,7 @@ def begun(tmp_path_factory) -> Path:
     config = {**CONFIG, "model": {"path": str(folder / "model")}}
     start_run(bucket, parse_config(config, source="test"), folder / "model")
     for number in range(2 * VERSIONS):
-        bucket.put(keys.rollout("w0", number), encode_group(group(number)))
+        put_group(bucket, number, group(number))
     put_heartbeat(bucket, "w0", stored=2 * VERSIONS, at=time.time())
     return folder / "bucket"
 
@@ -447,7 +449,7 @@ def test_an_audit_reads_a_sample_and_finds_groups_that_were_exchanged(bucket) ->
     found = audit_consumption(bucket, sampled=5)
     assert (found.groups, found.consumed, found.lost) == (5, 2 * VERSIONS, 0)
     for number in range(2 * VERSIONS):
-        bucket.put(keys.rollout("w0", number), encode_group(group(number + 100)))
+        put_group(bucket, number, group(number + 100))
     assert audit_consumption(bucket, sampled=5).lost == 5
 
 
