@@ -154,8 +154,9 @@ def _accuracy(state: RunState) -> str:
         _mark_ends(axes, at, level)
     else:
         axes.set_yticks([])
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.margins(x=0.07, y=0.1)
+    if curve:
+        _keep_to_shares(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     newest = max(version for version, _ in [*curve, *rewards])
     axes.xaxis.set_major_formatter(
@@ -163,6 +164,16 @@ def _accuracy(state: RunState) -> str:
     )
     axes.set_xlabel("version")
     return _svg(figure, "accuracy")
+
+
+def _keep_to_shares(axes: Any) -> None:
+    """Label an axis in percent, and leave out most of what is below 0 and above 100 %."""
+    low, high = axes.get_ylim()
+    room = 0.05 * (high - low)
+    axes.set_ylim(max(low, -room), min(high, 1 + room))
+    axes.yaxis.set_major_formatter(
+        lambda value, _: f"{100 * value:.0f} %" if -1e-9 < value < 1 + 1e-9 else ""
+    )
 
 
 def _mark_ends(axes: Any, at: Sequence[int], level: Sequence[float]) -> None:

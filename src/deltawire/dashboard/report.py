@@ -359,7 +359,8 @@ def _configuration(summary: Summary) -> str:
         for one in summary.settings_changed
     ]
     rows.append(("digest", digest))
-    return f'<section class="card"><h2>Configuration</h2>{_pairs(rows)}</section>'
+    listed = f'<div class="long" tabindex="0">{_pairs(rows)}</div>'
+    return f'<section class="card"><h2>Configuration</h2>{listed}</section>'
 
 
 def _pairs(rows: Sequence[tuple[str, str]]) -> str:

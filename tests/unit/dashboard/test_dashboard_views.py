@@ -326,6 +326,22 @@ def test_rewards_have_their_own_axis_of_plain_numbers(run):
     assert len(accuracy.lines) == 1  # The curve of the accuracy, and nothing of the reward's.
 
 
+@pytest.mark.parametrize("level", [0.0, 1.0])
+def test_the_axis_of_accuracy_has_no_label_outside_0_to_100_percent(level):
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    axes.plot([0, 1], [level, level])
+    axes.margins(y=0.1)
+    plots._keep_to_shares(axes)
+    low, high = axes.get_ylim()
+    assert low < level < high
+    assert low > -0.01
+    assert high < 1.01
+    formatter = axes.yaxis.get_major_formatter()
+    assert [formatter(value) for value in (-0.02, 0.0, 1.0, 1.02)] == ["", "0 %", "100 %", ""]
+
+
 def test_version_marks_of_a_resumed_run_do_not_touch(run):
     """A run that slept for days has all its versions at the two ends of the timeline."""
     from matplotlib.figure import Figure
