@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from pathlib import Path
 
 import msgspec
 
-from deltawire import codec
 from deltawire.config import RunConfig, require_same, run_config
 from deltawire.envs import open_tasks
 from deltawire.export.adapter import adapted, adapter_files
 from deltawire.export.models import load_model, load_tokenizer, published_files
-from deltawire.export.source import bits_of, open_source
+from deltawire.export.source import digest_of, open_source
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
-from deltawire.sync import Mirror, Publisher, create_run, newest_version
-from deltawire.sync.chain.objects import put_blob
-from deltawire.wire.run import ModelFile, Run, chunk_for
+from deltawire.sync import newest_version, open_publisher, read_run, require_run
+from deltawire.sync.chain.objects import another_model, check_signer, put_blob
+from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
 
 
@@ -42,37 +39,34 @@ def start_run(
     load_tokenizer(model_directory)
     open_tasks(config.task, seed=config.seed).draw("check", 0)
     source = open_source(config.train.exporter, model)
-    specs, bits = source.specs(), bits_of(source)
-    digest = codec.digest_model(bits)
-    contents = published_files(model_directory, specs)
-    if adapter.kind != "none":
-        contents |= adapter_files(model, adapter, specs, base=config.model.path)
-    files = [
-        ModelFile(name=name, blob=ref.hash, bytes=ref.bytes)
-        for name, data in contents.items()
-        for ref in [put_blob(bucket, data)]
-    ]
-    run = create_run(
-        bucket,
-        Run(
-            id=run_id or secrets.token_hex(16),
-            name=config.name,
-            created_at=time.time(),
-            tensors=specs,
-            digest=digest.hex(),
-            chunk=chunk_for(specs),
-            model_files=files,
-            public_key=signer.public_key if signer else "",
-            config=msgspec.to_builtins(config),
-        ),
-        signer=signer,
-    )
-    check_same(bucket, config)
+    specs = source.specs()
     if newest_version(bucket) is None:
-        mirror = Mirror({name: array.copy() for name, array in bits.items()}, -1, codec.ZERO)
-        publisher = Publisher(bucket, run, mirror, epoch=0, compaction_strides=(), signer=signer)
-        publisher.publish(source.tensors())
-        publisher.close()
+        if read_run(bucket) is not None:  # An earlier start ended before it committed version 0.
+            check_same(bucket, config)
+        contents = published_files(model_directory, specs)
+        if adapter.kind != "none":
+            contents |= adapter_files(model, adapter, specs, base=config.model.path)
+        files = [
+            ModelFile(name=name, blob=ref.hash, bytes=ref.bytes)
+            for name, data in contents.items()
+            for ref in [put_blob(bucket, data)]
+        ]
+        open_publisher(
+            bucket,
+            source.tensors(),
+            specs=specs,
+            name=config.name,
+            config=msgspec.to_builtins(config),
+            model_files=files,
+            signer=signer,
+            run_id=run_id,
+            compaction_strides=(),
+        ).close()
+    run = require_run(bucket, public_key=signer.public_key if signer else "")
+    check_signer(bucket, run, signer)
+    if run.tensors != specs or run.digest != digest_of(source).hex():
+        raise another_model(bucket, run.tensors, specs)
+    check_same(bucket, config)
     return run
 
 

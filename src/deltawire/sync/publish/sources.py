@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -70,6 +71,7 @@ def open_publisher(
     directory: Path | str | None = None,
     metadata: dict[str, Any] | None = None,
     signer: Signer | None = None,
+    run_id: str = "",
     **options: Any,
 ) -> Publisher:
     """Open a publisher of models like ``tensors``: of the run in the bucket, or of a new one.
@@ -83,8 +85,8 @@ def open_publisher(
     those of `read_safetensors` do. ``directory`` is a model directory whose other files, such as
     its configuration and tokenizer, a new run carries, so that ``pull`` writes a directory that
     loads; ``model_files`` are such files that are blobs already, and ``metadata`` is version 0's.
-    ``options`` go to `Publisher`. Raises `InputError` if another model's run is there, and for
-    tensors that no engine could load.
+    ``run_id`` is a new run's id, random by default. ``options`` go to `Publisher`. Raises
+    `InputError` if another model's run is there, and for tensors that no engine could load.
 
     Example::
 
@@ -105,6 +107,7 @@ def open_publisher(
         files = [] if directory is None else _stored_files(bucket, Path(directory))
         run = msgspec.structs.replace(
             _describe(tensors, *table, name=name, chunk=chunk),
+            id=run_id or secrets.token_hex(16),
             public_key=key,
             model_files=[*(model_files or []), *files],
             config=config or {},
