@@ -236,11 +236,9 @@ class LossConfig(Section, frozen=True, kw_only=True):
         corrected = bool(self.corrections) or (self.ratio_base == "rollout" and ratio)
         if largest_age > UNCORRECTED_STALENESS and not corrected:
             reason = f"groups up to {largest_age} versions old would be trained on uncorrected"
-            lower = f"lower max_staleness to {UNCORRECTED_STALENESS}"
-            return (
-                reason,
-                f'set ratio_base = "rollout", add a [[train.loss.corrections]], or {lower}',
-            )
+            ways = ['set ratio_base = "rollout"'] if ratio else []
+            ways.append("add a [[train.loss.corrections]]")
+            return reason, f"{', '.join(ways)}, or lower max_staleness to {UNCORRECTED_STALENESS}"
         if self.dual_clip and (self.dual_clip <= 1 or not traits.dual_clip):
             return "dual_clip is a bound above 1 on the surrogate ppo", "set dual_clip = 0"
         if traits.clip is None and (self.clip_low, self.clip_high) != (None, None):
@@ -345,7 +343,10 @@ class TrainConfig(Section, frozen=True, kw_only=True):
                 return "requeue_age is not above max_staleness", "set it to 0 for a default"
             if self.loss.ratio_base == "rollout" or not self.loss.corrections:
                 reason = "requeue trains on groups too old for a ratio to their own sampler"
-                return reason, 'set loss.ratio_base = "old" and add a [[train.loss.corrections]]'
+                ways = ['set loss.ratio_base = "old"'] if self.loss.ratio_base != "old" else []
+                if not self.loss.corrections:
+                    ways.append("add a [[train.loss.corrections]]")
+                return reason, " and ".join(ways)
         if self.adapter.dropout and not self.dropout:
             return "adapter.dropout has no effect without dropout", "set train.dropout = true"
         for number, group in enumerate(self.optimizer.groups):

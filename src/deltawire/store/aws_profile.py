@@ -6,6 +6,8 @@ import configparser
 import os
 from pathlib import Path
 
+from deltawire.errors import InputError
+
 _KEYS = {
     "aws_access_key_id": "access_key_id",
     "aws_secret_access_key": "secret_access_key",
@@ -19,12 +21,25 @@ _VARIABLES = {
 }
 
 
-def read_profile() -> dict[str, str]:
+_INDIRECT = ("role_arn", "credential_process", "sso_session", "sso_start_url")
+_ELSEWHERE = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_SKIP_SIGNATURE",
+)
+"""Variables by which the store's client finds credentials before a profile is needed."""
+
+
+def read_profile(*, credentials: bool = True) -> dict[str, str]:
     """Return the store options of the current profile that the environment does not set.
 
     The profile is the one that ``AWS_PROFILE`` names, or else ``default``. Access key, secret and
-    session token are taken together or not at all; the environment's come first. Profiles that
-    assume a role or run a program are not supported: they yield no credentials.
+    session token are taken together or not at all; the environment's come first.
+
+    Raises `InputError` if ``credentials`` are needed, the environment has none, and the profile
+    gets them in a way that only the AWS tools know, such as a role to assume.
     """
     name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
     folder = Path("~/.aws").expanduser()
@@ -39,6 +54,8 @@ def read_profile() -> dict[str, str]:
             found |= dict(parser.items(section))
         except (configparser.Error, OSError, UnicodeDecodeError):
             continue
+    if credentials:
+        _check_supported(name, found)
     options = {_KEYS[key]: value for key, value in found.items() if key in _KEYS and value}
     for option, variables in _VARIABLES.items():
         if any(os.environ.get(variable) for variable in variables):
@@ -47,3 +64,16 @@ def read_profile() -> dict[str, str]:
         for option in ("access_key_id", "secret_access_key", "session_token"):
             options.pop(option, None)
     return options
+
+
+def _check_supported(name: str, found: dict[str, str]) -> None:
+    if "aws_access_key_id" in found or any(os.environ.get(variable) for variable in _ELSEWHERE):
+        return
+    for key in _INDIRECT:
+        if found.get(key):
+            raise InputError(
+                f"the profile {name} in ~/.aws gets its credentials by {key}, which only the AWS "
+                "tools can do",
+                hint=f'run: eval "$(aws configure export-credentials --profile {name} '
+                '--format env)", and start again when they expire',
+            )

@@ -20,6 +20,8 @@ from deltawire.store.folder import FolderBucket, make_folder
 
 REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 
+_CREDENTIALS = frozenset({"access_key_id", "credential_provider", "skip_signature"})
+
 IDLE_S = 60.0
 """A transfer that moves nothing for this long is given up; how long it takes in all is free."""
 
@@ -93,7 +95,7 @@ def _remote_options(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
     }
     chosen["client_options"] = client
     if scheme.startswith("s3"):
-        for option, setting in read_profile().items():
+        for option, setting in read_profile(credentials=_CREDENTIALS.isdisjoint(options)).items():
             chosen.setdefault(option, setting)
         # The order of the AWS tools: the service's own variable before the one for all of them.
         names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")

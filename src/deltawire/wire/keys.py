@@ -29,14 +29,15 @@ ROLES = "roles/"
 ARCHIVE = "archive/"
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
+_DEVICE = re.compile(r"(?i:CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9])\Z")
 _HASH = re.compile(r"^[0-9a-f]{64}\Z")
 MAX_NUMBER = 10**10 - 1
 
 
 def valid_name(name: str) -> bool:
     """Returns whether ``name`` may name a worker or a process: at most 63 letters, digits, ``-``
-    and ``_``."""
-    return bool(_NAME.match(name))
+    and ``_``, and no device of Windows, where a folder could not hold it."""
+    return bool(_NAME.match(name)) and not _DEVICE.match(name)
 
 
 def _number(value: int) -> str:
@@ -48,7 +49,8 @@ def _number(value: int) -> str:
 def _checked(name: str) -> str:
     if not valid_name(name):
         raise InputError(
-            f"{name[:80]!r} cannot name a process", hint="use letters, digits, - and _"
+            f"{name[:80]!r} cannot name a process",
+            hint="use letters, digits, - and _, and no name of a device such as CON",
         )
     return name
 

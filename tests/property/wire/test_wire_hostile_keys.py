@@ -3,9 +3,11 @@ that deltawire would make, or none."""
 
 import string
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltawire.errors import InputError
 from deltawire.wire import keys
 
 PREFIXES = [
@@ -62,3 +64,13 @@ def test_every_key_that_is_made_comes_back(first, second):
     assert keys.trailing_number(keys.manifest(first)) == first
     assert keys.trailing_number(keys.retention_floor(first)) == first
     assert keys.group_of(keys.rollout("w-1", first)) == ("w-1", first)
+
+
+@pytest.mark.parametrize("name", ["CON", "con", "Nul", "COM1", "lpt9"])
+def test_a_device_of_windows_names_no_process(name):
+    assert not keys.valid_name(name)
+    assert keys.process_of(f"{keys.HEARTBEATS}{name}.json") is None
+    for make in (keys.heartbeat, keys.rollouts_of, keys.tombstone):
+        with pytest.raises(InputError, match="cannot name a process"):
+            make(name)
+    assert keys.valid_name(f"{name}0x")

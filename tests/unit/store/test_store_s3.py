@@ -290,6 +290,31 @@ def test_a_profile_gives_what_the_environment_does_not(s3_server, environment, t
     assert read_profile() == {}
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "role_arn = arn:aws:iam::1:role/r\nsource_profile = base\n",
+        "credential_process = /bin/tool\n",
+        "sso_session = me\nsso_account_id = 1\n",
+    ],
+)
+def test_a_profile_that_only_the_aws_tools_understand_is_refused(environment, tmp_path, lines):
+    """The store's client would ask a metadata server that is not there, and say so."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        environment.delenv(name)
+    (tmp_path / "config").write_text(f"[profile mine]\n{lines}")
+    environment.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    environment.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    environment.setenv("AWS_PROFILE", "mine")
+    with pytest.raises(InputError, match=f"the profile mine .* by {lines.split(' ')[0]}") as caught:
+        open_bucket("s3://drills/profile")
+    assert "aws configure export-credentials --profile mine" in caught.value.hint
+    # Credentials in the environment come first, as they do for the AWS tools.
+    environment.setenv("AWS_ACCESS_KEY_ID", "key")
+    environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    open_bucket("s3://drills/profile")
+
+
 @pytest.mark.parametrize("body", [b"", b"no xml", b"<?xml version='1.0'?><a>", b"\xff" * 2000])
 def test_an_invalid_listing_is_an_error(s3_server, answering, body):
     """The page of a captive portal, for example, is not taken for an empty bucket."""
