@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import tiny_config
 
 from deltawire.rl.control.rollout_buffer import read_consumed
 from deltawire.runtime.fleet import read_trainer
@@ -27,27 +28,15 @@ from deltawire.wire.ledger import CommitMetadata
 
 pytestmark = pytest.mark.timeout(300)
 
-CONFIG = """
+CONFIG = f"""
 name = "tiny"
-[model.build]
-hidden_size = 32
-layers = 1
-head_size = 16
-feed_forward_size = 64
-context = 128
-[task]
+{tiny_config.MODEL}[task]
 heldout = 10
-options = { min_word_len = 3, max_word_len = 4 }
+options = {{ min_word_len = 3, max_word_len = 4 }}
 [warm_start]
 max_steps = 4
 check_every = 4
-[rollout]
-workers = 2
-group_size = 4
-max_tokens = 6
-slots = 16
-context = 96
-[train]
+{tiny_config.ROLLOUT}[train]
 versions = VERSIONS
 groups_per_step = 4
 max_staleness = 2

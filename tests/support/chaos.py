@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import tiny_config
 from rich.console import Console
 
 from deltawire.config import RunConfig, load_config
@@ -43,27 +44,15 @@ from deltawire.wire import keys
 SCRIPT = Path(__file__).with_name("faulty_deltawire.py")
 MORE_VERSIONS = 6
 RECOVERY_S = 90.0
-CONFIG = """
+CONFIG = f"""
 name = "chaos"
-[model.build]
-hidden_size = 32
-layers = 1
-head_size = 16
-feed_forward_size = 64
-context = 128
-[task]
+{tiny_config.MODEL}[task]
 heldout = 4
-options = { min_word_len = 3, max_word_len = 4 }
+options = {{ min_word_len = 3, max_word_len = 4 }}
 [warm_start]
 max_steps = 2
 check_every = 2
-[rollout]
-workers = 2
-group_size = 4
-max_tokens = 6
-slots = 16
-context = 96
-[train]
+{tiny_config.ROLLOUT}[train]
 versions = 1000000
 groups_per_step = 4
 max_staleness = 2

@@ -18,7 +18,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_token_file(parser)
     parser.add_argument("--no-token", action="store_true", help="let everyone on this machine read")
     parser.add_argument(
-        "--every", type=float, default=5.0, metavar="S", help="read the bucket at most so often"
+        "--every",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="read the bucket at most once in so many seconds",
     )
     add_window(parser)
     parser.add_argument(
@@ -30,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--out", default="", metavar="DIR", help="the folder for the tracker's files"
     )
-    parser.add_argument("--project", default="deltawire", help="of wandb or trackio")
+    parser.add_argument("--project", default="deltawire", help="the project of wandb or trackio")
     parser.add_argument(
         "--offline", action="store_true", help="wandb: keep the files here, for wandb sync"
     )

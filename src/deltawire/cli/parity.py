@@ -16,7 +16,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "source", metavar="MODEL", help="a model directory, a run's bucket, or a CONFIG.toml"
     )
-    parser.add_argument("--version", type=int, metavar="N", help="of a run (default: the newest)")
+    parser.add_argument(
+        "--version", type=int, metavar="N", help="the version of a run (default: the newest)"
+    )
     parser.add_argument(
         "--left",
         default="transformers:bf16:decode",
@@ -24,7 +26,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="draws the tokens: transformers[:eager][:bf16][:decode], vllm[:bf16]",
     )
     parser.add_argument(
-        "--right", default="transformers:float32", metavar="ENGINE", help="is compared with it"
+        "--right",
+        default="transformers:float32",
+        metavar="ENGINE",
+        help="the engine to compare with it",
     )
     parser.add_argument(
         "--prompts", default="", metavar="FILE", help="one prompt a line: text, or token ids"
@@ -32,16 +37,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--count", type=int, default=8, help="random prompts, without --prompts")
     parser.add_argument("--length", type=int, default=32, help="tokens of a random prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens drawn after each prompt")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and draws")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of prompts and draws")
     parser.add_argument(
         "--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)"
     )
     parser.add_argument("--layers", action="store_true", help="compare layer by layer")
     parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="of a layer (default: by precision)"
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="the largest drift of a layer (default: by precision)",
     )
     parser.add_argument(
-        "--replay", action="store_true", help="also with the left engine's expert choices"
+        "--replay", action="store_true", help="score again with the left engine's expert choices"
     )
     parser.add_argument("--limit", type=float, metavar="K3", help="exit with 3 above it")
     parser.add_argument(

@@ -15,7 +15,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_trust(parser)
     parser.add_argument("--watch", action="store_true", help="repeat until the run is over")
     parser.add_argument(
-        "--every", type=float, default=2.0, metavar="S", help="seconds between two (default: 2)"
+        "--every",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds between two reads (default: 2)",
     )
     add_window(parser)
     add_json(parser, "print one JSON object each time")

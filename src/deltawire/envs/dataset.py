@@ -13,7 +13,7 @@
     answer = "answer"
 
 Every stream of tasks, so every life of a worker, draws each training row once before it draws one
-again, in an order of its own (`deltawire.data.order`); streams do not know of each other. The
+again, in a separate order (`deltawire.data.order`); streams do not know of each other. The
 held-out rows are those of ``data.heldout_split``, or rows that an order which no seed changes puts
 first.
 """
@@ -88,7 +88,7 @@ class DatasetTasks:
     def draw(self, stream: str, index: int) -> Task:
         """Draw a training row; a stream draws each of them once an epoch.
 
-        Without ``data.shuffle`` a stream follows the order of the file, from a place of its own.
+        Without ``data.shuffle`` a stream follows the order of the file, from a separate place.
         """
         seed, count = stream_seed(self._seed, stream), len(self._train)
         if self._data.shuffle:

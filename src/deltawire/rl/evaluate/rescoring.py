@@ -16,7 +16,7 @@ Of a group that `deltawire.rl.control.worker_guard` drew, this checks
 What is not judged: versions that are pruned or cannot be read, and environments that this machine
 does not have. Probes, families and expert choices are not compared; they are self-attested.
 
-A thread does this, one group at a time and at low priority. It has a model and a mirror of its own,
+A thread does this, one group at a time and at low priority. It has a separate model and mirror,
 in main memory. The trainer never waits for it.
 
 How soon a worker is found: each of its groups is drawn with probability s, so that n groups with a

@@ -100,7 +100,7 @@ class TrainingSession:
         self._lease = lease
         self.policy = TrainedPolicy.of(model, config)
         self.budget = config.max_tokens_per_batch
-        """Tokens of one forward pass; a longer sequence is a pass of its own."""
+        """Tokens of one forward pass; a longer sequence is a separate pass."""
         self._saved = publisher.version if saved else -1
         self._changed = False
 

@@ -12,7 +12,7 @@ from deltawire.train.loss.inputs import (
 def gspo(inputs: LossInputs, bounds: ClipBounds) -> TokenLosses:
     """−min(sA, clip(s, 1 − ε_low, 1 + ε_high)·A), s = exp(mean of log ρ over the sequence).
 
-    Every token has the value of its sequence and, through sg(s)·π / sg(π), a gradient of its own
+    Every token has the value of its sequence and, through sg(s)·π / sg(π), a separate gradient
     log-probability. The paper's bounds, 3e-4 and 4e-4, are the defaults: a mean of log-ratios
     moves far less than one of them. Source: GSPO, Zheng et al. 2025, in the form for tokens,
     GSPO-token.
