@@ -55,6 +55,7 @@ def test_the_tables_were_found():
     assert neither == {
         "chat.template_kwargs",
         "evaluate.sets",
+        "midtrain",
         "task.data",
         "task.messages",
         "task.mixture",
@@ -206,7 +207,7 @@ TOGETHER = {
     "train.adapter.dropout",
     "train.loss.ratio_base",
     *(f"train.schedule.{key}" for key in ("kind", "steps", "decay_steps", "floor")),
-    *("evaluate.sets", "task.data", "task.mixture"),
+    *("evaluate.sets", "task.data", "task.mixture", "midtrain"),
 }
 """Keys of which one alone is refused; other tests have them."""
 

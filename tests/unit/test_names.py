@@ -64,6 +64,7 @@ EXCEPTIONS = {
     "launch/session.py:plain": "the option --plain: lines instead of a live view",
     "launch/watching.py:plain": "the option --plain: lines instead of a live view",
     "option:run --plain": "lines instead of a live view",
+    "option:midtrain --plain": "lines instead of a live view",
     "sync/follow/fetch.py:pool": "a pool of threads",
 }
 """``file:name`` → why the word is right there. `mix` in code of the digest is a local variable."""

@@ -23,6 +23,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 TRUST = {"--public-key", "--max-age", "--allow-rollback"}
 FLAGS = {
+    "midtrain": {"--out", "--bucket", "--seed", "--key", "--allow-rollback", "--plain", "--json"},
     "run": {
         "--out",
         "--bucket",

@@ -2,6 +2,7 @@
 
 COMMANDS = (
     "run",
+    "midtrain",
     "worker",
     "trainer",
     "evaluator",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from deltawire.cli.arguments import BUCKET, add_engine, add_json, add_key, add_seed
 from deltawire.cli.exit_codes import INTERRUPTED
 from deltawire.engines.registry import check_engine
+from deltawire.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,6 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     path = Path(arguments.config)
     config = read_config(path, seed=arguments.seed, engine=arguments.engine)
+    if config.midtrain is not None and arguments.command == "run":
+        raise InputError(
+            f"{path} has a [midtrain] section", hint="start it with deltawire midtrain"
+        )
     out = Path(arguments.out or f"runs/{config.name}")
     console = Console(stderr=arguments.json)
     if arguments.dry_run:

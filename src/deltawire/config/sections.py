@@ -16,7 +16,7 @@ from deltawire.config.adapters import AdapterConfig
 from deltawire.config.base import Count, Fraction, OwnDevice, Positive, Section
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
-from deltawire.config.tasks import ChatConfig, EvaluateConfig, TaskConfig
+from deltawire.config.tasks import ChatConfig, EvaluateConfig, MidtrainConfig, TaskConfig
 
 OnFull = Literal["end", "drop", "summary"]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)\Z")]
@@ -482,6 +482,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     chat: ChatConfig = ChatConfig()
+    midtrain: MidtrainConfig | None = None
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()

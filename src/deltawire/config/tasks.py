@@ -177,3 +177,25 @@ class EvaluateConfig(Section, frozen=True, kw_only=True):
             if found := one.task.contradiction(where):
                 return found
         return None
+
+
+class DocumentStreamConfig(Section, frozen=True, kw_only=True):
+    """One stream of documents for mid-training: rows with a text each."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """As ``task.data.path``: JSONL, Parquet, a folder of them, or a saved dataset."""
+    split: Annotated[str, Meta(max_length=128)] = ""
+    column: Annotated[str, Meta(min_length=1, max_length=128)] = "text"
+    weight: Positive = 1.0
+    """Its share of the documents."""
+    shuffle: bool = True
+
+
+class MidtrainConfig(Section, frozen=True, kw_only=True):
+    """Mid-training, instead of reinforcement learning: next-token steps over documents, one version
+    a step. The run has no workers and no evaluator."""
+
+    streams: Annotated[list[DocumentStreamConfig], Meta(min_length=1, max_length=100)]
+    tokens_per_step: Count = 65_536
+    sequence_length: Annotated[int, Meta(ge=2, le=1_000_000_000)] = 4096
+    """Longer documents are cut into pieces of this many tokens."""

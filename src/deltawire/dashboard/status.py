@@ -99,6 +99,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     window_s: float | None
     steps_per_minute: float | None
     reward: float | None
+    loss: float | None
     reward_spread: float | None
     zero_advantage: float | None
     completion_length: float | None

@@ -83,8 +83,8 @@ def _figures(status: RunStatus) -> Table:
             f"{_text('reward_spread', status)}, {_text('zero_advantage', status)} of groups equal",
         ),
         (
-            "entropy",
-            _text("entropy", status),
+            "loss",
+            f"{_text('loss', status)}, entropy {_text('entropy', status)}",
             "held-out reward",
             _text("heldout_reward", status),
         ),

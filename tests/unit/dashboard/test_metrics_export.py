@@ -42,6 +42,7 @@ STATUS = RunStatus(
     window_s=60.0,
     steps_per_minute=30.0,
     reward=0.5,
+    loss=0.2,
     reward_spread=0.3,
     zero_advantage=0.25,
     completion_length=12.0,

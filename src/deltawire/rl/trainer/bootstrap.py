@@ -37,7 +37,8 @@ def start_run(
     adapter = config.train.adapter
     model = adapted(load_model(model_directory), adapter, seed=config.seed)
     load_tokenizer(model_directory)
-    open_tasks(config.task, seed=config.seed).draw("check", 0)
+    if config.midtrain is None:
+        open_tasks(config.task, seed=config.seed).draw("check", 0)
     source = open_source(config.train.exporter, model)
     specs = source.specs()
     if newest_version(bucket) is None:

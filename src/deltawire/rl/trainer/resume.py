@@ -156,6 +156,15 @@ def metadata_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata,
     return metadata, Digest.from_hex(manifest.digest)
 
 
+def settings_of_step(bucket: Bucket, run: Run, metadata: CommitMetadata, version: int) -> RunConfig:
+    """The configuration that a committed version's step was made with."""
+    return with_settings(
+        run_config(run.config, url=bucket.url),
+        metadata.settings,
+        source=f"{bucket.url}/{keys.manifest(version)}",
+    )
+
+
 def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
     """Compute the step after ``state`` again, which advances it to the next committed version, with
     the settings of that step.
@@ -176,11 +185,7 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
             version=version,
         )
     groups = read_consumed(bucket, metadata)
-    config = with_settings(
-        run_config(run.config, url=bucket.url),
-        metadata.settings,
-        source=f"{bucket.url}/{keys.manifest(version)}",
-    )
+    config = settings_of_step(bucket, run, metadata, version)
     state.follow_settings(config.train)
     # A published step is not judged again, by limits that may have changed since.
     judged = msgspec.structs.replace(config.parity, stop=ParityLimits())

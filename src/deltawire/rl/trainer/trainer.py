@@ -34,7 +34,6 @@ from deltawire.errors import (
     DeltawireError,
     FencedError,
     InputError,
-    ResyncError,
     RetryError,
     StoppedError,
 )
@@ -54,6 +53,8 @@ from deltawire.rl.control.staleness import policy_of
 from deltawire.rl.control.worker_guard import WorkerGuard
 from deltawire.rl.evaluate.rescoring import Rescoring
 from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.fencing import unfenced
+from deltawire.rl.trainer.midtraining import Midtrainer
 from deltawire.rl.trainer.parity_recheck import ParityRecheck
 from deltawire.rl.trainer.progress_alarm import ProgressAlarm
 from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_step
@@ -452,22 +453,8 @@ class Trainer:
         self.credits.write("finished" if last else "stopped")
 
     def unfenced(self, error: FencedError) -> DeltawireError:
-        """Translate a fencing error.
-
-        `ResyncError`, to restart from the newest version, if the previous trainer's last commit
-        arrived late; else the error itself.
-        """
-        if error.version is None:
-            return error
-        manifest = read_manifest(self.bucket, self.run, error.version)
-        if manifest is None or manifest.epoch >= self.epoch:
-            return error
-        return ResyncError(
-            "the previous trainer committed a version late",
-            hint="restart from that version",
-            run=self.bucket.url,
-            version=error.version,
-        )
+        """See `deltawire.rl.trainer.fencing.unfenced`."""
+        return unfenced(self.bucket, self.run, self.epoch, error)
 
 
 def run_trainer(
@@ -495,7 +482,11 @@ def run_trainer(
     with fetch_model_files(process.bucket, run) as folder:
         model = open_model(Path(folder), config.train.adapter)
     model = model.to(resolve_device(config.device_of("trainer")))
-    trainer = Trainer(process, run, config, model, signer=signer)
+    trainer: Trainer | Midtrainer
+    if config.midtrain is not None:
+        trainer = Midtrainer(process, run, config, model, signer=signer)
+    else:
+        trainer = Trainer(process, run, config, model, signer=signer)
     process.events.span("start", started)
     try:
         try:

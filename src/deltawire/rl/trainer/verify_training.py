@@ -88,6 +88,12 @@ def verify_training(
     damaged or gone.
     """
     run, config = open_run(bucket)
+    if config.midtrain is not None:
+        raise InputError(
+            "a run of mid-training has no groups to compute its steps from",
+            hint="its trainer computes them again from the documents when it continues",
+            run=bucket.url,
+        )
     head = newest_readable(bucket, run)
     if head is None:
         raise InputError("the run has no version 0", run=bucket.url)
