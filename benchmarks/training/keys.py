@@ -48,6 +48,14 @@ KEYS: Final[dict[str, Key]] = {
     "memory_error_max": Key(
         "memory_error", "<=", 0.10, "largest error of the predicted peak memory of a step"
     ),
+    "head_peak_ratio": Key(
+        "head_peak", ">=", 8, "peak memory of the head, plain over chunked, 151,936 x 8,192"
+    ),
+    "packed_speedup": Key(
+        "packed", ">=", 1.5, "passes over padded rows over packed ones, log-normal lengths"
+    ),
+    "packed_speedup_equal": Key("packed", ">=", 0.95, "the same at equal lengths"),
+    "step_speedup_vs_trl": Key("peers", ">=", 1.5, "a step of TRL's GRPO over one of ours"),
     "offload_device_peak_saved": Key(
         "offload", ">=", 0.40, "share of a step's device peak that optimizer offload saves"
     ),

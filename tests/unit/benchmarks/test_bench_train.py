@@ -3,8 +3,10 @@
 import importlib
 import json
 
+import numpy as np
 import pytest
 
+from benchmarks.training import head_peak
 from benchmarks.training.keys import (
     KEYS,
     Key,
@@ -14,6 +16,7 @@ from benchmarks.training.keys import (
     report,
     rows,
 )
+from benchmarks.training.workload import log_normal
 from deltawire.errors import InputError
 
 
@@ -48,3 +51,21 @@ def test_a_measurement_runs_in_its_own_process_and_is_reported_against_its_floor
     assert found["met"]["memory_error_max"] == (abs(case["error"]) <= 0.1)
     assert rows(values)[0][:3] == ("memory_error_max", f"{abs(case['error']):.4g}", "<= 0.1")
     assert case["case"] in capfd.readouterr().err
+
+
+def test_lengths_are_log_normal_and_seeded():
+    lengths = log_normal(20_000, 7)
+    assert lengths == log_normal(20_000, 7)
+    assert np.median(lengths) == pytest.approx(256, rel=0.05)
+    assert np.percentile(lengths, 95) == pytest.approx(1024, rel=0.05)
+    assert max(lengths) == 2048
+
+
+def test_a_chunked_head_peaks_lower_than_a_plain_one(monkeypatch):
+    """Every tensor is counted and none is allocated."""
+    monkeypatch.setattr(head_peak, "TOKENS", 2048)
+    monkeypatch.setattr(head_peak, "HIDDEN", 64)
+    plain, chunked = (head_peak.tracked(step) for step in (head_peak.plain, head_peak.chunked))
+    logits = 2048 * head_peak.VOCABULARY * 4
+    assert plain > 2 * logits
+    assert chunked < logits
