@@ -294,14 +294,14 @@ def _attempt(action: Callable[[], _V | None], problems: list[str]) -> _V | None:
 
 
 def _alarms(fleet: Fleet) -> list[str]:
-    """Why workers pass over a newer manifest: each reason once, with the number of workers."""
+    """Why workers pass over an object: each reason once, with the number of workers."""
     reasons = Counter(
         beat.worker.alarm
         for name, beat in fleet.heartbeats.items()
         if beat.worker and beat.worker.alarm and fleet.states[name] != "ended"
     )
     return [
-        f"{number} {'worker passes' if number == 1 else 'workers pass'} over a manifest: {reason}"
+        f"{number} {'worker passes' if number == 1 else 'workers pass'} over an object: {reason}"
         for reason, number in reasons.items()
     ]
 

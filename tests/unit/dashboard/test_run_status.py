@@ -306,5 +306,5 @@ def test_a_manifest_that_readers_pass_over_is_a_problem(bucket) -> None:
     assert found.version is None, "no version can be read"
     assert len(found.problems) == 2
     assert keys.manifest(9_999_999_999) in found.problems[0]
-    assert found.problems[1] == "2 workers pass over a manifest: version 4 is junk"
+    assert found.problems[1] == "2 workers pass over an object: version 4 is junk"
     assert "2 workers pass over" in shown(found, width=200)
