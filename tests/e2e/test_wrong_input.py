@@ -153,7 +153,7 @@ def test_an_engine_that_is_not_there(
     line = fail(capsys, "run", str(config), "--engine", "vllm", "--out", str(tmp_path / "out"))
     assert "make engines" in line
     assert not (tmp_path / "out").exists()
-    config.write_text(TINY + '[parity]\nroutes = "record"\n')
+    config.write_text(TINY + "[rollout]\ntop_p = 0.9\ntemperature = 0.7\n")
     line = fail(capsys, "run", str(config), "--engine", "vllm")
     assert "--engine vllm: rollout.engine" in line
 

@@ -94,11 +94,6 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
             f"{source}: rollout.engine vllm does not load train.adapter yet",
             hint='set rollout.engine = "transformers", or train.adapter.kind = "none"',
         )
-    if rollout.engine == "vllm" and config.parity.routes != "off":
-        raise InputError(
-            f"{source}: rollout.engine vllm does not report expert choices",
-            hint='set parity.routes = "off", or rollout.engine = "transformers"',
-        )
     if config.midtrain is not None:  # Nobody samples, and nobody evaluates.
         rollout = msgspec.structs.replace(config.rollout, workers=0)
         evaluate = msgspec.structs.replace(config.evaluate, every=0)

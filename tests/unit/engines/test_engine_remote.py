@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -15,15 +17,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from deltawire.codec import Digest
-from deltawire.engines.base import Sampling, Truncation
+from deltawire.engines.base import Completion, Sampling, Truncation
 from deltawire.engines.vllm import remote, server
 from deltawire.engines.vllm.opening import logprobs_mode
 from deltawire.engines.vllm.remote import EngineClient, RemoteSampler, RemoteWeights
+from deltawire.engines.vllm.routed_experts import experts_of
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
+from deltawire.parity.routes import RouteShape, pack_parts, unpack_routes
 
 GREEDY = Sampling(max_tokens=4, temperature=0.0)
 
@@ -113,9 +119,9 @@ async def serving(engine: FakeEngine) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def sampling(engine: FakeEngine) -> AsyncIterator[RemoteSampler]:
+async def sampling(engine: FakeEngine, **settings: Any) -> AsyncIterator[RemoteSampler]:
     async with serving(engine) as path:
-        sampler = RemoteSampler(path, stop_tokens=[2], slots=4, capacity=16, version=8)
+        sampler = RemoteSampler(path, stop_tokens=[2], slots=4, capacity=16, version=8, **settings)
         try:
             yield sampler
         finally:
@@ -153,6 +159,61 @@ def test_a_truncation_is_passed_on_with_log_probabilities_of_the_full_softmax() 
     assert logprobs_mode(Truncation(min_p=0.1), 1.0) == "raw_logprobs"
     with pytest.raises(InputError, match=r"full softmax at temperature 0\.7"):
         logprobs_mode(Truncation(top_k=5), 0.7)
+
+
+def npy(routes: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, routes)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+ROUTES = np.array([[[p % 4, 3 - p % 3], [(p + 1) % 4, (p + 2) % 4]] for p in range(5)], np.uint8)
+ROUTES[:, 0, 1] = (ROUTES[:, 0, 0] + 1) % 4
+"""The choices of a prompt of two tokens and an answer of four: 2 of 4 experts in 2 layers."""
+
+
+async def routed(told: Any) -> Completion:
+    engine = FakeEngine()
+    engine.says = answer(routed_experts=told) if told != "" else answer()
+    async with sampling(engine, experts=(4, 2)) as sampler:
+        return await sampler.generate([1, 3], GREEDY)
+
+
+def test_expert_choices_that_the_server_tells_go_into_the_completion() -> None:
+    found = asyncio.run(routed(npy(ROUTES)))
+    assert found.experts == 4
+    assert [part.tolist() for part in found.routes] == [ROUTES.tolist()]
+    assert found.routes[0].dtype == np.int32
+    packed = pack_parts(found.routes, positions=5, experts=found.experts)
+    unpacked = unpack_routes(packed, RouteShape(2, 4, 2), positions=5)
+    assert unpacked.tolist() == ROUTES.tolist()
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "message"),
+    [
+        ("", InputError, "vLLM does not tell its expert choices"),
+        (None, InputError, "vLLM does not tell its expert choices"),
+        ("%%%", CorruptError, "cannot be read"),
+        (base64.b64encode(b"no numpy").decode(), CorruptError, "cannot be read"),
+        (npy(np.array([{}], object)), CorruptError, "cannot be read"),
+        (npy(ROUTES[:4]), CorruptError, r"the shape \(4, 2, 2\), not \[5, layers, 2\]"),
+        (npy(ROUTES[:, :, :1]), CorruptError, "the shape"),
+        (npy(ROUTES.astype(np.float32)), CorruptError, "the shape"),
+        (npy(ROUTES + 1), CorruptError, "an expert that is none of 4"),
+        (npy(ROUTES * 0), CorruptError, "an expert twice"),
+    ],
+)
+def test_expert_choices_that_are_none_are_refused(told: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        asyncio.run(routed(told))
+
+
+def test_a_models_experts_are_those_of_its_configuration() -> None:
+    moe = Qwen3MoeConfig(num_experts=16, num_experts_per_tok=3)
+    assert experts_of(moe) == (16, 3)
+    with pytest.raises(InputError, match="names no experts"):
+        experts_of(Qwen3Config())
 
 
 @pytest.mark.parametrize("hangs", [False, True])

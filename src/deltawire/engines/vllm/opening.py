@@ -6,6 +6,7 @@ from typing import Any
 
 from deltawire.engines.base import EVERYTHING, EngineRequest, OpenEngine, Truncation
 from deltawire.engines.cache_size import token_bytes
+from deltawire.engines.vllm.routed_experts import experts_of
 from deltawire.engines.vllm.server import vllm_python
 from deltawire.errors import InputError
 from deltawire.store.retrying import RetryingBucket
@@ -33,11 +34,6 @@ def open_engine(request: EngineRequest) -> OpenEngine:
     from deltawire.engines.vllm.server import VllmServer
     from deltawire.sync import ManifestFollower
 
-    if request.record_routes:
-        raise InputError(
-            "the engine vllm does not record expert choices",
-            hint='set parity.routes = "off", or rollout.engine = "transformers"',
-        )
     mode = logprobs_mode(request.truncation, request.temperature)
     steps = ManifestFollower(RetryingBucket(request.bucket), request.run)
     newest = steps.prepare()
@@ -45,6 +41,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
         raise InputError("the run has no version yet", run=request.bucket.url)
     with torch.device("meta"):
         model: Any = request.build_model()
+    experts = experts_of(model.config) if request.record_routes else None
     server = VllmServer(
         request.folder,
         request.bucket.url,
@@ -56,6 +53,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
         seed=request.seed,
         threads=request.threads,
         logprobs_mode=mode,
+        routes=experts is not None,
     )
     try:
         server.wait_until_up(stopping=request.is_stopping)
@@ -71,6 +69,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
         slots=request.slots,
         capacity=request.capacity,
         version=newest.version,
+        experts=experts,
     )
 
     async def close() -> None:

@@ -30,6 +30,7 @@ from msgspec import Meta
 from deltawire import codec
 from deltawire.codec import Digest, Patch
 from deltawire.engines.base import Completion, OnToken, Sampling
+from deltawire.engines.vllm.routed_experts import read_routes, route_bytes
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
 
 MAX_ANSWER_BYTES = 4 << 20
@@ -71,6 +72,7 @@ class _Generation(msgspec.Struct):
     logprobs: _Logprobs
     weight_versions: list[_Span]
     finish_reason: str
+    routed_experts: str | None = None
 
 
 class _Generated(msgspec.Struct):
@@ -239,12 +241,21 @@ class RemoteSampler:
     """Samples from the server at a Unix socket; see `deltawire.engines.base.Sampler`.
 
     All tokens of a request arrive when it ends; ``on_token`` is called then, too late to end it.
-    Use and close it within one event loop.
+    With ``experts``, how many there are and how many a token chooses, completions carry the expert
+    choices that the server tells. Use and close it within one event loop.
     """
 
     def __init__(
-        self, path: str, *, stop_tokens: Sequence[int], slots: int, capacity: int, version: int
+        self,
+        path: str,
+        *,
+        stop_tokens: Sequence[int],
+        slots: int,
+        capacity: int,
+        version: int,
+        experts: tuple[int, int] | None = None,
     ) -> None:
+        self._experts = experts
         self.version = version
         self.slots = slots
         self.capacity = capacity
@@ -356,6 +367,8 @@ class RemoteSampler:
         body = {"token_ids": prompt, "sampling_params": parameters}
         data = bytearray()
         limit = MAX_ANSWER_BYTES + BYTES_A_TOKEN * sampling.max_tokens
+        if self._experts is not None:
+            limit += route_bytes(len(prompt) + sampling.max_tokens, self._experts[1])
         try:
             async with self._opened_session().post(
                 "http://localhost/inference/v1/generate", json=body, allow_redirects=False
@@ -370,7 +383,13 @@ class RemoteSampler:
             raise InputError(f"vLLM refuses the request: {_excerpt(data)}")
         if response.status != 200:
             raise ResyncError(f"vLLM answers {response.status}: {_excerpt(data)}")
-        return _completion(_read(data, _Generated, "a request").choices[0], sampling)
+        choice = _read(data, _Generated, "a request").choices[0]
+        completion = _completion(choice, sampling)
+        if self._experts is not None:
+            positions = len(prompt) + len(completion.tokens) - 1
+            routes = read_routes(choice.routed_experts, positions=positions, experts=self._experts)
+            completion.routes, completion.experts = [routes], self._experts[0]
+        return completion
 
 
 def _completion(choice: _Generation, sampling: Sampling) -> Completion:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deltawire.engines.vllm.remote import EngineClient
+from deltawire.engines.vllm.routed_experts import FLAG
 from deltawire.errors import InputError, ResyncError
 
 PYTHON = "DELTAWIRE_VLLM_PYTHON"
@@ -74,6 +75,7 @@ class VllmServer:
         seed: int,
         threads: int,
         logprobs_mode: str = "processed_logprobs",
+        routes: bool = False,
     ) -> None:
         python = vllm_python()
         self._folder = tempfile.TemporaryDirectory(prefix="dw-vllm-")
@@ -90,7 +92,8 @@ class VllmServer:
             "--kv-cache-memory-bytes", str(cache_bytes), "--seed", str(seed % 2**32),
             "--logprobs-mode", logprobs_mode, "--enable-scale-out",
             "--disable-log-stats", "--uvicorn-log-level", "warning",
-            "--additional-config", settings, *shlex.split(os.environ.get(ARGUMENTS, "")),
+            "--additional-config", settings, *([FLAG] if routes else []),
+            *shlex.split(os.environ.get(ARGUMENTS, "")),
         ]  # fmt: skip
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
