@@ -45,7 +45,8 @@ from deltawire.config import RunConfig
 from deltawire.engines.base import Completion, OnToken, Sampling
 from deltawire.envs import Task, TaskSource, open_tasks
 from deltawire.errors import CorruptError, DeltawireError
-from deltawire.export.models import empty_model, fetch_model_files, load_tokenizer
+from deltawire.export.adapter import open_model
+from deltawire.export.models import fetch_model_files, load_tokenizer
 from deltawire.export.source import open_source
 from deltawire.rl.control.challenges import stream_of
 from deltawire.rl.control.rollout_buffer import BufferedGroup
@@ -131,7 +132,7 @@ class RecordedModel:
         self._bucket = bucket
         self._run = run
         with torch.device("cpu"):
-            self._model = empty_model(folder)
+            self._model = open_model(folder, config.train.adapter)
         self._source = open_source(config.train.exporter, self._model)
         self._mirror: Mirror | None = None
         self._version = -1

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from deltawire.config import RunConfig, require_same, run_config
 from deltawire.envs import open_tasks
-from deltawire.export.adapter import adapted, adapter_files
-from deltawire.export.models import load_model, load_tokenizer, published_files
-from deltawire.export.source import digest_of, open_source
+from deltawire.export.models import check_directory, load_tokenizer
+from deltawire.export.new_run import load_start, publish_start
+from deltawire.export.source import digest_of
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
-from deltawire.sync import newest_version, open_publisher, read_run, require_run
-from deltawire.sync.chain.objects import another_model, check_signer, put_blob
-from deltawire.wire.run import ModelFile, Run
+from deltawire.sync import newest_version, read_run, require_run
+from deltawire.sync.chain.objects import another_model, check_signer
+from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 
 
@@ -34,38 +32,19 @@ def start_run(
     Raises `InputError` if the bucket holds a run with another model or, but for the keys that may
     change, another configuration.
     """
-    adapter = config.train.adapter
-    model = adapted(load_model(model_directory), adapter, seed=config.seed)
+    check_directory(model_directory)
     load_tokenizer(model_directory)
     if config.midtrain is None:
         open_tasks(config.task, seed=config.seed).draw("check", 0)
-    source = open_source(config.train.exporter, model)
-    specs = source.specs()
+    start = load_start(config, model_directory)
     if newest_version(bucket) is None:
         if read_run(bucket) is not None:  # An earlier start ended before it committed version 0.
             check_same(bucket, config)
-        contents = published_files(model_directory, specs)
-        if adapter.kind != "none":
-            contents |= adapter_files(model, adapter, specs, base=config.model.path)
-        files = [
-            ModelFile(name=name, blob=ref.hash, bytes=ref.bytes)
-            for name, data in contents.items()
-            for ref in [put_blob(bucket, data)]
-        ]
-        open_publisher(
-            bucket,
-            source.tensors(),
-            specs=specs,
-            name=config.name,
-            config=msgspec.to_builtins(config),
-            model_files=files,
-            signer=signer,
-            run_id=run_id,
-            compaction_strides=(),
-        ).close()
+        publish_start(bucket, config, model_directory, start, signer=signer, run_id=run_id)
     run = require_run(bucket, public_key=signer.public_key if signer else "")
     check_signer(bucket, run, signer)
-    if run.tensors != specs or run.digest != digest_of(source).hex():
+    _, source = start
+    if run.tensors != (specs := source.specs()) or run.digest != digest_of(source).hex():
         raise another_model(bucket, run.tensors, specs)
     check_same(bucket, config)
     return run

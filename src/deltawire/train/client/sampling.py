@@ -20,11 +20,12 @@ from typing import Any, Literal, Self
 
 import torch
 
+from deltawire.config import AdapterConfig, run_config
 from deltawire.engines.base import EngineRequest, OpenEngine, Sampling, Truncation
 from deltawire.engines.registry import open_engine
 from deltawire.errors import InputError
+from deltawire.export.adapter import open_model
 from deltawire.export.models import (
-    empty_model,
     fetch_model_files,
     load_tokenizer,
     serve_as,
@@ -302,9 +303,11 @@ class SamplingClient:
     def _open(self, folder: Path) -> OpenEngine:
         slots, context, seed, precision = self._limits
         self.tokenizer = load_tokenizer(folder)
+        config = run_config(self.run.config, url=self._bucket.url) if self.run.config else None
+        adapter = config.train.adapter if config else AdapterConfig()
 
         def build() -> Any:
-            self._model = serve_as(empty_model(folder), precision)
+            self._model = serve_as(open_model(folder, adapter), precision)
             return self._model
 
         opened = open_engine(

@@ -7,38 +7,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from deltawire.config import ModelConfig, RunConfig, TrainConfig, run_config
 from deltawire.errors import CorruptError, InputError
-from deltawire.export.models import (
-    check_directory,
-    empty_model,
-    fetch_model_files,
-    load_model,
-    load_tokenizer,
-    published_files,
-)
+from deltawire.export.adapter import open_model
+from deltawire.export.models import check_directory, fetch_model_files, load_tokenizer
+from deltawire.export.new_run import load_start, publish_start
 from deltawire.export.source import digest_of, open_source
 from deltawire.runtime.lease import Lease
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import (
     Publisher,
     load_mirror,
-    open_publisher,
     read_manifest,
     read_run,
     require_run,
 )
-from deltawire.sync.chain.objects import put_blob
 from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
 from deltawire.train.client.types import AdamParams
 from deltawire.train.masters import MasterWeights
 from deltawire.train.optimizer import StepSettings
 from deltawire.train.policy import TrainedPolicy
 from deltawire.wire.ledger import CLIENT_RECORD, Ledger
-from deltawire.wire.run import ModelFile, Run
+from deltawire.wire.run import Run
 
 
 def new_run(bucket: Bucket, model: Path, config: RunConfig | None, *, name: str) -> None:
@@ -53,24 +45,9 @@ def new_run(bucket: Bucket, model: Path, config: RunConfig | None, *, name: str)
             run=bucket.url,
         )
     check_directory(model)
+    load_tokenizer(model)
     config = config or RunConfig(name=name, model=ModelConfig(path=str(model)))
-    loaded = load_model(model)
-    source = open_source(config.train.exporter, loaded)
-    specs = source.specs()
-    files = [
-        ModelFile(name=file, blob=ref.hash, bytes=ref.bytes)
-        for file, data in published_files(model, specs).items()
-        for ref in [put_blob(bucket, data)]
-    ]
-    open_publisher(
-        bucket,
-        source.tensors(),
-        specs=specs,
-        name=config.name,
-        config=msgspec.to_builtins(config),
-        model_files=files,
-        compaction_strides=(),
-    ).close()
+    publish_start(bucket, config, model, load_start(config, model))
 
 
 class TrainingSession:
@@ -114,7 +91,8 @@ class TrainingSession:
         if head is None:
             raise InputError("the run has no version 0", run=bucket.url)
         with fetch_model_files(bucket, run) as name:
-            model, tokenizer = empty_model(Path(name)), load_tokenizer(Path(name))
+            model = open_model(Path(name), config.train.adapter)
+            tokenizer = load_tokenizer(Path(name))
         source = open_source(config.train.exporter, model)
         source.restore(head)
         model.train(config.train.dropout)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltawire.config import BuildConfig
+from deltawire.config import BuildConfig, parse_config
 from deltawire.errors import FencedError, InputError
 from deltawire.export.models import save_model
 from deltawire.store import open_bucket
@@ -269,6 +269,28 @@ def test_wrong_data_are_refused_at_once(client, wrong, text):
         client.forward_backward(wrong(), "cross_entropy")
 
 
+def test_an_adapter_is_all_that_moves(url, model_directory):
+    raw = {
+        "name": "lora",
+        "model": {"path": str(model_directory)},
+        "train": {"adapter": {"kind": "lora", "rank": 4, "alpha": 8.0}},
+    }
+    config = parse_config(raw, source="test")
+    with TrainingClient.create(url, model_directory, config=config) as client:
+        for _ in range(3):
+            client.forward_backward([datum("adapter")], "cross_entropy")
+            client.optim_step(RATE)
+        trained = client.forward([datum("adapter")], "cross_entropy").result()
+        sampler = client.save_weights_and_get_sampling_client()
+        scores = sampler.compute_logprobs(ModelInput.from_ints(list(b"adapter"))).result()
+        expected = trained.loss_fn_outputs[0]["logprobs"].tolist()
+        assert scores[1:] == pytest.approx(expected, abs=1e-4)
+    before, after = held(url, 0), held(url, 1)
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+
+
 def test_wrong_parameters_are_refused_at_once(client):
     with pytest.raises(InputError, match="beta1"):
         client.optim_step(AdamParams(beta1=1.0))
@@ -287,9 +309,8 @@ def test_wrong_parameters_are_refused_at_once(client):
         sampler.sample(prompt, 1, SamplingParams(max_tokens=1))
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory, model_directory):
-    url = str(tmp_path_factory.mktemp("run") / "bucket")
+@pytest.fixture
+def client(url, model_directory):
     with TrainingClient.create(url, model_directory) as client:
         yield client
 

@@ -1,0 +1,60 @@
+"""Publishes a model directory as version 0 of a new run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deltawire.config import RunConfig
+from deltawire.export.adapter import adapted, adapter_files
+from deltawire.export.models import load_model, published_files
+from deltawire.export.source import WeightSource, open_source
+from deltawire.store import Bucket
+from deltawire.sync import open_publisher
+from deltawire.sync.chain.objects import put_blob
+from deltawire.wire.run import ModelFile
+from deltawire.wire.seal import Signer
+
+
+def load_start(config: RunConfig, directory: Path) -> tuple[Any, WeightSource]:
+    """Load the model that a configuration starts from, with its adapter, and its exporter."""
+    model = adapted(load_model(directory), config.train.adapter, seed=config.seed)
+    return model, open_source(config.train.exporter, model)
+
+
+def publish_start(
+    bucket: Bucket,
+    config: RunConfig,
+    directory: Path,
+    start: tuple[Any, WeightSource],
+    *,
+    signer: Signer | None = None,
+    run_id: str = "",
+) -> None:
+    """Create the run and commit version 0: ``start`` is what `load_start` returned.
+
+    With ``signer``, the run is signed by its key; ``run_id`` is the new run's id, if it is chosen.
+    """
+    model, source = start
+    specs = source.specs()
+    contents = published_files(directory, specs)
+    if config.train.adapter.kind != "none":
+        contents |= adapter_files(model, config.train.adapter, specs, base=config.model.path)
+    files = [
+        ModelFile(name=name, blob=ref.hash, bytes=ref.bytes)
+        for name, data in contents.items()
+        for ref in [put_blob(bucket, data)]
+    ]
+    open_publisher(
+        bucket,
+        source.tensors(),
+        specs=specs,
+        name=config.name,
+        config=msgspec.to_builtins(config),
+        model_files=files,
+        signer=signer,
+        run_id=run_id,
+        compaction_strides=(),
+    ).close()
