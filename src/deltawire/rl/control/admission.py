@@ -26,6 +26,7 @@ holds for each group by enforcement, and admission keeps drops rare.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -59,6 +60,9 @@ class Admission:
 
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
         self.limit = (max_staleness + 1) * groups_per_step
+        self.share = 1.0
+        """The share of the limit that one of several workers may hold, as its share of a step:
+        otherwise its groups could fill the buffer and make no step."""
 
     def outstanding(self, workers: Mapping[str, WorkerLoad]) -> int:
         """The number of groups that are granted and not settled, over all workers."""
@@ -76,14 +80,18 @@ class Admission:
         alive = sorted(name for name, load in workers.items() if load.alive)
         proven = [name for name in alive if workers[name].proven]
         new = [name for name in alive if not workers[name].proven]
+        most = math.ceil(self.limit * max(self.share, 1 / max(1, len(alive))))
+        holds = {name: granted[name] - workers[name].settled for name in alive}
         free = self.limit - self.outstanding(workers)
         held = sum(granted[name] - workers[name].stored for name in new)
         while free > 0:
             able = proven if proven and held >= self.limit // 2 else alive
+            able = [name for name in able if holds[name] < most]
             if not able:
                 break
             name = min(able, key=lambda worker: granted[worker] - workers[worker].stored)
             granted[name] += 1
+            holds[name] += 1
             held += not workers[name].proven
             free -= 1
         for name in new:

@@ -55,6 +55,7 @@ class CreditIssuer:
         self._epoch = epoch
         self._credits = granted
         self.staleness = policy_of(config.train)
+        self.staleness.share_credits(config.workers.share)
         self._metadata: dict[int, CommitMetadata] = {}
         self._stored: dict[str, int] = {}
         self._progress: dict[str, tuple[int, float]] = {}

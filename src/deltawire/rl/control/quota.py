@@ -1,9 +1,10 @@
 """Quota: bounds the share of a step that one worker makes.
 
 Of the P groups of a step at most c = ⌈P · max(q, 1/n)⌉ are one worker's, where q is
-``workers.quota`` and n counts the workers that deliver: those with a group that waits, and those
-whose last group arrived less than `DELIVERS_S` ago. With fewer than 1/q such workers no step could
-be made under q, so the quota gives way to equal shares; a run of one worker has no quota.
+``workers.quota`` and n counts the workers that deliver: those with a group that waits, those whose
+last group arrived less than `DELIVERS_S` ago, and those that joined less than that ago. With fewer
+than 1/q such workers no step could be made under q, so the quota gives way to equal shares; a run
+of one worker has no quota.
 
 The bound is hard, so with a quota below 1 a step may wait for other workers' groups. A worker that
 stops delivering is no longer counted after `DELIVERS_S`, and one that only just delivers can slow
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 from deltawire.rl.control.staleness import Choice
@@ -51,6 +52,12 @@ class Quota:
         self.share = share
         self._clock = clock
         self._delivered_at: dict[str, float] = {}
+
+    def expect(self, workers: Collection[str]) -> None:
+        """Note which workers are alive: each may be about to deliver when it is first seen."""
+        now = self._clock()
+        for worker in workers:
+            self._delivered_at.setdefault(worker, now)
 
     def delivered(self, worker: str) -> None:
         """Note that a group of a worker arrived."""

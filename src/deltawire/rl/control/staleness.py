@@ -75,6 +75,10 @@ class StalenessPolicy(ABC):
         """The largest number of outstanding groups."""
         return self._admission.limit
 
+    def share_credits(self, share: float) -> None:
+        """Let one of several workers hold at most this share of the outstanding groups."""
+        self._admission.share = share
+
     def admit(self, workers: Mapping[str, WorkerLoad], *, version: int) -> dict[str, int]:
         """Compute new cumulative credits for every worker, granted at a committed version."""
         del version

@@ -153,14 +153,18 @@ class WorkerGuard:
             self._failing.add(worker)
         return False
 
-    def poll(self, workers: Collection[str], granted: Mapping[str, int]) -> set[str]:
+    def poll(
+        self, workers: Collection[str], granted: Mapping[str, int], alive: Collection[str] = ()
+    ) -> set[str]:
         """Take verdicts, look for groups beyond the grants, and give secrets to new workers.
 
-        Returns the workers whose groups may be read. Raises `RetryError`.
+        ``alive`` names those from which groups may come. Returns the workers whose groups may be
+        read. Raises `RetryError`.
         """
         allowed = self.allowed(workers)
         self._granted = dict(granted)
         self.challenges.ensure(allowed)
+        self.quota.expect(allowed & set(alive) - self.incidents.quarantined.keys())
         if self.rescorer is not None:
             for verdict in self.rescorer.verdicts():
                 self._take(verdict)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
-from deltawire.errors import DeltawireError, RetryError, SignatureError
+from deltawire.errors import CorruptError, DeltawireError, RetryError, SignatureError
 from deltawire.rl.control.challenges import read_challenge
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.heartbeat import HEARTBEAT_S, read_heartbeat
@@ -70,8 +71,9 @@ class TrainerLink(threading.Thread):
         """Read the secret once there are credits, and again after each start of a trainer."""
         if status is None or self._worker not in status.credits or status.epoch == self._epoch:
             return
-        self.secret = read_challenge(self._bucket, self._worker)
-        self._epoch = status.epoch
+        with contextlib.suppress(CorruptError):  # The trainer may store it again.
+            self.secret = read_challenge(self._bucket, self._worker)
+            self._epoch = status.epoch
 
     def _check_trainer(self, elapsed_s: float) -> None:
         state = self._liveness.observe(read_heartbeat(self._bucket, "trainer"), elapsed_s)

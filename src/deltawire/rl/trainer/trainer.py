@@ -34,6 +34,7 @@ from deltawire.errors import (
     DeltawireError,
     FencedError,
     InputError,
+    ResyncError,
     RetryError,
     StoppedError,
 )
@@ -77,6 +78,7 @@ from deltawire.train.checkpoint import checkpoint_versions, save_checkpoint
 from deltawire.train.masters import MasterWeights
 from deltawire.train.statistics import GroupStatistics
 from deltawire.train.step import StepResult, train_step
+from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
@@ -293,7 +295,8 @@ class Trainer:
                 self.buffer.forget(worker)
                 self.guard.forget(worker)
             granted = self.credits.granted()
-            readable = self.guard.poll(self.fleet.known_workers, granted)
+            fleet = self.fleet
+            readable = self.guard.poll(fleet.known_workers, granted, fleet.workers)
             self.buffer.poll(readable, granted)
         except RetryError:
             if time.monotonic() - self._answered_at > STORE_PATIENCE_S:
@@ -493,10 +496,29 @@ def run_trainer(
             trainer.loop()
         except FencedError as error:
             raise trainer.unfenced(error) from error
+        except InputError as error:
+            raise _restartable(error) from error
     except DeltawireError as error:
         _record_error(process, error)
         raise
     process.record_life("stopped", f"version {trainer.version}")
+
+
+def _restartable(error: InputError) -> DeltawireError:
+    """Translate an error: `ResyncError` if an object that is no manifest has a version's name.
+
+    Whoever may write can put one there, and the number is then skipped. The step that was to get it
+    is computed again under the next number, because its random numbers depend on that.
+    """
+    if not error.key.startswith(keys.MANIFESTS):
+        return error
+    return ResyncError(
+        error.message,
+        hint="restart: the step gets the next free number",
+        run=error.run,
+        version=error.version,
+        key=error.key,
+    )
 
 
 def _record_error(process: Process, error: DeltawireError) -> None:

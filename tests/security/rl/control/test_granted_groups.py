@@ -301,6 +301,20 @@ def test_a_worker_that_is_left_over_may_go_on_without_the_others(bucket, make_gr
     assert len(buffer.next_batch(Strict(8, 2), version=0).taken) == 8
 
 
+def test_the_first_worker_that_delivers_does_not_make_the_first_step(bucket, make_group):
+    """The others are alive and sample; it is only quicker, for example because it makes it up."""
+    now = [0.0]
+    store_many(bucket, make_group, "quick", 20)
+    guard = Only(0.5, lambda: now[0])
+    guard.quota.expect({"quick", "slow"})
+    buffer = RolloutBuffer(bucket, Ledger(), limit=20, guard=guard)
+    buffer.poll(["quick"])
+    assert buffer.next_batch(Strict(8, 2), version=0) is None
+    now[0] = 2 * DELIVERS_S  # The other one never delivered.
+    guard.quota.expect({"quick", "slow"})
+    assert len(buffer.next_batch(Strict(8, 2), version=0).taken) == 8
+
+
 def test_requeued_groups_count_towards_the_quota(bucket, make_group):
     store_many(bucket, make_group, "flood", 12)
     store_many(bucket, make_group, "a", 12)
@@ -321,6 +335,23 @@ def test_silent_names_hold_at_most_half_once_a_worker_delivers():
     granted = admission.grant(loads)
     assert sum(granted[name] for name in loads if name != "honest") == 6
     assert granted["honest"] - 3 == 6
+
+
+def test_no_worker_holds_the_credits_that_others_need_for_a_step():
+    """Its groups waited for others, held every credit, and the run stood still."""
+    admission = Admission(groups_per_step=4, max_staleness=2)
+    admission.share = 0.5
+    loads = {
+        "quick": WorkerLoad(12, 12, 0, alive=True),
+        "slow": WorkerLoad(6, 6, 6, alive=True),
+    }
+    assert admission.outstanding(loads) == admission.limit
+    loads["quick"] = WorkerLoad(12, 12, 8, alive=True)
+    granted = admission.grant(loads)
+    assert granted["quick"] - 8 == 6
+    assert granted["slow"] - 6 == 6
+    alone = {"quick": WorkerLoad(12, 12, 12, alive=True)}
+    assert admission.grant(alone)["quick"] == 24
 
 
 def test_a_starved_newcomer_gets_one_credit_beyond_the_limit():
