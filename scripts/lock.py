@@ -1,0 +1,234 @@
+"""Writes requirements/: a hash-locked requirement file for each extra, and a bill of materials.
+
+    .venv/bin/python scripts/lock.py            resolves with pip, and writes the files
+
+pip resolves all extras together, with the versions that this interpreter has installed and tests
+with. Each file then holds the closure of one extra, one package a line with the SHA-256 of its
+file, so that pip refuses anything else::
+
+    pip install --require-hashes -r requirements/rl.txt
+    pip install --no-deps .
+
+The wheels are those for CPython 3.11 on Linux, x86-64. PyTorch is not locked: its builds for CPUs
+and for each CUDA release have the same version and other hashes, and come from other indices.
+Install a build of the stated version first, and leave out ``--require-hashes`` for it only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "requirements"
+SBOM = FOLDER / "sbom.cdx.json"
+NOT_LOCKED = {"torch": "its builds have equal versions and different hashes; install one first"}
+"""Packages that are not locked, with the reason; what they need comes with them."""
+LEFT_OUT = {"trackio": "it excludes the versions that the other extras are tested with"}
+"""Extras without a file, with the reason."""
+SOURCE_ONLY = frozenset({"cellpylib", "pycosat", "zss"})
+"""Packages of which only a source archive fits: pip runs their build scripts. A new one is refused
+until it is added here by hand."""
+ENVIRONMENT = {"python_version": "3.11", "sys_platform": "linux", "platform_machine": "x86_64"}
+_SPACE = uuid.UUID("6ba7b811-9dad-11d1-80b4-00c04fd430c8")
+
+
+@dataclass(frozen=True)
+class Package:
+    """One resolved package: its wheel's hash, licence and direct requirements."""
+
+    name: str
+    version: str
+    sha256: str
+    file: str
+    license: str
+    requires: tuple[str, ...]
+
+
+def project() -> dict[str, Any]:
+    """The ``[project]`` table of pyproject.toml."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def extras() -> dict[str, list[Requirement]]:
+    """The direct requirements by extra; ``core`` are those of the package itself."""
+    table = project()
+    named = {"core": table["dependencies"], **table["optional-dependencies"]}
+    return {
+        name: [Requirement(text) for text in texts]
+        for name, texts in named.items()
+        if name not in LEFT_OUT
+    }
+
+
+def resolve() -> dict[str, Package]:
+    """Let pip resolve all extras together; by canonical name."""
+    wanted = sorted({str(one) for group in extras().values() for one in group})
+    installed = [f"{d.name}=={d.version}" for d in importlib.metadata.distributions()]
+    installed = [one for one in installed if one.partition("==")[0] not in ("torch", "deltawire")]
+    with tempfile.TemporaryDirectory() as folder:
+        constraints, report = Path(folder) / "constraints.txt", Path(folder) / "report.json"
+        constraints.write_text("\n".join(sorted(set(installed))))
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+        command += ["--quiet", "--prefer-binary"]
+        command += ["--report", str(report), "--constraint", str(constraints), *wanted]
+        # Packages come from the default index only: hashes of local copies say nothing.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL")
+        } | {"PIP_CONFIG_FILE": os.devnull}
+        subprocess.run(command, check=True, env=environment)  # noqa: S603  (pip, with our words)
+        found = json.loads(report.read_text())["install"]
+    packages = [_package(one) for one in found]
+    sources = {package.name for package in packages if not package.file.endswith(".whl")}
+    if new := sorted(sources - SOURCE_ONLY - NOT_LOCKED.keys()):
+        raise SystemExit(f"only source archives of {', '.join(new)}: look at them, then add them")
+    return {package.name: package for package in packages}
+
+
+def _own() -> str:
+    return str(project().get("version", importlib.metadata.version("deltawire")))
+
+
+def _package(item: dict[str, Any]) -> Package:
+    metadata, download = item["metadata"], item["download_info"]
+    name = canonicalize_name(metadata["name"])
+    return Package(
+        name,
+        metadata["version"].partition("+")[0],
+        "" if name in NOT_LOCKED else download["archive_info"]["hashes"]["sha256"],
+        download["url"].rpartition("/")[2],
+        _license(metadata),
+        tuple(metadata.get("requires_dist", ())),
+    )
+
+
+def _license(metadata: dict[str, Any]) -> str:
+    """The licence: an SPDX expression if the package states one, else the shortest description."""
+    stated = metadata.get("license_expression")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        # pip before 25 reports no expressions; the installed package has one.
+        stated = stated or importlib.metadata.metadata(metadata["name"])["License-Expression"]
+    if stated:
+        return str(stated)
+    kinds = [
+        text.rpartition(" :: ")[2]
+        for text in metadata.get("classifier", ())
+        if text.startswith("License :: ") and text != "License :: OSI Approved"
+    ]
+    first = (metadata.get("license") or "").strip().splitlines()
+    return " AND ".join(kinds) or (first[0][:80] if first else "")
+
+
+def closure(direct: Iterable[Requirement], packages: Mapping[str, Package]) -> list[Package]:
+    """The packages that the requirements need, by name; markers are those of `ENVIRONMENT`."""
+    found: dict[tuple[str, frozenset[str]], Package] = {}
+    waiting = list(direct)
+    while waiting:
+        one = waiting.pop()
+        name = canonicalize_name(one.name)
+        key = (name, frozenset(one.extras))
+        if key in found or name not in packages:
+            continue
+        found[key] = packages[name]
+        if name in NOT_LOCKED:
+            continue
+        for text in packages[name].requires:
+            needed = Requirement(text)
+            asked = ["", *one.extras]
+            if needed.marker is None or any(
+                needed.marker.evaluate({**ENVIRONMENT, "extra": extra}) for extra in asked
+            ):
+                waiting.append(needed)
+    return sorted({package.name: package for package in found.values()}.values(), key=_name)
+
+
+def _name(package: Package) -> str:
+    return package.name
+
+
+def lock_text(extra: str, packages: Iterable[Package]) -> str:
+    """The requirement file of an extra."""
+    needed = list(packages)
+    lines = [
+        f"# deltawire[{extra}]" if extra != "core" else "# deltawire without extras",
+        "# Written by scripts/lock.py, for CPython 3.11 on Linux, x86-64.",
+    ]
+    lines += [
+        f"# not locked: {p.name}=={p.version} ({NOT_LOCKED[p.name]})"
+        for p in needed
+        if p.name in NOT_LOCKED
+    ]
+    lines += [f"# built from source: {p.name}" for p in needed if p.name in SOURCE_ONLY]
+    lines += [f"{p.name}=={p.version} --hash=sha256:{p.sha256}" for p in needed if p.sha256]
+    return "\n".join(lines) + "\n"
+
+
+def bill(packages: Iterable[Package]) -> str:
+    """The bill of materials: CycloneDX 1.5 in JSON, one component a line."""
+    components = [_component(package) for package in sorted(packages, key=_name)]
+    rows = ",\n    ".join(json.dumps(one, sort_keys=True) for one in components)
+    identity = uuid.uuid5(_SPACE, rows)
+    return (
+        '{\n  "bomFormat": "CycloneDX",\n  "specVersion": "1.5",\n'
+        f'  "serialNumber": "urn:uuid:{identity}",\n  "version": 1,\n'
+        '  "metadata": {"component": {"type": "library", "bom-ref": "deltawire", '
+        f'"name": "deltawire", "version": "{_own()}"}}}},\n'
+        f'  "components": [\n    {rows}\n  ]\n}}\n'
+    )
+
+
+def _component(package: Package) -> dict[str, Any]:
+    purl = f"pkg:pypi/{package.name}@{package.version}"
+    spdx = re.fullmatch(r"[A-Za-z0-9.+-]+( (AND|OR|WITH) [A-Za-z0-9.+-]+)*", package.license)
+    licence = {"expression": package.license} if spdx else {"license": {"name": package.license}}
+    found: dict[str, Any] = {
+        "type": "library",
+        "bom-ref": purl,
+        "name": package.name,
+        "version": package.version,
+        "purl": purl,
+    }
+    if package.license:
+        found["licenses"] = [licence]
+    if package.sha256:
+        found["hashes"] = [{"alg": "SHA-256", "content": package.sha256}]
+        found["properties"] = [{"name": "deltawire:file", "value": package.file}]
+    else:
+        reason = NOT_LOCKED[package.name]
+        found["properties"] = [{"name": "deltawire:not-locked", "value": reason}]
+    return found
+
+
+def main() -> int:
+    """Resolve, and write the files."""
+    packages = resolve()
+    FOLDER.mkdir(exist_ok=True)
+    for extra, direct in extras().items():
+        text = lock_text(extra, closure(direct, packages))
+        (FOLDER / f"{extra}.txt").write_text(text)
+    every = closure([one for group in extras().values() for one in group], packages)
+    SBOM.write_text(bill(every))
+    sys.stdout.write(f"{len(every)} packages in {FOLDER}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
