@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.dashboard.live import screen
     from deltawire.launch.checks import check_start
     from deltawire.launch.processes import read_config, refuse_memory
-    from deltawire.launch.role_keys import RunKeys
+    from deltawire.launch.role_keys import RunKeys, refuse_signed
     from deltawire.launch.session import Job, check_audit, execute, only_one, open_output
     from deltawire.runtime.trusted import ReaderTrust, trusted
 
@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_memory(bucket)
     with only_one(out):
         keys = RunKeys(bucket, Path(arguments.key), out / "keys") if arguments.key else None
+        refuse_signed(bucket, keys)
         if keys is not None:
             bucket = trusted(bucket, ReaderTrust(keys.pin, allow_rollback=arguments.allow_rollback))
             console.print(f"signed run {keys.pin}", soft_wrap=True, markup=False, emoji=False)

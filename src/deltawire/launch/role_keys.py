@@ -72,6 +72,17 @@ def grant_by_owner(location: str, role: str, public_key: str, *, owner: Path) ->
     return Pin(signer.public_key, run.id)
 
 
+def refuse_signed(bucket: Bucket, keys: RunKeys | None) -> None:
+    """Raise `InputError` if the run in the bucket is signed and ``keys`` are missing."""
+    run = read_run(RetryingBucket.over(bucket)) if keys is None else None
+    if run is not None and run.public_key:
+        raise InputError(
+            "the run is signed, and no key was given",
+            hint="give the private key of its owner with --key",
+            run=bucket.url,
+        )
+
+
 class RunKeys:
     """Makes the keys of a run's processes in a folder, and grants them.
 

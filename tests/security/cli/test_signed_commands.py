@@ -11,7 +11,7 @@ from deltawire.cli import COMMANDS
 from deltawire.cli.main import build_parser, main
 from deltawire.errors import InputError, SignatureError
 from deltawire.launch.processes import ChildOptions, _open_process, run_as_trainer
-from deltawire.launch.role_keys import RunKeys, owned_run
+from deltawire.launch.role_keys import RunKeys, owned_run, refuse_signed
 from deltawire.runtime.signed_bucket import SignedBucket
 from deltawire.runtime.trusted import ReaderTrust
 from deltawire.store import open_bucket
@@ -146,6 +146,12 @@ def test_a_job_makes_and_grants_a_key_for_each_of_its_processes(tmp_path, owner)
     # Granted before the run is there: a process may start before the trainer has created it.
     SignedBucket(bucket, pin=job.pin, signer=signer, role="worker-w0").check_writer()
     assert job.arguments("trainer")[-1] == str(owner)
+
+
+def test_a_signed_run_is_not_continued_without_its_key(run):
+    with pytest.raises(InputError, match="the run is signed, and no key was given"):
+        refuse_signed(run.plain, None)
+    refuse_signed(open_bucket("memory://"), None)
 
 
 def test_the_owner_of_a_run_is_its_keys(run, tmp_path):
