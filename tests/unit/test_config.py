@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tomllib
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from deltawire.config import (
 from deltawire.errors import InputError
 from deltawire.rl.control.staleness import policy_of
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALLEST = {"name": "run", "model": {"build": {}}}
 DEFAULTS = flatten(parse_config(SMALLEST, source="s"))
 NUMBERS = sorted(key for key, value in DEFAULTS.items() if type(value) in (int, float))
@@ -284,6 +286,22 @@ def test_tables_within_tables_survive_a_round_trip():
     assert differences(config, smallest) == ["evaluate.sets", "task.mixture"]
     entry["task"]["data"]["pth"] = "y"
     assert "unknown key task.mixture.task.data.pth; did you mean" in refusal(raw)
+
+
+def test_the_documentation_names_the_keys_that_may_change():
+    text = (Path(__file__).parents[2] / "docs" / "TRAINING.md").read_text()
+    section = text[text.index("## Settings that may change") :]
+    sections = {key for key in RESUMABLE if f"[{key.rpartition('.')[0]}]" in section}
+    for key in RESUMABLE.keys() - sections:
+        assert re.search(rf"[`.]{key.split('.')[-1]}`", section), key
+    tables = set(re.findall(r"`\[([a-z_.]+)\]`", section))
+    for key in DEFAULTS:
+        assert key in RESUMABLE or key.rpartition(".")[0] not in tables, key
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: path.stem)
+def test_examples_are_valid(path):
+    assert load_config(path).name
 
 
 def test_resumable_keys_exist():

@@ -33,6 +33,7 @@ RESUMABLE: Final[dict[str, str]] = {
     "train.schedule.decay_steps": "step",
     "train.schedule.floor": "step",
     "train.loss.kl_coefficient": "step",
+    "train.loss.entropy_coefficient": "step",
     "train.max_tokens_per_batch": "step",
     "train.activation_checkpointing": "step",
     "train.max_failed_groups": "step",
