@@ -80,7 +80,7 @@ class Findings:
     evil_consumed_later: int = 0
     """By steps after its quarantine."""
     largest_share: float = 0.0
-    """The malicious worker's largest share of one step's groups."""
+    """The malicious worker's largest share of one step's groups, once others have delivered."""
     honest_consumed: Counter[str] = field(default_factory=Counter)
     honest_forgotten: list[tuple[str, int]] = field(default_factory=list)
     twice: int = 0
@@ -352,7 +352,9 @@ def _audit(found: Findings, bucket: Bucket, max_staleness: int) -> None:
         dropped = sum(worker == EVIL for worker, _ in metadata.dropped_groups())
         found.evil_read += workers[EVIL] + dropped
         share = workers.pop(EVIL, 0) / len(metadata.consumed)
-        found.largest_share = max(found.largest_share, share)
+        # Until the others deliver there is nobody else to make a step, and the quota gives way.
+        if len(found.honest_consumed) > 1:
+            found.largest_share = max(found.largest_share, share)
         found.honest_consumed += workers
     events = events_of(bucket)
     caught = [e.at for e in events if isinstance(e, Attempt) and e.quarantined and e.worker == EVIL]
