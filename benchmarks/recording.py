@@ -31,6 +31,7 @@ from deltawire.engines.transformers import TransformersEngine
 from deltawire.envs import ReasoningTasks, Task
 from deltawire.errors import InputError
 from deltawire.export.models import load_model, load_tokenizer, stop_tokens
+from deltawire.export.shards import local_part
 from deltawire.export.source import bits_of
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
@@ -229,7 +230,9 @@ class _Session:
 
     def save(self) -> None:
         """Write the state atomically."""
-        state = {name: tensor.contiguous() for name, tensor in self.masters.state().items()}
+        state = {
+            name: local_part(tensor).contiguous() for name, tensor in self.masters.state().items()
+        }
         for name, bits in self.base.items():
             state[_BASE + name] = torch.from_numpy(bits.view(np.int16))
         self._state.parent.mkdir(parents=True, exist_ok=True)

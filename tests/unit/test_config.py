@@ -169,6 +169,7 @@ OTHER = {
     "train.packing": "off",
     "train.activation_checkpointing": "full",
     "device": "cpu",
+    "train.compute": "bfloat16",
     "train.device": "cuda",
     "rollout.device": "cuda:3",
     "evaluate.device": "mps",
@@ -207,6 +208,7 @@ OTHER = {
 TOGETHER = {
     "model.build.family",
     "train.adapter.dropout",
+    *(f"train.{key}" for key in ("replicate", "tensor_parallel", "expert_parallel")),
     "train.loss.ratio_base",
     *(f"train.schedule.{key}" for key in ("kind", "steps", "decay_steps", "floor")),
     *("evaluate.sets", "task.data", "task.mixture", "midtrain"),

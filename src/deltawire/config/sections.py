@@ -15,11 +15,13 @@ from msgspec import Meta
 from deltawire.config.adapters import AdapterConfig
 from deltawire.config.base import Count, Fraction, OwnDevice, Positive, Section
 from deltawire.config.fleet import TrustConfig, WorkersConfig
+from deltawire.config.layout import layout_contradiction
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
 from deltawire.config.tasks import ChatConfig, EvaluateConfig, MidtrainConfig, TaskConfig
 
 OnFull = Literal["end", "drop", "summary"]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)\Z")]
+Ranks = Annotated[int, Meta(ge=1, le=65536)]
 
 
 class BuildConfig(Section, frozen=True, kw_only=True):
@@ -309,6 +311,18 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     device: OwnDevice = ""
     """The trainer's device, if not the run's."""
     adapter: AdapterConfig = AdapterConfig()
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """The precision of forward and backward passes. Both compute with the published weights; the
+    masters, their gradients and the optimizer are float32 in either case."""
+    ranks: Ranks = 1
+    """The trainer's processes, over which its weights are sharded. ``deltawire run`` starts them;
+    under ``torchrun`` its number counts."""
+    replicate: Ranks = 1
+    """Copies of the sharded weights (hybrid sharding): each lies on ranks / replicate ranks."""
+    tensor_parallel: Ranks = 1
+    """Ranks that compute one micro-batch together, each with a part of every layer."""
+    expert_parallel: Ranks = 1
+    """Ranks that the experts of a layer are divided over; only 1 is implemented."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
@@ -326,6 +340,16 @@ class TrainConfig(Section, frozen=True, kw_only=True):
                 return self.max_staleness + -(-(window - 1) // self.groups_per_step)
             case "requeue":
                 return self.staleness.requeue_age or 4 * self.max_staleness
+
+    def layout_contradiction(self, ranks: int) -> tuple[str, str] | None:
+        """Find a contradiction between a number of ranks and the axes: the reason and what to do,
+        or None."""
+        return layout_contradiction(
+            ranks,
+            replicate=self.replicate,
+            tensor_parallel=self.tensor_parallel,
+            expert_parallel=self.expert_parallel,
+        )
 
     def contradiction(self) -> tuple[str, str] | None:
         """Find a contradiction between staleness and loss: the reason and what to do, or None."""
@@ -349,6 +373,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
                 return reason, " and ".join(ways)
         if self.adapter.dropout and not self.dropout:
             return "adapter.dropout has no effect without dropout", "set train.dropout = true"
+        if found := self.layout_contradiction(self.ranks):
+            return found
         for number, group in enumerate(self.optimizer.groups):
             try:
                 re.compile(group.names)

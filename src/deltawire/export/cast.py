@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from deltawire.errors import InputError
+from deltawire import codec
+from deltawire.errors import CorruptError, InputError
+from deltawire.export.shards import LocalShard, local_part, rows_of_rank, shard_of
 from deltawire.placement.layout import TORCH_DTYPES, WIRE_DTYPES
 from deltawire.placement.live import LiveWeights, module_tensors, saved_buffers
 from deltawire.sync.follow.mirror import Mirror
@@ -60,14 +64,55 @@ class CastWeights:
             if held[spec.name].requires_grad or not isinstance(held[spec.name], Parameter)
         }
 
+    def shards(self, rank: int) -> dict[str, LocalShard]:
+        """See `WeightSource.shards`."""
+        held = module_tensors(self._model)
+        found = {}
+        for spec in self._specs:
+            shard = shard_of(spec.name, held[spec.name], rank=rank)
+            if shard is not None:
+                found[spec.name] = LocalShard(cast(shard.bits, spec.dtype).reshape(-1), shard.start)
+        return found
+
+    def wanted(self) -> dict[str, tuple[int, int] | None]:
+        """See `WeightSource.wanted`."""
+        held = module_tensors(self._model)
+        rows = {spec.name: rows_of_rank(held[spec.name]) for spec in self._specs}
+        return {name: one for name, one in rows.items() if one is None or one[0] < one[1]}
+
+    @torch.no_grad()
     def restore(self, mirror: Mirror) -> None:
         """See `WeightSource.restore`."""
-        LiveWeights(self._model, self._specs).load(mirror)
+        held = module_tensors(self._model)
+        if any(isinstance(tensor, DTensor) for tensor in held.values()):
+            for spec in self._specs:
+                _restore_part(held[spec.name], spec, mirror)
+        else:
+            LiveWeights(self._model, self._specs).load(mirror)
+
+
+def _restore_part(tensor: Tensor, spec: TensorSpec, mirror: Mirror) -> None:
+    """Sets this rank's part of a tensor; raises `CorruptError` if it then holds other bits."""
+    rows = rows_of_rank(tensor) or (0, spec.shape[0] if spec.shape else 1)
+    width = spec.count // spec.shape[0] if spec.shape and spec.shape[0] else 1
+    local = local_part(tensor)
+    if not local.numel():
+        return
+    found = mirror.find(spec.name, rows[0] * width, local.numel())
+    if found is None:
+        raise InputError(
+            f"the mirror lacks rows {rows[0]} to {rows[1]} of {spec.name}", version=mirror.version
+        )
+    values = torch.from_numpy(found.copy()).view(TORCH_DTYPES[spec.dtype])
+    local.copy_(values.view(local.shape))
+    if not np.array_equal(codec.bits_of(cast(local, spec.dtype), spec.dtype).reshape(-1), found):
+        raise CorruptError("the model does not hold what was loaded", version=mirror.version)
 
 
 def cast(tensor: Tensor, dtype: str) -> Tensor:
-    """Rounds a tensor to ``dtype``: a contiguous CPU tensor, not copied if it is one already."""
-    return tensor.detach().to("cpu", TORCH_DTYPES[dtype]).contiguous()
+    """Rounds this rank's part of a tensor to ``dtype``: a contiguous CPU tensor, not copied if it
+    is one already."""
+    return local_part(tensor).to("cpu", TORCH_DTYPES[dtype]).contiguous()
 
 
 def _specs(model: torch.nn.Module, dtype: str) -> list[TensorSpec]:

@@ -73,11 +73,8 @@ class ShardedWeights:
         along another dimension than its first."""
         found: dict[str, LocalShard] = {}
         for name, tensor in self._module.state_dict().items():
-            if isinstance(tensor, DTensor):
-                shard = _shard_of(name, tensor)
-            else:
-                shard = LocalShard(tensor.detach(), 0) if self._rank == 0 else None
-            if shard is not None and shard.bits.numel():
+            shard = shard_of(name, tensor, rank=self._rank)
+            if shard is not None:
                 found[name] = LocalShard(shard.bits.cpu().contiguous().reshape(-1), shard.start)
         return found
 
@@ -99,24 +96,61 @@ class ShardedWeights:
         )
 
 
-def _shard_of(name: str, tensor: DTensor) -> LocalShard | None:
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor, sharing its memory, as a plain tensor."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Shards with hooks for FSDP2's gathers wrap their values.
+    plain: Tensor = getattr(local, "plain", local)
+    return plain.detach()
+
+
+def rows_of_rank(tensor: Tensor) -> tuple[int, int] | None:
+    """Returns this rank's rows (first, end) of a tensor that is sharded along its first dimension;
+    None if it holds, or needs, all of them."""
+    if not isinstance(tensor, DTensor) or not _by_rows(tensor):
         return None
-    for index, placement in zip(coordinate, tensor.placements, strict=True):
-        if isinstance(placement, Replicate):
-            if index:
-                return None
-        elif not isinstance(placement, Shard) or placement.dim != 0:
-            raise InputError(
-                f"tensor {name} is placed as {placement}",
-                hint="shard it along its first dimension, or gather it before publishing",
-            )
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    local = tensor.to_local()
+    if not len(shape) or shape[0] == tensor.shape[0]:
+        return None
+    return int(offset[0]), int(offset[0]) + int(shape[0])
+
+
+def shard_of(name: str, tensor: Tensor, *, rank: int) -> LocalShard | None:
+    """Returns the range of a tensor that this rank publishes, None if it publishes nothing of it.
+
+    What is not sharded is rank 0's, a replicated shard its first holder's. Raises `InputError` for
+    a tensor that is sharded along another dimension than its first.
+    """
+    if not isinstance(tensor, DTensor):
+        return LocalShard(local_part(tensor), 0) if rank == 0 and tensor.numel() else None
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    if not _by_rows(tensor):
+        raise InputError(
+            f"tensor {name} is placed as {tensor.placements}",
+            hint="shard it along its first dimension, or gather it before publishing",
+        )
+    for index, placement in zip(coordinate, tensor.placements, strict=True):
+        if isinstance(placement, Replicate) and index:
+            return None
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    local = local_part(tensor)
     if tuple(local.shape) != tuple(shape):
         raise InputError(f"tensor {name} holds {tuple(local.shape)} where {shape} is expected")
+    if not local.numel():
+        return None
     width = tensor.numel() // tensor.shape[0] if tensor.ndim and tensor.shape[0] else 1
     return LocalShard(local, int(offset[0]) * width if len(offset) else 0)
+
+
+def _by_rows(tensor: DTensor) -> bool:
+    """Returns whether each rank holds consecutive rows."""
+    return all(
+        isinstance(one, Replicate) or (type(one) is Shard and one.dim == 0)
+        for one in tensor.placements
+    )

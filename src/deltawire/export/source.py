@@ -59,6 +59,15 @@ class WeightSource(Protocol):
         """Returns those of `tensors` that a training step may change: all, or an adapter's."""
         ...
 
+    # To publish from several ranks, a source has two more methods.
+    #
+    # def shards(self, rank: int) -> Mapping[str, LocalShard]:
+    #     Returns this rank's ranges of the published tensors, flat and on the CPU; the ranges of
+    #     all ranks cover every tensor once. All ranks call this together.
+    #
+    # def wanted(self) -> Mapping[str, tuple[int, int] | None]:
+    #     Returns the rows of each tensor that `restore` reads on this rank; None for all rows.
+
     def restore(self, mirror: Mirror) -> None:
         """Sets the model to a published version. Raises `InputError` if the mirror's tensors are
         not those of `specs`, and `CorruptError` if the model then holds other bits."""
@@ -75,6 +84,13 @@ def open_source(exporter: str, model: Any) -> WeightSource:
     module, _, name = EXPORTERS[exporter].partition(":")
     source: WeightSource = getattr(importlib.import_module(module), name)(model)
     return source
+
+
+def wanted_of(source: WeightSource) -> Mapping[str, tuple[int, int] | None] | None:
+    """Returns the rows of each tensor that this rank must load to restore; None for all."""
+    wanted = getattr(source, "wanted", None)
+    found: Mapping[str, tuple[int, int] | None] | None = wanted() if wanted else None
+    return found
 
 
 def bits_of(source: WeightSource) -> dict[str, Bits]:

@@ -100,6 +100,15 @@ class SequenceSums:
         """Returns the divergence of each sequence."""
         return [self.of(row).total() for row in range(len(self.tokens_N))]
 
+    def rows(self) -> list[list[float]]:
+        """Returns the terms as plain numbers, one list a field, for `of_rows`."""
+        return [getattr(self, name).tolist() for name in _FIELDS]
+
+    @classmethod
+    def of_rows(cls, rows: list[list[float]]) -> SequenceSums:
+        """Returns the sums that `rows` listed."""
+        return cls(*(torch.tensor(row, dtype=torch.float64) for row in rows))
+
     def of(self, row: int) -> SequenceSums:
         """Returns the sums of one sequence."""
         return SequenceSums(*(getattr(self, name)[row : row + 1] for name in _FIELDS))

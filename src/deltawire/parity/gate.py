@@ -9,9 +9,10 @@ later tokens mix both reasons; they count as drift.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -114,6 +115,17 @@ def crossings(
     return found
 
 
+class _MeterState(msgspec.Struct, kw_only=True):
+    """A rank's measurements, as other ranks get them."""
+
+    numeric: list[list[list[float]]]
+    drift: list[list[list[float]]]
+    masked: list[int]
+    rows: int
+    flips: list[tuple[list[int], list[int]]]
+    damaged: int
+
+
 @dataclass
 class ParityMeter:
     """Measures one batch, micro-batch by micro-batch, and checks it against the limits.
@@ -184,6 +196,28 @@ class ParityMeter:
         could not be read, which is a warning regardless of the limits."""
         self._flips.append((flipped_L, choices_L))
         self._damaged += damaged
+
+    def joined(self, gather: Callable[[bytes], list[bytes]]) -> ParityMeter:
+        """Returns the meter of a batch whose micro-batches were measured on several ranks, in order
+        of ranks; ``gather`` gives every rank the bytes of all."""
+        state = _MeterState(
+            numeric=[part.rows() for part in self._numeric],
+            drift=[part.rows() for part in self._drift],
+            masked=self._masked,
+            rows=self._rows,
+            flips=[(flipped.tolist(), choices.tolist()) for flipped, choices in self._flips],
+            damaged=self._damaged,
+        )
+        whole = ParityMeter(self.config, self.version)
+        for data in gather(msgspec.msgpack.encode(state)):
+            part = msgspec.msgpack.decode(data, type=_MeterState)
+            whole._numeric += map(SequenceSums.of_rows, part.numeric)
+            whole._drift += map(SequenceSums.of_rows, part.drift)
+            whole._masked += [whole._rows + row for row in part.masked]
+            whole._rows += part.rows
+            whole._flips += [(torch.tensor(a), torch.tensor(b)) for a, b in part.flips]
+            whole._damaged += part.damaged
+        return whole
 
     def result(self) -> BatchParity:
         """Returns the figures of the whole batch."""

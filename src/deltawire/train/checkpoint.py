@@ -1,87 +1,199 @@
-"""Stores the trainer's resumable state in the bucket: safetensors objects, then a small commit."""
+"""Stores the trainer's resumable state in the bucket, sharded over ranks, next to training.
+
+Who waits for whom::
+
+    every rank's main thread          every rank's writer thread
+      copy the state (staging) ─────▶   plan with the other ranks (torch's distributed checkpoint)
+      train on                          put own parts
+      next save: wait for the last      rank 0: put the commit, remove old checkpoints
+
+A checkpoint exists once its commit does. Each rank writes the shards that it holds, and a reader
+takes what its own shards overlap, so another number of ranks can read it. The commit is JSON with a
+hash of each shard: nothing that is read from the bucket is unpickled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated
 
-import blake3
 import msgspec
-import safetensors
-import safetensors.torch
+import torch
+import torch.distributed as dist
 from msgspec import Meta
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from deltawire.errors import CorruptError
+# The public functions warn whenever there is one process only, and check for collectives first.
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+from deltawire.errors import CorruptError, DeltawireError, InputError
+from deltawire.export.shards import local_part
 from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync.publish.parallel_copy import Copier
+from deltawire.train.checkpoint_storage import (
+    BucketReader,
+    BucketWriter,
+    StagedPlanner,
+    TensorEntry,
+    WholeLoadPlanner,
+    bytes_of,
+)
+from deltawire.train.parallel import TrainerMesh
 from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.objects import FORMAT, decode_json, encode_json
 from deltawire.wire.payload import Index
-from deltawire.wire.run import Hash
 
-PART_BYTES = 256 << 20
-"""A part of the state is closed when it holds this many bytes; one tensor is never divided."""
-
-MAX_PART_BYTES = 1 << 40
-MAX_PARTS = 1 << 20
 MAX_COMMIT_BYTES = 256 << 20
+MAX_TENSORS = 1 << 22
 KEPT = 2
 
 
-class StatePart(msgspec.Struct, frozen=True):
-    """One safetensors object of a state: the BLAKE3 of its content, and its size."""
-
-    hash: Hash
-    bytes: Index
-
-
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """Commits a state of ``parts``. ``digest`` is that of the weights published at ``version``."""
+    """Commits a state: its tensors, in shards of ``ranks`` processes. ``digest`` is that of the
+    weights published at ``version`` of the run ``run``."""
 
     format: int = FORMAT
+    run: Annotated[str, Meta(max_length=64)] = ""
     version: Index
     digest: Annotated[str, Meta(max_length=32)]
-    parts: Annotated[list[StatePart], Meta(max_length=MAX_PARTS)]
+    ranks: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    tensors: Annotated[dict[str, TensorEntry], Meta(max_length=MAX_TENSORS)]
     ledger: Ledger
+
+
+class CheckpointWriter:
+    """Writes states in a background thread. All ranks make one together, and call it together.
+
+    ``confirm`` is called before rank 0 commits, and may raise to forbid it. An error of a save is
+    raised by the next call.
+
+    Example::
+
+        writer = CheckpointWriter(bucket, masters.mesh, run=run.id)
+        writer.save(masters.state(), ledger, version=20, digest=digest)
+        ...  # train on
+        writer.close()
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        mesh: TrainerMesh | None,
+        *,
+        run: str = "",
+        confirm: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._bucket = RetryingBucket.over(bucket)
+        self._ranks = 1 if mesh is None else mesh.ranks
+        self._rank = 0 if mesh is None else mesh.rank
+        # Its thread must not share a process group with training.
+        self._group = dist.new_group(backend="gloo") if self._ranks > 1 else None
+        self._run, self._confirm = run, confirm
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._copier = Copier()
+        self._staging: dict[str, Tensor] = {}
+        self._pending: Future[None] | None = None
+
+    def save(
+        self,
+        state: Mapping[str, Tensor],
+        ledger: Ledger,
+        *,
+        version: int,
+        digest: str,
+        keep: int = KEPT,
+    ) -> None:
+        """Copy ``state`` and store it in the background as that of a committed version; then remove
+        all but the last ``keep``, 0 for none.
+
+        Waits for the save before, and raises what it failed with.
+        """
+        self.flush()
+        self._stage(state)
+        commit = Commit(
+            run=self._run,
+            version=version,
+            digest=digest,
+            ranks=self._ranks,
+            tensors={},
+            ledger=ledger.copy(),
+        )
+        self._pending = self._pool.submit(self._write, dict(state), commit, keep)
+
+    @torch.no_grad()
+    def _stage(self, state: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts into memory that is kept from save to save."""
+        pairs = []
+        for name, tensor in state.items():
+            local = local_part(tensor)
+            held = self._staging.get(name)
+            if held is None or (held.shape, held.dtype) != (local.shape, local.dtype):
+                pinned = local.device.type == "cuda"
+                held = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
+                self._staging[name] = held
+            if local.device.type == "cpu" and local.is_contiguous():
+                pairs.append((bytes_of(held), bytes_of(local)))
+            else:
+                held.copy_(local)
+        self._copier.copy(pairs)
+        for name in self._staging.keys() - state.keys():
+            del self._staging[name]
+
+    def _write(self, state: dict[str, Tensor], commit: Commit, keep: int) -> None:
+        def finish(tensors: dict[str, TensorEntry]) -> None:
+            self._confirm()
+            whole = msgspec.structs.replace(commit, tensors=tensors)
+            self._bucket.put(keys.checkpoint_commit(commit.version), encode_json(whole))
+            _remove_old(self._bucket, keep)
+
+        try:
+            _save_state_dict(
+                state,
+                storage_writer=BucketWriter(
+                    self._bucket, commit.version, rank=self._rank, ranks=self._ranks, finish=finish
+                ),
+                planner=StagedPlanner(self._staging),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except CheckpointException as error:
+            raise _cause_of(error) from error
+
+    def flush(self) -> None:
+        """Wait for the save under way; raises what it failed with."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for the save under way and end the threads."""
+        try:
+            self.flush()
+        finally:
+            self._pool.shutdown()
+            self._copier.close()
 
 
 def save_checkpoint(
     bucket: Bucket,
-    state: dict[str, Tensor],
+    state: Mapping[str, Tensor],
     ledger: Ledger,
     *,
     version: int,
     digest: str,
     keep: int = KEPT,
+    run: str = "",
 ) -> None:
-    """Store the state of a committed version, and remove all but the last ``keep``; 0 keeps all.
-
-    A state of any size needs the memory of one part in addition to its own.
-    """
-    bucket = RetryingBucket.over(bucket)
-    parts = []
-    for number, tensors in enumerate(_divided(state)):
-        data = safetensors.torch.save(tensors)
-        bucket.put(keys.checkpoint_part(version, number), data)
-        parts.append(StatePart(blake3.blake3(data).hexdigest(), len(data)))
-    commit = Commit(version=version, digest=digest, parts=parts, ledger=ledger)
-    bucket.put(keys.checkpoint_commit(version), encode_json(commit))
-    _remove_old(bucket, keep)
-
-
-def _divided(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Group tensors into parts, in order; at least one part, even of nothing."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in state.items():
-        part[name] = tensor.contiguous()
-        size += tensor.nbytes
-        if size >= PART_BYTES:
-            yield part
-            part, size = {}, 0
-    if part or not state:
-        yield part
+    """Store the state of a single process and wait for it; see `CheckpointWriter.save`."""
+    writer = CheckpointWriter(bucket, None, run=run)
+    try:
+        writer.save(state, ledger, version=version, digest=digest, keep=keep)
+    finally:
+        writer.close()
 
 
 def _remove_old(bucket: Bucket, keep: int) -> None:
@@ -96,23 +208,40 @@ def _remove_old(bucket: Bucket, keep: int) -> None:
             bucket.delete(key)
 
 
-def load_checkpoint(bucket: Bucket, *, newest: int) -> tuple[Commit, dict[str, Tensor]] | None:
-    """Load the newest complete state of a version at or before ``newest``; None if there is none.
+def load_checkpoint(
+    bucket: Bucket,
+    state: Mapping[str, Tensor],
+    *,
+    newest: int,
+    mesh: TrainerMesh | None = None,
+    run: str = "",
+) -> Commit | None:
+    """Fill ``state`` with the newest complete state of a version at or before ``newest``.
 
-    A damaged one is passed over for an older one.
+    A damaged one, or one that does not fit, is passed over for an older one; ``state`` then holds
+    a mixture until the next is loaded. None if there is none. All ranks call this together, and
+    get the same answer. Raises `InputError` for a checkpoint of another run.
     """
     bucket = RetryingBucket.over(bucket)
-    for version in reversed(checkpoint_versions(bucket)):
-        if version > newest:
-            continue
+    versions = checkpoint_versions(bucket)
+    if mesh is not None:
+        versions = msgspec.json.decode(
+            mesh.broadcast(msgspec.json.encode(versions)), type=list[int]
+        )
+    for version in reversed([one for one in versions if one <= newest]):
         try:
-            return _load(bucket, version)
+            commit: Commit | None = _load(bucket, state, version, run=run)
         except CorruptError:
-            continue
+            commit = None
+        failed = commit is None
+        if mesh is not None:
+            failed = bool(mesh.sum([float(failed)])[0])
+        if not failed:
+            return commit
     return None
 
 
-def _load(bucket: Bucket, version: int) -> tuple[Commit, dict[str, Tensor]]:
+def _load(bucket: Bucket, state: Mapping[str, Tensor], version: int, *, run: str) -> Commit:
     key = keys.checkpoint_commit(version)
     raw = bucket.get(key, limit=MAX_COMMIT_BYTES)
     if raw is None:
@@ -122,23 +251,35 @@ def _load(bucket: Bucket, version: int) -> tuple[Commit, dict[str, Tensor]]:
         raise CorruptError(
             f"format {commit.format}, version {commit.version}", run=bucket.url, key=key
         )
-    state: dict[str, Tensor] = {}
-    for number, part in enumerate(commit.parts):
-        tensors = _load_part(bucket, keys.checkpoint_part(version, number), part)
-        if tensors.keys() & state.keys():
-            raise CorruptError("a checkpoint holds a tensor twice", run=bucket.url, key=key)
-        state |= tensors
-    return commit, state
-
-
-def _load_part(bucket: Bucket, key: str, part: StatePart) -> dict[str, Tensor]:
-    data = bucket.get(key, limit=min(part.bytes, MAX_PART_BYTES))
-    if data is None or blake3.blake3(data).hexdigest() != part.hash:
-        raise CorruptError("a checkpoint's state is damaged", run=bucket.url, key=key)
+    if run and commit.run != run:
+        raise InputError(
+            "this checkpoint belongs to another run",
+            hint="delete the checkpoints that were copied here, and the steps are recomputed",
+            run=bucket.url,
+            key=key,
+        )
+    if odd := sorted(commit.tensors.keys() ^ state.keys()):
+        raise CorruptError(
+            f"the checkpoint does not fit the model at {odd[0][:80]}", run=bucket.url, key=key
+        )
+    for name, entry in commit.tensors.items():
+        entry.check(name, state[name], run=bucket.url, key=key)
     try:
-        return safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise CorruptError(f"checkpoint: {error}", run=bucket.url, key=key) from error
+        _load_state_dict(
+            dict(state),
+            storage_reader=BucketReader(bucket, version, commit.tensors),
+            planner=WholeLoadPlanner(),
+            no_dist=True,  # A shard's plan needs nobody else.
+        )
+    except CheckpointException as error:
+        raise _cause_of(error) from error
+    return commit
+
+
+def _cause_of(error: CheckpointException) -> BaseException:
+    """The error of one rank that torch wraps: ours, if there is one."""
+    causes: Iterable[BaseException] = [failure[0] for failure in error.failures.values()]
+    return next((one for one in causes if isinstance(one, DeltawireError)), next(iter(causes)))
 
 
 def checkpoint_versions(bucket: Bucket) -> list[int]:

@@ -1,76 +1,158 @@
-"""Keeps fp32 master weights for a model that computes with the published, rounded ones.
+"""Keeps fp32 master weights, sharded over ranks, for a model that computes with published weights.
 
-The model's parameters always hold exactly the bits that are published, so trainer and sampler
-compute with the same weights; small steps add up in the masters until they move a published bit.
+Small steps add up in the masters until they move a published bit; forward passes see the bits that
+are published, so trainer and sampler compute with the same weights. On a mesh, the model's own
+parameters are the masters, and are rounded where a layer gathers them
+(`deltawire.train.parallel.sharding`). A single process that computes in float32 has nothing to
+gather: its masters are copies, and its parameters hold the rounded values. Both give the same bits
+(`tests/unit/train/test_sharded_steps.py`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from deltawire import codec
+from deltawire.codec import Digest
 from deltawire.config import TrainConfig
-from deltawire.errors import CorruptError
-from deltawire.export.source import WeightSource, open_source
+from deltawire.errors import CorruptError, InputError
+from deltawire.export.shards import LocalShard, local_part
+from deltawire.export.source import WeightSource, bits_of, open_source
 from deltawire.placement.live import saved_buffers
-from deltawire.train.optimizer import StepSettings, open_optimizer
+from deltawire.sync.follow.mirror import Mirror
+from deltawire.train.optimizer import Optimizer, StepSettings, open_optimizer
+from deltawire.train.parallel import TrainerMesh, open_mesh, shard_model
+from deltawire.train.parallel.clipping import clip_gradients
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MasterWeights:
-    """An optimizer on float32 copies of a model's parameters.
+    """An optimizer on float32 masters of a model's parameters, which a mesh shards in place.
 
-    ``source`` is what is published of the model; by default ``config.exporter`` decides. The
-    masters start as the model's parameters are, and those are rounded at once to the source's
-    compute dtype. Frozen parameters are rounded too, and have no master. Saved buffers take no
-    optimizer steps: they are published, and kept with the state, as the model sets them.
+    ``source`` is what is published of the model; by default ``config.exporter`` decides. ``mesh``
+    is this process among the trainer's ranks; by default the one that a launcher set up, or a
+    single process. Frozen parameters have no master. Saved buffers take no optimizer steps: they
+    are published, and kept with the state, as the model sets them.
     """
 
     def __init__(
-        self, model: Any, config: TrainConfig, *, source: WeightSource | None = None
+        self,
+        model: Any,
+        config: TrainConfig,
+        *,
+        source: WeightSource | None = None,
+        mesh: TrainerMesh | None = None,
     ) -> None:
         self.model = model
+        self.mesh = mesh or open_mesh(config, next(model.parameters()).device)
+        published = (source or open_source(config.exporter, model)).compute_dtype
+        if self.mesh.data is not None:
+            compute = COMPUTE_DTYPES[config.compute]
+            shard_model(model, self.mesh, compute=compute, published=published)
         self.source = source or open_source(config.exporter, model)
+        if self.mesh.ranks > 1 and not hasattr(self.source, "shards"):
+            raise InputError(
+                f"the exporter {config.exporter} cannot publish from {self.mesh.ranks} ranks",
+                hint="give it the method shards, or set train.ranks = 1",
+            )
         self.steps = 0
         self._config = config
-        self._parameters: dict[str, Tensor] = {
-            name: parameter
+        self._masters = {
+            name: _master(parameter)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        self._masters = {
-            name: parameter.detach().float().clone() for name, parameter in self._parameters.items()
-        }
-        self._optimizer = open_optimizer(
-            self._masters, config, not_matrices=vocabulary_parameters(model)
-        )
+        self._optimizer = self._open_optimizer()
         self._round()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if not parameter.requires_grad:
-                    parameter.copy_(parameter.to(self.source.compute_dtype))
+
+    def _open_optimizer(self) -> Optimizer:
+        return open_optimizer(
+            self._masters, self._config, not_matrices=vocabulary_parameters(self.model)
+        )
 
     @torch.no_grad()
     def step(self, settings: StepSettings | None = None) -> float:
         """Take a step on the model's gradients and clear them; returns their norm before clipping.
 
         If the norm is not finite, only the count of steps changes. ``settings`` replace the
-        configuration's for this step."""
+        configuration's for this step. All ranks call this together.
+        """
+        parameters = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if name in self._masters
+        }
         limit = (settings or self._config.optimizer).max_grad_norm or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit))
+        norm = clip_gradients(parameters.values(), limit, self.mesh)
         self.steps += 1
         if math.isfinite(norm):
-            gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+            gradients = {name: parameter.grad for name, parameter in parameters.items()}
             self._optimizer.step(gradients, self.steps, settings=settings)
             self._round()
-        for parameter in self._parameters.values():
+        for parameter in parameters.values():
             parameter.grad = None
         return norm
 
+    def shards(self) -> Mapping[str, LocalShard]:
+        """This rank's part of what is published now; the parts of all ranks are the model."""
+        if self.mesh.ranks == 1:
+            return {name: LocalShard(one, 0) for name, one in self.source.tensors().items()}
+        source: Any = self.source
+        found: Mapping[str, LocalShard] = source.shards(self.mesh.rank)
+        return found
+
+    def digest(self) -> Digest:
+        """The digest that a version published now would have, from all ranks."""
+        if self.mesh.ranks == 1:
+            return codec.digest_model(bits_of(self.source))
+        dtypes = {spec.name: spec.dtype for spec in self.source.specs()}
+        own = codec.ZERO
+        for name, shard in self.shards().items():
+            own += codec.digest_bits(name, codec.bits_of(shard.bits, dtypes[name]), shard.start)
+        total = codec.ZERO
+        for part in self.mesh.gather(own.hex().encode()):
+            total += Digest.from_hex(part.decode())
+        return total
+
+    @torch.no_grad()
+    def reset(self, mirror: Mirror) -> None:
+        """Set the masters to a published version, and the optimizer to its start.
+
+        ``mirror`` holds at least what `wanted_of` names. Raises as `WeightSource.restore` does.
+        """
+        self.source.restore(mirror)
+        for name, parameter in self.model.named_parameters():
+            if name in self._masters and not isinstance(parameter, DTensor):
+                self._masters[name].copy_(parameter)
+        self._optimizer = self._open_optimizer()
+        self.steps = 0
+
+    @property
+    def has_frozen(self) -> bool:
+        """Returns whether some parameters are not trained, so that `state` does not hold them."""
+        return any(not parameter.requires_grad for parameter in self.model.parameters())
+
+    @torch.no_grad()
+    def load_frozen(self, mirror: Mirror) -> None:
+        """Set frozen parameters to those of a published version; masters keep their values."""
+        kept = {name: local_part(master).clone() for name, master in self._masters.items()}
+        self.source.restore(mirror)
+        for name, master in self._masters.items():
+            local_part(master).copy_(kept[name])
+        self._round()
+
     def state(self) -> dict[str, Tensor]:
-        """Everything that a later process needs to continue exactly."""
+        """Everything that a later process needs to continue exactly.
+
+        Tensors that are sharded are DTensors; the others are the same on all ranks.
+        """
         state = {"steps": torch.tensor(self.steps)}
         for name, master in self._masters.items():
             state[f"master/{name}"] = master
@@ -80,13 +162,13 @@ class MasterWeights:
         return state
 
     @torch.no_grad()
-    def restore(self, state: dict[str, Tensor]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore a `state`; raises `CorruptError` if it does not fit this model."""
         for name, master in self._masters.items():
             saved = state.get(f"master/{name}")
             if saved is None or saved.shape != master.shape:
                 raise CorruptError(f"the checkpoint does not fit the model at {name}")
-            master.copy_(saved)
+            local_part(master).copy_(local_part(saved))
         self._optimizer.restore(state)
         for name, buffer in saved_buffers(self.model).items():
             saved = state.get(f"buffer/{name}")
@@ -100,8 +182,25 @@ class MasterWeights:
 
     @torch.no_grad()
     def _round(self) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._masters[name].to(self.source.compute_dtype))
+        """Set parameters that are not the masters themselves to the published values."""
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                values = self._masters.get(name, parameter)
+                parameter.copy_(values.to(self.source.compute_dtype))
+
+
+def _master(parameter: Tensor) -> Tensor:
+    """A float32 copy of a parameter, or for a sharded one its shards themselves, as a DTensor."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().float().clone()
+    return DTensor.from_local(
+        local_part(parameter),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def vocabulary_parameters(model: Any) -> set[str]:

@@ -7,6 +7,10 @@ step. The gradients of a minibatch add up over micro-batches of at most
     groups ─▶ minibatch ─▶ micro-batch ─▶ forward, loss, backward ─┐ gradients add up
                   │            ▲───────────────────────────────────┘
                   └─▶ clip, optimizer step ─▶ next minibatch
+
+Every rank knows all groups, and computes its share of the micro-batches; denominators and
+advantages are those of the whole step. Ranks gather a layer's weights together, so all make equally
+many passes: a rank without a micro-batch makes one whose loss is zero.
 """
 
 from __future__ import annotations
@@ -160,11 +164,17 @@ def batch_loss(
 
 @dataclass
 class _Minibatch:
-    """The micro-batches of one optimizer step; ``before`` holds, once there are several optimizer
-    steps, each micro-batch's log-probabilities before the first, and the rows that count."""
+    """This rank's micro-batches of one optimizer step.
+
+    ``idle`` are passes without a part in the loss. ``members`` are the rows of each rank.
+    ``before`` holds, once there are several optimizer steps, each micro-batch's log-probabilities
+    before the first, and the rows that count.
+    """
 
     batches: list[TokenBatch]
+    idle: list[TokenBatch]
     totals: Totals
+    members: list[list[Member]]
     before: list[tuple[Tensor, Tensor]]
 
 
@@ -206,20 +216,29 @@ class _TrainingStep:
     ) -> _TrainingStep:
         """Divide the groups into minibatches and micro-batches."""
         policy = TrainedPolicy.of(masters.model, config.train)
-        device = next(masters.model.parameters()).device
+        mesh = masters.mesh
         minibatches = []
         count = min(config.train.minibatches, len(groups))
         for chosen in np.array_split(np.arange(len(groups)), count):
             numbers = chosen.tolist()
-            (micro_batches,) = divide(
+            divided = divide(
                 groups,
                 budget=config.train.max_tokens_per_batch,
+                ranks=mesh.data_ranks,
                 packed=policy.packs,
                 chosen=numbers,
             )
-            batches = [collate(groups, members).to(device) for members in micro_batches]
-            totals = totals_of([groups[n] for n in numbers], config)
-            minibatches.append(_Minibatch(batches, totals, []))
+            own = divided[mesh.data_rank]
+            some = next(members for rank in divided for members in rank if members)[:1]
+            minibatches.append(
+                _Minibatch(
+                    [collate(groups, members).to(mesh.device) for members in own if members],
+                    [collate(groups, some).to(mesh.device) for members in own if not members],
+                    totals_of([groups[n] for n in numbers], config),
+                    [[member for members in rank for member in members] for rank in divided],
+                    [],
+                )
+            )
         return cls(
             masters,
             config,
@@ -236,6 +255,9 @@ class _TrainingStep:
             for batch in minibatch.batches:
                 with torch.no_grad(), self.policy.terms(batch, self.replay) as terms:
                     minibatch.before.append((terms.logprobs, self._measure(batch, terms)))
+            for batch in minibatch.idle:
+                with torch.no_grad(), self.policy.terms(batch):
+                    pass
         self.parity = self._judged()
 
     def optimize(self, minibatch: _Minibatch) -> None:
@@ -249,6 +271,10 @@ class _TrainingStep:
                 with self.policy.terms(batch, self.replay) as terms:
                     keep_N = self._measure(batch, terms)
                     self._backward(minibatch, batch, terms, keep_N, None)
+        for batch in minibatch.idle:
+            with self.policy.terms(batch) as terms:
+                self._reference(batch)
+                (terms.logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
         if self.parity is None:
             self.parity = self._judged()
         if not self.parity.stopped:
@@ -259,7 +285,7 @@ class _TrainingStep:
         if self.replay is not None:
             flips = (self.replay.flipped_L, self.replay.compared_L)
             self.meter.add_flips(*flips, damaged=self.replay.damaged)
-        return self.meter.result()
+        return self.meter.joined(self.masters.mesh.gather_data).result()
 
     def _measure(self, batch: TokenBatch, terms: TokenTerms) -> Tensor:
         self.entropy += float((terms.entropies.detach() * batch.loss_mask_NC).sum())
@@ -280,10 +306,7 @@ class _TrainingStep:
         keep_N: Tensor,
         old_NC: Tensor | None,
     ) -> None:
-        reference_NC = None
-        if self.reference is not None:
-            with torch.no_grad(), self.reference.terms(batch) as found:
-                reference_NC = found.logprobs
+        reference_NC = self._reference(batch)
         part = batch_loss(
             self.config,
             batch,
@@ -298,26 +321,43 @@ class _TrainingStep:
         part.loss.backward()  # type: ignore[no-untyped-call]
         self.parts.append((part, minibatch.totals))
 
+    def _reference(self, batch: TokenBatch) -> Tensor | None:
+        if self.reference is None:
+            return None
+        with torch.no_grad(), self.reference.terms(batch) as found:
+            return found.logprobs
+
     def result(self) -> StepResult:
         """The sums as measurements."""
         assert self.parity is not None
         tokens = sum(minibatch.totals.tokens for minibatch in self.minibatches)
         parts = [(part, totals.tokens / tokens) for part, totals in self.parts]
-        loss = sum(float(part.loss.detach()) for part, _ in parts)
+        rewards = torch.cat(self.rewards) if self.rewards else torch.zeros(0)
+        sums = [
+            sum(float(part.loss.detach()) for part, _ in parts),
+            sum(part.clipped * share for part, share in parts),
+            sum(part.rejected * share for part, share in parts),
+            sum(part.kl * share for part, share in parts),
+            self.entropy,
+            float(rewards.double().sum()),
+            len(rewards),
+        ]
+        mesh = self.masters.mesh
+        loss, clipped, rejected, kl, entropy, reward, episodes = mesh.sum_data(sums).tolist()
         return StepResult(
             loss=loss / len(self.minibatches),
             grad_norm=sum(self.norms) / max(len(self.norms), 1),
-            reward_mean=float(torch.cat(self.rewards).mean()),
+            reward_mean=reward / episodes,
             tokens=int(tokens),
-            clipped=sum(part.clipped * share for part, share in parts),
-            rejected=sum(part.rejected * share for part, share in parts),
-            kl=sum(part.kl * share for part, share in parts),
-            entropy=self.entropy / tokens,
+            clipped=clipped,
+            rejected=rejected,
+            kl=kl,
+            entropy=entropy / tokens,
             parity=self.parity,
             members=[
                 member
+                for rank in range(mesh.data_ranks)
                 for minibatch in self.minibatches
-                for batch in minibatch.batches
-                for member in batch.members_N
+                for member in minibatch.members[rank]
             ],
         )

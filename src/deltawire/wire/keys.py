@@ -178,7 +178,7 @@ def checkpoint_commit(version: int) -> str:
 
 def checkpoint_part(version: int, number: int) -> str:
     """The key of one part of the trainer's state at ``version``."""
-    return f"{CHECKPOINTS}{_number(version)}/state-{_number(number)}.safetensors"
+    return f"{CHECKPOINTS}{_number(version)}/state-{_number(number)}.bin"
 
 
 def role(name: str) -> str:

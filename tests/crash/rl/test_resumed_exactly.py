@@ -41,6 +41,7 @@ from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_history, read_manifest, read_run
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.checkpoint import checkpoint_versions, load_checkpoint, save_checkpoint
+from deltawire.train.masters import MasterWeights
 from deltawire.train.step import train_step
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
@@ -159,9 +160,9 @@ def test_other_bits_than_before_end_no_run_that_has_nothing_left_to_train(
     )
     assert train(bucket, to=3) == before
     assert read_trainer(bucket).phase == "finished"
-    assert load_checkpoint(bucket, newest=3)[0].version == 2, "no state of other weights"
+    assert loaded(bucket, 3)[0].version == 2, "no state of other weights"
     assert train(bucket, to=5)[:4] == before
-    assert load_checkpoint(bucket, newest=5)[0].version == 5
+    assert loaded(bucket, 5)[0].version == 5
 
 
 def test_a_step_that_moved_nothing_is_on_record(bucket, monkeypatch) -> None:
@@ -199,20 +200,28 @@ def flip(bucket: Bucket, key: str) -> None:
     bucket.put(key, bytes(data))
 
 
+def loaded(bucket, newest):
+    """The newest checkpoint's commit, and its state."""
+    run, config = open_run(bucket)
+    with fetch_model_files(bucket, run) as folder:
+        state = MasterWeights(empty_model(Path(folder)), config.train).state()
+    return load_checkpoint(bucket, state, newest=newest, run=run.id), state
+
+
 @pytest.mark.parametrize("key", [keys.checkpoint_part(4, 0), keys.checkpoint_commit(4)])
 def test_a_damaged_checkpoint_is_passed_over(bucket, uninterrupted, key) -> None:
     train(bucket, to=5, die=True)
     flip(bucket, key)
-    assert load_checkpoint(bucket, newest=5)[0].version == 2
+    assert loaded(bucket, 5)[0].version == 2
     assert train(bucket) == uninterrupted
 
 
 def test_a_checkpoint_of_other_weights_is_passed_over(bucket, uninterrupted) -> None:
     """Whole in itself, and of a trainer whose version 4 is not the one that was committed."""
     train(bucket, to=5, die=True)
-    commit, state = load_checkpoint(bucket, newest=4)
+    commit, state = loaded(bucket, 4)
     other = {name: tensor * 2 if "master" in name else tensor for name, tensor in state.items()}
-    save_checkpoint(bucket, other, commit.ledger, version=4, digest=commit.digest)
+    save_checkpoint(bucket, other, commit.ledger, version=4, digest=commit.digest, run=commit.run)
     assert train(bucket) == uninterrupted
 
 

@@ -86,7 +86,7 @@ def test_what_is_no_hash(digest):
 
 def test_checkpoint_and_blob_keys():
     assert keys.blob(HASH) == f"weights/blobs/{HASH}"
-    assert keys.checkpoint_part(12, 0) == "checkpoints/0000000012/state-0000000000.safetensors"
+    assert keys.checkpoint_part(12, 0) == "checkpoints/0000000012/state-0000000000.bin"
     assert keys.checkpoint_commit(12) == "checkpoints/0000000012/commit.json"
 
 

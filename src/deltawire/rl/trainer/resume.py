@@ -19,13 +19,14 @@ import torch
 from deltawire.codec import Digest
 from deltawire.config import ParityLimits, RunConfig, TrainConfig, run_config, with_settings
 from deltawire.errors import CorruptError, InputError
-from deltawire.export.source import digest_of, open_source
+from deltawire.export.source import WeightSource, open_source, wanted_of
 from deltawire.rl.control.credits import settle
 from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror, read_history, read_manifest
 from deltawire.train.checkpoint import load_checkpoint
-from deltawire.train.masters import MasterWeights
+from deltawire.train.masters import COMPUTE_DTYPES, MasterWeights
+from deltawire.train.parallel import TrainerMesh, open_mesh, shard_model
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger
@@ -48,72 +49,98 @@ class Resumed:
     version: int
     train: TrainConfig
     reference: Any | None = None
+    ranks: int | None = None
+    """The number of ranks that wrote the checkpoint; None without one."""
 
     def follow_settings(self, train: TrainConfig) -> None:
         """Continue with other settings of the optimizer, on the same weights and moments."""
         if (train.optimizer, train.schedule) == (self.train.optimizer, self.train.schedule):
             return
         before = self.masters
-        masters = MasterWeights(before.model, train, source=before.source)
+        masters = MasterWeights(before.model, train, source=before.source, mesh=before.mesh)
         masters.restore(before.state())
         self.masters, self.train = masters, train
 
 
-def resume(bucket: Bucket, run: Run, config: RunConfig, model: Any, *, newest: int) -> Resumed:
+def resume(
+    bucket: Bucket,
+    run: Run,
+    config: RunConfig,
+    model: Any,
+    *,
+    newest: int,
+    mesh: TrainerMesh | None = None,
+) -> Resumed:
     """Load the newest checkpoint at or before ``newest`` that is complete and holds the weights
     that were published at its version; without one, version 0.
 
-    Raises `CorruptError` if there is neither.
+    All ranks call this together. Raises `CorruptError` if there is neither, and `InputError` for a
+    checkpoint of another run.
     """
-    reference = load_reference(bucket, run, config, model)
+    mesh = mesh or open_mesh(config.train, next(model.parameters()).device)
+    reference = load_reference(bucket, run, config, model, mesh)
+    model.train(config.train.dropout)
+    masters = MasterWeights(model, config.train, mesh=mesh)
     before = newest
-    while (found := load_checkpoint(bucket, newest=before)) is not None:
-        commit, state = found
+    while True:
+        state = masters.state()
+        commit = load_checkpoint(bucket, state, newest=before, mesh=masters.mesh, run=run.id)
+        if commit is None:
+            break
         before = commit.version - 1
-        origin = load_mirror(bucket, run, at=commit.version)
-        if origin is None:
+        manifest = read_manifest(bucket, run, commit.version)
+        if manifest is None:
             continue
-        masters = _masters_at(origin, config, model)
-        try:
-            masters.restore(state)
-        except CorruptError:
-            continue
-        if digest_of(masters.source) == origin.digest:
-            return Resumed(masters, commit.ledger, commit.version, config.train, reference)
-    origin = load_mirror(bucket, run, at=0)
+        if masters.has_frozen:
+            try:
+                masters.load_frozen(_load_version(bucket, run, masters.source, at=commit.version))
+            except CorruptError:
+                continue
+        masters.restore(state)
+        if masters.digest().hex() == manifest.digest:
+            return Resumed(
+                masters, commit.ledger, commit.version, config.train, reference, commit.ranks
+            )
+    masters.reset(_load_version(bucket, run, masters.source, at=0))
+    return Resumed(masters, Ledger(), 0, config.train, reference)
+
+
+def _load_version(bucket: Bucket, run: Run, source: WeightSource, *, at: int) -> Mirror:
+    """What this rank needs of a version; raises `CorruptError` if it cannot be read."""
+    origin = load_mirror(bucket, run, at=at, wanted=wanted_of(source))
     if origin is None:
         raise CorruptError(
             "there is no complete checkpoint, and no version 0 to start from",
             hint="pruned versions cannot be recomputed",
             run=bucket.url,
         )
-    return Resumed(_masters_at(origin, config, model), Ledger(), 0, config.train, reference)
+    return origin
 
 
-def load_reference(bucket: Bucket, run: Run, config: RunConfig, model: Any) -> Any | None:
-    """Version 0 as a frozen copy of ``model``, for the KL penalty; None without a penalty.
+def load_reference(
+    bucket: Bucket, run: Run, config: RunConfig, model: Any, mesh: TrainerMesh
+) -> Any | None:
+    """Version 0 as a frozen, sharded copy of ``model``, for the KL penalty; None without a penalty.
 
     Raises `CorruptError` if the bucket no longer has it.
     """
     if config.train.loss.kl == "none":
         return None
-    origin = load_mirror(bucket, run, at=0)
+    reference = copy.deepcopy(model)
+    source = open_source(config.train.exporter, reference)
+    if mesh.data is not None:
+        compute = COMPUTE_DTYPES[config.train.compute]
+        shard_model(reference, mesh, compute=compute, published=source.compute_dtype)
+        source = open_source(config.train.exporter, reference)
+    origin = load_mirror(bucket, run, at=0, wanted=wanted_of(source))
     if origin is None:
         raise CorruptError(
             "the reference of train.loss.kl is version 0, which is gone",
             hint="pruned versions cannot be a reference",
             run=bucket.url,
         )
-    reference = copy.deepcopy(model)
-    open_source(config.train.exporter, reference).restore(origin)
-    return reference.eval().requires_grad_(False)
-
-
-def _masters_at(origin: Mirror, config: RunConfig, model: Any) -> MasterWeights:
-    source = open_source(config.train.exporter, model)
     source.restore(origin)
-    model.train(config.train.dropout)
-    return MasterWeights(model, config.train, source=source)
+    return reference.eval().requires_grad_(False)
 
 
 @dataclass
@@ -205,7 +232,7 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
         torch.set_num_threads(threads)
     settle(state.ledger, metadata)
     state.version = version
-    return RecomputedStep(version, base, groups, result, digest_of(state.masters.source), published)
+    return RecomputedStep(version, base, groups, result, state.masters.digest(), published)
 
 
 def groups_of(bucket: Bucket, run: Run, version: int) -> list[BufferedGroup]:

@@ -41,7 +41,6 @@ from deltawire.errors import (
 from deltawire.events import Published, Step, known
 from deltawire.export.adapter import open_model
 from deltawire.export.models import fetch_model_files
-from deltawire.export.source import digest_of
 from deltawire.parity import finite, parity_event
 from deltawire.placement.device import resolve_device
 from deltawire.reward_monitor.watch import ProbeWatch
@@ -74,7 +73,7 @@ from deltawire.sync import (
     load_mirror,
     read_manifest,
 )
-from deltawire.train.checkpoint import checkpoint_versions, save_checkpoint
+from deltawire.train.checkpoint import CheckpointWriter, checkpoint_versions
 from deltawire.train.masters import MasterWeights
 from deltawire.train.statistics import GroupStatistics
 from deltawire.train.step import StepResult, train_step
@@ -144,6 +143,12 @@ class Trainer:
             signer=signer,
         )
         self.publisher = self._open_publisher(head, signer)
+        self.checkpoints = CheckpointWriter(
+            self.bucket,
+            self.masters.mesh,
+            run=run.id,
+            confirm=process.lease.confirm,
+        )
         self._saved = -1
         self._answered_at = time.monotonic()
 
@@ -243,6 +248,8 @@ class Trainer:
         # An error of the version under way was raised before, or follows the one that ends the run.
         with contextlib.suppress(DeltawireError):
             self.publisher.close()
+        with contextlib.suppress(DeltawireError):
+            self.checkpoints.close()
         self.version_retention.close()
         self.buffer.close()
         self.rescoring.close()
@@ -431,8 +438,7 @@ class Trainer:
         # that can.
         if self._saved != self.version and not self._diverged:
             self.process.lease.confirm()
-            save_checkpoint(
-                self.bucket,
+            self.checkpoints.save(
                 self.masters.state(),
                 self.ledger,
                 version=self.version,
@@ -440,7 +446,11 @@ class Trainer:
                 keep=self.config.retain.checkpoints,
             )
             self._saved = self.version
-            kept = checkpoint_versions(self.bucket)
+            self._trim()
+
+    def _trim(self) -> None:
+        """Delete what no checkpoint that is complete needs."""
+        if kept := checkpoint_versions(self.bucket):
             self.retention.trim(newest=self.version, oldest_checkpoint=min(kept))
             self.version_retention.start(newest=self.version)
 
@@ -448,9 +458,11 @@ class Trainer:
         with self.process.heartbeat.long_task("finish"):
             self.publisher.close()
             self._checkpoint()
+            self.checkpoints.close()
+            self._trim()
             self.version_retention.close()
             self.probes.close()
-        if digest_of(self.masters.source) != self.publisher.digest and not self._diverged:
+        if self.masters.digest() != self.publisher.digest and not self._diverged:
             raise BugError("the trainer's weights are not what it published", run=self.bucket.url)
         last = self.version >= self.config.train.versions
         self.credits.write("finished" if last else "stopped")

@@ -20,6 +20,7 @@ import torch
 from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.export.adapter import open_model
 from deltawire.export.models import fetch_model_files
+from deltawire.export.shards import local_part
 from deltawire.export.source import bits_of
 from deltawire.placement.device import resolve_device
 from deltawire.rl.trainer.resume import (
@@ -175,7 +176,10 @@ def _explain(bucket: Bucket, run: Run, found: TrainingVerification, state: Resum
 def _dump_before(bucket: Bucket, run: Run, state: Resumed, dump: Dump) -> None:
     """Write the state that the step starts from, and its groups as stored in the bucket."""
     metadata, _ = metadata_at(bucket, run, dump.version)
-    tensors = {name: tensor.contiguous() for name, tensor in state.masters.state().items()}
+    tensors = {
+        name: local_part(tensor).cpu().contiguous()
+        for name, tensor in state.masters.state().items()
+    }
     safetensors.torch.save_file(tensors, dump.folder / "state.safetensors")
     for place, (worker, sequence) in enumerate(metadata.consumed):
         key = keys.rollout(worker, sequence)

@@ -14,7 +14,7 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.export.adapter import open_model
 from deltawire.export.models import check_directory, fetch_model_files, load_tokenizer
 from deltawire.export.new_run import load_start, publish_start
-from deltawire.export.source import digest_of, open_source
+from deltawire.export.source import open_source
 from deltawire.runtime.lease import Lease
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import (
@@ -97,23 +97,26 @@ class TrainingSession:
         source.restore(head)
         model.train(config.train.dropout)
         masters = MasterWeights(model, config.train, source=source)
-        found = load_checkpoint(bucket, newest=head.version)
-        ledger = found[0].ledger if found else Ledger()
-        saved = found is not None and found[0].version == head.version
-        if found is not None and saved:
-            masters.restore(found[1])
-            if digest_of(source) != head.digest:
+        state = masters.state()
+        found = load_checkpoint(bucket, state, newest=head.version, run=run.id)
+        ledger = found.ledger if found else Ledger()
+        saved = found is not None and found.version == head.version
+        if saved:
+            masters.restore(state)
+            if masters.digest() != head.digest:
                 raise CorruptError(
                     "the newest checkpoint holds other weights than its version", run=bucket.url
                 )
         elif head.version > 0 and not reset:
-            at = f"that of version {found[0].version}" if found else "missing"
+            at = f"that of version {found.version}" if found else "missing"
             raise InputError(
                 f"the newest version is {head.version}, and the newest optimizer state is {at}",
                 hint="stop a trainer with one Ctrl-C so that it saves its state; or load with "
                 'lost_state="reset", which starts a new optimizer state on the newest weights',
                 run=bucket.url,
             )
+        if not saved:
+            masters.reset(head)  # An older state was read over it.
         manifest = read_manifest(bucket, run, head.version)
         publisher = Publisher(
             bucket,
@@ -206,6 +209,7 @@ class TrainingSession:
             self._ledger,
             version=self.version,
             digest=self._publisher.digest.hex(),
+            run=self.run.id,
         )
         self._saved = self.version
 
@@ -216,8 +220,9 @@ class TrainingSession:
             raise InputError(f"{where[:200]!r} is not RUN_URL@VERSION")
         bucket = self.bucket if url == self.bucket.url else open_bucket(url)
         version = int(number)
-        found = load_checkpoint(bucket, newest=version)
-        if found is None or found[0].version != version:
+        state = {name: one.clone() for name, one in self.masters.state().items()}
+        found = load_checkpoint(bucket, state, newest=version)
+        if found is None or found.version != version:
             raise InputError(
                 f"there is no state of version {version}",
                 hint="the last two are kept; save with save_state",
@@ -226,7 +231,7 @@ class TrainingSession:
         run = require_run(bucket)
         if run.tensors != self.run.tensors:
             raise InputError("the state belongs to another model", run=url, version=version)
-        self.masters.restore(found[1])
+        self.masters.restore(state)
         for parameter in self.model.parameters():
             parameter.grad = None
         self._changed = True

@@ -125,7 +125,7 @@ def test_a_step_is_torchs_adamw(url, model_directory):
         optimizer = torch.optim.AdamW(twin, lr=3e-3, betas=(0.8, 0.9), eps=1e-9, weight_decay=0.1)
         for text in ("one", "two words"):
             client.forward_backward([datum(text)], "cross_entropy").result()
-            for one, parameter in zip(twin, masters._parameters.values(), strict=True):
+            for one, parameter in zip(twin, masters.model.parameters(), strict=True):
                 one.grad = parameter.grad.clone()
             norm = torch.nn.utils.clip_grad_norm_(twin, 0.5)
             optimizer.step()

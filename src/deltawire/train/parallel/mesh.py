@@ -1,0 +1,157 @@
+"""Opens the mesh of trainer ranks from what a launcher set in the environment.
+
+Axes, outer to inner: ``replicate`` × ``shard`` × ``tensor``. Ranks that differ only in ``tensor``
+compute one micro-batch together; all others compute micro-batches of their own. Parameters are
+sharded over ``shard`` (and cut over ``tensor``), and every replica holds all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from deltawire.config import TrainConfig
+from deltawire.errors import InputError
+
+TIMEOUT = timedelta(hours=1)
+"""How long a rank waits for another one. A rank that ends is noticed at once, by its connections;
+one that hangs is killed by the supervisor's watchdog."""
+
+
+@dataclass(frozen=True)
+class TrainerMesh:
+    """This process among the trainer's ranks.
+
+    ``data`` has the axes ``shard``, or ``replicate`` and ``shard``; it is None for a single process
+    that computes in float32, whose weights are not sharded. ``tensor`` is None without tensor
+    parallelism. ``data_rank`` of ``data_ranks`` computes a share of each step's groups.
+    """
+
+    rank: int
+    ranks: int
+    device: torch.device
+    data: DeviceMesh | None
+    tensor: DeviceMesh | None
+    data_rank: int
+    data_ranks: int
+
+    @property
+    def leads(self) -> bool:
+        """Returns whether this is rank 0, which decides and commits."""
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float] | Tensor) -> Tensor:
+        """Returns the sum over all ranks of float64[N], which every rank gets to the same bits."""
+        total = torch.as_tensor(values, dtype=torch.float64).cpu().clone()
+        if self.ranks > 1:
+            dist.all_reduce(total)
+        return total
+
+    def sum_data(self, values: Sequence[float] | Tensor) -> Tensor:
+        """Returns the sum over ranks that compute different micro-batches, as `sum` does."""
+        counted = self.tensor is None or self.tensor.get_local_rank() == 0
+        own = torch.as_tensor(values, dtype=torch.float64)
+        return self.sum(own if counted else torch.zeros_like(own))
+
+    def gather_data(self, data: bytes) -> list[bytes]:
+        """Returns the bytes of each rank that computes different micro-batches."""
+        width = 1 if self.tensor is None else self.tensor.size()
+        return self.gather(data)[::width]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Returns each rank's bytes, in order of ranks."""
+        if self.ranks == 1:
+            return [data]
+        sizes = self.sum([len(data) if rank == self.rank else 0 for rank in range(self.ranks)])
+        longest = max(1, int(sizes.max()))
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
+            : len(data)
+        ]
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.ranks)]
+        dist.all_gather(parts, own)
+        return [
+            part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def broadcast(self, data: bytes = b"") -> bytes:
+        """Returns rank 0's bytes."""
+        if self.ranks == 1:
+            return data
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0)
+        message = torch.zeros(int(size), dtype=torch.uint8)
+        if self.leads:
+            message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(message, 0)
+        return message.numpy().tobytes()
+
+
+def world_of() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as ``torchrun`` or Ray set them."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process's number among the ranks on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def open_mesh(config: TrainConfig, device: torch.device, *, sharded: bool = False) -> TrainerMesh:
+    """Joins this process to the trainer's other ranks; without a launcher it is the only one.
+
+    A single process that computes in float32 gets a mesh without axes, unless ``sharded``: sums
+    over one rank need no process group, and gathering weights from itself costs up to a third of a
+    small model's step and changes no bit. Waits for all ranks. Raises `InputError` if the axes do
+    not divide the number of ranks that was started, which may be another than ``train.ranks``.
+    """
+    rank, ranks = world_of()
+    if found := config.layout_contradiction(ranks):
+        raise InputError(f"train: {found[0]}", hint=found[1])
+    if ranks == 1 and config.compute == "float32" and not sharded:
+        return TrainerMesh(0, 1, device, None, None, 0, 1)
+    _join(rank, ranks, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    tensor = config.tensor_parallel
+    shards = ranks // (config.replicate * tensor)
+    axes = {"replicate": config.replicate, "shard": shards, "tensor": tensor}
+    kept = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+    mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    data_names = tuple(name for name in kept if name != "tensor")
+    data: Any = mesh[data_names] if len(kept) > len(data_names) else mesh
+    return TrainerMesh(
+        rank=rank,
+        ranks=ranks,
+        device=device,
+        data=data,
+        tensor=mesh["tensor"] if tensor > 1 else None,
+        data_rank=rank // tensor,
+        data_ranks=ranks // tensor,
+    )
+
+
+def _join(rank: int, ranks: int, device: torch.device) -> None:
+    """Opens the default process group once; sums of figures always travel through the CPU."""
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, ranks):
+            raise InputError(
+                f"torch.distributed is open with {dist.get_world_size()} ranks, not {ranks}",
+                hint="let deltawire open it, or start as many ranks",
+            )
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if ranks == 1:
+        # A store in memory: a plain process opens no socket for this.
+        store = dist.HashStore()  # type: ignore[attr-defined, unused-ignore]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
+    else:
+        dist.init_process_group(backend, timeout=TIMEOUT)

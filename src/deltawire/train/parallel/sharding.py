@@ -1,0 +1,108 @@
+"""Shards a model's fp32 master weights over ranks with FSDP2.
+
+The parameters of the sharded model are the masters: each rank holds its rows in float32, and a
+layer's parameters exist whole only while the layer computes, as the bits that are published:
+
+- ``compute = "bfloat16"``: gathered and computed in bf16, reduced in float32.
+- ``compute = "float32"``: gathered rounded to the published dtype, computed in float32
+  (`deltawire.train.parallel.rounding`).
+
+Gradients are summed over ranks and not averaged: a loss divides by the tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from deltawire.errors import BugError, InputError
+from deltawire.train.parallel.mesh import TrainerMesh
+from deltawire.train.parallel.rounding import RoundedShard
+
+
+def shard_model(
+    model: Any,
+    mesh: TrainerMesh,
+    *,
+    compute: torch.dtype = torch.float32,
+    published: torch.dtype = torch.float32,
+) -> None:
+    """Shards ``model`` in place: each decoder layer, then the rest.
+
+    The parameters become float32 DTensors. ``published`` is the dtype that a forward pass rounds
+    them to, ``compute`` the one that it computes in. A model that is sharded already stays as it
+    is. Raises `InputError` if ``compute`` would change the published bits.
+
+    Example::
+
+        shard_model(model, open_mesh(config.train, device), published=torch.bfloat16)
+    """
+    if isinstance(model, FSDPModule):
+        return
+    if mesh.data is None:
+        raise BugError("a mesh without axes shards nothing")
+    if compute not in (torch.float32, published):
+        raise InputError(
+            f"train.compute {_name(compute)} would not compute with the published "
+            f"{_name(published)} weights",
+            hint='set train.compute = "float32", or train.exporter = "bf16"',
+        )
+    _to_masters(model, None if compute == published else published)
+    # Nothing is cast at module borders: activations have the dtype that the layers give them, as
+    # in the sampler. Experts sharded separately would otherwise get their gates rounded.
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == torch.float32 else compute,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    # The root too gives up its gathered weights after a forward pass: what reads parameters between
+    # two passes must find the masters.
+    settings: dict[str, Any] = {
+        "mesh": mesh.data,
+        "mp_policy": policy,
+        "reshard_after_forward": True,
+    }
+    layers = layers_of(model)
+    for layer in layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that the model's family never divides, such as its decoder layers."""
+    names: set[str] = set()
+    for module in model.modules():
+        names |= set(getattr(module, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+@torch.no_grad()
+def _to_masters(model: nn.Module, rounded: torch.dtype | None) -> None:
+    """Makes every parameter float32, and one that is gathered rounded if ``rounded`` is a dtype;
+    tied parameters stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(
+                    _master(parameter.detach(), rounded), requires_grad=parameter.requires_grad
+                )
+            module._parameters[name] = made[id(parameter)]
+
+
+def _master(values: Tensor, rounded: torch.dtype | None) -> Tensor:
+    plain = values.float().contiguous()
+    return plain if rounded in (None, torch.float32) else RoundedShard(plain, rounded)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
