@@ -100,8 +100,8 @@ def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor, sharing its memory, as a plain tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     # Shards with hooks for FSDP2's gathers wrap their values.
-    plain: Tensor = getattr(local, "plain", local)
-    return plain.detach()
+    values: Tensor = getattr(local, "values32", local)
+    return values.detach()
 
 
 def rows_of_rank(tensor: Tensor) -> tuple[int, int] | None:

@@ -57,7 +57,7 @@ _DTYPES = {
 _Extent = Annotated[list[Index], Meta(max_length=16)]
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class StoredShard(msgspec.Struct, frozen=True):
     """One shard of a tensor: its box, and where its bytes lie in which part."""
 
     offsets: _Extent
@@ -72,7 +72,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
     dtype: Annotated[str, Meta(max_length=16)]
     shape: _Extent
-    chunks: Annotated[list[Chunk], Meta(max_length=MAX_CHUNKS)]
+    chunks: Annotated[list[StoredShard], Meta(max_length=MAX_CHUNKS)]
 
     def check(self, name: str, like: Tensor, *, run: str, key: str) -> None:
         """Raises `CorruptError` unless the shards make up a tensor of the shape and dtype of
@@ -156,7 +156,7 @@ class BucketWriter(StorageWriter):
             data = bytes_of(tensor).data
             sizes = item.tensor_data.chunk.sizes if item.tensor_data else tensor.shape
             offsets = item.tensor_data.chunk.offsets if item.tensor_data else ()
-            chunk = Chunk(
+            chunk = StoredShard(
                 list(offsets), list(sizes), number, start, blake3.blake3(data).hexdigest()
             )
             results.append(WriteResult(item.index, data.nbytes, chunk))
@@ -174,7 +174,7 @@ class BucketWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the table of all ranks' shards."""
         tensors = {}
-        chunks: dict[str, list[Chunk]] = {}
+        chunks: dict[str, list[StoredShard]] = {}
         for result in (one for of_rank in results for one in of_rank):
             chunks.setdefault(result.index.fqn, []).append(result.storage_data)
         for name, described in metadata.state_dict_metadata.items():

@@ -37,34 +37,34 @@ the fp32 values, and return plain tensors."""
 
 
 class RoundedShard(torch.Tensor):
-    """fp32 values ``plain`` that FSDP2 gathers rounded to ``through``.
+    """fp32 values ``values32`` that FSDP2 gathers rounded to ``through``.
 
     In-place operations change the values; results of others are plain tensors.
     """
 
-    plain: Tensor
+    values32: Tensor
     through: torch.dtype
 
     @staticmethod
-    def __new__(cls, plain: Tensor, through: torch.dtype) -> RoundedShard:
+    def __new__(cls, values32: Tensor, through: torch.dtype) -> RoundedShard:
         """Wrap a plain tensor, which is not copied."""
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls,
-            plain.size(),
-            strides=plain.stride(),
-            storage_offset=plain.storage_offset(),
-            dtype=plain.dtype,
-            layout=plain.layout,
-            device=plain.device,
-            requires_grad=plain.requires_grad,
+            values32.size(),
+            strides=values32.stride(),
+            storage_offset=values32.storage_offset(),
+            dtype=values32.dtype,
+            layout=values32.layout,
+            device=values32.device,
+            requires_grad=values32.requires_grad,
         )
-        made.plain, made.through = plain, through
+        made.values32, made.through = values32, through
         shard: RoundedShard = made
         return shard
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Name the wrapped tensor."""
-        return f"RoundedShard({self.plain!r}, {self.through})"
+        return f"RoundedShard({self.values32!r}, {self.through})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -79,10 +79,10 @@ class RoundedShard(torch.Tensor):
 
         def unwrap(one: RoundedShard) -> Tensor:
             through.append(one.through)
-            return one.plain
+            return one.values32
 
-        plain_args, plain_kwargs = tree_map_only(RoundedShard, unwrap, (args, kwargs or {}))
-        result = func(*plain_args, **plain_kwargs)
+        bare_args, bare_kwargs = tree_map_only(RoundedShard, unwrap, (args, kwargs or {}))
+        result = func(*bare_args, **bare_kwargs)
         if func in _KEEPS_CLASS:
             return tree_map_only(Tensor, lambda one: _rewrap(one, through[0]), result)
         if func._schema.is_mutable and args and isinstance(args[0], RoundedShard):
@@ -94,7 +94,7 @@ class RoundedShard(torch.Tensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """FSDP2 calls this before a gather: the rounded values, padded to the largest shard."""
         del outer_stride, module, mp_policy
-        rounded = self.plain.to(self.through)
+        rounded = self.values32.to(self.through)
         rows = -(-outer_size[0] // mesh.size())
         if len(rounded) < rows:
             padded = rounded.new_zeros(rows, *outer_size[1:])

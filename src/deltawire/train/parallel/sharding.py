@@ -100,8 +100,8 @@ def _to_masters(model: nn.Module, rounded: torch.dtype | None) -> None:
 
 
 def _master(values: Tensor, rounded: torch.dtype | None) -> Tensor:
-    plain = values.float().contiguous()
-    return plain if rounded in (None, torch.float32) else RoundedShard(plain, rounded)
+    wide = values.float().contiguous()
+    return wide if rounded in (None, torch.float32) else RoundedShard(wide, rounded)
 
 
 def _name(dtype: torch.dtype) -> str:
