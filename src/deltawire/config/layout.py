@@ -12,11 +12,12 @@ def layout_contradiction(
             f"expert_parallel = {expert_parallel}: the trainer cannot divide experts over ranks",
             "set expert_parallel = 1; FSDP shards each expert's weights over all ranks",
         )
-    axes = replicate * tensor_parallel
-    if ranks % axes:
-        reason = (
-            f"{ranks} ranks do not divide into replicate × tensor_parallel = "
-            f"{replicate} × {tensor_parallel}"
+    if tensor_parallel > 1:
+        return (
+            f"tensor_parallel = {tensor_parallel}: the trainer cannot divide layers over ranks",
+            "set tensor_parallel = 1; FSDP shards every layer's weights over all ranks",
         )
-        return reason, f"use a multiple of {axes} ranks, or other axes"
+    if ranks % replicate:
+        reason = f"{ranks} ranks do not divide into replicate = {replicate} copies"
+        return reason, f"use a multiple of {replicate} ranks, or another train.replicate"
     return None

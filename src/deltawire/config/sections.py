@@ -315,12 +315,12 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """The precision of forward and backward passes. Both compute with the published weights; the
     masters, their gradients and the optimizer are float32 in either case."""
     ranks: Ranks = 1
-    """The trainer's processes, over which its weights are sharded. ``deltawire run`` starts them;
-    under ``torchrun`` its number counts."""
+    """Processes that weights are sharded over in training steps. The trainer of a run takes only 1;
+    `deltawire.train` steps under ``torchrun`` take its number."""
     replicate: Ranks = 1
     """Copies of the sharded weights (hybrid sharding): each lies on ranks / replicate ranks."""
     tensor_parallel: Ranks = 1
-    """Ranks that compute one micro-batch together, each with a part of every layer."""
+    """Ranks that compute one micro-batch together; only 1 is implemented."""
     expert_parallel: Ranks = 1
     """Ranks that the experts of a layer are divided over; only 1 is implemented."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -12,7 +12,7 @@ from deltawire.train.parallel import open_mesh
     ("train", "message"),
     [
         ({"ranks": 3, "replicate": 2}, "3 ranks do not divide"),
-        ({"ranks": 4, "replicate": 2, "tensor_parallel": 4}, "replicate × tensor_parallel = 2 × 4"),
+        ({"ranks": 4, "tensor_parallel": 2}, "tensor_parallel = 2"),
         ({"ranks": 4, "expert_parallel": 2}, "expert_parallel = 2"),
     ],
 )

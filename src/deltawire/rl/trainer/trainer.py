@@ -75,6 +75,7 @@ from deltawire.sync import (
 )
 from deltawire.train.checkpoint import CheckpointWriter, checkpoint_versions
 from deltawire.train.masters import MasterWeights
+from deltawire.train.parallel.mesh import world_of
 from deltawire.train.statistics import GroupStatistics
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire import keys
@@ -492,6 +493,13 @@ def run_trainer(
         start_run(process.bucket, *source, signer=signer, run_id=run_id)
     run, config = open_run(process.bucket)
     config = config if source is None else source[0]
+    ranks = max(config.train.ranks, world_of()[1])
+    if ranks > 1:
+        raise InputError(
+            f"train.ranks = {ranks}: a run's trainer is one process so far",
+            hint="set train.ranks = 1, and start it without torchrun",
+            run=process.bucket.url,
+        )
     process.heartbeat.faults = config.faults
     torch.set_num_threads(config.threads)
     with fetch_model_files(process.bucket, run) as folder:
