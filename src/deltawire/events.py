@@ -17,7 +17,7 @@ import msgspec
 
 from deltawire.errors import RetryError
 
-Role = Literal["supervisor", "trainer", "worker", "evaluator", "warm-start"]
+Role = Literal["supervisor", "trainer", "worker", "evaluator", "reference", "warm-start"]
 Activity = Literal["start", "wait", "sample", "train", "publish", "swap", "evaluate", "checkpoint"]
 
 MAX_LINE = 64 * 1024

@@ -11,6 +11,7 @@ import msgspec
 from deltawire.wire.coordination import DeletionIntent, Part, Refusal, RetentionFloor
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.manifest import CompactedDelta, Manifest
+from deltawire.wire.reference_scores import ReferenceScores
 from deltawire.wire.roles import RoleGrant
 from deltawire.wire.run import Run
 from deltawire.wire.status import Challenge, Heartbeat, TrainerStatus
@@ -25,12 +26,23 @@ OBJECTS = {
     "weights/retention-floors/": RetentionFloor,
     "weights/deletion-intents/": DeletionIntent,
     "roles/": RoleGrant,
+    "references/": ReferenceScores,
     "trainer.json": TrainerStatus,
     "challenges/": Challenge,
     "heartbeats/": Heartbeat,
     "deltawire.step": CommitMetadata,
 }
-SEALED = (Run, Manifest, CompactedDelta, Part, Refusal, RetentionFloor, DeletionIntent, RoleGrant)
+SEALED = (
+    Run,
+    Manifest,
+    CompactedDelta,
+    Part,
+    Refusal,
+    RetentionFloor,
+    DeletionIntent,
+    RoleGrant,
+    ReferenceScores,
+)
 SEAL = {
     "signer": {"type": "string", "maxLength": 96},
     "signature": {"type": "string", "pattern": "^[0-9a-f]{128}$"},

@@ -207,6 +207,8 @@ OTHER = {
 
 TOGETHER = {
     "model.build.family",
+    "reference.mode",
+    "reference.model",
     "train.adapter.dropout",
     *(f"train.{key}" for key in ("replicate", "tensor_parallel", "expert_parallel")),
     "train.loss.ratio_base",
@@ -268,6 +270,35 @@ def test_schedules(schedule):
 )
 def test_a_schedule_that_contradicts_itself(schedule, named):
     assert named in refusal(with_key("train.schedule", schedule))
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"reference.mode": "process"}, "no effect without a penalty"),
+        ({"reference.model": "teacher"}, "no effect without a penalty"),
+        ({"train.loss.policy_coefficient": 0.0}, "nothing to train on"),
+        ({"train.loss.kl": "k2", "reference.mode": "adapter_off"}, "needs an adapter"),
+        (
+            {
+                "train.loss.kl": "k2",
+                "train.adapter.kind": "lora",
+                "reference.mode": "adapter_off",
+                "reference.model": "teacher",
+            },
+            "not reference.model",
+        ),
+    ],
+)
+def test_a_reference_that_contradicts_the_loss(keys, named):
+    raw = json.loads(json.dumps(SMALLEST))
+    for dotted, value in keys.items():
+        *tables, key = dotted.split(".")
+        at = raw
+        for table in tables:
+            at = at.setdefault(table, {})
+        at[key] = value
+    assert named in refusal(raw)
 
 
 def test_a_parameter_group_that_is_no_pattern():

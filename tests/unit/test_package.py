@@ -38,6 +38,7 @@ FLAGS = {
     "worker": TRUST | {"--key", "--id", "--patience", "--supervised", "--cpus"},
     "trainer": TRUST
     | {"--key", "--config", "--model", "--seed", "--engine", "--supervised", "--cpus"},
+    "reference": TRUST | {"--key", "--supervised", "--cpus"},
     "evaluator": TRUST | {"--key", "--supervised", "--cpus"},
     "warm-start": TRUST | {"--key", "--cpus", "--out", "--bucket", "--seed", "--supervised"},
     "report": TRUST | {"--out", "--json"},

@@ -6,6 +6,7 @@ COMMANDS = (
     "worker",
     "trainer",
     "evaluator",
+    "reference",
     "warm_start",
     "publish",
     "pull",

@@ -18,6 +18,7 @@ from deltawire.config.parsing import (
     parse_config,
     run_config,
 )
+from deltawire.config.reference import ReferenceConfig
 from deltawire.config.resuming import (
     RESUMABLE,
     changed_settings,
@@ -84,6 +85,7 @@ __all__ = [
     "ParityConfig",
     "ParityLimits",
     "ProbesConfig",
+    "ReferenceConfig",
     "RetainConfig",
     "RolloutConfig",
     "RunConfig",

@@ -70,7 +70,9 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
             f"{source}: rollout.summary_tokens {rollout.summary_tokens} do not fit into "
             f"rollout.context {rollout.context}"
         )
-    if config.retain.versions and config.train.loss.kl != "none":
+    if found := _reference_fault(config):
+        raise InputError(f"{source}: {found[0]}", hint=found[1])
+    if config.retain.versions and config.reference_mode != "none" and not config.reference.model:
         raise InputError(
             f"{source}: retain.versions would delete version 0, the reference of train.loss.kl",
             hint='set retain.versions = 0, or train.loss.kl = "none"',
@@ -99,6 +101,28 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         evaluate = msgspec.structs.replace(config.evaluate, every=0)
         config = msgspec.structs.replace(config, rollout=rollout, evaluate=evaluate)
     return config
+
+
+def _reference_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Find a contradiction between the loss and the reference: the reason and what to do."""
+    loss, reference = config.train.loss, config.reference
+    if loss.kl == "none":
+        if reference.mode != "auto" or reference.model:
+            return "[reference] has no effect without a penalty", "set train.loss.kl"
+        if not loss.policy_coefficient:
+            return (
+                "train.loss.policy_coefficient = 0 leaves nothing to train on",
+                "set train.loss.kl, to distill",
+            )
+    if reference.mode == "adapter_off":
+        if config.train.adapter.kind == "none":
+            return "reference.mode adapter_off needs an adapter", "set train.adapter.kind"
+        if reference.model:
+            return (
+                "reference.mode adapter_off is version 0, not reference.model",
+                'set reference.mode = "sleeping" or "process"',
+            )
+    return None
 
 
 def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:

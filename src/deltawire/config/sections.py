@@ -17,6 +17,7 @@ from deltawire.config.base import Count, Fraction, OwnDevice, Positive, Section
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.layout import layout_contradiction
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
+from deltawire.config.reference import ReferenceConfig
 from deltawire.config.tasks import ChatConfig, EvaluateConfig, MidtrainConfig, TaskConfig
 
 OnFull = Literal["end", "drop", "summary"]
@@ -173,8 +174,10 @@ class LossConfig(Section, frozen=True, kw_only=True):
     horizon: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
     """The constant length of ``dr_grpo``; 0 is rollout.max_tokens times rollout.max_turns."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """A penalty for the distance to version 0, which the trainer then keeps in memory too."""
+    """A penalty for the distance to the reference (``[reference]``), version 0 by default."""
     kl_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1e-3
+    policy_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    """Weight of the surrogate; 0 trains on the penalty only, as on-policy distillation does."""
     entropy_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """A bonus: this times the mean entropy of the policy is subtracted from the loss."""
     mask_overlong: bool = False
@@ -512,6 +515,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     probes: ProbesConfig = ProbesConfig()
     parity: ParityConfig = ParityConfig()
@@ -519,6 +523,16 @@ class RunConfig(Section, frozen=True, kw_only=True):
     retain: RetainConfig = RetainConfig()
     workers: WorkersConfig = WorkersConfig()
     trust: TrustConfig = TrustConfig()
+
+    @property
+    def reference_mode(self) -> Literal["none", "adapter_off", "sleeping", "process"]:
+        """Return where the reference computes; ``none`` without a KL penalty."""
+        if self.train.loss.kl == "none":
+            return "none"
+        if self.reference.mode != "auto":
+            return self.reference.mode
+        adapted = self.train.adapter.kind != "none" and not self.reference.model
+        return "adapter_off" if adapted else "sleeping"
 
     def device_of(self, role: Literal["trainer", "worker", "evaluator"]) -> str:
         """Return the device that is configured for a kind of process."""

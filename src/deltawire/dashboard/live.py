@@ -35,7 +35,7 @@ MAX_ROWS = 14
 MAX_FLAGS = 4
 SILENT_AFTER_S = 20.0
 
-_ROLES = ("trainer", "worker", "evaluator", "warm-start", "supervisor", None)
+_ROLES = ("trainer", "worker", "evaluator", "reference", "warm-start", "supervisor", None)
 _COLORS = {
     "sample": "bright_blue",
     "train": "magenta",

@@ -307,7 +307,7 @@ def _timeline(state: RunState) -> str:
 
 
 def _timeline_rows(state: RunState) -> list[ProcessState]:
-    order = ("warm-start", "trainer", "worker", "evaluator", "supervisor", None)
+    order = ("warm-start", "trainer", "worker", "evaluator", "reference", "supervisor", None)
     rows = [process for process in state.processes.values() if process.spans]
     rows.sort(key=lambda process: (order.index(process.role), process.name))
     return rows[:_MAX_ROWS]

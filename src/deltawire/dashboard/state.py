@@ -60,7 +60,7 @@ SAMPLED = 64
 _LATELY_S = 3.0
 
 # A trainer may do the warm start too, and an evaluator may swap: the most specific role first.
-_SPECIFIC: tuple[Role, ...] = ("trainer", "evaluator", "worker", "warm-start")
+_SPECIFIC: tuple[Role, ...] = ("trainer", "evaluator", "reference", "worker", "warm-start")
 
 _Timed = TypeVar(
     "_Timed", Evaluated, Generated, Parity, Published, SettingsChanged, Step, Swapped, WarmStep

@@ -40,7 +40,7 @@ FRESH_S = 30.0
 """A stored status that is older, by this machine's clock, is not shown."""
 
 State = Literal["alive", "silent", "stalled", "ended", "unknown"]
-_ROLES: tuple[Role, ...] = ("trainer", "worker", "evaluator", "warm-start")
+_ROLES: tuple[Role, ...] = ("trainer", "worker", "evaluator", "reference", "warm-start")
 
 
 class ProcessLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -170,6 +170,16 @@ def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
         run_evaluator(process)
 
 
+def run_as_reference(location: str, *, options: ChildOptions) -> None:
+    """Score a run's groups with its reference until it ends."""
+    process = _open_process(location, "reference", "reference", options)
+    from deltawire.rl.reference.process import run_reference
+
+    process.handle_signals()
+    with process.registered():
+        run_reference(process)
+
+
 def make_model(config: RunConfig, out: Path, *, bucket: str, options: ChildOptions) -> bool:
     """Make the model directory that a run starts from; returns False if it was interrupted.
 

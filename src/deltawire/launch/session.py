@@ -37,7 +37,13 @@ from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync.chain.objects import read_run
-from deltawire.wire.roles import EVALUATOR_ROLE, TRAINER_ROLE, WARM_START_ROLE, worker_role
+from deltawire.wire.roles import (
+    EVALUATOR_ROLE,
+    REFERENCE_ROLE,
+    TRAINER_ROLE,
+    WARM_START_ROLE,
+    worker_role,
+)
 from deltawire.wire.status import TrainerStatus
 
 try:
@@ -302,6 +308,9 @@ def _start_all(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[in
         name = f"w{number}"
         signs = job.key_arguments(worker_role(name))
         supervisor.add(name, "worker", ["worker", job.bucket.url, "--id", name, *pinned, *signs])
+    if job.config.reference_mode == "process":
+        signs = job.key_arguments(REFERENCE_ROLE)
+        supervisor.add("reference", "reference", ["reference", job.bucket.url, *pinned, *signs])
     if job.config.evaluate.every:
         signs = job.key_arguments(EVALUATOR_ROLE)
         supervisor.add("evaluator", "evaluator", ["evaluator", job.bucket.url, *pinned, *signs])

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from deltawire.train.head import TokenTerms
 from deltawire.train.loss import ADVANTAGES, LossInputs, PolicyLoss, Totals, policy_loss
 from deltawire.train.masters import MasterWeights
 from deltawire.train.policy import TrainedPolicy
+from deltawire.train.reference import Reference
 from deltawire.wire.rollouts import Group
 
 Advantages = Mapping[tuple[int, int], float]
@@ -68,13 +68,13 @@ def train_step(
     groups: Sequence[Group],
     config: RunConfig,
     *,
-    reference: Any | None = None,
+    reference: Reference | None = None,
     version: int | None = None,
 ) -> StepResult:
     """Run one training step on these groups, in this order.
 
-    The same inputs and the same number of threads give the same bits. ``reference`` is the frozen
-    model of ``train.loss.kl``, None without a penalty. ``version`` is the one that the masters
+    The same inputs and the same number of threads give the same bits. ``reference`` is that
+    of ``train.loss.kl``, None without a penalty. ``version`` is the one that the masters
     hold; the count of their steps without it. If parity stops the step, only the gradients have
     changed.
     """
@@ -186,7 +186,7 @@ class _TrainingStep:
         masters: MasterWeights,
         config: RunConfig,
         policy: TrainedPolicy,
-        reference: TrainedPolicy | None,
+        reference: Reference | None,
         meter: ParityMeter,
         minibatches: list[_Minibatch],
         advantages: Advantages,
@@ -211,7 +211,7 @@ class _TrainingStep:
         masters: MasterWeights,
         groups: Sequence[Group],
         config: RunConfig,
-        reference: Any | None,
+        reference: Reference | None,
         version: int | None,
     ) -> _TrainingStep:
         """Divide the groups into minibatches and micro-batches."""
@@ -243,7 +243,7 @@ class _TrainingStep:
             masters,
             config,
             policy,
-            None if reference is None else TrainedPolicy.of(reference, config.train),
+            reference,
             ParityMeter(config.parity, masters.steps if version is None else version),
             minibatches,
             advantages_of(groups, config),
@@ -263,17 +263,19 @@ class _TrainingStep:
     def optimize(self, minibatch: _Minibatch) -> None:
         """Compute the gradients of a minibatch and take an optimizer step, unless parity stops."""
         for number, batch in enumerate(minibatch.batches):
+            # Before the policy's pass: they may share the model.
+            reference_NC = self._reference(batch)
             if minibatch.before:
                 old_NC, keep_N = minibatch.before[number]
                 with self.policy.terms(batch, self.replay) as terms:
-                    self._backward(minibatch, batch, terms, keep_N, old_NC)
+                    self._backward(minibatch, batch, terms, keep_N, old_NC, reference_NC)
             else:
                 with self.policy.terms(batch, self.replay) as terms:
                     keep_N = self._measure(batch, terms)
-                    self._backward(minibatch, batch, terms, keep_N, None)
+                    self._backward(minibatch, batch, terms, keep_N, None, reference_NC)
         for batch in minibatch.idle:
+            self._reference(batch)
             with self.policy.terms(batch) as terms:
-                self._reference(batch)
                 (terms.logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
         if self.parity is None:
             self.parity = self._judged()
@@ -305,8 +307,8 @@ class _TrainingStep:
         terms: TokenTerms,
         keep_N: Tensor,
         old_NC: Tensor | None,
+        reference_NC: Tensor | None,
     ) -> None:
-        reference_NC = self._reference(batch)
         part = batch_loss(
             self.config,
             batch,
@@ -322,10 +324,7 @@ class _TrainingStep:
         self.parts.append((part, minibatch.totals))
 
     def _reference(self, batch: TokenBatch) -> Tensor | None:
-        if self.reference is None:
-            return None
-        with torch.no_grad(), self.reference.terms(batch) as found:
-            return found.logprobs
+        return None if self.reference is None else self.reference.logprobs(batch)
 
     def result(self) -> StepResult:
         """The sums as measurements."""

@@ -19,6 +19,7 @@ RETENTION_FLOORS = "weights/retention-floors/"
 DELETION_INTENTS = "weights/deletion-intents/"
 CLOCK = "weights/clock"
 ROLLOUTS = "rollouts/"
+REFERENCES = "references/"
 HEARTBEATS = "heartbeats/"
 TOMBSTONES = "ended/"
 LEASES = "leases/"
@@ -138,6 +139,16 @@ def group_of(key: str) -> tuple[str, int] | None:
 def rollouts_of(worker: str) -> str:
     """The prefix of all of a worker's groups."""
     return f"{ROLLOUTS}{_checked(worker)}/"
+
+
+def reference(worker: str, sequence: int) -> str:
+    """The key of the reference's log-probabilities of a worker's ``sequence``-th group."""
+    return f"{references_of(worker)}{_number(sequence)}.json"
+
+
+def references_of(worker: str) -> str:
+    """The prefix of the log-probabilities of all of a worker's groups."""
+    return f"{REFERENCES}{_checked(worker)}/"
 
 
 def heartbeat(process: str) -> str:

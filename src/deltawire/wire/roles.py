@@ -68,6 +68,8 @@ def role_for(key: str) -> str | None:
         return TRAINER_ROLE
     if key.startswith(keys.CHECKPOINTS):
         return TRAINER_ROLE if key.endswith("/commit.json") else None
+    if key.startswith(keys.REFERENCES):
+        return REFERENCE_ROLE
     if key.startswith(keys.HEARTBEATS):
         process = keys.process_of(key)
     elif key.startswith(keys.LEASES):

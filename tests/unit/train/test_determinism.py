@@ -11,6 +11,7 @@ from deltawire.train.batch import collate
 from deltawire.train.build import build_model
 from deltawire.train.masters import MasterWeights
 from deltawire.train.policy import token_logprobs
+from deltawire.train.reference import SleepingCopy
 from deltawire.train.step import deterministic, train_step
 from deltawire.wire.rollouts import Group, Trajectory
 
@@ -95,7 +96,9 @@ def test_steps_repeat_to_the_bit(threads, model):
     seen = set()
     for _ in range(3):
         masters = MasterWeights(copy.deepcopy(model), config.train)
-        reference = copy.deepcopy(model).eval()
+        reference = SleepingCopy(
+            copy.deepcopy(model), config.train, device=torch.device("cpu")
+        )
         for number in range(3):
             train_step(masters, [group(2 * number), group(2 * number + 1)], config,
                        reference=reference)  # fmt: skip

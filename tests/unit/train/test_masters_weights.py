@@ -18,6 +18,7 @@ from deltawire.config import (
 )
 from deltawire.errors import CorruptError, InputError
 from deltawire.train.masters import MasterWeights
+from deltawire.train.reference import SleepingCopy
 from deltawire.train.step import train_step
 from deltawire.wire.rollouts import Group, Trajectory
 
@@ -309,7 +310,7 @@ def test_the_penalty_is_against_the_reference(tiny, kind):
     )
     config = RunConfig(name="test", train=train)
     masters = MasterWeights(tiny, train)
-    reference = copy.deepcopy(tiny).requires_grad_(False)
+    reference = SleepingCopy(copy.deepcopy(tiny), train, device=torch.device("cpu"))
     results = [train_step(masters, sampled(s), config, reference=reference) for s in range(3)]
     assert results[0].kl == pytest.approx(0, abs=1e-6)
     assert abs(results[2].kl) > 1e-4

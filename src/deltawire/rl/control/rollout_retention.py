@@ -48,8 +48,13 @@ class RolloutRetention:
         versions = committed_versions(self._bucket, newer_than=start - 1)
         groups = [group for version in versions if version < floor for group in self._of(version)]
         with ThreadPoolExecutor(DELETERS, "rollout-retention") as threads:
-            list(threads.map(lambda group: self._bucket.delete(keys.rollout(*group)), groups))
+            list(threads.map(self._delete, groups))
         return len(groups)
+
+    def _delete(self, group: tuple[str, int]) -> None:
+        """Delete a group and what a reference said of it."""
+        self._bucket.delete(keys.reference(*group))
+        self._bucket.delete(keys.rollout(*group))
 
     def _of(self, version: int) -> list[tuple[str, int]]:
         try:

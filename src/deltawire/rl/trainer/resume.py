@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,14 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.export.source import WeightSource, open_source, wanted_of
 from deltawire.rl.control.credits import settle
 from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
+from deltawire.rl.reference.models import load_reference_model
+from deltawire.rl.reference.reader import ReferenceReader
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror, read_history, read_manifest
 from deltawire.train.checkpoint import load_checkpoint
 from deltawire.train.masters import COMPUTE_DTYPES, MasterWeights
 from deltawire.train.parallel import TrainerMesh, open_mesh, shard_model
+from deltawire.train.reference import AdapterOff, FrozenCopy, Reference, SleepingCopy
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger
@@ -48,9 +52,16 @@ class Resumed:
     ledger: Ledger
     version: int
     train: TrainConfig
-    reference: Any | None = None
+    reference: Reference | ReferenceReader | None = None
     ranks: int | None = None
     """The number of ranks that wrote the checkpoint; None without one."""
+
+    def reference_of(self, groups: Sequence[BufferedGroup]) -> Reference | None:
+        """The reference for a step on groups that were trained on before; raises `CorruptError` if
+        log-probabilities of a reference process are gone."""
+        if isinstance(self.reference, ReferenceReader):
+            return self.reference.require(groups)
+        return self.reference
 
     def follow_settings(self, train: TrainConfig) -> None:
         """Continue with other settings of the optimizer, on the same weights and moments."""
@@ -119,19 +130,34 @@ def _load_version(bucket: Bucket, run: Run, source: WeightSource, *, at: int) ->
 
 def load_reference(
     bucket: Bucket, run: Run, config: RunConfig, model: Any, mesh: TrainerMesh
-) -> Any | None:
-    """Version 0 as a frozen, sharded copy of ``model``, for the KL penalty; None without a penalty.
+) -> Reference | ReferenceReader | None:
+    """The reference of ``train.loss.kl`` for the policy ``model``; None without a penalty.
 
-    Raises `CorruptError` if the bucket no longer has it.
+    Raises `CorruptError` if it is version 0, which the bucket no longer has.
     """
-    if config.train.loss.kl == "none":
+    mode = config.reference_mode
+    if mode == "none":
         return None
+    if mesh.data is not None and (mode == "process" or config.reference.model):
+        raise InputError(
+            "a trainer of several ranks cannot read from a reference process, or use "
+            "reference.model, yet",
+            hint="leave [reference] out, or set train.ranks = 1",
+            run=bucket.url,
+        )
+    if mode == "adapter_off":
+        return AdapterOff(model, config.train)
+    if mode == "process":
+        return ReferenceReader(bucket, run, model="" if config.reference.model else run.digest)
+    if mesh.data is None:
+        frozen, _ = load_reference_model(bucket, run, config)
+        device = next(model.parameters()).device
+        return SleepingCopy(frozen, config.train, device=device)
     reference = copy.deepcopy(model)
+    compute = COMPUTE_DTYPES[config.train.compute]
     source = open_source(config.train.exporter, reference)
-    if mesh.data is not None:
-        compute = COMPUTE_DTYPES[config.train.compute]
-        shard_model(reference, mesh, compute=compute, published=source.compute_dtype)
-        source = open_source(config.train.exporter, reference)
+    shard_model(reference, mesh, compute=compute, published=source.compute_dtype)
+    source = open_source(config.train.exporter, reference)
     origin = load_mirror(bucket, run, at=0, wanted=wanted_of(source))
     if origin is None:
         raise CorruptError(
@@ -140,7 +166,7 @@ def load_reference(
             run=bucket.url,
         )
     source.restore(origin)
-    return reference.eval().requires_grad_(False)
+    return FrozenCopy(reference.eval().requires_grad_(False), config.train)
 
 
 @dataclass
@@ -225,7 +251,7 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
             state.masters,
             [numbered.group for numbered in groups],
             config,
-            reference=state.reference,
+            reference=state.reference_of(groups),
             version=base,
         )
     finally:

@@ -52,6 +52,7 @@ from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.control.staleness import policy_of
 from deltawire.rl.control.worker_guard import WorkerGuard
 from deltawire.rl.evaluate.rescoring import Rescoring
+from deltawire.rl.reference.reader import ReferenceReader, await_scores
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.fencing import unfenced
 from deltawire.rl.trainer.midtraining import Midtrainer
@@ -340,10 +341,15 @@ class Trainer:
         events = self.process.events
         groups = [one.group for one in batch.taken]
         base, version = self.version, self.publisher.next_version
+        reference = self.reference
+        if isinstance(reference, ReferenceReader):
+            reference = await_scores(self.process, reference, batch.taken)
+            if reference is None:
+                return started
         with self.process.heartbeat.long_task("train"):
             seed_step(self.config, version)
             result = train_step(
-                self.masters, groups, self.config, reference=self.reference, version=base
+                self.masters, groups, self.config, reference=reference, version=base
             )
         trained = events.span("train", started)
         self._record_parity(batch, result, version)

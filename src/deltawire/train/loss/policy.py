@@ -93,7 +93,7 @@ def policy_loss(config: LossConfig, inputs: LossInputs, totals: Totals) -> Polic
     mask = inputs.mask_NC
     kept = mask if inputs.keep_N is None else mask * inputs.keep_N[:, None]
     per_token = AGGREGATIONS[config.aggregation](inputs, totals)[:, None]
-    loss = (surrogate.losses_NC * weights * kept * per_token).sum()
+    loss = config.policy_coefficient * (surrogate.losses_NC * weights * kept * per_token).sum()
     kl = 0.0
     if config.kl != "none":
         if inputs.reference_NC is None:

@@ -1,0 +1,1 @@
+"""The reference process: scores finished groups with a frozen model, for the trainer to read."""

@@ -1,0 +1,149 @@
+"""Reference process: reads finished groups, writes the log-probabilities of a frozen model.
+
+::
+
+    rollouts/w0/0000000007 ──▶ score ──▶ create references/w0/0000000007.json ──▶ trainer
+
+A create acknowledges a group: what is there is never scored again, by this process or a successor.
+The process keeps no state of its own, so it may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from deltawire.config import RunConfig
+from deltawire.errors import CorruptError
+from deltawire.placement.device import resolve_device
+from deltawire.rl.control.rollout_reader import Bounds, read_group
+from deltawire.rl.reference.models import load_reference_model
+from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
+from deltawire.sync import newest_version
+from deltawire.train.batch import collate
+from deltawire.train.budget import divide
+from deltawire.train.policy import TrainedPolicy
+from deltawire.wire import keys
+from deltawire.wire.reference_scores import ReferenceScores, encode_scores
+from deltawire.wire.rollouts import Group
+from deltawire.wire.run import Run
+
+
+class Scorer:
+    """Scores groups with a frozen model."""
+
+    def __init__(self, process: Process, run: Run, config: RunConfig) -> None:
+        self._process = process
+        self._bucket = process.bucket
+        self._run = run
+        self._config = config
+        model, digest = load_reference_model(process.bucket, run, config)
+        self._digest = digest.hex()
+        device = resolve_device(config.reference.device or config.device)
+        self._policy = TrainedPolicy.of(model.to(device), config.train)
+        self._device = device
+        self._bounds = Bounds.of(config, model.get_input_embeddings().num_embeddings)
+        self._passed_over: set[str] = set()
+        """Keys of groups that are damaged or too old; the trainer does not take them either."""
+        self._scored: dict[str, set[int]] = {}
+        """Sequences with scores, by worker, as far as they are known."""
+
+    def round(self) -> int:
+        """Score every finished group without scores; returns how many that were."""
+        done = 0
+        status = read_trainer(self._bucket)
+        newest = 0 if status is None else status.version
+        for worker in self._bucket.list_prefixes(keys.ROLLOUTS):
+            if not keys.valid_name(worker):
+                continue
+            known = self._scored.setdefault(worker, set())
+            known |= {
+                number
+                for key in self._bucket.list(keys.references_of(worker))
+                if (number := keys.trailing_number(key)) is not None
+            }
+            for key in self._bucket.list(keys.rollouts_of(worker)):
+                place = keys.group_of(key)
+                if place is None or place[1] in known or key in self._passed_over:
+                    continue
+                self._process.heartbeat.progress("score")
+                if self._process.stopping:
+                    return done
+                done += self._score(key, *place, newest=newest)
+        return done
+
+    def _score(self, key: str, worker: str, sequence: int, *, newest: int) -> int:
+        try:
+            found = read_group(self._bucket, worker, sequence, bounds=self._bounds)
+        except CorruptError:
+            self._passed_over.add(key)
+            return 0
+        if found is None:
+            return 0
+        group, group_hash = found
+        oldest = group.oldest_version
+        if oldest < newest - self._config.train.largest_age or not any(group.trained()):
+            self._passed_over.add(key)
+            return 0
+        scores = ReferenceScores(
+            run=self._run.id,
+            worker=worker,
+            sequence=sequence,
+            group=group_hash,
+            model=self._digest,
+            logprobs=[values.astype("<f4").tobytes() for values in self.logprobs(group)],
+        )
+        place = keys.reference(worker, sequence)
+        self._process.lease.confirm()
+        if self._bucket.create(place, encode_scores(scores, key=place)):
+            self._process.heartbeat.count_finished()
+        self._scored[worker].add(sequence)
+        return 1
+
+    @torch.no_grad()
+    def logprobs(self, group: Group) -> list[np.ndarray]:
+        """Log-probabilities of each trajectory: float32[T], [0] for one that is not trained on."""
+        found = [np.zeros(0, np.float32) for _ in group.trajectories]
+        (batches,) = divide(
+            [group], budget=self._config.train.max_tokens_per_batch, packed=self._policy.packs
+        )
+        for members in batches:
+            batch = collate([group], members).to(self._device)
+            with self._policy.terms(batch) as terms:
+                rows = terms.logprobs.float().cpu().numpy()
+            for row, (_, place) in enumerate(batch.members_N):
+                length = len(group.trajectories[place].tokens_T)
+                found[place] = np.minimum(rows[row, :length], 0)
+        return found
+
+
+def run_reference(process: Process) -> None:
+    """Run a reference process until the run ends or a signal arrives.
+
+    Raises `InputError` if the run has no penalty, or not with a reference of its own process.
+    """
+    started = time.time()
+    process.record_life("started")
+    run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    process.heartbeat.faults = config.faults
+    torch.set_num_threads(config.threads)
+    while newest_version(process.bucket) is None and not process.stopping:
+        process.heartbeat.progress("wait")
+        process.wait(process.bucket.poll_s)
+    with process.heartbeat.long_task("start"):
+        scorer = Scorer(process, run, config)
+    process.events.span("start", started)
+    count = 0
+    while not process.stopping:
+        process.heartbeat.progress("wait")
+        done = scorer.round()
+        count += done
+        if not done:
+            status = read_trainer(process.bucket)
+            if status is not None and status.phase == "finished":
+                break
+            process.wait(process.bucket.poll_s)
+    process.record_life("stopped", f"{count} groups scored")

@@ -1,0 +1,63 @@
+"""``references/``: a reference's log-probabilities of the tokens of one group, a sealed object."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from deltawire.errors import CorruptError
+from deltawire.wire.objects import FORMAT
+from deltawire.wire.payload import Index, Sum
+from deltawire.wire.run import Identity
+from deltawire.wire.seal import Signer, seal, unseal
+
+MAX_SCORES_BYTES = 128 << 20
+MAX_SEQUENCES = 4096
+
+
+class ReferenceScores(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
+):
+    """Log-probabilities of the group that ``worker`` stored under ``sequence``.
+
+    ``group`` is the hash of the group's bytes as versions name it, ``model`` the digest of the
+    weights that computed them. ``logprobs`` has an entry for each trajectory of the group:
+    little-endian float32 for each token, 0 where the environment wrote it; empty for a trajectory
+    that is not trained on.
+    """
+
+    run: Identity
+    worker: Annotated[str, Meta(max_length=64)]
+    sequence: Index
+    group: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,64}\Z")]
+    model: Sum
+    logprobs: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_SEQUENCES)]
+
+
+def encode_scores(scores: ReferenceScores, *, key: str, signer: Signer | None = None) -> bytes:
+    """The sealed object at ``key``."""
+    return seal(scores, key=key, signer=signer)
+
+
+def decode_scores(data: bytes, *, run: str, key: str) -> ReferenceScores:
+    """Check and decode scores; raises `CorruptError`, also for values that are no
+    log-probabilities."""
+    scores = unseal(data, ReferenceScores, run=run, key=key, what="reference")
+    for bits in scores.logprobs:
+        fault = "a number of bytes that is no float32" if len(bits) % 4 else ""
+        if not fault:
+            values = np.frombuffer(bits, "<f4")
+            if not np.isfinite(values).all() or (values > 1e-3).any():
+                fault = "log-probabilities that are none"
+        if fault:
+            raise CorruptError(f"reference: {fault}", run=run, key=key)
+    return scores
+
+
+def arrays_of(scores: ReferenceScores) -> list[NDArray[np.float32]]:
+    """The log-probabilities of each trajectory: float32[T], or [0]."""
+    return [np.frombuffer(bits, "<f4") for bits in scores.logprobs]
