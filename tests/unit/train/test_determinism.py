@@ -96,9 +96,7 @@ def test_steps_repeat_to_the_bit(threads, model):
     seen = set()
     for _ in range(3):
         masters = MasterWeights(copy.deepcopy(model), config.train)
-        reference = SleepingCopy(
-            copy.deepcopy(model), config.train, device=torch.device("cpu")
-        )
+        reference = SleepingCopy(copy.deepcopy(model), config.train, device=torch.device("cpu"))
         for number in range(3):
             train_step(masters, [group(2 * number), group(2 * number + 1)], config,
                        reference=reference)  # fmt: skip

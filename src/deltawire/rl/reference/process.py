@@ -32,7 +32,7 @@ from deltawire.wire.rollouts import Group
 from deltawire.wire.run import Run
 
 
-class Scorer:
+class GroupScorer:
     """Scores groups with a frozen model."""
 
     def __init__(self, process: Process, run: Run, config: RunConfig) -> None:
@@ -134,7 +134,7 @@ def run_reference(process: Process) -> None:
         process.heartbeat.progress("wait")
         process.wait(process.bucket.poll_s)
     with process.heartbeat.long_task("start"):
-        scorer = Scorer(process, run, config)
+        scorer = GroupScorer(process, run, config)
     process.events.span("start", started)
     count = 0
     while not process.stopping:

@@ -12,7 +12,7 @@ from deltawire.errors import CorruptError, RetryError
 from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.runtime.process import Process
 from deltawire.store import Bucket
-from deltawire.train.reference import RecordedReference
+from deltawire.train.reference import RecordedReference, Reference
 from deltawire.wire import keys
 from deltawire.wire.reference_scores import (
     MAX_SCORES_BYTES,
@@ -112,13 +112,16 @@ class ReferenceReader:
 
 
 def await_scores(
-    process: Process, reader: ReferenceReader, groups: Sequence[BufferedGroup]
-) -> RecordedReference | None:
-    """Wait for the scores of a step's groups; None if the process was asked to stop.
+    process: Process, reader: Reference | ReferenceReader | None, groups: Sequence[BufferedGroup]
+) -> Reference | ReferenceReader | None:
+    """Wait for the scores of a step's groups; ``reader`` itself if the process was asked to stop,
+    or if it is no `ReferenceReader`.
 
     Says so in the run's events when it takes long. The policy's version stands still meanwhile, so
     that waiting makes no group older.
     """
+    if not isinstance(reader, ReferenceReader):
+        return reader
     began = answered = time.monotonic()
     said = False
     while not process.stopping:
@@ -140,4 +143,4 @@ def await_scores(
                 "log-probabilities; is deltawire reference running?",
             )
         process.wait(process.bucket.poll_s)
-    return None
+    return reader

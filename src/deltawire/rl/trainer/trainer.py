@@ -341,11 +341,9 @@ class Trainer:
         events = self.process.events
         groups = [one.group for one in batch.taken]
         base, version = self.version, self.publisher.next_version
-        reference = self.reference
-        if isinstance(reference, ReferenceReader):
-            reference = await_scores(self.process, reference, batch.taken)
-            if reference is None:
-                return started
+        reference = await_scores(self.process, self.reference, batch.taken)
+        if isinstance(reference, ReferenceReader):  # It was asked to stop while it waited.
+            return started
         with self.process.heartbeat.long_task("train"):
             seed_step(self.config, version)
             result = train_step(
