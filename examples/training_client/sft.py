@@ -22,7 +22,7 @@ def example(tokenizer, word: str) -> Datum:
     )
 
 
-def main(model: str, run_url: str, steps: int = 150) -> float:
+def main(model: str, run_url: str, steps: int = 250) -> float:
     """Trains, and returns the share of held-out words that are answered right."""
     draw = random.Random(0)
     words = ["".join(draw.choices(LETTERS, k=3)) for _ in range(16 * steps)]
