@@ -109,6 +109,17 @@ class Fleet:
         }
 
     @property
+    def expected_workers(self) -> set[str]:
+        """Names of the workers that are alive and sample, or will once they have loaded."""
+        return {
+            name
+            for name, heartbeat in self.heartbeats.items()
+            if heartbeat.worker is not None
+            and heartbeat.worker.phase in ("starting", "sampling")
+            and self.states[name] == "alive"
+        }
+
+    @property
     def known_workers(self) -> set[str]:
         """Names of all workers that have a heartbeat, alive or not: their groups can be used."""
         return {name for name, one in self.heartbeats.items() if one.worker is not None}

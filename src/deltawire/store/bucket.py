@@ -163,14 +163,43 @@ class Bucket:
         return [found.key for found in self.list_objects(prefix, after=after)]
 
     def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[ObjectMeta]:
-        """As `list`, with size and age of each."""
+        """As `list`, with size and age of each.
+
+        An object that another program put there under a key with an empty segment (``a//b``) is
+        passed over; the store's library fails on the page of the listing that holds it.
+        """
         with self._errors("list", prefix):
-            found = [
-                _meta(meta)
-                for batch in obstore.list(self.store, prefix, offset=after)
-                for meta in batch
-            ]
+            try:
+                found = [*self._page_through(prefix, after)]
+            except exceptions.InvalidPathError:
+                found = [
+                    one for one in self._list_around(prefix) if after is None or one.key > after
+                ]
         return sorted(found, key=lambda meta: meta.key)
+
+    def _page_through(self, prefix: str, after: str | None) -> Iterator[ObjectMeta]:
+        for batch in obstore.list(self.store, prefix, offset=after):
+            yield from map(_meta, batch)
+
+    def _list_around(self, prefix: str) -> Iterator[ObjectMeta]:
+        """List folder by folder. An empty segment deeper down then belongs to one folder only.
+
+        Directly below a folder, a key with one sorts before all names of deltawire's keys, which
+        begin with a letter or a digit: the listing starts after it.
+        """
+        try:
+            level = obstore.list_with_delimiter(self.store, prefix)
+        except exceptions.InvalidPathError:
+            folder = prefix.rstrip("/")
+            yield from self._page_through(prefix, f"{folder}/0" if folder else "0")
+            return
+        yield from map(_meta, level["objects"])
+        for below in level["common_prefixes"]:
+            try:
+                found = [*self._page_through(f"{str(below).rstrip('/')}/", None)]
+            except exceptions.InvalidPathError:
+                found = [*self._list_around(f"{str(below).rstrip('/')}/")]
+            yield from found
 
     def list_prefixes(self, prefix: str) -> Sequence[str]:
         """List the names directly under ``prefix``, which ends with a slash, that have keys below.
@@ -179,7 +208,11 @@ class Bucket:
         many there are.
         """
         with self._errors("list", prefix):
-            found = obstore.list_with_delimiter(self.store, prefix)["common_prefixes"]
+            try:
+                found = obstore.list_with_delimiter(self.store, prefix)["common_prefixes"]
+            except exceptions.InvalidPathError:
+                below = [one.key.removeprefix(prefix) for one in self._list_around(prefix)]
+                return sorted({key.partition("/")[0] for key in below if "/" in key})
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
 
     def delete(self, key: str) -> None:

@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 from obstore.store import LocalStore
 
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, InputError
 from deltawire.store.bucket import Bucket, ObjectMeta
 
 ABANDONED_S = 24 * 3600.0
@@ -44,6 +44,8 @@ class FolderBucket(Bucket):
         super().__init__(LocalStore(folder), "file://" + quote(str(folder)), local=True)
         self.folder = folder
         self.durable = durable
+        self.ignores_case = ignores_case(folder)
+        """The file system takes names that differ in case only for one name."""
         self._prepared: set[Path] = set()
         """Folders that exist durably and hold no abandoned temporary files."""
 
@@ -107,7 +109,29 @@ class FolderBucket(Bucket):
         parts = key.rstrip("/").split("/")
         if not all(map(_is_key_part, parts)) or _TEMPORARY.search(key):
             raise ValueError(key)
+        if self.ignores_case:
+            self._check_case(key, parts)
         return self.folder.joinpath(*parts)
+
+    def _check_case(self, key: str, parts: Sequence[str]) -> None:
+        """Raise `InputError` if the file system would take another key's file for this one's."""
+        folder = self.folder
+        for part in parts:
+            if not folder.is_dir():
+                return
+            names = [path.name for path in folder.iterdir()]
+            if part not in names:
+                twin = next((name for name in names if name.casefold() == part.casefold()), None)
+                if twin is None:
+                    return
+                raise InputError(
+                    f"{part!r} and {twin!r} differ in case only, and this file system does not "
+                    "tell them apart",
+                    hint="choose names that differ in more, or a folder on another file system",
+                    run=self.url,
+                    key=key,
+                )
+            folder /= part
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
@@ -175,6 +199,15 @@ class FolderBucket(Bucket):
         """Flush a folder's names to the disk."""
         if self.durable:
             flush_folder(folder)
+
+
+def ignores_case(folder: Path) -> bool:
+    """Return whether a folder's file system ignores case, as macOS's and Windows' do by default."""
+    for path in (folder.absolute(), *folder.absolute().parents):
+        other = path.with_name(path.name.swapcase()) if path.name else path
+        if other != path and path.exists():
+            return other.exists() and other.samefile(path)
+    return False
 
 
 def make_folder(folder: Path, *, durable: bool) -> None:

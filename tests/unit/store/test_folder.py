@@ -7,7 +7,7 @@ import pytest
 
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import open_bucket
-from deltawire.store.folder import ABANDONED_S
+from deltawire.store.folder import ABANDONED_S, ignores_case
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
@@ -76,3 +76,34 @@ def test_a_folder_at_the_place_of_an_object_is_an_input_error(tmp_path):
         bucket.put("a", b"1")
     with pytest.raises(InputError, match="too long"):
         bucket.put("x" * 300, b"1")
+
+
+def test_names_that_differ_in_case_only_are_told_apart_or_refused(tmp_path):
+    """Where the file system ignores case, one object would silently replace the other."""
+    bucket = open_bucket(str(tmp_path))
+    assert not ignores_case(tmp_path)
+    bucket.put("heartbeats/W0.json", b"big")
+    bucket.put("heartbeats/w0.json", b"small")
+    assert bucket.get("heartbeats/W0.json", limit=9) == b"big"
+    bucket.delete("heartbeats/w0.json")
+    bucket.ignores_case = True
+    for call in (
+        lambda: bucket.put("heartbeats/w0.json", b"1"),
+        lambda: bucket.create("Heartbeats/W0.json", b"1"),
+        lambda: bucket.get("heartbeats/w0.json", limit=9),
+        lambda: bucket.head("heartbeats/w0.json"),
+    ):
+        with pytest.raises(InputError, match="differ in case only"):
+            call()
+    bucket.put("heartbeats/w1.json", b"1")
+    assert bucket.get("heartbeats/W0.json", limit=9) == b"big"
+    assert bucket.get("other/w0.json", limit=9) is None
+
+
+def test_a_file_system_that_ignores_case_is_recognized(tmp_path):
+    """There, a folder has a second name: its own in the other case. A link stands for that."""
+    folder = tmp_path / "Bucket"
+    folder.mkdir()
+    assert not ignores_case(folder)
+    (tmp_path / "bUCKET").symlink_to(folder)
+    assert ignores_case(folder)

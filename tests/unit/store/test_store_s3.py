@@ -330,3 +330,36 @@ def test_without_credentials_the_error_says_what_is_missing(environment, answeri
     with pytest.raises(DeltawireError, match="set AWS_ACCESS_KEY_ID") as caught:
         bucket.put("k", b"1")
     assert type(caught.value) is RetryError
+
+
+@pytest.mark.parametrize("server", ["s3_server", "moto_server"])
+def test_a_key_with_an_empty_segment_hides_no_other(request, server):
+    """Another program put objects there whose keys no client of this library can name."""
+    import boto3
+    from botocore.config import Config
+
+    place = request.getfixturevalue(server)
+    client = boto3.client(
+        "s3",
+        endpoint_url=place.endpoint,
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        region_name="us-east-1",
+        config=Config(s3={"addressing_style": "path"}),
+    )
+    bucket = place.open("s3://drills/slashes")
+    keys = ["a.json", "weights/0000.json", "weights/b/1", "weights/b/2", "weights/c/d/3", "z"]
+    for key in keys:
+        bucket.put(key, b"1")
+    for odd in ("weights//junk", "weights/c//junk", "weights/c/d//"):
+        client.put_object(Bucket="drills", Key=f"slashes/{odd}", Body=b"x")
+        assert bucket.list("") == keys
+        assert bucket.list("weights/", after="weights/b/1") == keys[3:5]
+        assert list(bucket.list_prefixes("weights/")) == ["b", "c"]
+        assert list(bucket.list_prefixes("weights/c/")) == ["d"]
+        client.delete_object(Bucket="drills", Key=f"slashes/{odd}")
+    # Of two in one folder's tree, the error names one, to be removed first.
+    for odd in ("weights//junk", "weights/c//junk"):
+        client.put_object(Bucket="drills", Key=f"slashes/{odd}", Body=b"x")
+    with pytest.raises(InputError, match=r"//junk.*remove it"):
+        bucket.list("")

@@ -158,8 +158,8 @@ class WorkerGuard:
     ) -> set[str]:
         """Take verdicts, look for groups beyond the grants, and give secrets to new workers.
 
-        ``alive`` names those from which groups may come. Returns the workers whose groups may be
-        read. Raises `RetryError`.
+        ``alive`` names those from which groups may come, now or once they have loaded. Returns
+        the workers whose groups may be read. Raises `RetryError`.
         """
         allowed = self.allowed(workers)
         self._granted = dict(granted)

@@ -305,7 +305,7 @@ class Trainer:
                 self.guard.forget(worker)
             granted = self.credits.granted()
             fleet = self.fleet
-            readable = self.guard.poll(fleet.known_workers, granted, fleet.workers)
+            readable = self.guard.poll(fleet.known_workers, granted, fleet.expected_workers)
             self.buffer.poll(readable, granted)
         except RetryError:
             if time.monotonic() - self._answered_at > STORE_PATIENCE_S:
