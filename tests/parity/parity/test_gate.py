@@ -152,4 +152,5 @@ def test_limits_come_from_the_configuration_by_name():
         parse_config({"name": "x", "parity": {"stop": {"k4": 0.01}}}, source="s")
     with pytest.raises(InputError, match=r"extreme_ratio"):
         parse_config({"name": "x", "parity": {"extreme_ratio": 0.5}}, source="s")
-    assert RunConfig(name="x").parity.mask == ParityLimits()
+    mask = RunConfig(name="x").parity.mask
+    assert (mask.drift_k3, mask.drift_largest_gap, mask.k3) == (100.0, 10.0, ParityLimits().k3)

@@ -64,21 +64,24 @@ OTHERS = [
 ]
 PROCESSES = [
     key
-    for name in ("trainer", "supervisor", "evaluator", "warm-start")
+    for name in ("trainer", "supervisor", "evaluator", "reference", "warm-start")
     for key in (keys.heartbeat(name), keys.lease(name, 0), keys.events(f"{name}-5f3a", 0))
 ]
 EVALUATORS = [key for key in PROCESSES if "evaluator" in key]
+SCORES = keys.reference("w0", 0)
+REFERENCES = [SCORES, *(key for key in PROCESSES if "reference" in key)]
 EVERY = [
     keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a",
-    *WEIGHTS, *TRAINERS, *WORKERS, *OTHERS, *PROCESSES,
+    *WEIGHTS, *TRAINERS, *WORKERS, *OTHERS, *PROCESSES, SCORES,
 ]  # fmt: skip
 OWNERS = [keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a", *WEIGHTS]
-NEVER_BY_TRAINER = {keys.role("trainer"), keys.rollout("w0", 0), keys.rollout("WORKER", 0)}
+NEVER_BY_TRAINER = {keys.role("trainer"), keys.rollout("w0", 0), keys.rollout("WORKER", 0), SCORES}
 MAY_WRITE = {
     "owner": set(OWNERS),
     "trainer": set(EVERY) - NEVER_BY_TRAINER,
     "worker": set(WORKERS),
     "evaluator": set(EVALUATORS),
+    "reference": set(REFERENCES),
     "reader": set(),
     "viewer": set(),
 }
@@ -86,6 +89,7 @@ MAY_DELETE = {
     "owner": {*WEIGHTS, f"{STORE_PROBES}a"},
     "worker": set(),
     "evaluator": set(),
+    "reference": set(),
     "reader": set(),
     "viewer": set(),
 }

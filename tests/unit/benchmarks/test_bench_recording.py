@@ -7,7 +7,7 @@ from benchmarks import recording
 from benchmarks.pairs import load_pair
 from benchmarks.recording import Setting, pair_path, record
 from deltawire.config import parse_config
-from deltawire.envs import Turn, reasoning
+from deltawire.envs import Turn, questions
 from deltawire.errors import InputError
 from deltawire.rl.trainer import warm_start as warming
 
@@ -44,7 +44,7 @@ def _rewards(monkeypatch):
     async def step(self, action):
         return Turn("", reward=float(len(action.text) % 2), done=True)
 
-    monkeypatch.setattr(reasoning._ReasoningEpisode, "step", step)
+    monkeypatch.setattr(questions.QuestionEpisode, "step", step)
     monkeypatch.setattr(warming, "_processors", lambda: 1)
 
 

@@ -255,6 +255,7 @@ class Midtrainer:
             version=self.version,
             digest=self.publisher.digest.hex(),
             keep=self.config.retain.checkpoints,
+            run=self.run.id,
         )
         self._saved = self.version
         self.version_retention.start(newest=self.version)
