@@ -248,7 +248,7 @@ class Director(threading.Thread):
 
 
 class OddWorker(Actor):
-    """An honest worker in a process of its own that is started again if it ends."""
+    """An honest worker in a separate process that is started again if it ends."""
 
     def __init__(self, bucket: Bucket, url: str, script: str, *arguments: str) -> None:
         super().__init__(bucket, 2.0)

@@ -78,8 +78,8 @@ RESUMABLE: Final[dict[str, str]] = {
 """The keys that may differ when a run is continued; any other change would make it another run.
 
 ``step``: takes effect at the continued trainer's next step. ``start``: in processes that start
-from then on; `deltawire run` starts all of its own, and a worker that was started by hand keeps
-what it has."""
+from then on; `deltawire run` restarts all that it started, and a worker that was started by hand
+keeps what it has."""
 
 
 def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:

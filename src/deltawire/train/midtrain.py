@@ -4,9 +4,9 @@ A position numbers a document: it says which stream the document comes from and 
 stream it is (`deltawire.data.order`). A step takes documents from its position on until its tokens
 are used up, and the next step begins where it ended, so one number resumes the data exactly.
 
-Documents go through the same forward pass as trajectories (`deltawire.train.policy`): each is a row
-of its own in the batch, so that it attends to itself only and its positions begin at 0, packed
-where the model allows it.
+Documents go through the same forward pass as trajectories (`deltawire.train.policy`): each is one
+row of the batch, so that it attends to itself only and its positions begin at 0, packed where the
+model allows it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """References of a KL penalty: frozen models that say how likely the policy's tokens are to them.
 
 Three ways, with one interface: the policy without its adapter, a copy that sleeps in host memory,
-and log-probabilities that a process of its own has written.
+and log-probabilities that a separate process has written.
 """
 
 from __future__ import annotations

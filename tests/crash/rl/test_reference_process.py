@@ -1,4 +1,4 @@
-"""A reference in a process of its own: killed, restarted, slow, damaged or wrong."""
+"""A reference in a separate process: killed, restarted, slow, damaged or wrong."""
 
 from __future__ import annotations
 

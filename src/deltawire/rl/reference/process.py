@@ -5,7 +5,7 @@
     rollouts/w0/0000000007 ──▶ score ──▶ create references/w0/0000000007.json ──▶ trainer
 
 A create acknowledges a group: what is there is never scored again, by this process or a successor.
-The process keeps no state of its own, so it may be killed at any moment.
+The process keeps no state, so it may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class GroupScorer:
 def run_reference(process: Process) -> None:
     """Run a reference process until the run ends or a signal arrives.
 
-    Raises `InputError` if the run has no penalty, or not with a reference of its own process.
+    Raises `InputError` if the run has no penalty, or one whose reference is no separate process.
     """
     started = time.time()
     process.record_life("started")
