@@ -225,7 +225,11 @@ class ShardPublisher:
             self.bucket.create(key, seal(refusal, key=key, signer=self._writer.signer))
 
     def _check_refusal(self, version: int) -> None:
-        """Raise `InputError` if another rank said that it cannot take part in this version."""
+        """Raise `InputError` if another rank said that it cannot take part in this version.
+
+        Raises `FencedError` instead if another publisher has taken the run: that rank may have been
+        the first to notice.
+        """
         key = keys.refusal(version, self._session)
         try:
             data = self.bucket.get(key, limit=MAX_REFUSAL_BYTES)
@@ -237,6 +241,9 @@ class ShardPublisher:
             )
         except CorruptError:  # Nobody need believe it; the wait is limited anyway.
             return
+        manifest = self._writer.find(version)
+        if manifest is not None and manifest.nonce != self._session:
+            raise self._writer.fence(version, "another publisher has committed this version")
         raise InputError(
             f"rank {found.rank} refused this version: {found.reason!r}",
             hint="see that rank's error, then start all of them again",
