@@ -11,13 +11,14 @@ import os
 import pytest
 from malicious import EVIL, INTRUDER, attack
 
-pytestmark = pytest.mark.drills
+pytestmark = [pytest.mark.drills, pytest.mark.timeout(1200)]
+"""It ends three versions after the quarantine, which a slow machine reaches late."""
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are found in /proc")  # noqa: PTH112
 def test_a_malicious_worker_is_found_and_the_run_goes_on(tmp_path) -> None:
     """With a share of 0.25 the chance that 50 forged groups pass is 6e-7; with 0.1 it is 0.005."""
-    found = attack(tmp_path, seconds=240, share=0.25, after=3)
+    found = attack(tmp_path, seconds=600, share=0.25, after=3)
     assert set(found.quarantined) == {EVIL}, found
     assert 0 < found.evil_read <= 50
     assert found.evil_consumed_later == 0
