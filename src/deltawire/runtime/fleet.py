@@ -10,8 +10,10 @@ from deltawire.errors import CorruptError, SignatureError
 from deltawire.runtime.heartbeat import check_heartbeat
 from deltawire.runtime.liveness import Liveliness, Liveness
 from deltawire.store import Bucket
+from deltawire.sync import read_manifest
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
+from deltawire.wire.run import Run
 from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat, TrainerStatus
 
 POLL_S = 1.0
@@ -132,6 +134,17 @@ def known_trainer(bucket: Bucket) -> TrainerStatus | None:
         return read_trainer(bucket)
     except SignatureError:
         return None
+
+
+def next_epoch(bucket: Bucket, run: Run, version: int) -> int:
+    """Return the epoch of a trainer that continues a run at ``version``.
+
+    It exceeds that of the version and that of the trainer before, which may have published
+    nothing: credits and versions of both are then told apart from the new trainer's.
+    """
+    manifest = read_manifest(bucket, run, version)
+    trainer = known_trainer(bucket)
+    return 1 + max(manifest.epoch if manifest else 0, trainer.epoch if trainer else 0)
 
 
 def read_trainer(bucket: Bucket) -> TrainerStatus | None:

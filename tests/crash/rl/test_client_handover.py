@@ -24,7 +24,10 @@ from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_history, read_manifest, read_run
 from deltawire.train import AdamParams, Datum, ModelInput, TrainingClient
 from deltawire.train.build import build_model, byte_tokenizer
+from deltawire.wire import keys
+from deltawire.wire.objects import encode_json
 from deltawire.wire.rollouts import Group, Trajectory
+from deltawire.wire.status import TrainerStatus
 
 SIZES = BuildConfig(hidden_size=32, layers=1, head_size=16, feed_forward_size=48, context=64)
 TRAIN = {"versions": 4, "groups_per_step": 1, "max_staleness": 100, "checkpoint_every": 2}
@@ -123,6 +126,19 @@ def test_managed_then_a_loop_then_managed(bucket, begun, tmp_path) -> None:
     found = digests(bucket)
     assert found == digests(again)
     assert len(set(found)) == 7
+
+
+def test_a_loop_outranks_a_trainer_that_published_nothing(bucket) -> None:
+    manage(bucket, to=1)
+    run = read_run(bucket)
+    newest = read_manifest(bucket, run, 1).epoch
+    status = TrainerStatus(
+        phase="training", version=1, digest="", epoch=newest + 5, credits={}, at=0.0
+    )
+    bucket.put(keys.TRAINER, encode_json(status))
+    with TrainingClient.load(bucket.url) as client:
+        step(client)
+    assert read_manifest(bucket, run, 2).epoch == newest + 6
 
 
 def test_a_loop_that_saved_no_state_is_named(bucket) -> None:

@@ -32,7 +32,7 @@ from deltawire.rl.trainer.resume import (
 )
 from deltawire.rl.trainer.settings import announce_settings
 from deltawire.rl.trainer.version_retention import VersionRetention
-from deltawire.runtime.fleet import known_trainer
+from deltawire.runtime.fleet import next_epoch
 from deltawire.runtime.process import Process
 from deltawire.sync import (
     COMPACTION_STRIDES,
@@ -40,7 +40,6 @@ from deltawire.sync import (
     Mirror,
     Publisher,
     load_mirror,
-    read_manifest,
 )
 from deltawire.train.checkpoint import save_checkpoint
 from deltawire.train.masters import MasterWeights
@@ -73,9 +72,7 @@ class Midtrainer:
         head = load_mirror(self.bucket, run)
         if head is None:
             raise InputError("the run has no version 0", run=self.bucket.url)
-        manifest = read_manifest(self.bucket, run, head.version)
-        before = known_trainer(self.bucket)
-        self.epoch = 1 + max(manifest.epoch if manifest else 0, before.epoch if before else 0)
+        self.epoch = next_epoch(self.bucket, run, head.version)
         self.version = head.version
         with fetch_model_files(self.bucket, run) as folder:
             text = Text(load_tokenizer(Path(folder)))

@@ -62,7 +62,7 @@ from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_
 from deltawire.rl.trainer.settings import announce_settings
 from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.event_archive import EventArchiver
-from deltawire.runtime.fleet import POLL_S, Fleet, known_trainer
+from deltawire.runtime.fleet import POLL_S, Fleet, known_trainer, next_epoch
 from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.reaper import Reaper
 from deltawire.runtime.retained import RetainedFile
@@ -72,7 +72,6 @@ from deltawire.sync import (
     Mirror,
     Publisher,
     load_mirror,
-    read_manifest,
 )
 from deltawire.train.checkpoint import CheckpointWriter, checkpoint_versions
 from deltawire.train.masters import MasterWeights
@@ -111,10 +110,8 @@ class Trainer:
                 hint="start it with deltawire run",
                 run=self.bucket.url,
             )
-        manifest = read_manifest(self.bucket, run, head.version)
         before = known_trainer(self.bucket)
-        epoch = 1 + max(manifest.epoch if manifest else 0, before.epoch if before else 0)
-        self.epoch = epoch
+        epoch = self.epoch = next_epoch(self.bucket, run, head.version)
         self.version = head.version
         self.ledger = Ledger()
         self.settings = announce_settings(process, run, config)

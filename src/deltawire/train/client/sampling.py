@@ -33,6 +33,7 @@ from deltawire.export.models import (
 )
 from deltawire.store import Bucket
 from deltawire.sync import Follower, newest_version
+from deltawire.train.client.forward import score_tokens
 from deltawire.train.client.types import (
     APIFuture,
     SampledSequence,
@@ -252,8 +253,6 @@ class SamplingClient:
 
     @torch.inference_mode()
     def _score(self, tokens: list[int]) -> list[float | None]:
-        from deltawire.train.client.forward import score_tokens
-
         scores = score_tokens(self._model, tokens)
         return [None, *scores.tolist()]
 

@@ -15,15 +15,10 @@ from deltawire.export.adapter import open_model
 from deltawire.export.models import check_directory, fetch_model_files, load_tokenizer
 from deltawire.export.new_run import load_start, publish_start
 from deltawire.export.source import open_source
+from deltawire.runtime.fleet import next_epoch
 from deltawire.runtime.lease import Lease
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import (
-    Publisher,
-    load_mirror,
-    read_manifest,
-    read_run,
-    require_run,
-)
+from deltawire.sync import Publisher, load_mirror, read_run, require_run
 from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
 from deltawire.train.client.types import AdamParams
 from deltawire.train.masters import MasterWeights
@@ -117,12 +112,11 @@ class TrainingSession:
             )
         if not saved:
             masters.reset(head)  # An older state was read over it.
-        manifest = read_manifest(bucket, run, head.version)
         publisher = Publisher(
             bucket,
             run,
             head,
-            epoch=1 + (manifest.epoch if manifest else 0),
+            epoch=next_epoch(bucket, run, head.version),
             anchor_every=config.train.anchor_every,
             compaction_strides=(),
         )
