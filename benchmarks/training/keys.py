@@ -1,7 +1,7 @@
 """The keys of ``deltawire bench train``: their floors, and the modules that measure them.
 
 A module of this folder has one function, ``measure(options) -> Measured``, and may give several
-keys. It runs in a process of its own, so that its threads, process groups and peak of memory are
+keys. It runs in a separate process, so that its threads, process groups and peak of memory are
 not another measurement's. To add a key: one module, one line in `KEYS`.
 """
 

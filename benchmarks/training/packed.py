@@ -35,7 +35,7 @@ PROMPT = 16
 
 
 class Pass:
-    """The passes of one step over a model of its own."""
+    """The passes of one step over a separate model."""
 
     def __init__(
         self, model: Any, groups: Sequence[Group], batches: Sequence[TokenBatch], *, packing: bool

@@ -40,7 +40,7 @@ CLIP = (0.2, 0.28)
 
 
 class Peer:
-    """A model of its own with torch's AdamW, stepped by a loss over padded rows."""
+    """A separate model with torch's AdamW, stepped by a loss over padded rows."""
 
     def __init__(self, model: Any, groups: Sequence[Group], config: RunConfig) -> None:
         self.model = copy_of(model)
