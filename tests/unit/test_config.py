@@ -74,6 +74,7 @@ def test_the_tables_were_found():
         "train.optimizer.decay_all",
         "train.optimizer.groups",
         "workers.allow",
+        "shape",
     }
     assert len(NUMBERS) > 30
     assert {"train.optimizer.learning_rate", "rollout.temperature"} <= set(FLOATS)

@@ -23,12 +23,22 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 TRUST = {"--public-key", "--max-age", "--allow-rollback"}
 FLAGS = {
-    "midtrain": {"--out", "--bucket", "--seed", "--key", "--allow-rollback", "--plain", "--json"},
+    "midtrain": {
+        "--out",
+        "--bucket",
+        "--seed",
+        "--shape",
+        "--key",
+        "--allow-rollback",
+        "--plain",
+        "--json",
+    },
     "run": {
         "--out",
         "--bucket",
         "--seed",
         "--engine",
+        "--shape",
         "--dry-run",
         "--key",
         "--allow-rollback",
@@ -37,7 +47,16 @@ FLAGS = {
     },
     "worker": TRUST | {"--key", "--id", "--patience", "--supervised", "--cpus"},
     "trainer": TRUST
-    | {"--key", "--config", "--model", "--seed", "--engine", "--supervised", "--cpus"},
+    | {
+        "--key",
+        "--config",
+        "--model",
+        "--seed",
+        "--engine",
+        "--shape",
+        "--supervised",
+        "--cpus",
+    },
     "reference": TRUST | {"--key", "--supervised", "--cpus"},
     "evaluator": TRUST | {"--key", "--supervised", "--cpus"},
     "warm-start": TRUST | {"--key", "--cpus", "--out", "--bucket", "--seed", "--supervised"},
@@ -135,6 +154,7 @@ FLAGS = {
         "--optimizer",
         "--checkpointing",
         "--offload",
+        "--startable",
         "--accelerators",
         "--out",
         "--published",

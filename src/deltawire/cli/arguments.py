@@ -72,6 +72,17 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--shape``."""
+    parser.add_argument(
+        "--shape",
+        default="",
+        metavar="NAME|FILE",
+        help="start from a training shape, as deltawire shapes names or writes it: ranks, "
+        "micro-batches, checkpointing, offload and adapter follow from it",
+    )
+
+
 def add_child_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options that a supervisor gives to the processes it starts."""
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)

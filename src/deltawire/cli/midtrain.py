@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from deltawire.cli import run as whole_run
-from deltawire.cli.arguments import BUCKET, add_json, add_key, add_seed
+from deltawire.cli.arguments import BUCKET, add_json, add_key, add_seed, add_shape
 from deltawire.errors import InputError
 
 
@@ -18,6 +18,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--out", default="", help="the run's folder (default: runs/NAME)")
     parser.add_argument("--bucket", default="", help=f"{BUCKET} (default: OUT/bucket)")
     add_seed(parser)
+    add_shape(parser)
     add_key(parser)
     parser.add_argument(
         "--allow-rollback",

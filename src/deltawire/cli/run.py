@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltawire.cli.arguments import BUCKET, add_engine, add_json, add_key, add_seed
+from deltawire.cli.arguments import BUCKET, add_engine, add_json, add_key, add_seed, add_shape
 from deltawire.cli.exit_codes import INTERRUPTED
 from deltawire.engines.registry import check_engine
 from deltawire.errors import InputError
@@ -26,6 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--bucket", default="", help=f"{BUCKET} (default: OUT/bucket)")
     add_seed(parser)
     add_engine(parser)
+    add_shape(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.runtime.trusted import ReaderTrust, trusted
 
     path = Path(arguments.config)
-    config = read_config(path, seed=arguments.seed, engine=arguments.engine)
+    config = read_config(path, seed=arguments.seed, engine=arguments.engine, shape=arguments.shape)
     if config.midtrain is not None and arguments.command == "run":
         raise InputError(
             f"{path} has a [midtrain] section", hint="start it with deltawire midtrain"
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             bucket = trusted(bucket, ReaderTrust(keys.pin, allow_rollback=arguments.allow_rollback))
             console.print(f"signed run {keys.pin}", soft_wrap=True, markup=False, emoji=False)
         job = Job(config, path, arguments.seed, out, bucket, engine=arguments.engine, keys=keys)
+        job.write_shape()
         summary = execute(job, console, plain=arguments.plain or not console.is_terminal)
     if summary is None:
         return INTERRUPTED
@@ -99,6 +101,7 @@ def _print_config(console: Console, config: RunConfig, out: Path, *, as_json: bo
     if as_json:
         Console().print_json(data=flat, ensure_ascii=True)
         return
+    flat["shape"] = config.shape.get("name", "")
     title = Text(f"deltawire run {safe_line(config.name)}")
     table = Table("key", "value", title=title, title_justify="left")
     for key, value in flat.items():

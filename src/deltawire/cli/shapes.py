@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from deltawire.cli.arguments import add_json, at_least
 
 if TYPE_CHECKING:
+    from deltawire.plan.architecture import Model
+    from deltawire.plan.layout import Packing
     from deltawire.plan.profile import Profile
 
 MODES = ("full", "lora", "reference")
-NOT_YET = (
-    "The trainer cannot start these layouts yet: it is one process with full parameters. "
-    "These are predictions."
+PREDICTED = (
+    "Memory is predicted and times are estimates. deltawire run --shape NAME|FILE starts the "
+    "shapes that the trainer can do."
 )
 
 
@@ -24,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "shapes",
         help="plan a model's training on given accelerators: layout, memory, alternatives",
-        description=NOT_YET,
+        description=PREDICTED,
     )
     parser.set_defaults(call=run)
     parser.add_argument(
@@ -32,8 +34,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         nargs="?",
         default="",
         metavar="MODEL",
-        help="a name of the catalogue, a config.json, a model directory, or a named shape such as "
-        "qwen3-30b-a3b-lora-8xh200 (default: list the catalogue)",
+        help="a name of the catalogue, a config.json, a model directory, a run's CONFIG.toml, or a "
+        "named shape such as qwen3-30b-a3b-lora-8xh200 (default: list the catalogue)",
     )
     parser.add_argument("--on", default="", metavar="NxNAME", help="accelerators, such as 8xh200")
     parser.add_argument("--mode", choices=MODES, default="full", help="with --on (default: full)")
@@ -60,6 +62,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "(default: the fastest that fits)",
     )
     parser.add_argument(
+        "--startable", action="store_true", help="only layouts that the trainer can start"
+    )
+    parser.add_argument(
         "--accelerators", default="", metavar="FILE.json", help="a table that adds accelerators"
     )
     parser.add_argument("--out", default="", metavar="FILE.json", help="write the profile here")
@@ -72,7 +77,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """List the catalogue, the smallest hardware for one model, or one profile."""
     from deltawire.errors import InputError
-    from deltawire.plan.catalogue import find_model
     from deltawire.plan.profile import encode_profile
     from deltawire.plan.published import published_table
     from deltawire.plan.resolver import SHAPE, resolve_shape
@@ -96,12 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.out:
         raise InputError("--out writes one profile: name accelerators with --on, or a shape")
     elif arguments.model:
-        model, packing = find_model(arguments.model)
+        model, packing = _find_model(arguments.model)
         _rows(needs_rows(model, packing, arguments.context), as_json=arguments.json)
     else:
         _rows(catalogue_rows(), as_json=arguments.json)
     if not arguments.json:
-        _print(f"\n{NOT_YET}")
+        _print(f"\n{PREDICTED}")
     return 0
 
 
@@ -109,7 +113,6 @@ def _resolve(arguments: argparse.Namespace) -> Profile:
     """Resolve the profile that the options ask for."""
     from deltawire.errors import InputError
     from deltawire.plan.accelerators import accelerator_named, read_accelerators
-    from deltawire.plan.catalogue import find_model
     from deltawire.plan.resolver import (
         Accelerators,
         default_context,
@@ -123,7 +126,7 @@ def _resolve(arguments: argparse.Namespace) -> Profile:
         )
     table = read_accelerators(Path(arguments.accelerators) if arguments.accelerators else None)
     kind = accelerator_named(match[2].lower(), table)
-    model, native = find_model(arguments.model)
+    model, native = _find_model(arguments.model)
     packing = arguments.packing or (native if arguments.mode != "full" else "none")
     return resolve_training_profile(
         model,
@@ -136,7 +139,19 @@ def _resolve(arguments: argparse.Namespace) -> Profile:
         lora_experts=arguments.lora_experts,
         checkpointing=arguments.checkpointing,
         offload=arguments.offload,
+        startable=arguments.startable,
     )
+
+
+def _find_model(name: str) -> tuple[Model, Packing]:
+    """Describe a model of the catalogue, of a config.json, or of a run's configuration."""
+    from deltawire.config import load_config
+    from deltawire.launch.shapes import model_of
+    from deltawire.plan.catalogue import find_model
+
+    if Path(name).suffix == ".toml":
+        return model_of(load_config(Path(name))), "none"
+    return find_model(name)
 
 
 def _print(text: str) -> None:

@@ -11,6 +11,7 @@ from deltawire.cli.arguments import (
     add_key,
     add_run_url,
     add_seed,
+    add_shape,
     add_trust,
     child_options,
 )
@@ -26,6 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", default="", help="and with this model directory as version 0")
     add_seed(parser)
     add_engine(parser)
+    add_shape(parser)
     add_key(parser)
     add_trust(parser)
     add_child_options(parser)
@@ -37,10 +39,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     if bool(arguments.config) != bool(arguments.model):
         raise InputError("--config and --model go together", hint="give both, or neither")
+    if arguments.shape and not arguments.config:
+        raise InputError("--shape needs --config", hint="a run that exists has its shape")
     source = None
     if arguments.config:
         path = Path(arguments.config)
-        config = read_config(path, seed=arguments.seed, engine=arguments.engine)
+        config = read_config(
+            path, seed=arguments.seed, engine=arguments.engine, shape=arguments.shape
+        )
         source = (config, Path(arguments.model))
     options = child_options(arguments)
     run_as_trainer(arguments.run, source=source, options=options)

@@ -14,8 +14,10 @@ from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.optimization import OptimizerConfig, ParameterGroup, ScheduleConfig
 from deltawire.config.parsing import (
     MAX_CONFIG_BYTES,
+    check_config,
     load_config,
     parse_config,
+    read_values,
     run_config,
 )
 from deltawire.config.reference import ReferenceConfig
@@ -99,10 +101,12 @@ __all__ = [
     "WarnLimits",
     "WorkersConfig",
     "changed_settings",
+    "check_config",
     "differences",
     "flatten",
     "load_config",
     "parse_config",
+    "read_values",
     "require_same",
     "run_config",
     "with_settings",

@@ -24,6 +24,27 @@ def load_config(path: Path) -> RunConfig:
 
     Raises `InputError` naming the file, the key and the nearest valid key.
     """
+    return check_config(read_values(path), source=str(path))
+
+
+def check_config(raw: dict[str, Any], *, source: str) -> RunConfig:
+    """Turn the values of a file into a `RunConfig`; raises `InputError` as `load_config` does."""
+    if raw.get("shape"):
+        raise InputError(
+            f"{source}: shape is not a key of a file",
+            hint="start the run with deltawire run --shape NAME|FILE",
+        )
+    config = parse_config(raw, source=source)
+    if not config.model.path and config.model.build is None:
+        raise InputError(
+            f"{source} names no model",
+            hint="set model.path to a Hugging Face directory, or add a [model.build] section",
+        )
+    return config
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Read the values of a configuration file, unchecked; raises `InputError` naming the file."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
@@ -42,13 +63,7 @@ def load_config(path: Path) -> RunConfig:
         raise InputError(f"{path} is not {kind}: {error}") from error
     if not isinstance(raw, dict):
         raise InputError(f"{path} is not a table of keys")
-    config = parse_config(raw, source=str(path))
-    if not config.model.path and config.model.build is None:
-        raise InputError(
-            f"{path} names no model",
-            hint="set model.path to a Hugging Face directory, or add a [model.build] section",
-        )
-    return config
+    return raw
 
 
 def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:

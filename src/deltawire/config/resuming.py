@@ -61,6 +61,7 @@ RESUMABLE: Final[dict[str, str]] = {
     "probes.action": "step",
     "probes.keep": "step",
     "threads": "start",
+    "shape": "start",
     "faults.silence_s": "start",
     "faults.stall_s": "start",
     "faults.long_s": "start",

@@ -6,6 +6,7 @@ import difflib
 import re
 from typing import (
     Annotated,
+    Any,
     Literal,
     NamedTuple,
 )
@@ -40,6 +41,29 @@ class BuildConfig(Section, frozen=True, kw_only=True):
     vocabulary: Annotated[int, Meta(ge=264, le=1_000_000)] = 264
     """Rows of the embedding; those after the 256 bytes and the two marks stay unused."""
     context: Count = 512
+
+    def architecture(self) -> dict[str, Any]:
+        """Return the fields of a config.json that these sizes give, by transformers' names."""
+        heads = self.hidden_size // self.head_size
+        fields: dict[str, Any] = {
+            "model_type": self.family,
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.feed_forward_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "head_dim": self.head_size,
+            "max_position_embeddings": self.context,
+            "tie_word_embeddings": True,
+        }
+        if self.family == "qwen3_moe":
+            fields |= {
+                "moe_intermediate_size": self.feed_forward_size,
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.experts_per_token,
+            }
+        return fields
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -523,6 +547,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     retain: RetainConfig = RetainConfig()
     workers: WorkersConfig = WorkersConfig()
     trust: TrustConfig = TrustConfig()
+    shape: dict[str, Any] = {}
+    """The training profile that ``deltawire run --shape`` started the run with, as plain data
+    (`deltawire.plan.profile`); empty without one. Not a key of a file."""
 
     @property
     def reference_mode(self) -> Literal["none", "adapter_off", "sleeping", "process"]:

@@ -17,11 +17,12 @@ from typing import get_args
 
 import msgspec
 
-from deltawire.config import RunConfig, load_config, parse_config
+from deltawire.config import RunConfig, check_config, parse_config, read_values
 from deltawire.display import safe_line
 from deltawire.errors import InputError
 from deltawire.events import Role
 from deltawire.launch.role_keys import owned_run, read_signer
+from deltawire.launch.shapes import find_profile, shaped_config
 from deltawire.runtime.process import Process
 from deltawire.runtime.signed_bucket import grant_role
 from deltawire.runtime.trusted import ANY, ReaderTrust, trusted
@@ -59,12 +60,19 @@ def pin(cpus: str) -> None:
             raise InputError(f"--cpus {cpus}: {error.strerror}") from error
 
 
-def read_config(path: Path, *, seed: int | None = None, engine: str | None = None) -> RunConfig:
+def read_config(
+    path: Path, *, seed: int | None = None, engine: str | None = None, shape: str = ""
+) -> RunConfig:
     """Load a configuration and override its seed and its workers' engine if given.
 
-    Raises `InputError` if the rest of the configuration is invalid with that engine.
+    ``shape`` names the training shape, or the file of its profile, that the run starts from.
+    Raises `InputError` if the rest of the configuration is invalid with these.
     """
-    config = load_config(path)
+    values = read_values(path)
+    if shape:
+        config = shaped_config(values, find_profile(shape), source=str(path))
+    else:
+        config = check_config(values, source=str(path))
     if seed is not None:
         config = msgspec.structs.replace(config, seed=seed)
     if engine is None:

@@ -118,6 +118,20 @@ class Job:
         """The engine for the trainer's command line."""
         return [] if self.engine is None else ["--engine", self.engine]
 
+    @property
+    def shape_file(self) -> Path:
+        """The file of the profile that the run starts from."""
+        return self.out / "shape.json"
+
+    def write_shape(self) -> None:
+        """Write the profile that the run starts from, if there is one, for the trainer to read."""
+        if self.config.shape:
+            self.shape_file.write_bytes(msgspec.json.encode(self.config.shape))
+
+    def shape_arguments(self) -> list[str]:
+        """The training shape for the trainer's command line."""
+        return ["--shape", str(self.shape_file)] if self.config.shape else []
+
     def key_arguments(self, role: str) -> list[str]:
         """The key and the pinned run for a child's command line; none in an unsigned run."""
         return [] if self.keys is None else self.keys.arguments(role)
@@ -296,7 +310,7 @@ def _start_all(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[in
     arguments = ["trainer", job.bucket.url, "--supervised", "--cpus", job.pins.trainer]
     if job.model.is_dir():
         arguments += ["--config", str(job.config_path), "--model", str(job.model)]
-        arguments += [*job.seed_arguments(), *job.engine_arguments()]
+        arguments += [*job.seed_arguments(), *job.engine_arguments(), *job.shape_arguments()]
     arguments += job.key_arguments(TRAINER_ROLE)
     supervisor.add("trainer", "trainer", arguments)
     while (status := known_trainer(job.bucket)) is not None and _is_old(job, status):

@@ -155,5 +155,8 @@ def summary_of(
         name=config.name,
         seed=config.seed,
         audit=audit_consumption(bucket),
-        configuration={key: str(value) for key, value in redact(flatten(config)).items()},
+        configuration={
+            **{key: str(value) for key, value in redact(flatten(config)).items()},
+            "shape": str(config.shape.get("name", "")),
+        },
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ RESERVED_GIB = 3.0
 matrix workspaces. An assumption; it is not part of the memory model's peak."""
 
 Amount = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+Device = Literal["", "cpu", "cuda", "mps"]
 
 
 class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,6 +39,8 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
     verified: bool
     """False: a number is from memory and was not looked up."""
+    device: Device = ""
+    """The torch device that a rank on it takes; empty leaves that to the run's configuration."""
 
     @property
     def usable_bytes(self) -> float:

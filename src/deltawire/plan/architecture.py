@@ -7,6 +7,7 @@ FLOPs all follow from that list. `deltawire.plan.families` builds it.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -163,6 +164,14 @@ class Model:
     def expert_parameters(self) -> int:
         """Parameters of routed experts."""
         return sum(count * layer.part("experts") for layer, count in self.kinds)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides sizes: all but the name and the longest context."""
+        kinds = [layer for layer, _ in self.kinds]
+        order = [kinds.index(layer) for layer in self.layers]
+        sizes = (self.family, self.hidden, self.vocabulary, self.tied, self.outside, kinds, order)
+        return hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
 
     def parts(self) -> dict[str, int]:
         """Parameters by part; they add up to all."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from deltawire.errors import InputError
+from deltawire.plan.accelerators import Device
 from deltawire.plan.layout import Checkpointing, Mode, Offload, Optimizer, Packing, TrainingLayout
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 """Raised whenever a field changes its meaning, so that an old profile is refused."""
 MAX_BYTES = 1 << 20
 
@@ -52,6 +53,23 @@ class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     estimated_tokens_per_second: Amount = 0.0
 
 
+class ReferencePrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The price of one way to compute a policy's reference (`deltawire.plan.references`)."""
+
+    mode: Literal["adapter_off", "sleeping", "process"]
+    """The value of ``reference.mode`` for it."""
+    device_bytes: Bytes = 0
+    """Added to the peak of each of the policy's ranks."""
+    host_bytes: Bytes = 0
+    """Added to the host memory of each."""
+    accelerators: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    """Further accelerators."""
+    estimated_seconds_per_step: Amount = 0.0
+    """Added to a micro-batch of every rank."""
+    fits: bool = True
+    note: Text = ""
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model's needs on given accelerators, per rank: bytes as predicted, times as estimated."""
 
@@ -61,7 +79,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Mode
     parameters: Bytes
     trained_parameters: Bytes
+    architecture: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    """A hash of the model's description without its name: two models of one hash have the same
+    matrices."""
     accelerator: Text
+    device: Device
+    """The torch device of these accelerators, empty if the table does not say it."""
     accelerators: Axis
     layout: LayoutData
     peak_phase: Text
@@ -79,6 +102,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     estimated_tokens_per_second: Amount
     cheaper: Alternative | None = None
     faster: Alternative | None = None
+    references: list[ReferencePrice] = []
+    """The ways to compute a reference for this policy; the first is the resolver's choice."""
     unsupported: list[Text] = []
     """The parts of the layout that deltawire's trainer does not support yet."""
 

@@ -39,6 +39,7 @@ from deltawire.plan.layout import (
 )
 from deltawire.plan.memory import Breakdown, host_bytes, predict_memory
 from deltawire.plan.profile import PROFILE_VERSION, Alternative, LayoutData, Profile
+from deltawire.plan.references import price_references
 from deltawire.plan.step_time import StepTime, estimate_step
 
 EXPERT_IMBALANCE = 1.25
@@ -77,6 +78,8 @@ class Wish:
     lora_experts: bool = False
     checkpointing: Checkpointing | None = None
     offload: Offload | None = None
+    startable: bool = False
+    """Only layouts that deltawire's trainer can start."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +153,12 @@ def resolve_training_profile(
     lora_experts: bool = False,
     checkpointing: Checkpointing | None = None,
     offload: Offload | None = None,
+    startable: bool = False,
     name: str = "",
     alternatives: bool = True,
 ) -> Profile:
-    """Return the fastest layout that fits, with its bytes and its alternatives.
+    """Return the fastest layout that fits, with its bytes and its alternatives; with ``startable``
+    among those that deltawire's trainer can start.
 
     Raises `InputError` if a value is out of range, or nothing fits: with the reason and the
     smallest number of these accelerators, or of other shipped ones, that would do.
@@ -167,6 +172,7 @@ def resolve_training_profile(
         lora_experts=lora_experts and mode == "lora",
         checkpointing=checkpointing,
         offload=offload,
+        startable=startable,
     )
     _check(model, wish, accelerators)
     best, other = best_layout(model, wish, accelerators)
@@ -183,7 +189,9 @@ def resolve_training_profile(
         mode=mode,
         parameters=model.parameters,
         trained_parameters=_trained(model, wish),
+        architecture=model.fingerprint,
         accelerator=accelerators.kind.name,
+        device=accelerators.kind.device,
         accelerators=accelerators.count,
         layout=_data(best.layout),
         peak_phase=best.peak.phase,
@@ -197,7 +205,10 @@ def resolve_training_profile(
         estimated_tokens_per_second=round(best.time.tokens_per_second, 1),
         cheaper=cheaper,
         faster=faster,
-        unsupported=unsupported_axes(best.layout),
+        references=price_references(
+            model, best.layout, accelerators.kind, _reference_process(model, wish, accelerators)
+        ),
+        unsupported=unsupported_parts(best.layout),
     )
 
 
@@ -251,9 +262,10 @@ def best_layout(
     """
     ordered = sorted(_candidates(model, wish, accelerators), key=lambda candidate: candidate.rank)
     if not ordered:
+        startable = " that the trainer can start" if wish.startable else ""
         raise InputError(
-            f"{accelerators.count} accelerators divide no layout of {model.name}",
-            hint="use a power of two",
+            f"{accelerators.count} accelerators divide no layout of {model.name}{startable}",
+            hint="use another number, such as a power of two",
         )
     least = _least(model, wish, accelerators)
     if least.peak.with_allowance > accelerators.kind.usable_bytes:
@@ -282,22 +294,39 @@ def smallest_count(model: Model, wish: Wish, kind: Accelerator) -> int | None:
     return None
 
 
-def unsupported_axes(layout: TrainingLayout) -> list[str]:
-    """Name what of a layout deltawire's trainer does not do yet: today all but one process."""
+def unsupported_parts(layout: TrainingLayout) -> list[str]:
+    """Name the parts of a layout that deltawire's trainer, or its reference process, lacks so
+    far."""
     named = []
     if layout.ranks > 1:
         named.append("several ranks")
     axes = ("tensor", "expert", "pipeline", "context_parallel")
-    named.extend(axis for axis in axes if getattr(layout, axis) > 1)
-    if layout.mode != "full":
-        named.append(f"mode {layout.mode}")
-    if layout.checkpointing != "none":
-        named.append(f"checkpointing {layout.checkpointing}")
-    if layout.offload != "none":
-        named.append(f"offload {layout.offload}")
+    named.extend(
+        f"{axis.replace('_', ' ')} {getattr(layout, axis)}"
+        for axis in axes
+        if getattr(layout, axis) > 1
+    )
+    if layout.offload == "all":
+        named.append("offload all")
     if layout.packing != "none":
         named.append(f"packing {layout.packing}")
+    if layout.lora_experts:
+        named.append("LoRA on experts")
     return named
+
+
+def _reference_process(
+    model: Model, wish: Wish, accelerators: Accelerators
+) -> TrainingLayout | None:
+    """Return the layout of the smallest reference process, None if none fits."""
+    if wish.mode == "reference":
+        return None
+    own = Wish(mode="reference", context=wish.context, packing=wish.packing, lora_rank=0)
+    count = smallest_count(model, own, accelerators.kind)
+    if count is None:
+        return None
+    best, _ = best_layout(model, own, Accelerators(accelerators.kind, count))
+    return best.layout if best else None
 
 
 def _check(model: Model, wish: Wish, accelerators: Accelerators) -> None:
@@ -341,9 +370,11 @@ def _layouts(model: Model, wish: Wish, accelerators: Accelerators) -> Iterator[T
             offloads = (wish.offload,)
     for axes in _axes(model, wish, accelerators):
         for policy, offload, sequences in itertools.product(policies, offloads, (1, 4)):
-            yield dataclasses.replace(
+            layout = dataclasses.replace(
                 axes, checkpointing=policy, offload=offload, sequences=sequences
             )
+            if not (wish.startable and unsupported_parts(layout)):
+                yield layout
 
 
 def _axes(model: Model, wish: Wish, accelerators: Accelerators) -> Iterator[TrainingLayout]:
@@ -398,10 +429,11 @@ def _least(model: Model, wish: Wish, accelerators: Accelerators) -> Candidate:
     More checkpointing, offload and sharding and a smaller micro-batch never take more, so only
     layouts with the most of them are compared.
     """
+    most: Offload = "optimizer" if wish.startable else "all"
     frugal = dataclasses.replace(
         wish,
         checkpointing=wish.checkpointing or "offloaded",
-        offload=wish.offload or ("all" if wish.mode == "full" else "none"),
+        offload=wish.offload or (most if wish.mode == "full" else "none"),
     )
     candidates = (
         Candidate(model, layout, accelerators.kind, _NO_TIME)
@@ -421,6 +453,8 @@ def _nothing_fits(
     options = []
     kinds = {accelerators.kind.name: accelerators.kind, **shipped_accelerators()}
     for kind in kinds.values():
+        if kind.device == "cpu" and kind is not accelerators.kind:
+            continue
         count = smallest_count(model, wish, kind)
         if count is not None:
             options.append(f"{count} x {kind.name}")
@@ -448,8 +482,10 @@ def _cheaper(model: Model, wish: Wish, accelerators: Accelerators) -> Alternativ
     count = accelerators.count // 2
     if count < 1:
         return Alternative(accelerators=0, note="one accelerator is the least there is")
-    fewer = Accelerators(accelerators.kind, count)
-    best, least = best_layout(model, wish, fewer)
+    try:
+        best, least = best_layout(model, wish, Accelerators(accelerators.kind, count))
+    except InputError as none:
+        return Alternative(accelerators=count, note=none.message)
     if best is None:
         return Alternative(accelerators=count, note=f"does not fit: {least.obstacle()}")
     return _alternative(best, count)
@@ -460,7 +496,10 @@ def _faster(model: Model, wish: Wish, accelerators: Accelerators, now: Candidate
     count = accelerators.count * 2
     if count > MOST_ACCELERATORS:
         return Alternative(accelerators=count, note="more accelerators than the plan supports")
-    best, _ = best_layout(model, wish, Accelerators(accelerators.kind, count))
+    try:
+        best, _ = best_layout(model, wish, Accelerators(accelerators.kind, count))
+    except InputError as none:
+        return Alternative(accelerators=count, note=none.message)
     if best is None or best.time.tokens_per_second <= now.time.tokens_per_second:
         return Alternative(accelerators=count, note="not estimated to be faster")
     return _alternative(best, count)

@@ -41,6 +41,8 @@ def needs_rows(model: Model, packing: Packing, context: int | None) -> list[dict
     rows = []
     for mode in MODES:
         for name, kind in shipped_accelerators().items():
+            if kind.device == "cpu":
+                continue
             profile = smallest_profile(model, mode, packing, name, context)
             rows.append(
                 {
@@ -51,6 +53,11 @@ def needs_rows(model: Model, packing: Packing, context: int | None) -> list[dict
                         f"{profile.estimated_tokens_per_second:,.0f}" if profile else ""
                     ),
                     "layout": summarize(profile.as_layout()) if profile else "",
+                    "reference": (
+                        profile.references[0].mode.replace("_", " ")
+                        if profile and profile.references
+                        else ""
+                    ),
                 }
             )
     return rows
@@ -118,8 +125,25 @@ def profile_lines(profile: Profile) -> list[str]:
         f"  next cheaper  {_alternative_line(profile.cheaper)}",
         f"  next faster   {_alternative_line(profile.faster)}",
     ]
+    lines += _reference_lines(profile)
     if profile.unsupported:
         lines.append(f"  not yet       the trainer lacks: {', '.join(profile.unsupported)}")
+    return lines
+
+
+def _reference_lines(profile: Profile) -> list[str]:
+    """A table of the ways to compute a reference, the choice first."""
+    if not profile.references:
+        return []
+    lines = ["  reference     GiB a rank  host GiB  accelerators  s a micro-batch (estimate)"]
+    for number, price in enumerate(profile.references):
+        choice = "chosen: " if number == 0 and price.fits else ""
+        memory = f"{price.device_bytes / GIB:>10,.1f} {price.host_bytes / GIB:>9,.1f}"
+        added = f"+{price.accelerators}"
+        lines.append(
+            f"    {price.mode:<11} {memory} {added:>13} {price.estimated_seconds_per_step:>10,.2f}"
+            f"  {choice}{price.note}"
+        )
     return lines
 
 

@@ -61,33 +61,17 @@ def build_model(config: BuildConfig, *, seed: int) -> Any:
             f"model.build.experts_per_token {config.experts_per_token} exceeds "
             f"experts {config.experts}"
         )
-    heads = config.hidden_size // config.head_size
-    settings: dict[str, Any] = {
-        "vocab_size": config.vocabulary,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.feed_forward_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": config.head_size,
-        "max_position_embeddings": config.context,
-        "tie_word_embeddings": True,
+    settings = {
+        **config.architecture(),
         "eos_token_id": BYTES,
         "pad_token_id": BYTES + 1,
         "bos_token_id": None,
     }
+    settings.pop("model_type")
     torch.manual_seed(seed)
     if config.family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**settings))
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **settings,
-            moe_intermediate_size=config.feed_forward_size,
-            num_experts=config.experts,
-            num_experts_per_tok=config.experts_per_token,
-            norm_topk_prob=True,
-        )
-    )
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, norm_topk_prob=True))
 
 
 def is_built(path: Path) -> bool:

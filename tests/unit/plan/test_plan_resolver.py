@@ -20,7 +20,12 @@ from deltawire.plan.layout import MODES
 from deltawire.plan.memory import predict_memory
 from deltawire.plan.profile import decode_profile, encode_profile, read_profile
 from deltawire.plan.published import compare_row
-from deltawire.plan.resolver import Accelerators, resolve_shape, resolve_training_profile
+from deltawire.plan.resolver import (
+    Accelerators,
+    resolve_shape,
+    resolve_training_profile,
+    unsupported_parts,
+)
 from deltawire.plan.tables import smallest_profile
 
 
@@ -63,7 +68,17 @@ def test_any_number_of_accelerators_can_be_planned_for() -> None:
 
 
 def test_features_that_the_trainer_lacks_are_reported() -> None:
-    assert {"several ranks", "mode lora"} <= set(resolve(mode="lora").unsupported)
+    profile = resolve(mode="lora", packing="int4")
+    assert set(profile.unsupported) == set(unsupported_parts(profile.as_layout()))
+    assert "packing int4" in profile.unsupported
+
+
+def test_only_layouts_that_start_are_planned_where_that_is_asked_for() -> None:
+    for mode in ("full", "lora"):
+        profile = resolve("qwen3-8b", count=1, kind="b300", mode=mode, startable=True)
+        assert profile.unsupported == []
+    with pytest.raises(InputError, match="no layout of qwen3-30b-a3b that the trainer can start"):
+        resolve(mode="lora", packing="int4", startable=True)
 
 
 def test_a_named_shape_is_the_same_every_time() -> None:
@@ -183,8 +198,8 @@ def test_tables_that_are_none_are_refused(raw: bytes) -> None:
 
 def test_profiles_of_another_version_and_hostile_ones_are_refused() -> None:
     raw = encode_profile(resolve_shape("qwen3-8b-reference-1xh100"))
-    with pytest.raises(InputError, match="a profile of version 2"):
-        decode_profile(raw.replace(b'"version": 1', b'"version": 2'), where="x")
+    with pytest.raises(InputError, match="a profile of version 1"):
+        decode_profile(raw.replace(b'"version": 2', b'"version": 1'), where="x")
     for wrong in (raw.replace(b'"data": 1', b'"data": 0'), b"", b"[]", raw[:-20], b"[" * 50_000):
         with pytest.raises(InputError, match="training profile"):
             decode_profile(wrong, where="x")

@@ -19,7 +19,7 @@ from deltawire.export.adapter import adapted
 from deltawire.export.models import serve_as
 from deltawire.train.batch import collate
 from deltawire.train.masters import MasterWeights
-from deltawire.train.reference import AdapterOff, RecordedReference, SleepingCopy
+from deltawire.train.reference import AdapterOff, FrozenCopy, RecordedReference, SleepingCopy
 from deltawire.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -48,6 +48,22 @@ def test_a_streamed_copy_computes_the_same_bits_and_sleeps_again(tiny):
         assert {name: p.data_ptr() for name, p in model.named_parameters()} == home
     assert seen
     assert next(last.parameters()).data_ptr() not in seen, "it computed with a copy"
+
+
+def test_a_bf16_copy_computes_as_a_policy_in_bf16_does(tiny):
+    """A trainer that computes in bf16 shards its model; the copy that it is held against is a plain
+    one, of half the bytes of an fp32 copy."""
+    serve_as(serve_as(tiny, "bfloat16"), "float32")
+    batch = collate(sampled_groups(tiny, 1.0))
+    train = TrainConfig(compute="bfloat16")
+    frozen = serve_as(copy.deepcopy(tiny), "bfloat16")
+    assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}
+    masters = MasterWeights(copy.deepcopy(tiny), train)
+    for streamed in (False, True):
+        copied = copy.deepcopy(frozen)
+        reference = SleepingCopy(copied, train, device=CPU, streamed=streamed)
+        policy = FrozenCopy(masters.model.eval(), train)
+        assert torch.equal(reference.logprobs(batch), policy.logprobs(batch))
 
 
 def test_the_adapter_switched_off_is_the_copy_without_one(tiny):

@@ -17,7 +17,9 @@ from deltawire.wire.run import Run
 
 
 def load_reference_model(bucket: Bucket, run: Run, config: RunConfig) -> tuple[Any, Digest]:
-    """The frozen model of ``[reference]`` on the CPU in float32, and the digest of its weights.
+    """The frozen model of ``[reference]`` on the CPU, and the digest of its weights.
+
+    Its parameters have the dtype of ``train.compute``, and the values that are published in either.
 
     Raises `CorruptError` if version 0 is gone, `InputError` if a teacher cannot be loaded or has
     another vocabulary than the policy.
@@ -26,7 +28,7 @@ def load_reference_model(bucket: Bucket, run: Run, config: RunConfig) -> tuple[A
         policy = open_model(Path(folder), config.train.adapter)
     if config.reference.model:
         model = load_model(Path(config.reference.model))
-        serve_as(serve_as(model, "bfloat16"), "float32")
+        serve_as(serve_as(model, "bfloat16"), config.train.compute)
         ours, theirs = (m.get_input_embeddings().num_embeddings for m in (policy, model))
         if ours != theirs:
             raise InputError(
@@ -45,4 +47,5 @@ def load_reference_model(bucket: Bucket, run: Run, config: RunConfig) -> tuple[A
             run=bucket.url,
         )
     open_source(config.train.exporter, policy).restore(origin)
+    serve_as(policy, config.train.compute)
     return policy.eval().requires_grad_(requires_grad=False), origin.digest

@@ -138,7 +138,7 @@ def load_reference(
     mode = config.reference_mode
     if mode == "none":
         return None
-    if mesh.data is not None and (mode == "process" or config.reference.model):
+    if mesh.ranks > 1 and (mode == "process" or config.reference.model):
         raise InputError(
             "a trainer of several ranks cannot read from a reference process, or use "
             "reference.model, yet",
@@ -149,7 +149,7 @@ def load_reference(
         return AdapterOff(model, config.train)
     if mode == "process":
         return ReferenceReader(bucket, run, model="" if config.reference.model else run.digest)
-    if mesh.data is None:
+    if mesh.ranks == 1:
         frozen, _ = load_reference_model(bucket, run, config)
         device = next(model.parameters()).device
         return SleepingCopy(frozen, config.train, device=device)
