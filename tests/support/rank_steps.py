@@ -1,8 +1,9 @@
 """One trainer rank: makes training steps on seeded groups, and writes what rank 0 saw.
 
-Run as a script with a JSON object: ``model`` (dense or moe), ``first`` and ``last`` step, ``train``
-(keys of the section), ``out`` (rank 0 writes ``out.json`` and ``out.npz`` there), and ``bucket`` to
-load a checkpoint of step ``first`` from, if there is one, and save that of step ``last``.
+Run as a script with a JSON list of tasks, which are run one after another: ``model`` (a key of
+`MODELS`), ``first`` and ``last`` step, ``train`` (keys of the section), ``out`` (rank 0 writes
+``out.json`` and ``out.npz`` there), and ``bucket`` to load a checkpoint of step ``first`` from, if
+there is one, and save that of step ``last``; ``publish`` is a bucket to publish the result in.
 """
 
 from __future__ import annotations
@@ -14,36 +15,61 @@ import subprocess
 import sys
 from pathlib import Path
 
+import families
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from deltawire import codec
 from deltawire.config import parse_config
+from deltawire.export.adapter import adapted
+from deltawire.export.shards import local_part
 from deltawire.rl.trainer.resume import seed_step
 from deltawire.store import open_bucket
-from deltawire.train.build import build_model
+from deltawire.sync import ShardPublisher, create_run
+from deltawire.sync.follow.mirror import Mirror
 from deltawire.train.checkpoint import CheckpointWriter, load_checkpoint
 from deltawire.train.masters import MasterWeights
 from deltawire.train.parallel import open_mesh
 from deltawire.train.step import train_step
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.rollouts import Group, Trajectory
+from deltawire.wire.run import Run
 
-CHOSEN, LAYERS = 2, 2
+CHOSEN, LAYERS, EXPERTS = 2, 2, 8
+SIZES = {
+    "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN,
+}  # fmt: skip
+MODELS = {
+    "dense": ("qwen3", {"tie_word_embeddings": True}),
+    "moe": ("qwen3_moe", {"norm_topk_prob": True, "tie_word_embeddings": True}),
+    "llama": ("llama", {"tie_word_embeddings": False, "vocab_size": 265}),
+    "olmoe": ("olmoe", {}),
+    "gpt_oss": ("gpt_oss", {}),
+}
+"""Tied and untied, a vocabulary that does not divide, shared and single key/value heads, plain and
+transposed experts."""
+SPARSE = {"moe", "olmoe", "gpt_oss"}
+
+
+def model_of(task):
+    family, sizes = MODELS[task["model"]]
+    model = families.build(family, seed=3, **{**SIZES, **sizes, **task.get("sizes", {})})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # As wide as models are that start training.
+                parameter.mul_(task.get("scale", 0.1))
+    return model.train()
 
 
 def config_of(task):
     return parse_config(
         {
             "name": "ranks",
-            "model": {
-                "build": {
-                    "family": "qwen3_moe" if task["model"] == "moe" else "qwen3",
-                    "hidden_size": 32, "layers": LAYERS, "head_size": 16,
-                    "feed_forward_size": 48, "experts": 8, "experts_per_token": CHOSEN,
-                }
-            },
-            "parity": {"routes": "replay" if task["model"] == "moe" else "off"},
+            "model": {"build": {"family": "qwen3"}},
+            "parity": {"routes": "replay" if task["model"] in SPARSE else "off"},
             "train": {
                 "ranks": int(os.environ.get("WORLD_SIZE", "1")),
                 "optimizer": {"learning_rate": 1e-3}, "schedule": {"warmup_steps": 0},
@@ -64,8 +90,9 @@ def groups_of(step, *, moe, count=5):
         if moe:
             from deltawire.parity.routes import pack_routes
 
-            chosen = np.argsort(rng.random((prompt + length - 1, LAYERS, 8)), axis=2)[..., :CHOSEN]
-            routes = pack_routes(chosen.astype(np.int32), experts=8)
+            scores = rng.random((prompt + length - 1, LAYERS, EXPERTS))
+            chosen = np.argsort(scores, axis=2)[..., :CHOSEN]
+            routes = pack_routes(chosen.astype(np.int32), experts=EXPERTS)
         return Trajectory(
             rng.integers(0, 256, length).astype(np.int32),
             (-5 - rng.random(length)).astype(np.float32),
@@ -89,10 +116,11 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def main(task):
-    torch.set_num_threads(1)
+def run_task(task):
+    """Makes a task's steps; returns a record of them and the first step's gradients, by name."""
     config = config_of(task)
-    model = build_model(config.model.build, seed=3).train()
+    model = model_of(task)
+    adapted(model, config.train.adapter, seed=1)
     mesh = open_mesh(config.train, torch.device("cpu"), sharded=task.get("sharded", False))
     masters = MasterWeights(model, config.train, mesh=mesh)
     gradients, losses, norms, version = {}, [], [], task.get("first", 0)
@@ -106,32 +134,71 @@ def main(task):
     def step():
         if not gradients:
             for name, parameter in model.named_parameters():
-                gradients[name] = whole(parameter.grad).numpy()
+                if parameter.requires_grad:
+                    gradients[name] = whole(parameter.grad).numpy()
         return own_step()
 
     masters.step = step
+    result = None
     for number in range(version, task["last"]):
         seed_step(config, number + 1)
-        groups = groups_of(number, moe=task["model"] == "moe", count=task.get("groups", 5))
+        count = task.get("groups", 5)
+        groups = groups_of(number, moe=task["model"] in SPARSE, count=count)
         result = train_step(masters, groups, config)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     digest = masters.digest().hex()
-    if bucket is not None:
+    if bucket is not None and task["last"] > version:
         writer = CheckpointWriter(bucket, mesh)
         writer.save(masters.state(), Ledger(), version=task["last"], digest=digest)
         writer.close()
+    if task.get("publish"):
+        publish(masters, task["publish"])
+    record = {"losses": losses, "norms": norms, "digest": digest, "stored": stored(masters)}
+    if result is not None:
+        record |= {
+            "members": result.members, "tokens": result.tokens, "reward": result.reward_mean,
+            "k3": result.parity.drift.k3, "entropy": result.entropy,
+        }  # fmt: skip
+    return record, gradients
+
+
+def stored(masters):
+    """Elements of masters and optimizer states that the fullest rank holds."""
+    own = sum(local_part(one).numel() for one in masters.state().values())
+    return max(int(one) for one in masters.mesh.gather(str(own).encode()))
+
+
+def publish(masters, location):
+    """Publishes the weights as version 0, each rank its part."""
+    mesh, source = masters.mesh, masters.source
+    shards = masters.shards()
+    dtypes = {spec.name: spec.dtype for spec in source.specs()}
+    bits = {name: codec.bits_of(one.bits, dtypes[name]).copy() for name, one in shards.items()}
+    starts = {name: one.start for name, one in shards.items() if one.start}
+    bucket = open_bucket(location, create=True)
+    table = Run(
+        id="ab" * 16, name="ranks", created_at=0.0, tensors=source.specs(),
+        digest=masters.digest().hex(), chunk=64,
+    )  # fmt: skip
     if mesh.leads:
-        Path(f"{task['out']}.json").write_text(
-            json.dumps(
-                {
-                    "losses": losses, "norms": norms, "digest": digest,
-                    "members": result.members, "tokens": result.tokens,
-                    "reward": result.reward_mean, "k3": result.parity.drift.k3,
-                }
-            )
-        )  # fmt: skip
-        np.savez(f"{task['out']}.npz", **gradients)
+        create_run(bucket, table)
+    mesh.sum([0.0])  # The run is there once all ranks are here.
+    publisher = ShardPublisher(
+        bucket, table, Mirror(bits, -1, codec.ZERO, starts), rank=mesh.rank, ranks=mesh.ranks,
+        epoch=0, session="only", timeout_s=60,
+    )  # fmt: skip
+    publisher.publish({name: one.bits for name, one in shards.items()})
+    publisher.close()
+
+
+def main(tasks):
+    torch.set_num_threads(1)
+    for task in tasks:
+        record, gradients = run_task(task)
+        if os.environ.get("RANK", "0") == "0":
+            Path(f"{task['out']}.json").write_text(json.dumps(record))
+            np.savez(f"{task['out']}.npz", **gradients)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -159,17 +226,30 @@ def start_ranks(script, arguments, ranks):
     ]  # fmt: skip
 
 
-def run_steps(out, ranks, **task):
-    """Runs ``ranks`` processes of this script; returns rank 0's record and first gradients."""
-    started = start_ranks(__file__, [json.dumps({**task, "out": str(out)})], ranks)
+def run_tasks(folder, ranks, tasks):
+    """Runs tasks by name in ``ranks`` processes of this script, one after another; returns rank 0's
+    records and first gradients, by name."""
+    listed = [{**task, "out": str(folder / name)} for name, task in tasks.items()]
+    started = start_ranks(__file__, [json.dumps(listed)], ranks)
     try:
-        outputs = [one.communicate(timeout=200)[0] for one in started]
+        outputs = [one.communicate(timeout=280)[0] for one in started]
     finally:
         for one in started:
             one.kill()
             one.wait()
-    assert [one.returncode for one in started] == [0] * ranks, "\n".join(outputs)[-4000:]
-    return json.loads(Path(f"{out}.json").read_text()), dict(np.load(f"{out}.npz"))
+    assert [one.returncode for one in started] == [0] * ranks, "\n".join(outputs)[-6000:]
+    return {
+        name: (
+            json.loads((folder / f"{name}.json").read_text()),
+            dict(np.load(folder / f"{name}.npz")),
+        )
+        for name in tasks
+    }
+
+
+def run_steps(out, ranks, **task):
+    """Runs one task; returns rank 0's record and first gradients."""
+    return run_tasks(out.parent, ranks, {out.name: task})[out.name]
 
 
 if __name__ == "__main__":

@@ -7,17 +7,23 @@ def layout_contradiction(
     ranks: int, *, replicate: int, tensor_parallel: int, expert_parallel: int
 ) -> tuple[str, str] | None:
     """Find a contradiction between a number of ranks and its axes: the reason and what to do."""
-    if expert_parallel > 1:
+    if ranks % (replicate * tensor_parallel):
+        parts = [f"replicate = {replicate} copies"] if replicate > 1 else []
+        parts += [f"tensor_parallel = {tensor_parallel}"] if tensor_parallel > 1 else []
+        step = replicate * tensor_parallel
+        keys = "train.replicate" if tensor_parallel == 1 else "train.tensor_parallel"
         return (
-            f"expert_parallel = {expert_parallel}: the trainer cannot divide experts over ranks",
-            "set expert_parallel = 1; FSDP shards each expert's weights over all ranks",
+            f"{ranks} ranks do not divide into {' and '.join(parts)}",
+            f"use a multiple of {step} ranks, or another {keys}",
         )
-    if tensor_parallel > 1:
-        return (
-            f"tensor_parallel = {tensor_parallel}: the trainer cannot divide layers over ranks",
-            "set tensor_parallel = 1; FSDP shards every layer's weights over all ranks",
+    shards = ranks // (replicate * tensor_parallel)
+    if shards % expert_parallel:
+        reason = (
+            f"expert_parallel = {expert_parallel} does not divide the {shards} ranks that shard "
+            "one copy of the weights"
         )
-    if ranks % replicate:
-        reason = f"{ranks} ranks do not divide into replicate = {replicate} copies"
-        return reason, f"use a multiple of {replicate} ranks, or another train.replicate"
+        return reason, (
+            f"use a divisor of {shards}, which is ranks / (replicate * tensor_parallel), "
+            "or other ranks"
+        )
     return None

@@ -347,9 +347,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     replicate: Ranks = 1
     """Copies of the sharded weights (hybrid sharding): each lies on ranks / replicate ranks."""
     tensor_parallel: Ranks = 1
-    """Ranks that compute one micro-batch together; only 1 is implemented."""
+    """Ranks that compute one micro-batch together: each layer's heads and columns, the vocabulary,
+    and whole experts are divided over them."""
     expert_parallel: Ranks = 1
-    """Ranks that the experts of a layer are divided over; only 1 is implemented."""
+    """Ranks that the experts of a layer are divided over. It adds no ranks: these compute different
+    micro-batches, and exchange tokens."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()

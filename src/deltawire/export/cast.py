@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from deltawire import codec
 from deltawire.errors import CorruptError, InputError
-from deltawire.export.shards import LocalShard, local_part, rows_of_rank, shard_of
+from deltawire.export.shards import LocalShard, box_of, local_part, rows_of_rank, shard_of
 from deltawire.placement.layout import TORCH_DTYPES, WIRE_DTYPES
 from deltawire.placement.live import LiveWeights, module_tensors, saved_buffers
 from deltawire.sync.follow.mirror import Mirror
@@ -69,7 +69,8 @@ class CastWeights:
         held = module_tensors(self._model)
         found = {}
         for spec in self._specs:
-            shard = shard_of(spec.name, held[spec.name], rank=rank)
+            dtype = TORCH_DTYPES[spec.dtype]
+            shard = shard_of(spec.name, held[spec.name], rank=rank, dtype=dtype)
             if shard is not None:
                 found[spec.name] = LocalShard(cast(shard.bits, spec.dtype).reshape(-1), shard.start)
         return found
@@ -93,19 +94,24 @@ class CastWeights:
 
 def _restore_part(tensor: Tensor, spec: TensorSpec, mirror: Mirror) -> None:
     """Sets this rank's part of a tensor; raises `CorruptError` if it then holds other bits."""
-    rows = rows_of_rank(tensor) or (0, spec.shape[0] if spec.shape else 1)
-    width = spec.count // spec.shape[0] if spec.shape and spec.shape[0] else 1
     local = local_part(tensor)
     if not local.numel():
         return
-    found = mirror.find(spec.name, rows[0] * width, local.numel())
+    shape, offset = box_of(tensor) if isinstance(tensor, DTensor) else (spec.shape, ())
+    rows = rows_of_rank(tensor) or (0, spec.shape[0] if spec.shape else 1)
+    width = spec.count // spec.shape[0] if spec.shape and spec.shape[0] else 1
+    found = mirror.find(spec.name, rows[0] * width, (rows[1] - rows[0]) * width)
     if found is None:
         raise InputError(
             f"the mirror lacks rows {rows[0]} to {rows[1]} of {spec.name}", version=mirror.version
         )
-    values = torch.from_numpy(found.copy()).view(TORCH_DTYPES[spec.dtype])
+    part = found.reshape(rows[1] - rows[0], *spec.shape[1:])
+    for axis, (start, size) in enumerate(zip(offset[1:], shape[1:], strict=True), start=1):
+        part = part.take(np.arange(start, start + size), axis) if size < part.shape[axis] else part
+    part = np.ascontiguousarray(part).reshape(-1)
+    values = torch.from_numpy(part.copy()).view(TORCH_DTYPES[spec.dtype])
     local.copy_(values.view(local.shape))
-    if not np.array_equal(codec.bits_of(cast(local, spec.dtype), spec.dtype).reshape(-1), found):
+    if not np.array_equal(codec.bits_of(cast(local, spec.dtype), spec.dtype).reshape(-1), part):
         raise CorruptError("the model does not hold what was loaded", version=mirror.version)
 
 

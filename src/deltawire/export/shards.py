@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from deltawire import codec
 from deltawire.errors import InputError
@@ -69,8 +70,8 @@ class ShardedWeights:
 
     @torch.no_grad()
     def tensors(self) -> dict[str, LocalShard]:
-        """Returns this rank's shards by name. Raises `InputError` for a tensor that is sharded
-        along another dimension than its first."""
+        """Returns this rank's shards by name. All ranks call this together: tensors that are
+        sharded along another dimension than their first are exchanged."""
         found: dict[str, LocalShard] = {}
         for name, tensor in self._module.state_dict().items():
             shard = shard_of(name, tensor, rank=self._rank)
@@ -104,43 +105,71 @@ def local_part(tensor: Tensor) -> Tensor:
     return values.detach()
 
 
-def rows_of_rank(tensor: Tensor) -> tuple[int, int] | None:
-    """Returns this rank's rows (first, end) of a tensor that is sharded along its first dimension;
-    None if it holds, or needs, all of them."""
-    if not isinstance(tensor, DTensor) or not _by_rows(tensor):
-        return None
+def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape of this rank's part of a tensor, and where in the tensor it begins."""
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
+    return tuple(shape), tuple(offset)
+
+
+def rows_of_rank(tensor: Tensor) -> tuple[int, int] | None:
+    """Returns the rows (first, end) that this rank's part of a tensor lies in; None for all."""
+    if not isinstance(tensor, DTensor):
+        return None
+    shape, offset = box_of(tensor)
     if not len(shape) or shape[0] == tensor.shape[0]:
         return None
     return int(offset[0]), int(offset[0]) + int(shape[0])
 
 
-def shard_of(name: str, tensor: Tensor, *, rank: int) -> LocalShard | None:
+def is_first_holder(tensor: DTensor) -> bool:
+    """Returns whether no rank before this one holds the same part of a tensor.
+
+    It has index 0 on each axis that replicates, and on each axis of the ranks' whole mesh that is
+    none of the tensor's: norms that tensor parallelism leaves alone are on such a mesh.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    first = mesh._get_root_mesh().mesh.flatten()[0]
+    if coordinate is None or not bool((mesh.mesh == first).any()):
+        return False
+    return all(
+        index == 0
+        for index, placement in zip(coordinate, tensor.placements, strict=True)
+        if isinstance(placement, Replicate)
+    )
+
+
+def shard_of(
+    name: str, tensor: Tensor, *, rank: int, dtype: torch.dtype | None = None
+) -> LocalShard | None:
     """Returns the range of a tensor that this rank publishes, None if it publishes nothing of it.
 
-    What is not sharded is rank 0's, a replicated shard its first holder's. Raises `InputError` for
-    a tensor that is sharded along another dimension than its first.
+    What is not sharded is rank 0's, a replicated shard its first holder's. The values are rounded
+    to ``dtype``, and shaped by rows; they may share memory with the tensor. A tensor that is
+    divided along another dimension than its first is exchanged: afterwards each rank has some of
+    its rows, so all ranks must call this together. Raises `InputError` for partial sums.
     """
     if not isinstance(tensor, DTensor):
-        return LocalShard(local_part(tensor), 0) if rank == 0 and tensor.numel() else None
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
+        local = local_part(tensor)
+        return LocalShard(_rounded(local, dtype), 0) if rank == 0 and tensor.numel() else None
+    if tensor.device_mesh.get_coordinate() is None:
         return None
+    for placement in tensor.placements:
+        if not isinstance(placement, Replicate | Shard | _StridedShard):
+            raise InputError(
+                f"tensor {name} is placed as {tensor.placements}",
+                hint="shard it, or add it up before publishing",
+            )
+    local = _rounded(local_part(tensor), dtype)
     if not _by_rows(tensor):
-        raise InputError(
-            f"tensor {name} is placed as {tensor.placements}",
-            hint="shard it along its first dimension, or gather it before publishing",
-        )
-    for index, placement in zip(coordinate, tensor.placements, strict=True):
-        if isinstance(placement, Replicate) and index:
-            return None
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    local = local_part(tensor)
-    if tuple(local.shape) != tuple(shape):
+        tensor = _exchanged(tensor, local)
+        local = tensor.to_local()
+    if not is_first_holder(tensor):
+        return None
+    shape, offset = box_of(tensor)
+    if tuple(local.shape) != shape:
         raise InputError(f"tensor {name} holds {tuple(local.shape)} where {shape} is expected")
     if not local.numel():
         return None
@@ -148,9 +177,31 @@ def shard_of(name: str, tensor: Tensor, *, rank: int) -> LocalShard | None:
     return LocalShard(local, int(offset[0]) * width if len(offset) else 0)
 
 
+def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _exchanged(tensor: DTensor, local: Tensor) -> DTensor:
+    """Places a tensor, whose part here is ``local``, so that each rank holds some of its rows."""
+    placed = DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    by_rows = [one if isinstance(one, Replicate) else Shard(0) for one in tensor.placements]
+    return placed.redistribute(placements=by_rows)
+
+
 def _by_rows(tensor: DTensor) -> bool:
-    """Returns whether each rank holds consecutive rows."""
+    """Returns whether each rank holds consecutive rows.
+
+    FSDP2 shards what another axis has divided by rows before; torch calls that strided, and parts
+    are consecutive again if the other axis divides the rows evenly, as the trainer's do.
+    """
     return all(
-        isinstance(one, Replicate) or (type(one) is Shard and one.dim == 0)
+        isinstance(one, Replicate) or (isinstance(one, Shard | _StridedShard) and one.dim == 0)
         for one in tensor.placements
     )

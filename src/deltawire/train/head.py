@@ -8,7 +8,11 @@ Families transform the head's output: Gemma caps it, Cohere, Granite and Falcon-
 these are z ↦ cap · tanh(scale · z / cap). Both numbers are measured, once for each model, by a
 forward pass whose head returns known values; a model that does anything else is refused by name.
 
-Shapes: T tokens, H hidden, V vocabulary.
+With tensor parallelism each rank has the head's rows for a range of the vocabulary, and computes
+these logits only. Logits are never gathered: each token's sums over the vocabulary are added up
+over ranks, three numbers and a maximum.
+
+Shapes: T tokens, H hidden, V vocabulary, or a rank's range of it.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from deltawire.engines.routers import replaced_forward
 from deltawire.errors import InputError
@@ -73,24 +79,62 @@ def head_terms(
 
     ``fp32`` computes the product in float32 even if the weights are bf16. The entropies have a
     gradient only if ``entropy_gradient`` asks for it. ``chunk`` tokens are computed at a time, 0
-    for a number that follows from the vocabulary. Gradients of the weight add up in float32.
+    for a number that follows from the vocabulary. Gradients of the weight add up in float32. A
+    weight that is a DTensor, divided over ranks by rows, gives the same results on all of them.
 
     Example::
 
         terms = head_terms(hidden, model.lm_head.weight, targets, temperature=0.7)
         (-terms.logprobs).mean().backward()
     """
+    part = None
+    if isinstance(weight_VH, DTensor):
+        part = _VocabularyPart.of(weight_VH)
+        weight_VH = weight_VH.to_local()
+        bias_V = bias_V.to_local() if isinstance(bias_V, DTensor) else bias_V
     settings = _Settings(
         transform,
         temperature,
         torch.float32 if fp32 else weight_VH.dtype,
         entropy_gradient,
         chunk or chunk_tokens(len(weight_VH)),
+        part,
     )
     logprobs, entropies = _ChunkedTerms.apply(  # type: ignore[no-untyped-call]
         hidden_TH, weight_VH, bias_V, targets_T, settings
     )
     return TokenTerms(logprobs, entropies if entropy_gradient else entropies.detach())
+
+
+class _VocabularyPart(NamedTuple):
+    """This rank's entries of a vocabulary, from ``first`` on, that a group of ranks divides."""
+
+    group: Any
+    first: int
+
+    @classmethod
+    def of(cls, weight_VH: DTensor) -> _VocabularyPart:
+        """The part of a weight that is divided evenly by rows."""
+        mesh = weight_VH.device_mesh
+        return cls(mesh.get_group(), mesh.get_local_rank() * len(weight_VH.to_local()))
+
+    def own(self, targets_T: Tensor, entries: int) -> tuple[Tensor, Tensor]:
+        """The targets' places among this rank's ``entries``, and whether they are there."""
+        places = targets_T - self.first
+        inside = (places >= 0) & (places < entries)
+        return places.clamp(0, entries - 1), inside
+
+    def terms(self, z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Each token's target logit, log-sum-exp and entropy over the whole vocabulary."""
+        places, inside = self.own(targets, z.shape[1])
+        largest = z.amax(1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        p = (z - largest[:, None]).exp_()
+        picked = torch.where(inside, z.gather(1, places[:, None])[:, 0], 0.0)
+        sums = torch.stack([picked, p.sum(1), p.mul_(z).sum(1)])
+        dist.all_reduce(sums, group=self.group)
+        norm = largest + sums[1].log()
+        return sums[0], norm, norm - sums[2] / sums[1]
 
 
 class _Settings(NamedTuple):
@@ -99,6 +143,7 @@ class _Settings(NamedTuple):
     dtype: torch.dtype
     entropy_gradient: bool
     chunk: int
+    part: _VocabularyPart | None = None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Logits of one chunk before the temperature, float32 and owned by the caller."""
@@ -130,11 +175,14 @@ class _ChunkedTerms(torch.autograd.Function):
         for start in range(0, len(hidden), settings.chunk):
             rows = slice(start, start + settings.chunk)
             z = settings.logits(hidden[rows], cast, cast_bias).div_(settings.temperature)
-            norm = torch.logsumexp(z, 1)
-            norms[rows] = norm
-            logprobs[rows] = z.gather(1, targets[rows, None])[:, 0] - norm
-            p = (z - norm[:, None]).exp_()
-            entropies[rows] = norm - p.mul_(z).sum(1)
+            if settings.part is not None:
+                picked, norm, entropies[rows] = settings.part.terms(z, targets[rows])
+            else:
+                norm = torch.logsumexp(z, 1)
+                picked = z.gather(1, targets[rows, None])[:, 0]
+                p = (z - norm[:, None]).exp_()
+                entropies[rows] = norm - p.mul_(z).sum(1)
+            norms[rows], logprobs[rows] = norm, picked - norm
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies)
         ctx.settings = settings
         if not settings.entropy_gradient:
@@ -174,6 +222,8 @@ class _ChunkedTerms(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_z.sum(0, dtype=torch.float32)
             del z, d_z
+        if d_hidden is not None and settings.part is not None:
+            dist.all_reduce(d_hidden, group=settings.part.group)
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
@@ -205,6 +255,9 @@ def _logit_gradient(
         grad = p.mul_(logp.add_(entropies).mul_(of_entropy).add_(of_logprob)).neg_()
     else:
         grad = p.mul_(-of_logprob)
+    if settings.part is not None:
+        targets, inside = settings.part.own(targets, z.shape[1])
+        of_logprob = of_logprob * inside[:, None]
     grad.scatter_add_(1, targets[:, None], of_logprob)
     if slope is not None:
         grad.mul_(slope)

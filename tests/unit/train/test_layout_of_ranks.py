@@ -12,8 +12,10 @@ from deltawire.train.parallel import open_mesh
     ("train", "message"),
     [
         ({"ranks": 3, "replicate": 2}, "3 ranks do not divide"),
-        ({"ranks": 4, "tensor_parallel": 2}, "tensor_parallel = 2"),
-        ({"ranks": 4, "expert_parallel": 2}, "expert_parallel = 2"),
+        ({"ranks": 3, "tensor_parallel": 2}, "3 ranks do not divide into tensor_parallel = 2"),
+        ({"ranks": 6, "replicate": 2, "tensor_parallel": 2}, "replicate = 2 copies and tensor_par"),
+        ({"ranks": 4, "expert_parallel": 3}, "expert_parallel = 3 does not divide the 4 ranks"),
+        ({"ranks": 4, "tensor_parallel": 2, "expert_parallel": 4}, "does not divide the 2 ranks"),
     ],
 )
 def test_axes_that_do_not_divide_are_refused(train, message):

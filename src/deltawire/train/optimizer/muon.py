@@ -12,6 +12,9 @@ import math
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from deltawire.export.shards import box_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -72,20 +75,26 @@ def _orthogonal_shard(update: Tensor, like: Tensor) -> Tensor:
     """Orthogonalize this rank's ``update``, gathered first where a rank holds no whole matrices."""
     if not isinstance(like, DTensor) or _holds_whole_matrices(like):
         return orthogonalize(update) if update.numel() else update
-    mesh, placements = like.device_mesh, like.placements
     sharded = DTensor.from_local(
-        update, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        update,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
-    whole = orthogonalize(sharded.full_tensor()).contiguous()
-    copies = [Replicate()] * mesh.ndim
-    spread = DTensor.from_local(whole, mesh, copies, run_check=False)
-    return spread.redistribute(mesh, placements).to_local()
+    whole = orthogonalize(sharded.full_tensor())
+    # Every rank has the whole: its own part is a slice, whatever meshes divide it.
+    for dim, (size, start) in enumerate(zip(*box_of(like), strict=True)):
+        whole = whole.narrow(dim, start if size else 0, size)
+    return whole
 
 
 def _holds_whole_matrices(tensor: DTensor) -> bool:
     """Whether each rank's part is whole matrices: a stack that is sharded over its experts only."""
     return all(
-        isinstance(one, Replicate) or (tensor.ndim == 3 and isinstance(one, Shard) and one.dim == 0)
+        isinstance(one, Replicate)
+        or (tensor.ndim == 3 and isinstance(one, Shard | _StridedShard) and one.dim == 0)
         for one in tensor.placements
     )
 

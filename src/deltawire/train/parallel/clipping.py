@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
+from deltawire.export.shards import is_first_holder
 from deltawire.train.parallel.mesh import TrainerMesh
 
 
@@ -26,7 +27,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, mesh: TrainerM
     squares = torch.zeros(len(norms), dtype=torch.float64)
     if norms:
         squares = torch.stack([norm.to(mesh.device) for norm in norms]).cpu().double().square()
-    counted = torch.tensor([_is_first_holder(one, mesh) for one in gradients], dtype=torch.float64)
+    counted = torch.tensor([_counts(one, mesh) for one in gradients], dtype=torch.float64)
     # The square of a float32 is exact in float64, and so is its root: one rank loses nothing.
     total = torch.linalg.vector_norm(mesh.sum(squares * counted).sqrt().float())
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -39,15 +40,5 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _is_first_holder(tensor: Tensor, mesh: TrainerMesh) -> bool:
-    """Returns whether this rank's part counts: it has index 0 on every axis that replicates."""
-    if not isinstance(tensor, DTensor):
-        return mesh.leads
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return False
-    return all(
-        index == 0
-        for index, placement in zip(coordinate, tensor.placements, strict=True)
-        if isinstance(placement, Replicate)
-    )
+def _counts(tensor: Tensor, mesh: TrainerMesh) -> bool:
+    return is_first_holder(tensor) if isinstance(tensor, DTensor) else mesh.leads

@@ -1,8 +1,15 @@
 """Opens the mesh of trainer ranks from what a launcher set in the environment.
 
-Axes, outer to inner: ``replicate`` × ``shard`` × ``tensor``. Ranks that differ only in ``tensor``
-compute one micro-batch together; all others compute micro-batches of their own. Parameters are
-sharded over ``shard`` (and cut over ``tensor``), and every replica holds all of them.
+Axes, outer to inner::
+
+    replicate  ×  shard                ×  tensor
+                  └ spare  ×  expert ┘
+
+Ranks that differ only in ``tensor`` compute one micro-batch together; all others compute
+micro-batches of their own. Dense parameters are cut over ``tensor`` and sharded over ``shard``, and
+every replica holds all of them. Expert parallelism adds no ranks: the ranks of ``shard`` that are
+next to each other are an ``expert`` group, which divides the experts of a layer among its ranks;
+each part is sharded over ``spare``, the groups of one replica.
 """
 
 from __future__ import annotations
@@ -11,7 +18,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +38,9 @@ class TrainerMesh:
 
     ``data`` has the axes ``shard``, or ``replicate`` and ``shard``; it is None for a single process
     that computes in float32, whose weights are not sharded. ``tensor`` is None without tensor
-    parallelism. ``data_rank`` of ``data_ranks`` computes a share of each step's groups.
+    parallelism, ``expert`` without expert parallelism. ``expert_data`` is the mesh that a rank's
+    experts are sharded over: ``data``, or with expert parallelism ``spare`` in place of ``shard``.
+    ``data_rank`` of ``data_ranks`` computes a share of each step's groups.
     """
 
     rank: int
@@ -42,6 +50,15 @@ class TrainerMesh:
     tensor: DeviceMesh | None
     data_rank: int
     data_ranks: int
+    expert: DeviceMesh | None = None
+    expert_data: DeviceMesh | None = None
+
+    @property
+    def divides_experts(self) -> DeviceMesh | None:
+        """The axes over which the experts of a layer are divided: ``expert`` and ``tensor``, as far
+        as there are such."""
+        axes = [one for one in (self.expert, self.tensor) if one is not None]
+        return _joined(*axes) if axes else None
 
     @property
     def leads(self) -> bool:
@@ -121,22 +138,37 @@ def open_mesh(config: TrainConfig, device: torch.device, *, sharded: bool = Fals
     _join(rank, ranks, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    tensor = config.tensor_parallel
-    shards = ranks // (config.replicate * tensor)
-    axes = {"replicate": config.replicate, "shard": shards, "tensor": tensor}
-    kept = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
-    mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-    data_names = tuple(name for name in kept if name != "tensor")
-    data: Any = mesh[data_names] if len(kept) > len(data_names) else mesh
+    sizes = {
+        "replicate": config.replicate,
+        "spare": ranks // (config.replicate * config.tensor_parallel * config.expert_parallel),
+        "expert": config.expert_parallel,
+        "tensor": config.tensor_parallel,
+    }
+    divided = config.expert_parallel > 1
+    # Without expert parallelism, ``spare`` is all of ``shard``.
+    kept = {
+        "shard" if name == "spare" and not divided else name: size
+        for name, size in sizes.items()
+        if size > 1 or name == "spare"
+    }
+    whole = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    shard = whole["spare", "expert"]._flatten("shard") if divided else whole["shard"]
+    copies = [whole["replicate"]] if config.replicate > 1 else []
     return TrainerMesh(
         rank=rank,
         ranks=ranks,
         device=device,
-        data=data,
-        tensor=mesh["tensor"] if tensor > 1 else None,
-        data_rank=rank // tensor,
-        data_ranks=ranks // tensor,
+        data=_joined(*copies, shard),
+        tensor=whole["tensor"] if config.tensor_parallel > 1 else None,
+        data_rank=rank // config.tensor_parallel,
+        data_ranks=ranks // config.tensor_parallel,
+        expert=whole["expert"] if divided else None,
+        expert_data=_joined(*copies, whole["spare"] if divided else shard),
     )
+
+
+def _joined(*axes: DeviceMesh) -> DeviceMesh:
+    return DeviceMesh._concatenate(list(axes)) if len(axes) > 1 else axes[0]
 
 
 def _join(rank: int, ranks: int, device: torch.device) -> None:

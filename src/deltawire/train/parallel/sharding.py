@@ -7,6 +7,8 @@ layer's parameters exist whole only while the layer computes, as the bits that a
 - ``compute = "float32"``: gathered rounded to the published dtype, computed in float32
   (`deltawire.train.parallel.rounding`).
 
+Tensor and expert parallelism divide parameters first; FSDP2 then shards each rank's parts.
+
 Gradients are summed over ranks and not averaged: a loss divides by the tokens of all ranks.
 """
 
@@ -17,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from deltawire.errors import BugError, InputError
+from deltawire.train.parallel.expert_parallel import divide_experts
 from deltawire.train.parallel.mesh import TrainerMesh
 from deltawire.train.parallel.rounding import RoundedShard
+from deltawire.train.parallel.tensor_parallel import divide_layers
 
 
 def shard_model(
@@ -50,6 +55,10 @@ def shard_model(
             f"{_name(published)} weights",
             hint='set train.compute = "float32", or train.exporter = "bf16"',
         )
+    layers = layers_of(model)
+    if mesh.tensor is not None:
+        divide_layers(model, mesh.tensor)
+    experts = divide_experts(model, mesh)
     _to_masters(model, None if compute == published else published)
     # Nothing is cast at module borders: activations have the dtype that the layers give them, as
     # in the sampler. Experts sharded separately would otherwise get their gates rounded.
@@ -60,15 +69,14 @@ def shard_model(
     )
     # The root too gives up its gathered weights after a forward pass: what reads parameters between
     # two passes must find the masters.
-    settings: dict[str, Any] = {
-        "mesh": mesh.data,
-        "mp_policy": policy,
-        "reshard_after_forward": True,
-    }
-    layers = layers_of(model)
+    settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": True}
+    if mesh.expert is not None:
+        # Fewer ranks share a rank's experts than the rest of the layer.
+        for module in experts:
+            fully_shard(module, mesh=mesh.expert_data, **settings)
     for layer in layers:
-        fully_shard(layer, **settings)
-    fully_shard(model, **settings)
+        fully_shard(layer, mesh=mesh.data, **settings)
+    fully_shard(model, mesh=mesh.data, **settings)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -100,6 +108,15 @@ def _to_masters(model: nn.Module, rounded: torch.dtype | None) -> None:
 
 
 def _master(values: Tensor, rounded: torch.dtype | None) -> Tensor:
+    if isinstance(values, DTensor):
+        return DTensor.from_local(
+            _master(values.to_local(), rounded),
+            values.device_mesh,
+            values.placements,
+            run_check=False,
+            shape=values.shape,
+            stride=values.stride(),
+        )
     wide = values.float().contiguous()
     return wide if rounded in (None, torch.float32) else RoundedShard(wide, rounded)
 
