@@ -11,18 +11,26 @@ from deltawire.errors import InputError
 from deltawire.placement.live import saved_buffers
 from deltawire.placement.module_loader import checkpoint_tensors
 
+_LINEAR_OR_EMBEDDING = ("lora_A", "lora_embedding_A")
+"""Where PEFT keeps the layers that its LoRA adapters add, by kind of layer."""
+
 
 @torch.no_grad()
-def tensors_of(model: Any, dtype: str | None = "bfloat16") -> dict[str, Tensor]:
+def tensors_of(
+    model: Any, dtype: str | None = "bfloat16", *, keep: bool = True
+) -> dict[str, Tensor]:
     """Return what a checkpoint of ``model`` holds, as contiguous CPU tensors.
 
     Floating-point parameters are rounded to ``dtype``, whatever the trainer holds: published in the
     float32 of a trainer's masters, every weight would change in every step. None keeps each dtype.
-    Saved buffers keep theirs. Tied weights occur once. Sharded tensors are gathered: all ranks must
-    call this together. A model wrapped by PEFT gives its base with the active adapters added, and
-    is not changed.
+    Saved buffers keep theirs. Tied weights occur once. A model wrapped by PEFT gives its base with
+    the active adapters added, and is not changed.
 
-    Raises `InputError` for an unknown dtype, and for adapters other than LoRA.
+    Sharded tensors are gathered: all ranks must call this together. A rank that passes
+    ``keep=False`` takes part in the gathering and returns nothing.
+
+    Raises `InputError` for an unknown dtype, and for a model that no plain checkpoint can hold:
+    adapters that are not LoRA or change more than a sum, quantized or flattened parameters.
     """
     if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise InputError(f"there is no dtype {dtype[:40]!r}", hint='for example "bfloat16"')
@@ -33,16 +41,49 @@ def tensors_of(model: Any, dtype: str | None = "bfloat16") -> dict[str, Tensor]:
     tied = {name for name, _ in base.named_parameters(remove_duplicate=False)} - own
     state = {}
     for name, tensor in base.state_dict().items():
-        plain = name.replace(".base_layer.", ".")
-        if name in tied or ".lora_" in name:
+        plain = _base_name(base, name)
+        if name in tied or plain is None:
             continue
+        _check_plain(name, tensor, adapted=plain in added)
         value = _whole(tensor)
         if plain in added:
             value = value.float() + _whole(added[plain]).float()
+        if not keep:
+            continue
         if wanted is not None and value.is_floating_point() and name not in kept:
             value = value.to(wanted)
         state[plain] = value.to("cpu").contiguous()
-    return checkpoint_tensors(base, state)
+    return checkpoint_tensors(base, state) if keep else {}
+
+
+def is_sharded(model: Any) -> bool:
+    """Return whether ranks hold parts of the model's parameters, which reading them gathers."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the module inside the wrappers of a trainer: replicas (DDP) and compiled modules.
+
+    Raises `InputError` for wrappers whose parameters do not have the module's names and shapes.
+    """
+    while True:
+        kind = type(model).__name__
+        if kind == "DistributedDataParallel":
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif kind == "FullyShardedDataParallel":
+            raise InputError(
+                "the model is sharded by FSDP version 1, which flattens its parameters",
+                hint='use version 2: fsdp_config={"version": 2}, or fsdp_version: 2',
+            )
+        elif any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            raise InputError(
+                "the model is partitioned by DeepSpeed ZeRO stage 3, which is not supported",
+                hint="use ZeRO stage 2 or lower, or FSDP version 2",
+            )
+        else:
+            return model
 
 
 def _without_adapters(model: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -54,17 +95,55 @@ def _without_adapters(model: Any) -> tuple[Any, dict[str, Tensor]]:
     for name, module in base.named_modules():
         if not hasattr(module, "base_layer"):
             continue
-        if not hasattr(module, "get_delta_weight"):
-            raise InputError(
-                f"{name} has an adapter that cannot be added to its weight",
-                hint="LoRA adapters of linear layers can",
-            )
+        _check_adapter(name, module)
         for adapter in module.active_adapters:
-            if adapter in module.lora_A:
+            held = any(adapter in getattr(module, kind, ()) for kind in _LINEAR_OR_EMBEDDING)
+            # A merged adapter is in the base's weight already.
+            if held and adapter not in module.merged_adapters:
                 delta = module.get_delta_weight(adapter)
                 key = f"{name}.weight"
                 added[key] = added[key] + delta if key in added else delta
     return base, added
+
+
+def _check_adapter(name: str, module: Any) -> None:
+    """Raise `InputError` unless the adapters of a layer only add to its weight."""
+    variants = getattr(module, "lora_variant", {})
+    if (
+        hasattr(module, "get_delta_weight")
+        and not hasattr(module, "parameter_name")
+        and not any(adapter in variants for adapter in module.active_adapters)
+        and not any(getattr(module, "lora_bias", {}).values())
+    ):
+        return
+    raise InputError(
+        f"{name} has an adapter that cannot be added to its weight",
+        hint="LoRA adapters of linear and embedding layers can, without DoRA and biases",
+    )
+
+
+def _base_name(base: Any, name: str) -> str | None:
+    """Return the name that a tensor has without PEFT's wrappers; None for an adapter's own tensor,
+    and for the original of a module that PEFT trains as a copy."""
+    if ".lora_" in name or ".original_module." in name:
+        return None
+    before, copied, after = name.partition(".modules_to_save.")
+    if copied:
+        adapter, _, after = after.partition(".")
+        if adapter not in base.get_submodule(before).active_adapters:
+            return None
+        name = f"{before}.{after}"
+    return name.replace(".base_layer.", ".")
+
+
+def _check_plain(name: str, tensor: Tensor, *, adapted: bool) -> None:
+    """Raise `InputError` for a quantized weight, which has no value to round or to add to."""
+    quantized = hasattr(tensor, "quant_state") or hasattr(tensor, "tensor_impl")
+    if quantized or (adapted and not tensor.is_floating_point()):
+        raise InputError(
+            f"{name} is quantized, and a checkpoint would need its values",
+            hint="load the base in bfloat16; an adapter over it trains in little more memory",
+        )
 
 
 def _whole(tensor: Tensor) -> Tensor:
