@@ -114,11 +114,28 @@ def another_model(
             hint="if no other process is starting this run, delete run.json and start again",
             run=bucket.url,
         )
+    if (dtypes := _other_dtypes(theirs, ours)) is not None:
+        return InputError(
+            f"the run holds {dtypes[0]} and these tensors are {dtypes[1]}, with the same names and "
+            "shapes",
+            hint="publish the run's dtype: deltawire.tensors_of(model) rounds to bfloat16, and "
+            "Publish(url) does by default",
+            run=bucket.url,
+        )
     return InputError(
         f"a run with another model is already here: {_difference(theirs, ours)}",
         hint="choose another bucket, or the model this run was started from",
         run=bucket.url,
     )
+
+
+def _other_dtypes(
+    theirs: Sequence[TensorSpec], ours: Sequence[TensorSpec]
+) -> tuple[str, str] | None:
+    """Returns the two dtypes if that of one dtype is all that two tensor tables differ in."""
+    pairs = {(a.dtype, b.dtype) for a, b in zip(theirs, ours, strict=False) if a.dtype != b.dtype}
+    alike = [(spec.name, spec.shape) for spec in theirs] == [(s.name, s.shape) for s in ours]
+    return pairs.pop() if alike and len(pairs) == 1 else None
 
 
 def _difference(theirs: Sequence[TensorSpec], ours: Sequence[TensorSpec]) -> str:

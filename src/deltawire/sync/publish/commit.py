@@ -54,6 +54,9 @@ from deltawire.wire.payload import (
 from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
 
+STEP_RECORD = "global_step"
+"""The member of the commit metadata that holds the step of a trainer outside deltawire."""
+
 
 class Encoded(NamedTuple):
     """One writer's share of a version, uploaded: its payloads, the digest of each chunk, and how

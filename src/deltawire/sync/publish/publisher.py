@@ -213,6 +213,23 @@ class Publisher:
         self._pending = self._pool.submit(self._commit, step)
         return step.version
 
+    def holds(self, tensors: Mapping[str, Any]) -> bool:
+        """Return whether the newest version has the bits of ``tensors``, some or all of the run's.
+
+        Waits for the version under way, and raises what it failed with.
+        """
+        self.flush()
+        self.settle()
+        specs = {spec.name: spec for spec in self.run.tensors}
+        held = self._writer.baseline.tensors
+        for name, value in tensors.items():
+            stored = self.run.aliases.get(name, name)
+            if stored not in specs:
+                raise InputError(f"the run has no tensor {name[:120]!r}", run=self.bucket.url)
+            if not np.array_equal(_loaded(self._bits(specs[stored], value)), held[stored]):
+                return False
+        return self.version >= 0
+
     def flush(self) -> None:
         """Wait until the version under way is committed; raises what it failed with."""
         if self._fenced is not None:

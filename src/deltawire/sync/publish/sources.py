@@ -21,6 +21,7 @@ from deltawire.sync.chain.objects import (
     put_blob,
     read_manifest,
     read_run,
+    require_run,
 )
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.follow.load import load_mirror
@@ -104,7 +105,7 @@ def open_publisher(
     stored = {spec.name for spec in existing.tensors} if existing else set[str]()
     table = table_of(tensors, stored=stored) if specs is None else (specs, dict[str, str]())
     if existing is None:
-        files = [] if directory is None else _stored_files(bucket, Path(directory))
+        files = [] if directory is None else stored_files(bucket, Path(directory))
         run = msgspec.structs.replace(
             _describe(tensors, *table, name=name, chunk=chunk),
             id=run_id or secrets.token_hex(16),
@@ -123,6 +124,18 @@ def open_publisher(
             publisher.close()
             raise
     return publisher
+
+
+def continue_publisher(
+    bucket: Bucket, *, signer: Signer | None = None, **options: Any
+) -> Publisher:
+    """Open a publisher of the run in the bucket, from its newest version, with the next epoch.
+
+    ``options`` go to `Publisher`. Raises `InputError` if there is no run.
+    """
+    bucket = RetryingBucket.over(bucket)
+    run = require_run(bucket, public_key=signer.public_key if signer else "")
+    return _continued(bucket, run, signer, options)
 
 
 def _continued(
@@ -182,7 +195,7 @@ def _check_names(tensors: Any) -> None:
             )
 
 
-def _stored_files(bucket: Bucket, directory: Path) -> list[ModelFile]:
+def stored_files(bucket: Bucket, directory: Path) -> list[ModelFile]:
     """Store the other files of a model directory; raises `InputError` if it has no config.json."""
     if not (directory / "config.json").is_file():
         raise InputError(
