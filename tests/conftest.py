@@ -6,6 +6,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Runs of tests need not survive a power cut; the tests of that say so themselves.
 os.environ.setdefault("DELTAWIRE_DURABLE", "0")
+# Libraries that report their use do so in a thread that outlives a test.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 # It would come before the endpoint of a test's own server.
 os.environ.pop("AWS_ENDPOINT_URL_S3", None)
 

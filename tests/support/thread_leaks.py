@@ -9,8 +9,8 @@ import time
 GRACE_S = 10.0
 """How long a thread may take to end after its owner was closed, on a loaded machine."""
 
-LIBRARIES = ("asyncio_", "ray_", "tqdm")
-"""First letters of the names of threads that libraries start once for the whole process."""
+LIBRARIES = ("asyncio_", "ray_", "tqdm", "rollout-trace-logger")
+"""First letters of the names of threads that libraries start and never end."""
 
 
 def threads() -> set[threading.Thread]:

@@ -16,7 +16,9 @@ from deltawire.errors import CorruptError
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket
 from deltawire.sync import committed_versions, read_manifest
+from deltawire.sync.huggingface.publish_dirs import CHECKPOINT_RECORD
 from deltawire.sync.maintain.fsck import CheckedRun
+from deltawire.sync.publish.commit import STEP_RECORD
 from deltawire.wire import keys
 from deltawire.wire.run import Run
 
@@ -41,15 +43,19 @@ def print_check(found: CheckedRun, console: Console) -> None:
 
 
 def version_table(versions: list[dict[str, Any]], readers: list[dict[str, Any]]) -> Table:
-    """A row for each version: its kinds, sizes, age and readers."""
-    table = Table("version", "kind", "delta", "anchor", "compacted from", "age", "held by")
+    """A row for each version: its kinds, sizes, age and readers, and what it was made from if its
+    publisher said so."""
+    made = any(row["made_from"] for row in versions)
+    columns = ("version", "kind", "delta", "anchor", "compacted from", "age")
+    table = Table(*columns, *(["made from"] if made else []), "held by")
     for row in versions:
         holders = [reader["worker"] for reader in readers if reader["version"] == row["version"]]
         delta, anchor = (byte_size(row[name]) if row[name] else "" for name in ("delta", "anchor"))
         bases = ", ".join(map(str, row["compacted_from"]))
         age = "" if row["age_s"] is None else _age(row["age_s"])
         cells = (str(row["version"]), row["kind"], delta, anchor, bases, age)
-        table.add_row(*cells, Text(legible(", ".join(holders), 400)))
+        source = [Text(legible(row["made_from"], 80))] if made else []
+        table.add_row(*cells, *source, Text(legible(", ".join(holders), 400)))
     return table
 
 
@@ -66,7 +72,7 @@ def list_versions(bucket: Bucket, run: Run, last: int) -> list[dict[str, Any]]:
     rows = []
     for version in committed_versions(bucket)[-last:][::-1]:
         row: dict[str, Any] = {"version": version, "kind": "missing", "delta": 0, "anchor": 0}
-        row |= {"compacted_from": sorted(bases.get(version, [])), "age_s": None}
+        row |= {"compacted_from": sorted(bases.get(version, [])), "age_s": None, "made_from": ""}
         rows.append(row)
         try:
             manifest = read_manifest(bucket, run, version)
@@ -80,7 +86,18 @@ def list_versions(bucket: Bucket, run: Run, last: int) -> list[dict[str, Any]]:
         row |= {name: getattr(manifest, name).bytes for name in kinds}
         row |= {"digest": manifest.digest, "epoch": manifest.epoch}
         row["age_s"] = max(time.time() - manifest.created_at, 0.0)
+        row["made_from"] = _made_from(manifest.metadata)
+        step = manifest.metadata.get(STEP_RECORD)
+        row["global_step"] = step if isinstance(step, int) else None
     return rows
+
+
+def _made_from(metadata: dict[str, Any]) -> str:
+    """Name the trainer's step or the directory that a version was made from, as far as known."""
+    step, name = metadata.get(STEP_RECORD), metadata.get(CHECKPOINT_RECORD)
+    if isinstance(step, int):
+        return f"step {step}"
+    return name if isinstance(name, str) else ""
 
 
 def list_readers(bucket: Bucket) -> list[dict[str, Any]]:

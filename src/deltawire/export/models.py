@@ -6,6 +6,7 @@ that its configuration names nor kernels that the library would fetch from a hub
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -168,6 +169,29 @@ def save_model(model: Any, tokenizer: Any, path: Path) -> None:
         model.save_pretrained(path, state_dict=state)
     config = path / "config.json"
     config.write_bytes(_with_dtype(config.read_bytes(), "bfloat16"))
+
+
+def save_settings(model: Any, tokenizer: Any, path: Path, *, dtype: str | None) -> None:
+    """Writes a model directory without weights: configuration, generation settings and tokenizer.
+
+    ``config.json`` states ``dtype``, such as ``"bfloat16"``, if given; ``tokenizer`` may be None.
+    The model itself is not changed.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    with _quiet():
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
+        config = copy.deepcopy(model.config)
+        if not config.architectures:  # FSDP2 puts its own name in front of the class's.
+            config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.save_pretrained(path)
+        if getattr(model, "generation_config", None) is not None:
+            # The library refuses to save settings that contradict each other; a trainer's may.
+            settings = json.dumps(model.generation_config.to_diff_dict(), indent=2)
+            (path / "generation_config.json").write_text(settings + "\n")
+    if dtype is not None:
+        file = path / "config.json"
+        file.write_bytes(_with_dtype(file.read_bytes(), dtype))
 
 
 def read_files(path: Path) -> dict[str, bytes]:

@@ -1,0 +1,120 @@
+"""A callback that publishes the weights of any Hugging Face trainer, TRL's included.
+
+Who waits for whom::
+
+    trainer ── on_step_end: cast, copy ──▶ next step
+                                │ (waits here only while the version before is under way)
+    background thread           ▼
+                        encode ▶ upload ▶ commit {"global_step": N}
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import TrainerCallback
+
+from deltawire.errors import InputError
+from deltawire.export.tensors import unwrapped
+from deltawire.sync.publish.commit import STEP_RECORD
+from deltawire.trl.gathered import GatheredWriter
+from deltawire.trl.ranks import RunWriter
+from deltawire.trl.sharded import ShardedWriter
+
+logger = logging.getLogger(__name__)
+
+
+class Publish(TrainerCallback):
+    """Publishes the model of a trainer to the run at ``url``: at the start, every ``every`` steps,
+    and at the end.
+
+    Weights are rounded to ``dtype``, whatever the trainer holds; None keeps each dtype. They have
+    the names of checkpoints, tied ones occur once, and a LoRA adapter is added to its base without
+    changing it. A new run carries the model's configuration and tokenizer. A run that is there is
+    continued: if the trainer starts from other weights than its newest version, as after resuming
+    from an earlier checkpoint, these become the next version. Each version's commit metadata has
+    the trainer's ``global_step``.
+
+    Shards of FSDP version 2 are gathered and published by rank 0. With ``sharded``, each rank
+    publishes its own rows, and no rank holds a whole tensor. ``options`` go to
+    `deltawire.open_publisher`, or with ``sharded`` to `deltawire.sync.ShardPublisher`.
+
+    Training stops with `InputError` if the run holds another model or dtype, and with `FencedError`
+    if another process publishes to it.
+
+    Example::
+
+        from deltawire.trl import Publish
+
+        trainer = SFTTrainer(model, train_dataset=data, callbacks=[Publish("s3://bucket/run")])
+        trainer.train()
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        every: int = 1,
+        dtype: str | None = "bfloat16",
+        sharded: bool = False,
+        **options: Any,
+    ) -> None:
+        if not isinstance(url, str):
+            raise InputError(
+                f"Publish takes a run's location, not a {type(url).__name__}",
+                hint='for example Publish("s3://bucket/run")',
+            )
+        if every < 1:
+            raise InputError(f"every={every}", hint="publish every 1 or more steps")
+        self.url = url
+        self.every = every
+        self._dtype = dtype
+        self._sharded = sharded
+        self._options = options
+        self._writer: RunWriter | None = None
+        self._step = -1
+        """The step that was published last."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the run; publish the weights that the trainer starts from."""
+        del args, control
+        self._close()
+        model = unwrapped(kwargs["model"])
+        kind = ShardedWriter if self._sharded else GatheredWriter
+        self._writer = kind(
+            self.url,
+            model,
+            tokenizer=kwargs.get("processing_class"),
+            dtype=self._dtype,
+            metadata={STEP_RECORD: state.global_step},
+            **self._options,
+        )
+        self._step = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publish every ``every`` steps."""
+        del args, control
+        if state.global_step % self.every == 0 and self._writer is not None:
+            self._writer.publish(unwrapped(kwargs["model"]), {STEP_RECORD: state.global_step})
+            self._step = state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publish the last weights unless they are published, and wait until they are committed."""
+        del control
+        if self._writer is None:
+            return
+        best = getattr(args, "load_best_model_at_end", False) and state.best_global_step
+        try:
+            if best or state.global_step != self._step:
+                step = best or state.global_step
+                model = unwrapped(kwargs["model"])
+                self._writer.publish(model, {STEP_RECORD: step}, unless_held=True)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+            logger.info("published up to version %d of %s", writer.version, self.url)

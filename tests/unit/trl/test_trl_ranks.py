@@ -1,0 +1,54 @@
+"""Two ranks over gloo: replicas of a Hugging Face trainer, and a model sharded with FSDP2."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltawire.store import open_bucket
+from deltawire.sync import committed_versions, load_mirror, read_manifest, read_run
+from deltawire.sync.chain.payloads import read_payload
+from deltawire.sync.maintain.fsck import check_run
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+@pytest.mark.drills
+def test_ranks_publish_one_model_whole_gathered_and_by_rows(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SUPPORT / "trainer_rank.py"), str(tmp_path)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": port, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=250)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)[-6000:]
+    expected = json.loads((tmp_path / "told.json").read_text())
+    for kind in ("replicas", "gathered", "rows"):
+        bucket = open_bucket(str(tmp_path / kind))
+        run = read_run(bucket)
+        for version in range(3):
+            manifest = read_manifest(bucket, run, version)
+            assert manifest.metadata == {"global_step": version}
+            assert manifest.digest == expected[kind][version]
+            assert load_mirror(bucket, run, at=version).compute_held().hex() == manifest.digest
+        assert {file.name for file in run.model_files} >= {"config.json", "tokenizer.json"}
+        assert check_run(bucket).faults == []
+    steps = [read_manifest(bucket, run, v).metadata["global_step"] for v in range(5)]
+    assert committed_versions(bucket) == [0, 1, 2, 3, 4]
+    assert steps == [0, 1, 2, 0, 2], "the second training begins with the first weights again"
+    assert read_manifest(bucket, run, 3).digest == expected["rows"][0]
+    first = read_manifest(bucket, run, 0)
+    assert len(read_payload(bucket, run, first, first.anchor).blobs) == 2, "each rank wrote one"
+    for rank in range(2):
+        assert "holds BF16" in (tmp_path / f"refused-{rank}").read_text()
