@@ -44,7 +44,7 @@ def tensors_of(
         plain = _base_name(base, name)
         if name in tied or plain is None:
             continue
-        _check_plain(name, tensor, adapted=plain in added)
+        _check_unquantized(name, tensor, adapted=plain in added)
         value = _whole(tensor)
         if plain in added:
             value = value.float() + _whole(added[plain]).float()
@@ -136,7 +136,7 @@ def _base_name(base: Any, name: str) -> str | None:
     return name.replace(".base_layer.", ".")
 
 
-def _check_plain(name: str, tensor: Tensor, *, adapted: bool) -> None:
+def _check_unquantized(name: str, tensor: Tensor, *, adapted: bool) -> None:
     """Raise `InputError` for a quantized weight, which has no value to round or to add to."""
     quantized = hasattr(tensor, "quant_state") or hasattr(tensor, "tensor_impl")
     if quantized or (adapted and not tensor.is_floating_point()):
