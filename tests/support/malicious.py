@@ -1,13 +1,15 @@
-"""A run with one malicious worker, and a writer in the bucket who has no key.
+"""A signed run with one malicious worker, and a writer in the bucket who has no key.
 
     python tests/support/malicious.py --seconds 1800 --chaos
 
-Processes are real: the run's trainer and workers, and two honest workers that are odd, one on a
-slow link and one with another precision. The malicious worker is a thread of this program. It
-forges rewards, tokens and log-probabilities in groups that it was granted, floods numbers that it
-was not granted, writes under other workers' names and under a name that is not allowed, and stores
-huge and damaged objects. The scribbler writes junk wherever an object could be. With ``--chaos``
-the run is on S3 over a bad network, and its processes are killed and stopped at random.
+Processes are real: the run's trainer and workers, and three honest workers that are odd: one on a
+slow link, one that gets each version late, and one with another precision. The malicious worker is
+a thread of this program. It has the key that the owner granted to its name. It forges rewards,
+tokens and log-probabilities in groups that it was granted, makes some of them huge or damaged,
+floods numbers that it was not granted, writes under other workers' names, signed with its own key
+or not at all, and under a name that has a key and is not allowed. The scribbler has no key and
+writes junk wherever an object could be. With ``--chaos`` the run is on S3 over a bad network, and
+its processes are killed and stopped at random.
 """
 
 from __future__ import annotations
@@ -43,10 +45,13 @@ from deltawire.dashboard.status import Watch
 from deltawire.envs import open_tasks
 from deltawire.errors import DeltawireError
 from deltawire.events import Attempt, Step
+from deltawire.launch.role_keys import RunKeys
 from deltawire.launch.session import Job, execute
 from deltawire.rl.control.challenges import nonce_of, read_challenge, stream_of
 from deltawire.rl.evaluate.audit import all_metadata, audit_consumption, audit_fates
 from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.signed_bucket import SignedBucket
+from deltawire.runtime.trusted import ReaderTrust, trusted
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version
 from deltawire.testing.proxy import FaultyProxy
@@ -54,14 +59,16 @@ from deltawire.testing.s3_server import S3Server
 from deltawire.train.build import byte_tokenizer
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
-from deltawire.wire.rollouts import Group, Trajectory, encode_group
+from deltawire.wire.roles import sign_bytes, worker_role
+from deltawire.wire.rollouts import MAX_GROUP_BYTES, Group, Trajectory, encode_group
+from deltawire.wire.signing import Ed25519Signer
 from deltawire.wire.status import Heartbeat, WorkerStatus
 
 EVIL, INTRUDER = "evil", "intruder"
 FOLDER = Path(__file__).parent
 WORKERS = """
 [workers]
-allow = ["w0", "w1", "slow", "other", "evil"]
+allow = ["w0", "w1", "slow", "late", "other", "evil"]
 [trust]
 rescore_share = SHARE
 """
@@ -86,6 +93,7 @@ class Findings:
     twice: int = 0
     lost: int = 0
     incidents: dict[str, dict[str, int]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
     attempts: Counter[str] = field(default_factory=Counter)
     strikes: Counter[str] = field(default_factory=Counter)
 
@@ -115,11 +123,23 @@ class Actor(threading.Thread):
 
 
 class MaliciousWorker(Actor):
-    """Lies in the groups that it was granted, and writes wherever it can."""
+    """Lies in the groups that it was granted, and writes wherever it can.
 
-    def __init__(self, bucket: Bucket, config) -> None:
+    ``bucket`` is the store as it is; ``signers`` are its own key, and that of a name that the run
+    does not allow.
+    """
+
+    def __init__(
+        self, bucket: Bucket, keys_of: RunKeys, signers: dict[str, Ed25519Signer], config
+    ) -> None:
         super().__init__(bucket, 0.2)
         self.config = config
+        self.run_id, self.signer = keys_of.pin.run_id, signers[EVIL]
+        self.signing = {
+            name: SignedBucket(bucket, pin=keys_of.pin, signer=signer, role=worker_role(name))
+            for name, signer in signers.items()
+        }
+        self.own = self.signing[EVIL]
         self.tasks = open_tasks(config.task, seed=config.seed)
         self.text = Text(byte_tokenizer())
         self.stored = 0
@@ -130,36 +150,57 @@ class MaliciousWorker(Actor):
     def act(self) -> None:
         self.number += 1
         self.beat(EVIL)
-        status = read_trainer(self.bucket)
+        status = read_trainer(self.own)
         if status is None:
             return
-        secret = read_challenge(self.bucket, EVIL)
+        secret = read_challenge(self.own, EVIL)
         if secret and self.stored < status.credits.get(EVIL, 0):
-            group = self.forged(EVIL, self.stored, status.version, secret)
-            self.bucket.create(keys.rollout(EVIL, self.stored), encode_group(group))
+            kind, data = self.next_group(status.version, secret)
+            self.own.create(keys.rollout(EVIL, self.stored), data)
             self.stored += 1
-            self.attempts["forged"] += 1
+            self.attempts[kind] += 1
         if self.number % 5 == 0:
             self.write_elsewhere(status, secret or "00" * 16)
+
+    def next_group(self, version: int, secret: str) -> tuple[str, bytes]:
+        """A forged group; every eighth is larger than readers accept, and every eighth damaged:
+        too few to be quarantined for those."""
+        data = encode_group(self.forged(EVIL, self.stored, version, secret))
+        if self.stored % 8 == 3:
+            return "damaged", data[:-9]
+        if self.stored == 5:
+            return "huge", bytes(MAX_GROUP_BYTES + 1)
+        if self.stored % 8 == 5:
+            return "huge", data + bytes(1 << 22)
+        return "forged", data
 
     def write_elsewhere(self, status, secret: str) -> None:
         beyond = status.credits.get(EVIL, 0) + 10_000 + self.flooded
         for sequence in range(beyond, beyond + 5):
             group = self.forged(EVIL, sequence, status.version, secret)
-            self.bucket.create(keys.rollout(EVIL, sequence), encode_group(group))
-        self.bucket.create(keys.rollout(EVIL, beyond + 5), secrets.token_bytes(1 << 20))
+            self.own.create(keys.rollout(EVIL, sequence), encode_group(group))
+        self.own.create(keys.rollout(EVIL, beyond + 5), secrets.token_bytes(1 << 20))
         self.flooded += 6
         self.attempts["not granted"] += 6
         victim = "w0"
-        heartbeat = json.loads(self.bucket.get(keys.heartbeat(victim), limit=1 << 20) or b"{}")
-        at = (heartbeat.get("worker") or {}).get("stored", 0)
+        beat = (self.bucket.get(keys.heartbeat(victim), limit=1 << 20) or b"{}").split(b"\n")[0]
+        at = (json.loads(beat).get("worker") or {}).get("stored", 0)
         data = encode_group(self.forged(victim, at, status.version, secret))
         data = data if self.number % 2 else data[:-9]
-        self.attempts["as another"] += self.bucket.create(keys.rollout(victim, at), data)
+        signs = self.number % 4 < 2
+        self.attempts["as another"] += self.store_as(victim, at, data, signs=signs)
         self.beat(INTRUDER)
         group = self.forged(INTRUDER, self.number, status.version, secret)
-        self.bucket.create(keys.rollout(INTRUDER, self.number), encode_group(group))
+        self.signing[INTRUDER].create(keys.rollout(INTRUDER, self.number), encode_group(group))
         self.attempts["not allowed"] += 1
+
+    def store_as(self, victim: str, at: int, data: bytes, *, signs: bool) -> bool:
+        """Store a group in another worker's name, signed with the own key, or not at all."""
+        key = keys.rollout(victim, at)
+        if signs:
+            role = worker_role(victim)
+            data = sign_bytes(data, run_id=self.run_id, key=key, signer=self.signer, role=role)
+        return self.bucket.create(key, data)
 
     def beat(self, name: str) -> None:
         worker = WorkerStatus(phase="sampling", version=0, digest="0" * 32, stored=self.stored)
@@ -168,7 +209,7 @@ class MaliciousWorker(Actor):
             host=socket.gethostname(), pid=0, started_at=0.0, at=time.time(), number=self.number,
             doing="sample", quiet_s=0.0, allowed_s=60.0, worker=worker,
         )  # fmt: skip
-        self.bucket.put(keys.heartbeat(name), encode_json(heartbeat))
+        self.signing[name].put(keys.heartbeat(name), encode_json(heartbeat))
 
     def forged(self, name: str, number: int, version: int, secret: str) -> Group:
         """Random answers to the right task, half of them rewarded, almost certain to be drawn."""
@@ -250,9 +291,11 @@ class Director(threading.Thread):
 class OddWorker(Actor):
     """An honest worker in a separate process that is started again if it ends."""
 
-    def __init__(self, bucket: Bucket, url: str, script: str, *arguments: str) -> None:
+    def __init__(
+        self, bucket: Bucket, url: str, script: str, name: str, *arguments: str, signs: list[str]
+    ) -> None:
         super().__init__(bucket, 2.0)
-        self._command = [sys.executable, str(FOLDER / script), url, *arguments]
+        self._command = [sys.executable, str(FOLDER / script), url, name, *arguments, *signs]
         self._process: subprocess.Popen[bytes] | None = None
 
     def act(self) -> None:
@@ -297,14 +340,26 @@ def attack(
     path.write_text(CONFIG + WORKERS.replace("SHARE", str(share)))
     config = load_config(path)
     found, console = Findings(), Console(file=(folder / "run.log").open("w"))
-    with store_of(folder, chaos=chaos) as (url, bucket, direct, proxy):
-        job = Job(config, path, None, folder / "out", bucket, command=(sys.executable, str(SCRIPT)))
-        evil, scribbler = MaliciousWorker(direct, config), Scribbler(direct)
-        actors = [
-            evil, scribbler,
-            OddWorker(direct, url, "slow_worker.py", "slow", "0.05"),
-            OddWorker(direct, url, "other_precision.py", "other"),
-        ]  # fmt: skip
+    owner = folder / "owner.key"
+    Ed25519Signer.generate().write(owner)
+    with store_of(folder, chaos=chaos) as (url, bucket, raw, proxy):
+        signs = RunKeys(bucket, owner, folder / "out" / "keys")
+        job = Job(
+            config, path, None, folder / "out", trusted(bucket, ReaderTrust(signs.pin)),
+            command=(sys.executable, str(SCRIPT)), keys=signs,
+        )  # fmt: skip
+        signers = {name: signer_of(signs, name) for name in (EVIL, INTRUDER)}
+        evil, scribbler = MaliciousWorker(raw, signs, signers, config), Scribbler(raw)
+        odd = (
+            ("slow_worker.py", "slow", "0.05"),
+            ("late_worker.py", "late", "10"),
+            ("other_precision.py", "other"),
+        )
+        actors: list[Actor] = [evil, scribbler]
+        for script, name, *arguments in odd:
+            own = signs.arguments(worker_role(name))
+            actors.append(OddWorker(raw, url, script, name, *arguments, signs=own))
+        direct = SignedBucket(raw, pin=signs.pin)
         caught: list[tuple[float, int]] = []
         began = time.monotonic()
 
@@ -339,8 +394,14 @@ def attack(
     return found
 
 
+def signer_of(signs: RunKeys, name: str) -> Ed25519Signer:
+    """Grant a key to a worker of this name, and read it."""
+    return Ed25519Signer.read(Path(signs.arguments(worker_role(name))[-1]))
+
+
 def _audit(found: Findings, bucket: Bucket, max_staleness: int) -> None:
     status = Watch(bucket).poll()
+    found.problems = status.problems
     for one in status.incidents:
         found.incidents.setdefault(one.worker, {})[one.kind] = one.count
         if one.quarantined:

@@ -3,13 +3,11 @@
 It stands for another engine: the same weights with other arithmetic.
 """
 
-import sys
-
 import msgspec
+from odd_workers import run_odd
 
 from deltawire.rl.rollout import worker
-from deltawire.runtime.process import Process, open_run
-from deltawire.store import open_bucket
+from deltawire.runtime.process import open_run
 
 
 def other_run(*arguments, **named):
@@ -18,14 +16,6 @@ def other_run(*arguments, **named):
     return run, msgspec.structs.replace(config, rollout=rollout)
 
 
-def main():
-    worker.open_run = other_run
-    bucket = open_bucket(sys.argv[1])
-    process = Process(bucket, sys.argv[2], "worker", supervised=True)
-    process.handle_signals()
-    with process.registered():
-        worker.run_worker(process, patience_s=60.0, report=print)
-
-
 if __name__ == "__main__":
-    main()
+    worker.open_run = other_run
+    run_odd()

@@ -1,11 +1,9 @@
 """A worker with a slow link: ``slow_worker.py BUCKET NAME SECONDS``, seconds a request."""
 
-import sys
 import time
 
-from deltawire.rl.rollout.worker import run_worker
-from deltawire.runtime.process import Process
-from deltawire.store import open_bucket
+from odd_workers import run_odd
+
 from deltawire.store.delegating import DelegatingBucket
 
 
@@ -22,13 +20,5 @@ class SlowBucket(DelegatingBucket):
         return operation()
 
 
-def main():
-    bucket = SlowBucket(open_bucket(sys.argv[1]), float(sys.argv[3]))
-    process = Process(bucket, sys.argv[2], "worker", supervised=True)
-    process.handle_signals()
-    with process.registered():
-        run_worker(process, patience_s=60.0, report=print)
-
-
 if __name__ == "__main__":
-    main()
+    run_odd(SlowBucket)
