@@ -6,12 +6,14 @@ pip resolves all extras together, with the versions that this interpreter has in
 with. Each file then holds the closure of one extra, one package a line with the SHA-256 of its
 file, so that pip refuses anything else::
 
+    pip install --require-hashes -r requirements/torch.txt
     pip install --require-hashes -r requirements/rl.txt
     pip install --no-deps .
 
-The wheels are those for CPython 3.11 on Linux, x86-64. PyTorch is not locked: its builds for CPUs
-and for each CUDA release have the same version and other hashes, and come from other indices.
-Install a build of the stated version first, and leave out ``--require-hashes`` for it only.
+The wheels are those for CPython 3.11 on Linux, x86-64. PyTorch has a file for itself: that of the
+default index, with the CUDA libraries that it needs. Builds for CPUs and for other CUDA releases
+have the same version and other hashes, and come from other indices; where one is installed first,
+the other files are the same. pip before 23.3 downloads all of it to resolve it.
 """
 
 from __future__ import annotations
@@ -37,10 +39,14 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "requirements"
 SBOM = FOLDER / "sbom.cdx.json"
-NOT_LOCKED = {"torch": "its builds have equal versions and different hashes; install one first"}
-"""Packages that are not locked, with the reason; what they need comes with them."""
-LEFT_OUT = {"trackio": "it excludes the versions that the other extras are tested with"}
-"""Extras without a file, with the reason."""
+NOT_LOCKED = {"torch": "install torch.txt, or another build of this version, first"}
+"""Packages that have a file for themselves, with what to do; what they need comes with them."""
+SEPARATE = {
+    "torch": "its builds have equal versions and different hashes",
+    "trackio": "it excludes the versions that the other extras are tested with",
+}
+"""Files that are resolved without the others, with the reason."""
+TITLES = {"core": "deltawire without extras", "torch": "PyTorch of the default index"}
 SOURCE_ONLY = frozenset({"cellpylib", "pycosat", "zss"})
 """Packages of which only a source archive fits: pip runs their build scripts. A new one is refused
 until it is added here by hand."""
@@ -73,15 +79,31 @@ def extras() -> dict[str, list[Requirement]]:
     return {
         name: [Requirement(text) for text in texts]
         for name, texts in named.items()
-        if name not in LEFT_OUT
+        if name not in SEPARATE
     }
 
 
-def resolve() -> dict[str, Package]:
-    """Let pip resolve all extras together; by canonical name."""
-    wanted = sorted({str(one) for group in extras().values() for one in group})
+def separate() -> dict[str, list[Requirement]]:
+    """The direct requirements of the files of `SEPARATE`."""
+    table = project()["optional-dependencies"]
+    torch = next(one for one in map(Requirement, table["rl"]) if one.name == "torch")
+    return {"torch": [torch], "trackio": [Requirement(text) for text in table["trackio"]]}
+
+
+def resolve_all() -> dict[str, Package]:
+    """All extras but the separate ones together, at the versions that are installed.
+
+    PyTorch's build of the default index decides Triton's version.
+    """
     installed = [f"{d.name}=={d.version}" for d in importlib.metadata.distributions()]
-    installed = [one for one in installed if one.partition("==")[0] not in ("torch", "deltawire")]
+    free = ("deltawire", "pip", "triton")
+    fixed = [one for one in installed if one.partition("==")[0] not in free]
+    wanted = sorted({str(one) for group in extras().values() for one in group})
+    return resolve(wanted, [one.partition("+")[0] for one in fixed])
+
+
+def resolve(wanted: Iterable[str], installed: Iterable[str] = ()) -> dict[str, Package]:
+    """Let pip resolve requirements together, at ``installed`` versions; by canonical name."""
     with tempfile.TemporaryDirectory() as folder:
         constraints, report = Path(folder) / "constraints.txt", Path(folder) / "report.json"
         constraints.write_text("\n".join(sorted(set(installed))))
@@ -113,7 +135,7 @@ def _package(item: dict[str, Any]) -> Package:
     return Package(
         name,
         metadata["version"].partition("+")[0],
-        "" if name in NOT_LOCKED else download["archive_info"]["hashes"]["sha256"],
+        download["archive_info"]["hashes"]["sha256"],
         download["url"].rpartition("/")[2],
         _license(metadata),
         tuple(metadata.get("requires_dist", ())),
@@ -138,7 +160,8 @@ def _license(metadata: dict[str, Any]) -> str:
 
 
 def closure(direct: Iterable[Requirement], packages: Mapping[str, Package]) -> list[Package]:
-    """The packages that the requirements need, by name; markers are those of `ENVIRONMENT`."""
+    """The packages that the requirements need, by name, without what those of `NOT_LOCKED` need;
+    markers are those of `ENVIRONMENT`."""
     found: dict[tuple[str, frozenset[str]], Package] = {}
     waiting = list(direct)
     while waiting:
@@ -164,26 +187,31 @@ def _name(package: Package) -> str:
     return package.name
 
 
+def _place(package: Package) -> tuple[str, str]:
+    return package.name, package.version
+
+
 def lock_text(extra: str, packages: Iterable[Package]) -> str:
     """The requirement file of an extra."""
     needed = list(packages)
     lines = [
-        f"# deltawire[{extra}]" if extra != "core" else "# deltawire without extras",
+        f"# {TITLES.get(extra, f'deltawire[{extra}]')}",
         "# Written by scripts/lock.py, for CPython 3.11 on Linux, x86-64.",
     ]
     lines += [
         f"# not locked: {p.name}=={p.version} ({NOT_LOCKED[p.name]})"
         for p in needed
-        if p.name in NOT_LOCKED
+        if p.name in NOT_LOCKED and extra not in SEPARATE
     ]
     lines += [f"# built from source: {p.name}" for p in needed if p.name in SOURCE_ONLY]
-    lines += [f"{p.name}=={p.version} --hash=sha256:{p.sha256}" for p in needed if p.sha256]
+    locked = [p for p in needed if p.name not in NOT_LOCKED or extra in SEPARATE]
+    lines += [f"{p.name}=={p.version} --hash=sha256:{p.sha256}" for p in locked]
     return "\n".join(lines) + "\n"
 
 
 def bill(packages: Iterable[Package]) -> str:
     """The bill of materials: CycloneDX 1.5 in JSON, one component a line."""
-    components = [_component(package) for package in sorted(packages, key=_name)]
+    components = [_component(package) for package in sorted(packages, key=_place)]
     rows = ",\n    ".join(json.dumps(one, sort_keys=True) for one in components)
     identity = uuid.uuid5(_SPACE, rows)
     return (
@@ -208,24 +236,25 @@ def _component(package: Package) -> dict[str, Any]:
     }
     if package.license:
         found["licenses"] = [licence]
-    if package.sha256:
-        found["hashes"] = [{"alg": "SHA-256", "content": package.sha256}]
-        found["properties"] = [{"name": "deltawire:file", "value": package.file}]
-    else:
-        reason = NOT_LOCKED[package.name]
-        found["properties"] = [{"name": "deltawire:not-locked", "value": reason}]
+    found["hashes"] = [{"alg": "SHA-256", "content": package.sha256}]
+    found["properties"] = [{"name": "deltawire:file", "value": package.file}]
     return found
 
 
 def main() -> int:
     """Resolve, and write the files."""
-    packages = resolve()
+    packages = resolve_all()
     FOLDER.mkdir(exist_ok=True)
-    for extra, direct in extras().items():
-        text = lock_text(extra, closure(direct, packages))
-        (FOLDER / f"{extra}.txt").write_text(text)
-    every = closure([one for group in extras().values() for one in group], packages)
-    SBOM.write_text(bill(every))
+    every: dict[tuple[str, str], Package] = {}
+    needed = {extra: closure(direct, packages) for extra, direct in extras().items()}
+    for name, direct in separate().items():
+        # What comes with PyTorch is what the other files have; trackio agrees with neither.
+        fixed = [f"{p.name}=={p.version}" for p in packages.values() if name == "torch"]
+        needed[name] = sorted(resolve(map(str, direct), fixed).values(), key=_name)
+    for extra, found in needed.items():
+        (FOLDER / f"{extra}.txt").write_text(lock_text(extra, found))
+        every |= {(one.name, one.version): one for one in found}
+    SBOM.write_text(bill(every.values()))
     sys.stdout.write(f"{len(every)} packages in {FOLDER}\n")
     return 0
 

@@ -1,9 +1,7 @@
-"""A worker that gets each version late: ``late_worker.py BUCKET NAME SECONDS``, seconds late.
+"""A worker that is always one version late: ``late_worker.py BUCKET NAME``.
 
 Its groups are sampled from an older version than the trainer's.
 """
-
-import time
 
 from odd_workers import run_odd
 
@@ -12,19 +10,22 @@ from deltawire.wire import keys
 
 
 class LateBucket(DelegatingBucket):
-    """Shows a new manifest some time after it was first asked for."""
+    """Once ``opened``, shows a manifest when the next one is there.
+
+    Before, the machine's memory of the newest version would call it a rollback.
+    """
+
+    opened = False
 
     def __init__(self, inner, seconds):
         super().__init__(inner)
-        self.seconds = seconds
-        self.asked_at = {}
+        del seconds
 
     def get(self, key, *, limit):
-        found = self.inner.get(key, limit=limit)
-        if found is None or not key.startswith(keys.MANIFESTS) or key == keys.manifest(0):
-            return found
-        late = time.monotonic() - self.asked_at.setdefault(key, time.monotonic()) < self.seconds
-        return None if late else found
+        version = keys.trailing_number(key) if key.startswith(keys.MANIFESTS) else None
+        if self.opened and version and not self.inner.exists(keys.manifest(version + 1)):
+            return None
+        return self.inner.get(key, limit=limit)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from chaos import CONFIG, RATES, SCRIPT, Chaos, events_of
+from chaos import CONFIG, RATES, SCRIPT, Chaos
 from rich.console import Console
 
 from deltawire.chat.text import Text
@@ -44,11 +44,12 @@ from deltawire.config import load_config
 from deltawire.dashboard.status import Watch
 from deltawire.envs import open_tasks
 from deltawire.errors import DeltawireError
-from deltawire.events import Attempt, Step
+from deltawire.events import Attempt, Life, Step, encode_lines
 from deltawire.launch.role_keys import RunKeys
 from deltawire.launch.session import Job, execute
 from deltawire.rl.control.challenges import nonce_of, read_challenge, stream_of
 from deltawire.rl.evaluate.audit import all_metadata, audit_consumption, audit_fates
+from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.signed_bucket import SignedBucket
 from deltawire.runtime.trusted import ReaderTrust, trusted
@@ -59,12 +60,14 @@ from deltawire.testing.s3_server import S3Server
 from deltawire.train.build import byte_tokenizer
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
-from deltawire.wire.roles import sign_bytes, worker_role
+from deltawire.wire.roles import SUPERVISOR_ROLE, sign_bytes, worker_role
 from deltawire.wire.rollouts import MAX_GROUP_BYTES, Group, Trajectory, encode_group
+from deltawire.wire.seal import Signer
 from deltawire.wire.signing import Ed25519Signer
 from deltawire.wire.status import Heartbeat, WorkerStatus
 
 EVIL, INTRUDER = "evil", "intruder"
+FORGED = "killed by nobody"
 FOLDER = Path(__file__).parent
 WORKERS = """
 [workers]
@@ -94,6 +97,8 @@ class Findings:
     lost: int = 0
     incidents: dict[str, dict[str, int]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    forged_events: int = 0
+    """Events of the malicious worker in the trainer's name that a reader believes."""
     attempts: Counter[str] = field(default_factory=Counter)
     strikes: Counter[str] = field(default_factory=Counter)
 
@@ -130,7 +135,7 @@ class MaliciousWorker(Actor):
     """
 
     def __init__(
-        self, bucket: Bucket, keys_of: RunKeys, signers: dict[str, Ed25519Signer], config
+        self, bucket: Bucket, keys_of: RunKeys, signers: dict[str, Signer], config
     ) -> None:
         super().__init__(bucket, 0.2)
         self.config = config
@@ -169,7 +174,7 @@ class MaliciousWorker(Actor):
         if self.stored % 8 == 3:
             return "damaged", data[:-9]
         if self.stored == 5:
-            return "huge", bytes(MAX_GROUP_BYTES + 1)
+            return "huge", bytes(MAX_GROUP_BYTES + 4096)
         if self.stored % 8 == 5:
             return "huge", data + bytes(1 << 22)
         return "forged", data
@@ -180,6 +185,7 @@ class MaliciousWorker(Actor):
             group = self.forged(EVIL, sequence, status.version, secret)
             self.own.create(keys.rollout(EVIL, sequence), encode_group(group))
         self.own.create(keys.rollout(EVIL, beyond + 5), secrets.token_bytes(1 << 20))
+        self.forge_events(self.flooded)
         self.flooded += 6
         self.attempts["not granted"] += 6
         victim = "w0"
@@ -193,6 +199,14 @@ class MaliciousWorker(Actor):
         group = self.forged(INTRUDER, self.number, status.version, secret)
         self.signing[INTRUDER].create(keys.rollout(INTRUDER, self.number), encode_group(group))
         self.attempts["not allowed"] += 1
+
+    def forge_events(self, number: int) -> None:
+        """Report steps in the trainer's name: in the own stream, and in one of the trainer's."""
+        life = Life(process="trainer", at=time.time(), role="trainer", what="died", detail=FORGED)
+        data = encode_lines([life])
+        self.own.create(keys.events(f"{EVIL}-ffff", number), data)
+        self.bucket.create(keys.events("trainer-ffff", number), data)
+        self.attempts["events as the trainer"] += 2
 
     def store_as(self, victim: str, at: int, data: bytes, *, signs: bool) -> bool:
         """Store a group in another worker's name, signed with the own key, or not at all."""
@@ -344,15 +358,19 @@ def attack(
     Ed25519Signer.generate().write(owner)
     with store_of(folder, chaos=chaos) as (url, bucket, raw, proxy):
         signs = RunKeys(bucket, owner, folder / "out" / "keys")
-        job = Job(
-            config, path, None, folder / "out", trusted(bucket, ReaderTrust(signs.pin)),
-            command=(sys.executable, str(SCRIPT)), keys=signs,
-        )  # fmt: skip
-        signers = {name: signer_of(signs, name) for name in (EVIL, INTRUDER)}
+        watched = trusted(
+            bucket,
+            ReaderTrust(signs.pin),
+            signer=signs.signer(SUPERVISOR_ROLE),
+            role=SUPERVISOR_ROLE,
+        )
+        command = (sys.executable, str(SCRIPT))
+        job = Job(config, path, None, folder / "out", watched, command=command, keys=signs)
+        signers = {name: signs.signer(worker_role(name)) for name in (EVIL, INTRUDER)}
         evil, scribbler = MaliciousWorker(raw, signs, signers, config), Scribbler(raw)
         odd = (
             ("slow_worker.py", "slow", "0.05"),
-            ("late_worker.py", "late", "10"),
+            ("late_worker.py", "late"),
             ("other_precision.py", "other"),
         )
         actors: list[Actor] = [evil, scribbler]
@@ -394,11 +412,6 @@ def attack(
     return found
 
 
-def signer_of(signs: RunKeys, name: str) -> Ed25519Signer:
-    """Grant a key to a worker of this name, and read it."""
-    return Ed25519Signer.read(Path(signs.arguments(worker_role(name))[-1]))
-
-
 def _audit(found: Findings, bucket: Bucket, max_staleness: int) -> None:
     status = Watch(bucket).poll()
     found.problems = status.problems
@@ -417,7 +430,8 @@ def _audit(found: Findings, bucket: Bucket, max_staleness: int) -> None:
         if len(found.honest_consumed) > 1:
             found.largest_share = max(found.largest_share, share)
         found.honest_consumed += workers
-    events = events_of(bucket)
+    events = EventTail(bucket).read(everything=True)
+    found.forged_events = sum(isinstance(e, Life) and e.detail == FORGED for e in events)
     caught = [e.at for e in events if isinstance(e, Attempt) and e.quarantined and e.worker == EVIL]
     if caught:
         later = [e for e in events if isinstance(e, Step) and e.at > min(caught)]

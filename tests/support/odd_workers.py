@@ -20,12 +20,10 @@ def run_odd(change=lambda bucket, seconds: bucket):
     parser.add_argument("--key", default="")
     given = parser.parse_args()
     trust = ReaderTrust(Pin.parse(given.public_key)) if given.public_key else ANY
-    bucket = trusted(
-        change(open_bucket(given.bucket), given.seconds),
-        trust,
-        signer=read_signer(given.key),
-        role=worker_role(given.name),
-    )
+    changed = change(open_bucket(given.bucket), given.seconds)
+    signer = read_signer(given.key)
+    bucket = trusted(changed, trust, signer=signer, role=worker_role(given.name))
+    changed.opened = True
     process = Process(bucket, given.name, "worker", supervised=True)
     process.handle_signals()
     with process.registered():

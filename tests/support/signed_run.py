@@ -13,7 +13,10 @@ from deltawire.wire.run import Run, TensorSpec
 from deltawire.wire.signing import Ed25519Signer
 
 OWNER, WORKER, OTHER, STRANGER = (Ed25519Signer(bytes([i]) * 32) for i in range(1, 5))
-ROLES = {"trainer": OWNER, "worker-w0": WORKER, "worker-w1": OTHER, "evaluator": OTHER}
+ROLES = {
+    "trainer": OWNER, "worker-w0": WORKER, "worker-w1": OTHER, "evaluator": OTHER,
+    "supervisor": OTHER,
+}  # fmt: skip
 TENSORS = [TensorSpec("w", (64,), "BF16")]
 
 

@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.launch.role_keys import RunKeys, refuse_signed
     from deltawire.launch.session import Job, check_audit, execute, only_one, open_output
     from deltawire.runtime.trusted import ReaderTrust, trusted
+    from deltawire.wire.roles import SUPERVISOR_ROLE
 
     path = Path(arguments.config)
     config = read_config(path, seed=arguments.seed, engine=arguments.engine, shape=arguments.shape)
@@ -74,7 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
         keys = RunKeys(bucket, Path(arguments.key), out / "keys") if arguments.key else None
         refuse_signed(bucket, keys)
         if keys is not None:
-            bucket = trusted(bucket, ReaderTrust(keys.pin, allow_rollback=arguments.allow_rollback))
+            trust = ReaderTrust(keys.pin, allow_rollback=arguments.allow_rollback)
+            signer = keys.signer(SUPERVISOR_ROLE)
+            bucket = trusted(bucket, trust, signer=signer, role=SUPERVISOR_ROLE)
             console.print(f"signed run {keys.pin}", soft_wrap=True, markup=False, emoji=False)
         job = Job(config, path, arguments.seed, out, bucket, engine=arguments.engine, keys=keys)
         job.write_shape()

@@ -5,7 +5,7 @@
     owner's key (--key FILE) ── signs run.json, weights and grants; the trainer's process uses it
         │ grants
         ▼
-    OUT/keys/w0.key, w1.key, evaluator.key, …   one for each other process, mode 0600
+    OUT/keys/worker-w0.key, evaluator.key, supervisor.key, …   one for each other process, mode 0600
 
 A child gets the path of its key on its command line, never the key.
 """
@@ -106,6 +106,17 @@ class RunKeys:
 
         The trainer publishes, and so gets the owner's key.
         """
+        return ["--public-key", str(self.pin), "--key", str(self._granted(role))]
+
+    def signer(self, role: str) -> Signer:
+        """The key of ``role``, for a process that is this one; made and granted as `arguments`
+        does."""
+        from deltawire.wire.signing import Ed25519Signer
+
+        return Ed25519Signer.read(self._granted(role))
+
+    def _granted(self, role: str) -> Path:
+        """The file of the role's key, which is granted."""
         from deltawire.wire.signing import Ed25519Signer
 
         path = self._owner_file
@@ -120,4 +131,4 @@ class RunKeys:
             role=role,
             public_key=Ed25519Signer.read(path).public_key,
         )
-        return ["--public-key", str(self.pin), "--key", str(path)]
+        return path

@@ -17,6 +17,7 @@ from deltawire.runtime.event_cursor import QUIET_S, Cursor, Cursors, follow
 from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket
 from deltawire.wire import keys
+from deltawire.wire.roles import SUPERVISOR_ROLE
 
 MAX_SEGMENT_BYTES = 64 << 20
 LIST_EVERY_S = 3.0
@@ -24,12 +25,22 @@ READERS = 16
 
 
 def read_segment(bucket: Bucket, key: str) -> list[Event] | None:
-    """The events of a segment, None if it does not exist; none for an object of another kind."""
+    """The events of a segment, None if it does not exist; none for an object of another kind, or
+    one that its process did not sign in a signed run."""
     try:
         data = bucket.get(key, limit=MAX_SEGMENT_BYTES)
     except CorruptError:
         return []
-    return None if data is None else decode_lines(data)
+    return None if data is None else own_events(keys.stream_of(key) or "", data)
+
+
+def own_events(stream: str, data: bytes) -> list[Event]:
+    """The events in a segment of ``stream`` that name the process that writes it. Only a supervisor
+    records events of other processes: how they ended."""
+    events, process = decode_lines(data), keys.process_of_stream(stream)
+    if process == SUPERVISOR_ROLE:
+        return events
+    return [event for event in events if event.process in (process, stream)]
 
 
 class EventTail:
@@ -89,7 +100,7 @@ class EventTail:
                 if keys.valid_name(segment.stream) and segment.number >= self._cursors.position(
                     segment.stream
                 ):
-                    fresh += decode_lines(segment.data)
+                    fresh += own_events(segment.stream, segment.data)
                     self._cursors.advance(segment.stream, segment.number)
             self._next_archive += 1
             self._floor_due_at = self._clock() + QUIET_S

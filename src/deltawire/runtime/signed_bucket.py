@@ -202,7 +202,12 @@ class SignedBucket(DelegatingBucket):
                 raise SignatureError("there is no signed run here", run=self.url, key=key)
             return self.inner.get(key, limit=limit)
         data = self.inner.get(key, limit=limit + MAX_SIGNATURE_BYTES)
-        return None if data is None else self._open(data, trust, key, role)
+        found = None if data is None else self._open(data, trust, key, role)
+        if found is not None and len(found) > limit:
+            raise CorruptError(
+                f"the object has {len(found)} bytes; the limit is {limit}", run=self.url, key=key
+            )
+        return found
 
     def put(self, key: str, data: bytes) -> None:
         """As `Bucket.put`, signed."""

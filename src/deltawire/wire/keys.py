@@ -211,6 +211,15 @@ def stream_of(key: str) -> str | None:
     return stream if key.startswith(f"{EVENTS}{stream}/") and valid_name(stream) else None
 
 
+def process_of_stream(stream: str) -> str | None:
+    """The process that writes a stream of events, ``<process>-<nonce>``; None for a name that no
+    stream has."""
+    if not valid_name(stream):
+        return None
+    process = stream.rpartition("-")[0]
+    return process if valid_name(process) else stream
+
+
 def archive(number: int) -> str:
     """The key of one archive of events."""
     return f"{ARCHIVE}{_number(number)}"

@@ -34,7 +34,9 @@ EVALUATOR_ROLE = "evaluator"
 REFERENCE_ROLE = "reference"
 """Holds a frozen policy, and stores its log-probabilities."""
 WARM_START_ROLE = "warm-start"
-PROCESS_ROLES = (TRAINER_ROLE, EVALUATOR_ROLE, REFERENCE_ROLE, WARM_START_ROLE)
+SUPERVISOR_ROLE = "supervisor"
+"""Starts the other processes, and records how they end."""
+PROCESS_ROLES = (TRAINER_ROLE, EVALUATOR_ROLE, REFERENCE_ROLE, WARM_START_ROLE, SUPERVISOR_ROLE)
 """Roles of processes whose name is their role; every other process is a worker."""
 
 MAX_GRANT_BYTES = 1 << 12
@@ -60,11 +62,12 @@ def role_for(key: str) -> str | None:
     """The role that signs the object at ``key`` in a signed run.
 
     None for objects that are sealed (weights and grants, which the owner signs), that are covered
-    by another object's hash (states of checkpoints), or that nothing is decided by (events).
+    by another object's hash (states of checkpoints), or that readers of a signed run do not read
+    (a stored status).
     """
     if key in (keys.TRAINER, keys.RETAINED, keys.PROBES):
         return TRAINER_ROLE
-    if key.startswith((keys.TOMBSTONES, keys.CHALLENGES)):
+    if key.startswith((keys.TOMBSTONES, keys.CHALLENGES, keys.ARCHIVE)):
         return TRAINER_ROLE
     if key.startswith(keys.CHECKPOINTS):
         return TRAINER_ROLE if key.endswith("/commit.json") else None
@@ -72,6 +75,8 @@ def role_for(key: str) -> str | None:
         return REFERENCE_ROLE
     if key.startswith(keys.HEARTBEATS):
         process = keys.process_of(key)
+    elif key.startswith(keys.EVENTS):
+        process = keys.process_of_stream(key.removeprefix(keys.EVENTS).partition("/")[0])
     elif key.startswith(keys.LEASES):
         process = key.removeprefix(keys.LEASES).partition("/")[0]
     elif key.startswith(keys.ROLLOUTS):

@@ -139,8 +139,8 @@ def test_each_claim_says_against_whom_and_names_a_test() -> None:
 def test_the_gaps_are_stated() -> None:
     gaps = " ".join(_section("What does not hold yet").split())
     for words in (
-        "Events are not signed", "forge floors, manifests and checkpoint commits", "tolerance",
-        "self-attested", "believes the key in `run.json`",
+        "The trainer holds the owner's key", "forge floors, manifests and checkpoint commits",
+        "tolerance", "self-attested", "believes the key in `run.json`",
     ):  # fmt: skip
         assert words in gaps
 

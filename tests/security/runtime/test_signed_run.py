@@ -9,7 +9,11 @@ import msgspec
 import pytest
 from signed_run import OTHER, OWNER, STRANGER, WORKER, SignedRun
 
-from deltawire.errors import FencedError, InputError, SignatureError
+from deltawire.errors import CorruptError, FencedError, InputError, SignatureError
+from deltawire.events import Evaluated, Life, Step, encode_lines
+from deltawire.rl.evaluate.evaluator import evaluated_versions
+from deltawire.runtime.event_tail import EventTail
+from deltawire.runtime.event_window import RecentEvents
 from deltawire.runtime.fleet import Fleet, known_trainer, read_trainer
 from deltawire.runtime.heartbeat import HeartbeatWriter, impatient, read_heartbeat
 from deltawire.runtime.highest_version import HighestVersion
@@ -20,7 +24,8 @@ from deltawire.runtime.trusted import ReaderTrust, open_trusted, trusted
 from deltawire.store import open_bucket
 from deltawire.sync import newest_version, require_run
 from deltawire.wire import keys
-from deltawire.wire.objects import encode_json
+from deltawire.wire.event_archive import ArchivedSegment, EventArchive
+from deltawire.wire.objects import encode_json, encode_packed
 from deltawire.wire.roles import Pin, sign_bytes
 from deltawire.wire.status import Heartbeat, TrainerStatus, WorkerStatus
 
@@ -324,6 +329,62 @@ def test_a_signed_process_starts_and_ends_beside_forgeries(run):
         assert process.lease.number == 1
         assert read_heartbeat(run.bucket(), "w0").nonce == process.nonce
     assert read_heartbeat(run.bucket(), "w0").ended
+
+
+def step(process, version):
+    return Step(
+        process=process, at=1.0, version=version, groups=1, dropped=0, reward_mean=0.0, loss=0.0,
+        grad_norm=0.0, k3=0.0, ratio_max=1.0, clipped=0.0, staleness=[], tokens=1, seconds=1.0,
+    )  # fmt: skip
+
+
+def test_forged_events_are_not_believed(run):
+    """Neither unsigned ones in the trainer's stream, nor those of a worker that name the trainer,
+    nor archives that the trainer did not store."""
+    key = keys.events("trainer-00", 0)
+    run.bucket("trainer").put(key, encode_lines([step("trainer", 1)]))
+    data = encode_lines([step("trainer", 666)])
+    for number, signed in enumerate((None, STRANGER, WORKER), 1):
+        key = keys.events("trainer-00", number)
+        role = "worker-w0" if signed is WORKER else "trainer"
+        forged = data
+        if signed is not None:
+            forged = sign_bytes(data, run_id=run.run.id, key=key, signer=signed, role=role)
+        run.plain.put(key, forged)
+    run.plain.put(keys.events("strange", 0), data)
+    run.bucket("worker-w0").put(keys.events("w0-00", 0), data + encode_lines([step("w0", 2)]))
+    archive = EventArchive(segments=[ArchivedSegment("trainer-77", 0, data)])
+    run.plain.put(keys.archive(0), encode_packed(archive))
+    for reader in (run.bucket(), run.bucket(pinned=False)):
+        for events in (EventTail(reader).read(everything=True), RecentEvents(reader, 1e9).read()):
+            assert sorted((e.process, e.version) for e in events) == [("trainer", 1), ("w0", 2)]
+
+
+def test_an_evaluator_takes_no_forged_measurements(run):
+    """Versions that were measured, by events in its name, are not measured again."""
+    done = [
+        Evaluated(process="evaluator", at=1.0, version=v, accuracy=0.0, problems=1, seconds=1.0)
+        for v in (1, 2)
+    ]
+    run.bucket("evaluator").put(keys.events("evaluator-00", 0), encode_lines(done[:1]))
+    run.plain.put(keys.events("evaluator-11", 0), encode_lines(done[1:]))
+    run.bucket("worker-w0").put(keys.events("w0-11", 0), encode_lines(done[1:]))
+    process = Process(run.bucket("evaluator"), "evaluator", "evaluator", supervised=True)
+    assert evaluated_versions(process) == {1}
+
+
+def test_a_supervisor_tells_how_others_ended(run):
+    died = Life(process="w0", at=1.0, role="worker", what="died")
+    run.bucket("supervisor").put(keys.events("supervisor-00", 0), encode_lines([died]))
+    run.bucket("worker-w1").put(keys.events("w1-00", 0), encode_lines([died]))
+    assert EventTail(run.bucket()).read(everything=True) == [died]
+
+
+def test_an_object_is_as_large_as_its_limit_without_its_signature(run):
+    run.bucket("trainer").put(keys.TRAINER, bytes(100))
+    assert run.bucket().get(keys.TRAINER, limit=100) == bytes(100)
+    with pytest.raises(CorruptError, match="the limit is 99"):
+        run.bucket().get(keys.TRAINER, limit=99)
 
 
 def test_an_unsigned_run_is_as_before():

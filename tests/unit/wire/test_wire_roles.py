@@ -123,7 +123,14 @@ def test_an_object_that_is_not_fresh_is_refused():
         (keys.manifest(3), None),
         (keys.role("trainer"), None),
         (keys.checkpoint_part(3, 0), None),
-        (keys.events("w1-00", 0), None),
+        (keys.events("w1-00", 0), "worker-w1"),
+        (keys.events("w1-b-00", 0), "worker-w1-b"),
+        (keys.events("trainer-00", 0), "trainer"),
+        (keys.events("supervisor-00", 0), "supervisor"),
+        (keys.events("strange", 0), "worker-strange"),
+        (keys.events("CON-00", 0), "worker-CON-00"),  # No process may have the name CON.
+        (keys.archive(0), "trainer"),
+        (keys.STATUS, None),
     ],
 )
 def test_each_key_has_one_role(key, role):

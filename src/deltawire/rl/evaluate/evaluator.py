@@ -12,17 +12,16 @@ from deltawire.config import RunConfig
 from deltawire.envs import Task, TaskSource, open_tasks
 from deltawire.envs.mixture import MixtureTasks
 from deltawire.errors import InputError
-from deltawire.events import Evaluated, HeldoutScore, decode_lines
+from deltawire.events import Evaluated, HeldoutScore
 from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy, swap
 from deltawire.runtime.event_archive import archived_segments
+from deltawire.runtime.event_tail import own_events, read_segment
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.sync import Follower
 from deltawire.wire import keys
-
-MAX_SEGMENT_BYTES = 64 << 20
 
 
 async def measure(
@@ -98,16 +97,15 @@ def named_sets(served: ServedPolicy, config: RunConfig) -> dict[str, TaskSource]
 
 def evaluated_versions(process: Process) -> set[int]:
     """Versions that an evaluator of this run measured before."""
-    own = f"{process.name}-"
-    segments: list[bytes] = []
-    for stream in process.bucket.list_prefixes(keys.EVENTS):
-        if stream.startswith(own):
-            listed = process.bucket.list(f"{keys.EVENTS}{stream}/")
-            segments += [process.bucket.get(key, limit=MAX_SEGMENT_BYTES) or b"" for key in listed]
+    bucket, events = process.bucket, []
+    for stream in bucket.list_prefixes(keys.EVENTS):
+        if keys.process_of_stream(stream) == process.name:
+            for key in bucket.list(f"{keys.EVENTS}{stream}/"):
+                events += read_segment(bucket, key) or []
     # Segments are archived before they are deleted, so archives are read last.
-    archived = archived_segments(process.bucket)
-    segments += [segment.data for segment in archived if segment.stream.startswith(own)]
-    events = (event for data in segments for event in decode_lines(data))
+    for segment in archived_segments(bucket):
+        if keys.process_of_stream(segment.stream) == process.name:
+            events += own_events(segment.stream, segment.data)
     return {event.version for event in events if isinstance(event, Evaluated)}
 
 
