@@ -129,6 +129,11 @@ class Text:
         return tokens[1:] if ended else tokens
 
     @property
+    def has_template(self) -> bool:
+        """Returns whether a chat template writes something between two turns."""
+        return self._chat
+
+    @property
     def end(self) -> int | None:
         """The token with which the template ends a final answer, or else the tokenizer's EOS."""
         final = self._final_end

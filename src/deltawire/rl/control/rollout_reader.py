@@ -32,8 +32,8 @@ class Bounds:
     """The limits that every group of a run respects.
 
     A group that exceeds them was made by no worker of this run: it would stop the trainer, or
-    dominate the step of all groups that it is trained on with. ``drawn`` bounds the tokens that the
-    model drew in one episode, ``routes`` the bytes of one trajectory's expert choices.
+    dominate the step of all groups that it is trained on with. ``drawn`` and ``turns`` bound the
+    tokens and the turns of one episode, ``routes`` the bytes of one trajectory's expert choices.
     """
 
     vocabulary: int
@@ -42,13 +42,15 @@ class Bounds:
     episodes: int = 1 << 12
     reward: float = LARGEST_REWARD
     drawn: int = 1 << 31
+    turns: int = 1 << 31
     routes: int = 1 << 31
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary: int) -> Bounds:
         """The bounds of a run."""
         rollout = config.rollout
-        turn = rollout.max_tokens + (rollout.summary_tokens if rollout.on_full == "summary" else 0)
+        sums = rollout.on_full == "summary"  # Each turn may be followed by a summary.
+        turn = rollout.max_tokens + (rollout.summary_tokens if sums else 0)
         return cls(
             vocabulary,
             rollout.temperature,
@@ -56,6 +58,7 @@ class Bounds:
             rollout.group_size,
             LARGEST_REWARD * config.probes.reward_scale,
             rollout.max_turns * turn,
+            rollout.max_turns * (2 if sums else 1),
             0 if config.parity.routes == "off" else rollout.context * MAX_ROUTE_BYTES,
         )
 
@@ -66,14 +69,18 @@ class Bounds:
         if group.temperature != self.temperature:
             return f"sampled at temperature {group.temperature}, not {self.temperature}"
         drawn = dict.fromkeys(group.episodes, 0)
+        turns = dict.fromkeys(group.episodes, 0)
         if len(drawn) > self.episodes:
             return f"more than {self.episodes} episodes"
         for episode, t in zip(group.episodes, group.trajectories, strict=True):
             drawn[episode] += int(t.mask_T.sum())
+            turns[episode] += t.turns
             if fault := self._fault_of(t, len(group.prompt_of(t))):
                 return fault
         if max(drawn.values(), default=0) > self.drawn:
             return f"an episode of more than {self.drawn} drawn tokens"
+        if max(turns.values(), default=0) > self.turns:
+            return f"an episode of more than {self.turns} turns"
         return ""
 
     def _fault_of(self, t: Trajectory, prompt: int) -> str:

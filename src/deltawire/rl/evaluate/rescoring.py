@@ -4,9 +4,10 @@ Of a group that `deltawire.rl.control.worker_guard` drew, this checks
 
 1. **the task**: it must be the one that the worker's secret and the group's number name;
 2. **the episodes**: they are played again with a sampler that returns the recorded tokens. The
-   prompt and what the environment says in between must be the recorded tokens, and the reward must
-   be the recorded one. Only environments that declare `deterministic` are judged, and failed
-   episodes are not;
+   prompt and what the environment says in between must be the recorded tokens, nothing may follow
+   the episode's end, and the reward must be the recorded one. Only environments that declare
+   `deterministic` are judged, and failed episodes are not. Episodes that fail only when they are
+   played again are a doubt about a worker if those of others do not;
 3. **the log-probabilities**: they are computed again with the weights of the version that each
    token states. Tokens that one version drew after a prefix of that version differ by arithmetic
    only: at most ``trust.logprob_gap`` nats a token in the mean, and 30 times as much for one token.
@@ -14,7 +15,7 @@ Of a group that `deltawire.rl.control.worker_guard` drew, this checks
    sequence, and may differ by four times as much.
 
 What is not judged: versions that are pruned or cannot be read, and environments that this machine
-does not have. Probes, families and expert choices are not compared; they are self-attested.
+does not have. Probes and expert choices are not compared; they are self-attested.
 
 A thread does this, one group at a time and at low priority. It has a separate model and mirror,
 in main memory. The trainer never waits for it.
@@ -31,7 +32,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +46,9 @@ from deltawire.chat.text import Text
 from deltawire.config import RunConfig
 from deltawire.engines.base import Completion, OnToken, Sampling
 from deltawire.envs import Task, TaskSource, open_tasks
-from deltawire.errors import CorruptError, DeltawireError
+from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.export.adapter import open_model
-from deltawire.export.models import fetch_model_files, load_tokenizer
+from deltawire.export.models import fetch_model_files, load_tokenizer, stop_tokens
 from deltawire.export.source import open_source
 from deltawire.rl.control.challenges import stream_of
 from deltawire.rl.control.rollout_buffer import BufferedGroup
@@ -58,7 +60,7 @@ from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror
 from deltawire.train.batch import collate
 from deltawire.train.policy import token_logprobs
-from deltawire.wire.rollouts import MAX_TASK, Group, Trajectory
+from deltawire.wire.rollouts import MAX_NAME, MAX_TASK, Group, Trajectory
 from deltawire.wire.run import Run
 
 ONE_TOKEN = 30.0
@@ -67,6 +69,9 @@ MIXED = 4.0
 """How many times more the tokens after a swap may differ."""
 REPLAYS = 2
 """How often an episode is played again before a worker is blamed for its reward."""
+PLAYED_ELSEWHERE = 8
+"""Episodes of others that were played again without a failure before failures of a worker's count
+as a doubt about it, and not about this machine."""
 NICE = 10
 _JOIN_S = 60.0
 
@@ -84,12 +89,19 @@ class DepartedError(Exception):
 
 
 class RecordedSampler:
-    """A `Sampler` that continues the sequences of one recorded episode, and no others."""
+    """A `Sampler` that continues the sequences of one recorded episode, and no others.
+
+    A sampler ends a completion with the first of the ``stops``; a recorded one that goes on after
+    it was not sampled.
+    """
 
     version, slots, capacity, active = 0, 1, 1 << 31, 0
 
-    def __init__(self, group: Group, trajectories: Sequence[Trajectory]) -> None:
+    def __init__(
+        self, group: Group, trajectories: Sequence[Trajectory], stops: Collection[int] = ()
+    ) -> None:
         self._known = [(group.prompt_of(t).tolist(), t.tokens_T.tolist(), t) for t in trajectories]
+        self._stops = frozenset(stops)
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, on_token: OnToken | None = None
@@ -107,6 +119,8 @@ class RecordedSampler:
             if not count:
                 continue
             end = place + count
+            if not self._stops.isdisjoint(tokens[place : end - 1]):
+                continue
             last = end == len(tokens) and t.finish in ("stop", "length")
             cut = t.finish == "length" if last else count == sampling.max_tokens
             return Completion(
@@ -134,6 +148,8 @@ class RecordedModel:
         with torch.device("cpu"):
             self._model = open_model(folder, config.train.adapter)
         self._source = open_source(config.train.exporter, self._model)
+        self.stops = stop_tokens(self._model, load_tokenizer(folder))
+        """The tokens that end a completion."""
         self._mirror: Mirror | None = None
         self._version = -1
 
@@ -176,6 +192,9 @@ class GroupChecker:
         self._text = text
         self._model = model
         self._limits = EpisodeLimits.of(config.rollout)
+        self._stops = model.stops
+        self._played: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
         self._rewards = bool(getattr(tasks, "deterministic", False))
         self.unjudged: list[str] = []
         """What cannot be judged here, with the reason."""
@@ -194,6 +213,15 @@ class GroupChecker:
             kind, detail, certain = "log-probabilities", self._gap(group), True
         return Verdict(group.worker, sequence, kind if detail else "", detail, certain)
 
+    def fails_here(self, worker: str, cause: str) -> tuple[str, str, bool] | None:
+        """A doubt about a worker whose episodes fail when they are played again; None unless those
+        of others are known not to."""
+        self._failed[worker] += 1
+        others = self._failed.total() - self._failed[worker]
+        if others or self._played.total() - self._played[worker] < PLAYED_ELSEWHERE:
+            return None
+        return "failure", f"it fails when it is played again: {cause}", False
+
     def _rewards_of(
         self, group: Group, lease: int, number: int, secret: str
     ) -> tuple[str, str, bool]:
@@ -202,14 +230,25 @@ class GroupChecker:
         task = self._tasks.draw(stream_of(group.worker, secret, lease), number)
         if group.task != one_line(task.identity, MAX_TASK):
             return "task", f"its task is {group.task[:80]}, not {task.identity[:80]}", True
+        if group.family != one_line(task.family, MAX_NAME):
+            return "task", f"its family is {group.family[:80]}, not {task.family[:80]}", True
         if not self._rewards:
             return "", "", True
         episodes: dict[int, list[Trajectory]] = {}
         for _, episode, t in group.trained():
             episodes.setdefault(episode, []).append(t)
         for episode, segments in episodes.items():
-            if _turns(segments) < sum(t.turns for t in segments):
-                continue  # The environment said nothing between two turns: they cannot be told.
+            shown, stated = _turns(segments), sum(t.turns for t in segments)
+            if shown < stated and self._text.has_template:
+                return (
+                    "turns",
+                    f"episode {episode}: {stated} turns, of which {shown} are there",
+                    True,
+                )
+            if shown < stated:
+                # Without a template, an environment may say nothing between two turns.
+                self.unjudged = self.unjudged or ["rewards: of episodes whose turns run together"]
+                continue
             fault = self._replay(group, task, segments)
             if fault is not None:
                 kind, detail, certain = fault
@@ -221,15 +260,18 @@ class GroupChecker:
     ) -> tuple[str, str, bool] | None:
         """What disagrees in an episode that is played again; None if nothing does."""
         claimed = segments[0].reward
-        found = self._reward_again(group, task, segments)
-        if found is None or _equal(found, claimed):
+        found, cause = self._reward_again(group, task, segments)
+        if cause:
+            return self.fails_here(group.worker, cause)
+        self._played[group.worker] += 1
+        if _equal(found, claimed):
             return None
         again = [self._reward_again(group, task, segments) for _ in range(REPLAYS)]
-        if any(one is None or not _equal(one, found) for one in again):
+        if any(failed or not _equal(one, found) for one, failed in again):
             self._leave_rewards("the environment earns other rewards when it is played again")
             return None
         if found != found:  # noqa: PLR0124
-            return "prompt", "the environment gives another prompt or answer to it", True
+            return "prompt", "the environment gives another prompt, answer or end to it", True
         slow = bool(getattr(self._tasks, "may_time_out", False)) and not claimed
         return "reward", f"it reports {claimed:g}, computed again it is {found:g}", not slow
 
@@ -237,12 +279,14 @@ class GroupChecker:
         self._rewards = False
         self.unjudged = [f"rewards: {reason}"]
 
-    def _reward_again(self, group: Group, task: Task, segments: list[Trajectory]) -> float | None:
-        """The reward of an episode that is played again; None if it fails here, and NaN if it does
-        not continue with the recorded tokens."""
+    def _reward_again(
+        self, group: Group, task: Task, segments: list[Trajectory]
+    ) -> tuple[float, str]:
+        """The reward of an episode that is played again, NaN if its tokens are not the recorded
+        ones; and why it fails here, empty if it does not."""
         assert self._tasks is not None
         play = run_episode(
-            RecordedSampler(group, segments),
+            RecordedSampler(group, segments, self._stops),
             self._tasks.open(task),
             self._text,
             temperature=group.temperature,
@@ -251,8 +295,11 @@ class GroupChecker:
         try:
             episode = asyncio.run(play)
         except DepartedError:
-            return float("nan")
-        return None if episode.cause else episode.trajectory.reward
+            return float("nan"), ""
+        if episode.cause:
+            return float("nan"), episode.cause
+        same = _same_tokens(episode.trajectories, segments)
+        return episode.trajectory.reward if same else float("nan"), ""
 
     def _gap(self, group: Group) -> str:
         """Why the log-probabilities are not those of the versions that the tokens state; empty if
@@ -295,6 +342,14 @@ def _turns(segments: Sequence[Trajectory]) -> int:
     """Runs of drawn tokens."""
     return sum(
         int((np.diff(t.mask_T.astype(np.int8), prepend=np.int8(0)) == 1).sum()) for t in segments
+    )
+
+
+def _same_tokens(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> bool:
+    """Returns whether two episodes have the same tokens, drawn by the same side."""
+    return len(one) == len(other) and all(
+        np.array_equal(left.tokens_T, right.tokens_T) and np.array_equal(left.mask_T, right.mask_T)
+        for left, right in zip(one, other, strict=True)
     )
 
 
@@ -369,9 +424,16 @@ class Rescoring:
                 verdict = self._checker.check(
                     work.buffered, lease=work.lease, number=work.number, secret=work.secret
                 )
-            except Exception as error:  # The environment's code, and a store that fails.
+            except RetryError as error:
+                self.error = str(error)
+            except Exception as error:  # The environment's code, or a group that breaks ours.
                 self.error = f"{type(error).__name__}: {error}"
+                verdict = self._doubt(verdict, self.error)
             self._verdicts.put(verdict)
+
+    def _doubt(self, verdict: Verdict, cause: str) -> Verdict:
+        found = self._checker.fails_here(verdict.worker, cause) if self._checker else None
+        return verdict if found is None else Verdict(verdict.worker, verdict.sequence, *found)
 
     def _open(self) -> GroupChecker:
         with fetch_model_files(self._bucket, self._run) as folder:

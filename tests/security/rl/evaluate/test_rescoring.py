@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -13,6 +14,7 @@ from honest_groups import CONFIG, SECRET, HonestRun
 from deltawire.envs import register
 from deltawire.envs.base import Environment, Task, Turn
 from deltawire.rl.control.rollout_buffer import BufferedGroup
+from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.rl.evaluate.rescoring import GroupChecker, RecordedModel, Rescoring
 
 
@@ -62,6 +64,97 @@ def test_a_lie_is_found(honest, checker, lie):
     verdict = honest.judged(checker, changed(honest.group(1), **changes), 1)
     assert (verdict.kind, verdict.certain) == (kind, True)
     assert verdict.detail
+
+
+def extended(t, tokens, mask):
+    """A trajectory that goes on with tokens, with honest figures for them."""
+    count = len(tokens)
+    return replace(
+        t,
+        tokens_T=np.r_[t.tokens_T, np.array(tokens, np.int32)],
+        logprobs_T=np.r_[t.logprobs_T, np.full(count, t.logprobs_T[-1], np.float32)],
+        versions_T=np.r_[t.versions_T, np.full(count, t.versions_T[-1], np.int32)],
+        mask_T=np.r_[t.mask_T, np.array(mask, np.uint8)],
+    )
+
+
+def with_right_figures(checker, group):
+    """The group with the log-probabilities that the trainer computes: only the text is a lie."""
+    rows = iter(checker._model.logprobs(group, int(group.newest_version)))
+    return changed(group, logprobs_T=lambda t: np.minimum(next(rows), 0))
+
+
+POISON = {
+    "after the episode's end": ([65, 66, 67], [0, 1, 1]),
+    "as words of the environment": ([65, 66, 67], [0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("where", POISON)
+def test_tokens_after_a_rewarded_answer_are_found(honest, checker, where):
+    """The answer earns its reward, and what follows it would be trained on with that reward."""
+    group = honest.group(1)
+    longer = [extended(t, *POISON[where]) for t in group.trajectories]
+    forged = with_right_figures(checker, replace(group, trajectories=longer))
+    assert honest.judged(checker, forged, 1).kind == "prompt"
+
+
+def test_tokens_after_the_end_of_an_answer_are_found(honest, checker):
+    """Text that follows an end token in one completion is invisible to a scorer."""
+    group = honest.group(1)
+    forged = changed(group, tokens_T=lambda t: np.r_[np.int32(256), t.tokens_T[1:]])
+    verdict = honest.judged(checker, with_right_figures(checker, forged), 1)
+    assert (verdict.kind, verdict.certain) == ("prompt", True)
+
+
+def test_turns_that_are_not_there_do_not_hide_a_reward(honest, checker, monkeypatch):
+    """A template writes between turns, so turns are there or are a lie. Without one, the run's
+    bound on turns holds, and what is left is named as not judged."""
+    forged = changed(honest.group(1), reward=lambda t: 1.0 - t.reward, turns=lambda _: 2)
+    monkeypatch.setattr(type(honest.text), "has_template", True)
+    assert honest.judged(checker, forged, 1).kind == "turns"
+    monkeypatch.setattr(type(honest.text), "has_template", False)
+    monkeypatch.setattr(checker, "unjudged", [])
+    assert honest.judged(checker, forged, 1).kind == ""
+    assert checker.unjudged == ["rewards: of episodes whose turns run together"]
+    bounds = Bounds.of(honest.config, 300)
+    assert bounds.fault(forged) == "an episode of more than 1 turns"
+    assert bounds.fault(honest.group(1)) == ""
+
+
+def test_another_family_is_found(honest, checker):
+    verdict = honest.judged(checker, replace(honest.group(1), family="easy"), 1)
+    assert (verdict.kind, verdict.certain) == ("task", True)
+
+
+def test_a_late_workers_group_is_compared_with_the_version_that_drew_it(honest, checker):
+    group, drew = honest.group(2), honest.version
+    honest.step()
+    assert int(group.newest_version) == drew < honest.version
+    assert honest.judged(checker, group, 2).kind == ""
+    newer = changed(group, versions_T=lambda t: np.full_like(t.versions_T, honest.version))
+    assert honest.judged(checker, newer, 2).kind == "log-probabilities"
+
+
+def test_failing_only_when_played_again_is_a_doubt_if_others_do_not(honest, checker, monkeypatch):
+    """A worker cannot hide a reward in an episode that breaks the trainer's environment; a machine
+    whose environment is broken accuses nobody."""
+    monkeypatch.setattr(checker, "_played", Counter())
+    monkeypatch.setattr(checker, "_failed", Counter())
+    for number in range(3):
+        assert honest.judged(checker, honest.group(number, worker="w1"), number).kind == ""
+    again = checker._reward_again
+
+    def failing(group, task, segments):
+        if group.worker == "w1":
+            return again(group, task, segments)
+        return float("nan"), "step took longer than 120 s"
+
+    monkeypatch.setattr(checker, "_reward_again", failing)
+    verdict = honest.judged(checker, honest.group(0), 0)
+    assert (verdict.kind, verdict.certain) == ("failure", False)
+    checker._failed["w2"] += 1
+    assert honest.judged(checker, honest.group(0), 0).kind == ""
 
 
 def test_a_task_that_the_worker_chose_is_found(honest, checker):
@@ -143,7 +236,7 @@ def test_a_reward_of_zero_may_be_a_scorer_that_ran_out_of_time(honest, checker, 
     """One such disagreement is a doubt; only several quarantine."""
     group = changed(honest.group(4), reward=lambda _: 0.0)
     monkeypatch.setattr(honest.tasks, "may_time_out", True)
-    monkeypatch.setattr(checker, "_reward_again", lambda *_: 1.0)
+    monkeypatch.setattr(checker, "_reward_again", lambda *_: (1.0, ""))
     verdict = honest.judged(checker, group, 4)
     assert (verdict.kind, verdict.certain) == ("reward", False)
 
