@@ -93,10 +93,10 @@ def separate() -> dict[str, list[Requirement]]:
 def resolve_all() -> dict[str, Package]:
     """All extras but the separate ones together, at the versions that are installed.
 
-    PyTorch's build of the default index decides Triton's version.
+    PyTorch's build of the default index decides the versions of Triton and setuptools.
     """
     installed = [f"{d.name}=={d.version}" for d in importlib.metadata.distributions()]
-    free = ("deltawire", "pip", "triton")
+    free = ("deltawire", "pip", "setuptools", "triton")
     fixed = [one for one in installed if one.partition("==")[0] not in free]
     wanted = sorted({str(one) for group in extras().values() for one in group})
     return resolve(wanted, [one.partition("+")[0] for one in fixed])
