@@ -90,7 +90,7 @@ class PlacedWeights:
 
     Example::
 
-        weights = PlacedWeights(probe(loader, run.tensors, live), live)
+        weights = PlacedWeights(probe(loader, run.tensors, live, aliases=run.aliases), live)
         weights.load(mirror)
         weights.swap(weights.prepare(update.patches, mirror, update.version, digest=update.digest))
     """

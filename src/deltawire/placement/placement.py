@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 
 import msgspec
 import torch
@@ -155,14 +156,18 @@ def probe(
     load_weights: LoadWeights,
     tensors: Sequence[TensorSpec],
     live: Mapping[str, Tensor],
+    *,
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Placement:
     """Finds where ``load_weights`` puts the elements of a checkpoint of ``tensors``.
 
-    ``live`` are the engine's parameters and buffers by name. No live bit changes and no data is
-    copied. Raises `InputError` if the loader still fails with the offending tensors left out, or
-    replaces live tensors by others.
+    ``live`` are the engine's parameters and buffers by name. ``aliases`` are further names of tied
+    tensors, under which the loader is offered them too: an engine may know another name than the
+    one that the run stores. No live bit changes and no data is copied. Raises `InputError` if the
+    loader still fails with the offending tensors left out, or replaces live tensors by others.
     """
     storages, held, flats = describe_live(live)
+    offered, stored = _with_aliases(tensors, aliases)
     failed: dict[int, str] = {}
     for _ in range(MAX_ATTEMPTS):
         memories = [
@@ -173,18 +178,33 @@ def probe(
         current: list[int] = []
         try:
             with torch.no_grad(), tracer:
-                load_weights(_stream(tensors, failed, tracer, current))
+                load_weights(_stream(offered, failed, tracer, current))
         except Exception as error:  # a loader may raise anything
             blamed = (set(tracer.touched) or set(current)) - failed.keys()
             if not blamed:
                 raise InputError(f"the model's loader fails: {_first_line(error)}") from error
-            _blame(blamed, failed, tensors, f"the loader fails: {_first_line(error)}")
+            _blame(blamed, failed, offered, f"the loader fails: {_first_line(error)}")
             continue
         finally:
             require_same(live, held, flats)
-        table = _Table(tensors, storages, held, memories)
+        table = _Table(offered, stored, storages, held, memories)
         return table.finish(tracer, failed)
     raise InputError(f"the model's loader fails on more than {MAX_ATTEMPTS} kinds of tensors")
+
+
+def _with_aliases(
+    tensors: Sequence[TensorSpec], aliases: Mapping[str, str]
+) -> tuple[list[TensorSpec], list[int]]:
+    """Returns the tensors and then each alias as a tensor, and for each the number of the tensor
+    that is stored."""
+    numbers = {spec.name: number for number, spec in enumerate(tensors)}
+    offered, stored = list(tensors), list(range(len(tensors)))
+    for alias, name in aliases.items():
+        if name in numbers:
+            spec = tensors[numbers[name]]
+            offered.append(TensorSpec(alias, spec.shape, spec.dtype))
+            stored.append(numbers[name])
+    return offered, stored
 
 
 def _stream(
@@ -218,16 +238,22 @@ def _kind(name: str) -> str:
 
 
 class _Table:
-    """Builds a placement from the recorded writes into live memory."""
+    """Builds a placement from the recorded writes into live memory.
+
+    ``tensors`` are those that the loader was offered, ``stored`` the number of the stored tensor
+    for each; stored tensors come first.
+    """
 
     def __init__(
         self,
         tensors: Sequence[TensorSpec],
+        stored: Sequence[int],
         storages: list[Storage],
         held: list[LiveTensor],
         memories: Sequence[TracedMemory],
     ) -> None:
         self.tensors = list(tensors)
+        self.stored = stored
         self.storages = storages
         self.held = held
         self.memories = memories
@@ -245,6 +271,7 @@ class _Table:
         for number, why in tracer.doubtful.items():
             self.unplaced.setdefault(number, why)
         regions = [region for region in self.regions if region.tensor not in self.unplaced]
+        self._resolve_aliases(regions)
         if len(regions) > MAX_REGIONS:
             raise InputError(f"the model's weights lie in {len(regions)} regions")
         return Placement(
@@ -255,6 +282,21 @@ class _Table:
             unplaced={self.tensors[n].name: why for n, why in sorted(self.unplaced.items())},
             uncovered=self._count_uncovered(regions),
         )
+
+    def _resolve_aliases(self, regions: list[Region]) -> None:
+        """Lets the regions of an alias be those of its tensor, which is placed if they are."""
+        count = len(set(self.stored))
+        named = {self.stored[region.tensor] for region in regions if region.tensor >= count}
+        regions[:] = [
+            msgspec.structs.replace(region, tensor=self.stored[region.tensor])
+            for region in regions
+        ]
+        self.tensors = self.tensors[:count]
+        self.unplaced = {
+            number: why
+            for number, why in self.unplaced.items()
+            if number < count and number not in named
+        }
 
     def _read(self, number: int, memory: TracedMemory) -> None:
         """Adds the regions of one storage; of several writes to one element, the last counts."""

@@ -376,3 +376,53 @@ def test_mirrors_that_lack_something_are_refused():
     for lacking in (weights.load, weights.verify):
         with pytest.raises(InputError, match="does not hold"):
             lacking(mirror)
+
+
+def followed(engine, specs, aliases):
+    """Two versions through a placement with aliases; the last one."""
+    placement = probe(engine.load_weights, specs, engine.live, aliases=aliases)
+    assert [spec.name for spec in placement.tensors] == [spec.name for spec in specs]
+    assert placement.uncovered == placement.unplaced == {}
+    weights = PlacedWeights(placement, engine.live)
+    rng = np.random.default_rng(0)
+    mirror = first_version(specs, rng)
+    weights.load(mirror)
+    newer, patches = next_version(mirror, specs, rng, 0.5)
+    weights.swap(weights.prepare(patches, mirror, newer.version, digest=newer.digest))
+    assert weights.attest() == newer.digest
+    return newer
+
+
+@pytest.mark.parametrize("unknown", ["skipped", "refused"])
+def test_an_engine_that_knows_a_tied_tensor_by_its_alias_is_loaded(unknown):
+    """As vLLM, which leaves the head of a tied model out."""
+
+    def load(live, name, weight):
+        if name == "head" and unknown == "refused":
+            raise KeyError(name)
+        if name != "head":
+            live[name].copy_(weight)
+
+    engine = Engine(load, embed=bf16(6, 4), norm=bf16(4))
+    mirror = followed(engine, specs_of(head=(6, 4), norm=(4,)), {"embed": "head"})
+    live = engine.bits()["embed"].numpy().reshape(-1)
+    assert (live == mirror.tensors["head"].view(np.int16)).all()
+
+
+def test_an_engine_that_holds_a_tied_tensor_twice_gets_both():
+    def load(live, name, weight):
+        live[name].copy_(weight)
+
+    engine = Engine(load, embed=bf16(6, 4), head=bf16(6, 4))
+    mirror = followed(engine, specs_of(head=(6, 4)), {"embed": "head"})
+    for name in ("embed", "head"):
+        live = engine.bits()[name].numpy().reshape(-1)
+        assert (live == mirror.tensors["head"].view(np.int16)).all()
+
+
+def test_an_alias_that_the_engine_does_not_know_changes_nothing():
+    def load(live, name, weight):
+        live[name].copy_(weight)  # A name that is unknown is a KeyError.
+
+    engine = Engine(load, head=bf16(6, 4))
+    followed(engine, specs_of(head=(6, 4)), {"embed": "head"})

@@ -72,7 +72,9 @@ class RankWeights:
         version = min(peers.gather([newest]))[0]
         live: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
         live |= dict(model.named_parameters(remove_duplicate=False))
-        found = self._together(lambda: probe(self._load_weights, run.tensors, live))
+        found = self._together(
+            lambda: probe(self._load_weights, run.tensors, live, aliases=run.aliases)
+        )
         placement = assign_ownership(peers.gather_structs(found))[peers.number]
         self._together(lambda: _refuse(model, placement))
         mirror = self._together(
