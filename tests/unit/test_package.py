@@ -65,6 +65,7 @@ FLAGS = {
         "--to",
         "--watch",
         "--settle",
+        "--files",
         "--idle",
         "--name",
         "--anchor-every",

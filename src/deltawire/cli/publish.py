@@ -36,6 +36,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="a subfolder is complete once unchanged for this long (default: 5)",
     )
     parser.add_argument(
+        "--files",
+        default="",
+        metavar="MODEL_DIR",
+        help="take config.json, tokenizer and the like from here where a directory lacks them",
+    )
+    parser.add_argument(
         "--idle", type=seconds, default=0.0, metavar="S", help="end after so long without any"
     )
     parser.add_argument("--name", default="", help="name of a new run (default: the bucket's)")
@@ -73,11 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.launch.progress import parse_strides
     from deltawire.launch.publishing import PublishOptions, publish_directories
     from deltawire.launch.role_keys import read_signer
+    from deltawire.sync.huggingface.checkpoint_dir import NO_FILES, lent_files
     from deltawire.sync.huggingface.checkpoint_watcher import CheckpointWatcher
 
+    lent = lent_files(Path(arguments.files)) if arguments.files else NO_FILES
     watcher = None
     if arguments.watch:
-        watcher = CheckpointWatcher(Path(arguments.watch), settle_s=arguments.settle)
+        folder = Path(arguments.watch)
+        watcher = CheckpointWatcher(folder, settle_s=arguments.settle, lent=lent)
     options = PublishOptions(
         name=arguments.name,
         signer=read_signer(arguments.key),
@@ -89,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
         dry_run=arguments.dry_run,
         backwards=arguments.backwards,
+        lent=lent,
     )
     publish_directories(
         arguments.to,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,11 @@ from deltawire.errors import InputError
 from deltawire.launch.progress import Bars, bars
 from deltawire.store import Bucket, MeteredBucket, open_bucket
 from deltawire.sync.huggingface.checkpoint_dir import Checkpoint, read_checkpoint
-from deltawire.sync.huggingface.checkpoint_watcher import CheckpointWatcher, checkpoint_order
+from deltawire.sync.huggingface.checkpoint_watcher import (
+    CheckpointWatcher,
+    checkpoint_name,
+    checkpoint_order,
+)
 from deltawire.sync.huggingface.publish_dirs import (
     CheckpointPublisher,
     DirectoryResult,
@@ -54,6 +58,7 @@ class PublishOptions:
     threads: int | None = None
     dry_run: bool = False
     backwards: bool = False
+    lent: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def publish_directories(
@@ -72,9 +77,9 @@ def publish_directories(
     if watcher is None and not paths:
         raise InputError("nothing to publish", hint="name directories, or a folder to --watch")
     for path in paths:  # Refused now, not after an hour of publishing.
-        read_checkpoint(path)
+        read_checkpoint(path, lent=options.lent)
     with bars(hidden=as_json) as bar, _open(location, options, bar) as publisher:
-        session = _Session(publisher, bar, as_json=as_json)
+        session = _Session(publisher, bar, lent=options.lent, as_json=as_json)
         session.publish_all(paths, backwards=options.backwards)
         if watcher is not None:
             session.watch(watcher, idle_s=idle_s)
@@ -98,6 +103,7 @@ def _open(location: str, options: PublishOptions, bar: Bars) -> CheckpointPublis
         grace_s=options.grace_s,
         dry_run=options.dry_run,
         backwards=options.backwards,
+        lent=options.lent,
         threads=options.threads,
         progress=bar.advance,
         on_digest=lambda path: bar.begin(f"uploading {path.name}"),
@@ -109,8 +115,16 @@ def _open(location: str, options: PublishOptions, bar: Bars) -> CheckpointPublis
 
 
 class _Session:
-    def __init__(self, publisher: CheckpointPublisher, bar: Bars, *, as_json: bool) -> None:
+    def __init__(
+        self,
+        publisher: CheckpointPublisher,
+        bar: Bars,
+        *,
+        lent: Mapping[str, bytes],
+        as_json: bool,
+    ) -> None:
         self._publisher = publisher
+        self._lent = lent
         self._bar = bar
         self._json = as_json
 
@@ -134,7 +148,7 @@ class _Session:
     def publish(self, path: Path, *, in_name_order: bool = False) -> None:
         """Publish one directory and report what became of it."""
         started = time.perf_counter()
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(path, lent=self._lent)
         self._bar.begin(f"reading {path.name}", checkpoint.bytes)
         outcome = self._publisher.publish(path, in_name_order=in_name_order)
         self._bar.hide()
@@ -142,21 +156,25 @@ class _Session:
 
     def watch(self, watcher: CheckpointWatcher, *, idle_s: float) -> None:
         """Publish each subfolder once it is complete, until interrupted or idle."""
-        logged = 0
+        logged = told = 0
         last = time.monotonic()
         while True:
             for path in watcher.ready():
                 try:
                     self.publish(path, in_name_order=True)
                 except CheckpointDirError as error:  # Trainers also remove old checkpoints.
-                    self._bar.log(f"{path.name} is skipped: {error}")
+                    self._bar.log(f"{checkpoint_name(path)} is skipped: {error}")
                     continue
                 last = time.monotonic()
             for path in sorted(watcher.passed_over, key=checkpoint_order)[logged:]:
                 self._bar.log(
-                    f"{path.name} was complete only after a later one had been published; skipped"
+                    f"{checkpoint_name(path)} was complete only after a later one had been "
+                    "published; skipped"
                 )
             logged = len(watcher.passed_over)
+            for path, why in watcher.not_taken[told:]:
+                self._bar.log(f"{path.relative_to(watcher.folder)} is not taken: {why}")
+            told = len(watcher.not_taken)
             if idle_s and time.monotonic() - last > idle_s:
                 return
             time.sleep(POLL_S)
@@ -177,7 +195,8 @@ class _Session:
         if self._json:
             print(safe_json(row), flush=True)  # noqa: T201
             return
-        line = f"{outcome.path.name}: version {outcome.version}"
+        name = checkpoint_name(outcome.path)
+        line = f"{name}: version {outcome.version}"
         if stats is not None:
             kinds = [
                 f"{name} {byte_size(count)}"
@@ -189,7 +208,7 @@ class _Session:
         elif outcome.state == "there":
             line += " already"
         elif outcome.state == "older":
-            line = f"{outcome.path.name} comes before what is published: skipped"
+            line = f"{name} comes before what is published: skipped"
         else:
             line += f" to publish, {len(checkpoint.specs)} tensors of {byte_size(outcome.bytes)}"
         if checkpoint.left_out:

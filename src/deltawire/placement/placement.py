@@ -288,8 +288,7 @@ class _Table:
         count = len(set(self.stored))
         named = {self.stored[region.tensor] for region in regions if region.tensor >= count}
         regions[:] = [
-            msgspec.structs.replace(region, tensor=self.stored[region.tensor])
-            for region in regions
+            msgspec.structs.replace(region, tensor=self.stored[region.tensor]) for region in regions
         ]
         self.tensors = self.tensors[:count]
         self.unplaced = {

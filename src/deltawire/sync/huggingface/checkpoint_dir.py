@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from blake3 import blake3
 
@@ -46,6 +47,11 @@ from deltawire.sync.publish.safetensors_files import (
 )
 from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import MAX_MODEL_FILES, ModelFile, Run, TensorSpec
+
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
+
+MARKER = "STABLE"
+"""An empty file that some trainers create last in a directory: it is complete."""
 
 DIGEST_ELEMENTS = 1 << 23
 """Elements that a thread reads and digests at a time."""
@@ -106,14 +112,14 @@ class Checkpoint:
         return total
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a directory's headers and other files.
+def read_checkpoint(path: Path, *, lent: Mapping[str, bytes] = NO_FILES) -> Checkpoint:
+    """Read a directory's headers and other files; ``lent`` are files that it may lack.
 
     Raises `CheckpointDirError` if it is no complete Hugging Face directory, or one that could not
     be written again byte for byte.
     """
     try:
-        return _read_checkpoint(path)
+        return _read_checkpoint(path, lent)
     except CheckpointDirError:
         raise
     except InputError as error:
@@ -124,7 +130,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
         ) from error
 
 
-def _read_checkpoint(path: Path) -> Checkpoint:
+def lent_files(folder: Path) -> dict[str, bytes]:
+    """Read the files of a model directory that others may lack: all that is carried but weights.
+
+    Raises `InputError` if it has no config.json.
+    """
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"{folder} has no config.json", hint="--files takes a Hugging Face model directory"
+        )
+    weights = {file.name for file in folder.glob(f"*{SUFFIX}")}
+    return other_files(folder, weights | {INDEX})[0]
+
+
+def _read_checkpoint(path: Path, lent: Mapping[str, bytes]) -> Checkpoint:
     if not path.is_dir():
         raise InputError(f"there is no directory {path}", hint="is the path right?")
     names = weight_files(path)
@@ -143,9 +162,12 @@ def _read_checkpoint(path: Path) -> Checkpoint:
                 hint="is it still being written?",
             )
     files, left_out = other_files(path, set(names))
+    own = {name.casefold() for name in files}
+    files |= {name: data for name, data in lent.items() if name.casefold() not in own}
     files[LAYOUT] = encode_layout(layout)
     if len(files) > MAX_MODEL_FILES:
         raise InputError(f"{path} has {len(files)} files, the most is {MAX_MODEL_FILES}")
+    left_out = [name for name in left_out if name != MARKER]
     return Checkpoint(path, specs, {tensor.spec.name: tensor for tensor in found}, files, left_out)
 
 
@@ -165,6 +187,11 @@ def weight_files(path: Path) -> list[str]:
         names = sorted(file.name for file in path.glob(f"*{SUFFIX}"))
     if not names:
         raise InputError(f"there are no safetensors files in {path}")
+    if all(str(name).startswith("adapter_") for name in names):
+        raise InputError(
+            f"{path} holds an adapter and no base",
+            hint="merge it into its base, or publish from Python: deltawire.tensors_of(peft_model)",
+        )
     for name in names:
         if not isinstance(name, str) or not portable_name(name) or not name.endswith(SUFFIX):
             raise InputError(f"{path}: {str(name)[:80]!r} cannot name a safetensors file")

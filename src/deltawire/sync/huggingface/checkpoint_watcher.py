@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltawire.errors import InputError
-from deltawire.sync.huggingface.checkpoint_dir import read_checkpoint
+from deltawire.sync.huggingface.checkpoint_dir import MARKER, NO_FILES, read_checkpoint
 
 Fingerprint = tuple[tuple[str, int, int], ...]
+
+
+NESTED = "policy"
+"""A folder within a subfolder that is the checkpoint itself: SkyRL exports ``global_step_N/policy``
+beside the trainer's other models."""
 
 
 @dataclass
@@ -25,9 +30,13 @@ class CheckpointWatcher:
 
     A subfolder is complete when it has a config.json, every safetensors file that its index names
     (without an index, files that are no numbered shards), each as long as its header states, and
-    none of its files has changed for ``settle_s``. They come in the order of the last number in
-    their names (``checkpoint-900`` before ``checkpoint-1000``), then of the names. One that becomes
-    complete after a later one was yielded is passed over: versions only go forward.
+    none of its files has changed for ``settle_s``. ``lent`` are files that it may lack, such as
+    config.json. One with the file ``STABLE`` is complete at once, and where one has it, the others
+    are not complete without. Of a subfolder with a folder ``policy``, that is the checkpoint.
+
+    They come in the order of the last number in their names (``checkpoint-900`` before
+    ``checkpoint-1000``), then of the names. One that becomes complete after a later one was yielded
+    is passed over: versions only go forward.
 
     Example::
 
@@ -39,28 +48,46 @@ class CheckpointWatcher:
     """
 
     def __init__(
-        self, folder: Path, *, settle_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: Path,
+        *,
+        settle_s: float = 5.0,
+        lent: Mapping[str, bytes] = NO_FILES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not folder.is_dir():
             raise InputError(f"there is no folder {folder} to watch", hint="is the path right?")
         self.folder = folder
+        self.lent = lent
         self.passed_over: list[Path] = []
+        self.not_taken: list[tuple[Path, str]] = []
+        """Subfolders that are not complete although nothing of them changes, each once, and why."""
         self._settle_s = settle_s
         self._clock = clock
         self._candidates: dict[Path, _Candidate] = {}
         self._yielded: set[Path] = set()
+        self._told: set[Path] = set()
+        self._marked = False
         self._last: tuple[int, str] | None = None
 
     def ready(self) -> Iterator[Path]:
         """Yield the subfolders that are complete by now and were not yielded before, in order."""
         now = self._clock()
-        waiting = (path for path in _subfolders(self.folder) if path not in self._yielded)
+        found = [_checkpoint_in(path) for path in _subfolders(self.folder)]
+        self._marked = self._marked or any((path / MARKER).exists() for path in found)
+        waiting = (path for path in found if path not in self._yielded)
         for path in sorted(waiting, key=checkpoint_order):
             seen = self._candidates.setdefault(path, _Candidate(since=now))
             fingerprint = fingerprint_of(path)
             if fingerprint != seen.fingerprint:
                 seen.fingerprint, seen.since = fingerprint, now
-            if now - seen.since < self._settle_s or not is_complete(path):
+            settled = now - seen.since >= self._settle_s
+            if not settled and not (path / MARKER).exists():
+                continue
+            if fault := self._fault(path):
+                if settled and path not in self._told:
+                    self._told.add(path)
+                    self.not_taken.append((path, fault))
                 continue
             self._yielded.add(path)
             del self._candidates[path]
@@ -70,22 +97,31 @@ class CheckpointWatcher:
             self._last = checkpoint_order(path)
             yield path
 
+    def _fault(self, path: Path) -> str:
+        """Say why a subfolder is not a complete checkpoint; empty if it is one."""
+        try:
+            if self._marked and not (path / MARKER).exists():
+                return f"it has no {MARKER}, which others here have; is it still being written?"
+            read_checkpoint(path, lent=self.lent)
+            if not (path / "config.json").is_file() and "config.json" not in self.lent:
+                return "it has no config.json; lend a model's files with --files MODEL_DIR"
+        except InputError as error:
+            return str(error)
+        except OSError as error:
+            return f"it cannot be read: {error.strerror or error}"
+        return ""
+
+
+def checkpoint_name(path: Path) -> str:
+    """Return the name of a checkpoint's folder among others: that which has its number."""
+    return path.parent.name if path.name == NESTED else path.name
+
 
 def checkpoint_order(path: Path) -> tuple[int, str]:
     """Return a checkpoint's place among others: the last number in its name, then the name."""
-    numbers = re.findall(r"[0-9]+", path.name)
-    return (int(numbers[-1]) if numbers else -1, path.name)
-
-
-def is_complete(path: Path) -> bool:
-    """Return whether everything that a Hugging Face directory needs is there, at its full size."""
-    try:
-        if not (path / "config.json").is_file():
-            return False
-        read_checkpoint(path)
-    except (InputError, OSError):
-        return False
-    return True
+    name = checkpoint_name(path)
+    numbers = re.findall(r"[0-9]+", name)
+    return (int(numbers[-1]) if numbers else -1, name)
 
 
 def fingerprint_of(path: Path) -> Fingerprint:
@@ -98,6 +134,15 @@ def fingerprint_of(path: Path) -> Fingerprint:
     except OSError:  # A file is being renamed or removed.
         return ()
     return tuple(found)
+
+
+def _checkpoint_in(path: Path) -> Path:
+    """Return the folder within a subfolder that is its checkpoint, or the subfolder itself."""
+    nested = path / NESTED
+    try:
+        return nested if nested.is_dir() and not any(path.glob("*.safetensors")) else path
+    except OSError:  # It is being removed.
+        return path
 
 
 def _subfolders(folder: Path) -> list[Path]:

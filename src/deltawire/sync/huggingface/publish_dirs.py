@@ -8,7 +8,7 @@ published: old weights never become the newest version unless the caller says so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from deltawire.sync.chain.objects import committed_versions, files_of, read_mani
 from deltawire.sync.chain.route_finder import READERS
 from deltawire.sync.follow.fetch import in_order
 from deltawire.sync.huggingface.checkpoint_dir import (
+    NO_FILES,
     Checkpoint,
     check_alike,
     put_files,
@@ -31,6 +32,7 @@ from deltawire.sync.huggingface.checkpoint_dir import (
 )
 from deltawire.sync.huggingface.checkpoint_watcher import (
     Fingerprint,
+    checkpoint_name,
     checkpoint_order,
     fingerprint_of,
 )
@@ -87,7 +89,8 @@ class CheckpointPublisher:
 
     ``retain`` keeps this many of the newest versions readable and prunes older ones after each
     anchor; 0 keeps all. ``backwards`` lets weights of an earlier version, or of a directory that
-    comes before a published one, become the newest version. ``options`` go to `Publisher`.
+    comes before a published one, become the newest version. ``lent`` are files, such as
+    config.json, that directories may lack. ``options`` go to `Publisher`.
     ``progress`` gets the bytes that were read, ``on_digest`` a directory that is to be uploaded,
     ``on_version`` the versions read at the start and their number. Not for use by several threads
     at once.
@@ -110,6 +113,7 @@ class CheckpointPublisher:
         grace_s: float = GRACE_S,
         backwards: bool = False,
         dry_run: bool = False,
+        lent: Mapping[str, bytes] = NO_FILES,
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
         on_digest: Callable[[Path], None] | None = None,
@@ -124,6 +128,7 @@ class CheckpointPublisher:
         self._grace_s = grace_s
         self._backwards = backwards
         self._dry_run = dry_run
+        self._lent = lent
         self._threads = threads
         self._progress = progress
         self._on_digest = on_digest
@@ -158,7 +163,7 @@ class CheckpointPublisher:
         """Return the newest version that a directory's weights are, None if they are none."""
         if not self._versions:
             return None
-        digest = self._digest(read_checkpoint(path)).hex()
+        digest = self._digest(read_checkpoint(path, lent=self._lent)).hex()
         found = [v for v, known in self._versions.items() if known.digest == digest]
         return max(found, default=None)
 
@@ -171,7 +176,7 @@ class CheckpointPublisher:
         Raises `CheckpointDirError` if it is no complete Hugging Face directory, holds another model
         than the run's, or changes meanwhile, `FencedError` if another publisher has taken the run.
         """
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(path, lent=self._lent)
         if self.run is not None:
             check_alike(checkpoint, self.run, url=self.bucket.url)
         digest = self._digest(checkpoint)
@@ -187,7 +192,7 @@ class CheckpointPublisher:
             self._on_digest(path)
         stats = None if self._dry_run else self._commit(checkpoint, digest, files)
         self._at = self._newest + 1 if stats is None else stats.version
-        self._versions[self._at] = _Version(digest.hex(), files, path.resolve().name)
+        self._versions[self._at] = _Version(digest.hex(), files, checkpoint_name(path.resolve()))
         if stats is not None and stats.bytes_anchor and self._retain:
             self._prune(stats.version)
         return DirectoryResult(
@@ -251,7 +256,7 @@ class CheckpointPublisher:
     def _commit(
         self, checkpoint: Checkpoint, digest: Digest, files: list[ModelFile]
     ) -> CommitStats:
-        metadata = {CHECKPOINT_RECORD: checkpoint.path.resolve().name}
+        metadata = {CHECKPOINT_RECORD: checkpoint_name(checkpoint.path.resolve())}
         put_files(self.bucket, checkpoint.files)
         publisher = self._publisher
         if publisher is None:
