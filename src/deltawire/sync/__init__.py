@@ -27,8 +27,9 @@ from deltawire.sync.huggingface.checkpoint_watcher import CheckpointWatcher
 from deltawire.sync.huggingface.publish_dirs import CheckpointPublisher
 from deltawire.sync.maintain.relay import Relay, Relayed
 from deltawire.sync.maintain.retention import Pruned, prune
+from deltawire.sync.publish.commit import CommitStats
 from deltawire.sync.publish.compaction import COMPACTION_STRIDES, Compactor
-from deltawire.sync.publish.publisher import CommitStats, Publisher
+from deltawire.sync.publish.publisher import Publisher
 from deltawire.sync.publish.safetensors_files import read_safetensors
 from deltawire.sync.publish.sharded import ShardPublisher
 from deltawire.sync.publish.sources import open_publisher

@@ -48,7 +48,8 @@ class Part(
 ):
     """The contribution of one of ``ranks`` ranks to a version: its pieces, uploaded and waiting for
     the leader's manifest. ``base_digest`` is that of the whole model at the base, ``digest`` that
-    of the rank's share of the version: those of all ranks add up to the version's digest."""
+    of the rank's share of the version: those of all ranks add up to the version's digest.
+    ``changed`` counts the elements that its delta changes."""
 
     run: Identity
     version: Index
@@ -60,6 +61,7 @@ class Part(
     digest: Sum
     delta: PayloadRef | None = None
     anchor: PayloadRef | None = None
+    changed: Index = 0
 
     @property
     def payloads(self) -> list[PayloadRef]:

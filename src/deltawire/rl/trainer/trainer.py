@@ -75,7 +75,7 @@ from deltawire.sync import (
 )
 from deltawire.train.checkpoint import CheckpointWriter, checkpoint_versions
 from deltawire.train.masters import MasterWeights
-from deltawire.train.parallel.mesh import world_of
+from deltawire.train.parallel.ranks import world_of
 from deltawire.train.statistics import GroupStatistics
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire import keys

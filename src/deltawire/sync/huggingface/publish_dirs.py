@@ -37,7 +37,8 @@ from deltawire.sync.huggingface.checkpoint_watcher import (
     fingerprint_of,
 )
 from deltawire.sync.maintain.retention import GRACE_S, prune
-from deltawire.sync.publish.publisher import CommitStats, Publisher
+from deltawire.sync.publish.commit import CommitStats
+from deltawire.sync.publish.publisher import Publisher
 from deltawire.sync.publish.safetensors_files import CheckpointDirError
 from deltawire.sync.publish.sources import open_publisher
 from deltawire.wire.manifest import Manifest

@@ -78,6 +78,56 @@ class Encoded(NamedTuple):
         return sum(self.sums.values(), codec.ZERO)
 
 
+@dataclass(frozen=True)
+class CommitStats:
+    """Sizes and times of one committed version; the trainer waited for ``blocked_ms``.
+
+    ``compaction_error`` is why compacted deltas could not be made lately, empty if all could.
+    """
+
+    version: int
+    digest: str
+    bytes_delta: int
+    bytes_full: int
+    bytes_anchor: int
+    changed: int
+    elements: int
+    blocked_ms: float
+    encode_ms: float
+    upload_ms: float
+    compaction_error: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        run: Run,
+        *,
+        changed: int,
+        blocked_ms: float,
+        encode_ms: float,
+        upload_ms: float,
+        compaction_error: str,
+    ) -> CommitStats:
+        """Describe what ``manifest`` committed; ``changed`` counts the elements of its delta."""
+        elements = sum(tensor.count for tensor in run.tensors)
+        return cls(
+            version=manifest.version,
+            digest=manifest.digest,
+            bytes_delta=manifest.delta.bytes if manifest.delta else 0,
+            bytes_full=sum(
+                tensor.count * codec.unsigned_of(tensor.dtype).itemsize for tensor in run.tensors
+            ),
+            bytes_anchor=manifest.anchor.bytes if manifest.anchor else 0,
+            changed=changed if manifest.delta else elements,
+            elements=elements,
+            blocked_ms=blocked_ms,
+            encode_ms=encode_ms,
+            upload_ms=upload_ms,
+            compaction_error=compaction_error,
+        )
+
+
 @dataclass
 class AnchorSchedule:
     """Decides which versions are stored whole.
@@ -276,6 +326,7 @@ class VersionWriter:
             digest=encoded.digest.hex(),
             delta=store(encoded.delta),
             anchor=store(encoded.anchor),
+            changed=encoded.changed,
         )
 
     def merge(

@@ -33,6 +33,7 @@ from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.publish.commit import (
     AnchorSchedule,
+    CommitStats,
     Encoded,
     VersionWriter,
     create_manifest,
@@ -45,26 +46,6 @@ from deltawire.sync.publish.tied_tensors import memory_key
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec
 from deltawire.wire.seal import Signer
-
-
-@dataclass(frozen=True)
-class CommitStats:
-    """Sizes and times of one committed version; the trainer waited for ``blocked_ms``.
-
-    ``compaction_error`` is why compacted deltas could not be made lately, empty if all could.
-    """
-
-    version: int
-    digest: str
-    bytes_delta: int
-    bytes_full: int
-    bytes_anchor: int
-    changed: int
-    elements: int
-    blocked_ms: float
-    encode_ms: float
-    upload_ms: float
-    compaction_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,8 +127,6 @@ class Publisher:
         self._nonces: set[str] = set()
         """Identifies the manifests that this publisher tried to create for the next version."""
         self._unanswered: _Attempt | None = None
-        self._elements = sum(tensor.count for tensor in run.tensors)
-        self._bytes_full = sum(bits.nbytes for bits in mirror.tensors.values())
         self.compaction = CompactionThread(
             self.bucket,
             run,
@@ -364,14 +343,10 @@ class Publisher:
         self.compaction.wake(manifest.version)
         if self._on_commit is not None:
             self._on_commit(
-                CommitStats(
-                    version=manifest.version,
-                    digest=manifest.digest,
-                    bytes_delta=manifest.delta.bytes if manifest.delta else 0,
-                    bytes_full=self._bytes_full,
-                    bytes_anchor=manifest.anchor.bytes if manifest.anchor else 0,
-                    changed=attempt.encoded.changed if manifest.delta else self._elements,
-                    elements=self._elements,
+                CommitStats.of(
+                    manifest,
+                    self.run,
+                    changed=attempt.encoded.changed,
                     blocked_ms=attempt.step.blocked_ms,
                     encode_ms=encode_s * 1e3,
                     upload_ms=upload_s * 1e3,

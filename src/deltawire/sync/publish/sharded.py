@@ -18,18 +18,25 @@ starts from there. A rank that fails creates a refusal, so that no other rank wa
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from deltawire import codec
 from deltawire.codec import Digest
-from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
+from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError, RetryError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import check_signed
 from deltawire.sync.follow.mirror import Mirror
-from deltawire.sync.publish.commit import AnchorSchedule, Encoded, VersionWriter, create_manifest
+from deltawire.sync.publish.commit import (
+    AnchorSchedule,
+    CommitStats,
+    Encoded,
+    VersionWriter,
+    create_manifest,
+)
+from deltawire.sync.publish.compaction import CompactionThread
 from deltawire.sync.publish.encoding import BLOB_BYTES
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.wire import keys
@@ -56,7 +63,9 @@ class ShardPublisher:
     where a range does not begin at element 0; the ranges of all ranks together must cover every
     tensor once. With version -1 in it the first `publish` makes version 0. ``session`` is the
     same on all ranks and has never been used in this run before; the epoch is as for `Publisher`.
-    A session that has failed once is over: every later call raises the same error.
+    A session that has failed once is over: every later call raises the same error. On the leader,
+    ``on_commit`` is called after each commit, in the publisher's thread, and compacted deltas are
+    made over ``compaction_strides``.
 
     Example::
 
@@ -79,10 +88,12 @@ class ShardPublisher:
         session: str,
         anchor_every: int = 50,
         anchor_share: float = 0.0,
+        compaction_strides: Sequence[int] = (),
         timeout_s: float = 600.0,
         signer: Signer | None = None,
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
+        on_commit: Callable[[CommitStats], None] | None = None,
     ) -> None:
         if not 0 <= rank < ranks:
             raise InputError(f"rank {rank} of {ranks}", hint="ranks count from 0")
@@ -103,6 +114,16 @@ class ShardPublisher:
         self._check_pieces()
         self._session = session
         self._timeout_s = timeout_s
+        self._on_commit = on_commit
+        self._compaction = CompactionThread(
+            self.bucket,
+            run,
+            compaction_strides if rank == LEADER else (),
+            signer=signer,
+            threads=threads,
+            blob_bytes=blob_bytes,
+        )
+        self._submitted = -1
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shards")
         self._copier = Copier(threads)
         self._pending: Future[None] | None = None
@@ -135,19 +156,36 @@ class ShardPublisher:
         """The digest of the whole model at that version."""
         return self._writer.baseline.digest
 
-    def publish(self, shards: Mapping[str, Any], *, metadata: dict[str, Any] | None = None) -> int:
+    @property
+    def next_version(self) -> int:
+        """The number that the next call of `publish` commits under, the same on all ranks unless
+        an object that cannot be read took it meanwhile: see `Publisher.next_version`."""
+        if self._pending is not None:
+            return max(self._submitted + 1, self._writer.next_version)
+        return self._writer.next_version
+
+    def publish(
+        self,
+        shards: Mapping[str, Any],
+        *,
+        partial: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> int:
         """Copy this rank's ``shards`` and commit them with the other ranks' as the next version.
 
         ``shards`` maps names to contiguous flat or shaped arrays or CPU tensors, of as many
-        elements as the mirror holds. Returns the version, which is committed in the background.
+        elements as the mirror holds. With ``partial``, shards that are left out keep their bits,
+        and cost nothing. Returns the version, which is committed in the background.
         The leader's ``metadata`` counts. Raises what the version before failed with, `InputError`
         for shards that are not the mirror's, or too much metadata.
         """
+        started = time.perf_counter()
         checked = self._writer.check_metadata(metadata)
         self.flush()
-        self._stage(shards)
-        version = self._writer.next_version
-        self._pending = self._pool.submit(self._commit, version, checked)
+        self._stage(shards, partial=partial)
+        blocked_ms = (time.perf_counter() - started) * 1e3
+        self._submitted = version = self._writer.next_version
+        self._pending = self._pool.submit(self._commit, version, checked, blocked_ms)
         return version
 
     def flush(self) -> None:
@@ -165,17 +203,19 @@ class ShardPublisher:
         self._pending = None
 
     def close(self) -> None:
-        """Wait for the version under way and end the thread."""
+        """Wait for the version under way and end the threads."""
         try:
             if self._failure is None:
                 self.flush()
         finally:
             self._pool.shutdown()
             self._copier.close()
+            self._compaction.close()
 
-    def _stage(self, shards: Mapping[str, Any]) -> None:
+    def _stage(self, shards: Mapping[str, Any], *, partial: bool) -> None:
         held = self._writer.staging.tensors
-        if odd := sorted(shards.keys() ^ held.keys()):
+        rest = held.keys() - shards.keys() if partial and not self._writer.first else set[str]()
+        if odd := sorted((shards.keys() | rest) ^ held.keys()):
             raise InputError(f"the shards are not the mirror's; only one of the two has {odd[:5]}")
         dtypes = {spec.name: spec.dtype for spec in self.run.tensors}
         found = {name: codec.bits_of(shard, dtypes[name]) for name, shard in shards.items()}
@@ -184,32 +224,51 @@ class ShardPublisher:
                 raise InputError(
                     f"the shard of {name} has {bits.size} elements, the mirror {held[name].size}"
                 )
-        self._writer.differing.update(found)
+        kept, differing = self._writer.baseline.tensors, self._writer.differing
+        found |= {name: kept[name] for name in rest if name in differing}
+        differing.difference_update(rest)
+        differing.update(shards)
         self._copier.copy((held[name], bits) for name, bits in found.items())
 
-    def _commit(self, version: int, metadata: dict[str, Any]) -> None:
+    def _commit(self, version: int, metadata: dict[str, Any], blocked_ms: float) -> None:
         try:
-            self._commit_version(version, metadata)
+            self._commit_version(version, metadata, blocked_ms)
         except RetryError:
             raise
         except Exception as error:
             self._refuse(version, error)
             raise
 
-    def _commit_version(self, version: int, metadata: dict[str, Any]) -> None:
+    def _commit_version(self, version: int, metadata: dict[str, Any], blocked_ms: float) -> None:
+        started = time.perf_counter()
         self._writer.check_head()
         encoded = self._writer.encode()
+        encoded_at = time.perf_counter()
         self._create_part(version, encoded)
+        changed = encoded.changed
         if self.rank == LEADER:
-            manifest, data = self._writer.merge(
-                [self._await_part(version, rank) for rank in range(self.ranks)],
-                nonce=self._session,
-                metadata=metadata,
-            )
+            parts = [self._await_part(version, rank) for rank in range(self.ranks)]
+            changed = sum(part.changed for part in parts)
+            manifest, data = self._writer.merge(parts, nonce=self._session, metadata=metadata)
             create_manifest(self._writer, manifest, data)
         manifest = self._await_manifest(version)
         self._writer.confirm(manifest, encoded)
         self._writer.advance(manifest, encoded)
+        if self.rank != LEADER:
+            return
+        self._compaction.wake(version)
+        if self._on_commit is not None:
+            self._on_commit(
+                CommitStats.of(
+                    manifest,
+                    self.run,
+                    changed=changed,
+                    blocked_ms=blocked_ms,
+                    encode_ms=(encoded_at - started) * 1e3,
+                    upload_ms=(time.perf_counter() - encoded_at) * 1e3,
+                    compaction_error=str(self._compaction.error or ""),
+                )
+            )
 
     def _refuse(self, version: int, error: Exception) -> None:
         """Tell the other ranks at once why this one fails, unless one of them said so before."""
@@ -225,7 +284,7 @@ class ShardPublisher:
             self.bucket.create(key, seal(refusal, key=key, signer=self._writer.signer))
 
     def _check_refusal(self, version: int) -> None:
-        """Raise `InputError` if another rank said that it cannot take part in this version.
+        """Raise `ResyncError` if another rank said that it cannot take part in this version.
 
         Raises `FencedError` instead if another publisher has taken the run: that rank may have been
         the first to notice.
@@ -244,7 +303,7 @@ class ShardPublisher:
         manifest = self._writer.find(version)
         if manifest is not None and manifest.nonce != self._session:
             raise self._writer.fence(version, "another publisher has committed this version")
-        raise InputError(
+        raise ResyncError(
             f"rank {found.rank} refused this version: {found.reason!r}",
             hint="see that rank's error, then start all of them again",
             run=self.bucket.url,

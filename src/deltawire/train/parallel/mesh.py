@@ -14,10 +14,8 @@ each part is sharded over ``spare``, the groups of one replica.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,10 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deltawire.config import TrainConfig
 from deltawire.errors import InputError
-
-TIMEOUT = timedelta(hours=1)
-"""How long a rank waits for another one. A rank that ends is noticed at once, by its connections;
-one that hangs is killed by the supervisor's watchdog."""
+from deltawire.train.parallel.ranks import broadcast, join_ranks, open_single_rank, world_of
 
 
 @dataclass(frozen=True)
@@ -101,25 +96,7 @@ class TrainerMesh:
 
     def broadcast(self, data: bytes = b"") -> bytes:
         """Returns rank 0's bytes."""
-        if self.ranks == 1:
-            return data
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, 0)
-        message = torch.zeros(int(size), dtype=torch.uint8)
-        if self.leads:
-            message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(message, 0)
-        return message.numpy().tobytes()
-
-
-def world_of() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as ``torchrun`` or Ray set them."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def local_rank() -> int:
-    """This process's number among the ranks on its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+        return broadcast(data)
 
 
 def open_mesh(config: TrainConfig, device: torch.device, *, sharded: bool = False) -> TrainerMesh:
@@ -135,7 +112,7 @@ def open_mesh(config: TrainConfig, device: torch.device, *, sharded: bool = Fals
         raise InputError(f"train: {found[0]}", hint=found[1])
     if ranks == 1 and config.compute == "float32" and not sharded:
         return TrainerMesh(0, 1, device, None, None, 0, 1)
-    _join(rank, ranks, device)
+    _join(ranks, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     sizes = {
@@ -171,19 +148,14 @@ def _joined(*axes: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate(list(axes)) if len(axes) > 1 else axes[0]
 
 
-def _join(rank: int, ranks: int, device: torch.device) -> None:
+def _join(ranks: int, device: torch.device) -> None:
     """Opens the default process group once; sums of figures always travel through the CPU."""
-    if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (rank, ranks):
-            raise InputError(
-                f"torch.distributed is open with {dist.get_world_size()} ranks, not {ranks}",
-                hint="let deltawire open it, or start as many ranks",
-            )
-        return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if ranks == 1:
-        # A store in memory: a plain process opens no socket for this.
-        store = dist.HashStore()  # type: ignore[attr-defined, unused-ignore]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
+        open_single_rank(device)
     else:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        join_ranks()
+    if dist.get_world_size() != ranks:
+        raise InputError(
+            f"torch.distributed is open with {dist.get_world_size()} ranks, not {ranks}",
+            hint="let deltawire open it, or start as many ranks",
+        )

@@ -5,7 +5,7 @@ import threading
 import pytest
 from shard_ranks import RANKS, close, publish_all, rank_publisher, shards
 
-from deltawire.errors import FencedError, InputError, RetryError
+from deltawire.errors import FencedError, InputError, ResyncError, RetryError
 from deltawire.store import open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, newest_version
 from deltawire.sync.publish.encoding import chunks_of
@@ -103,7 +103,7 @@ def test_a_rank_that_refuses_tells_the_others_at_once(bucket, monkeypatch, rank)
     errors = publish_all(publishers, 1)
     assert errors[rank].message == "planted\x1b[31m"
     for other in {*range(RANKS)} - {rank}:
-        assert isinstance(errors[other], InputError)
+        assert isinstance(errors[other], ResyncError)
         assert f"rank {rank} refused this version: 'InputError: planted" in errors[other].message
         assert "\x1b" not in errors[other].message
     close(publishers)
