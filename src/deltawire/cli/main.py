@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     supervised = False
     try:
         arguments = build_parser().parse_args(argv)
+        arguments.argv = list(sys.argv[1:] if argv is None else argv)
         supervised = getattr(arguments, "supervised", False)
         code = int(arguments.call(arguments))
         if sys.stdout is not None:

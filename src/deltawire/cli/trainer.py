@@ -36,6 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Train until the run's last version."""
     from deltawire.launch.processes import read_config, run_as_trainer
+    from deltawire.runtime.supervisor import COMMAND
 
     if bool(arguments.config) != bool(arguments.model):
         raise InputError("--config and --model go together", hint="give both, or neither")
@@ -49,5 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
         source = (config, Path(arguments.model))
     options = child_options(arguments)
-    run_as_trainer(arguments.run, source=source, options=options)
+    command = [*COMMAND, *arguments.argv]
+    run_as_trainer(arguments.run, source=source, options=options, command=command)
     return 0

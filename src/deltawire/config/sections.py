@@ -342,8 +342,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """The precision of forward and backward passes. Both compute with the published weights; the
     masters, their gradients and the optimizer are float32 in either case."""
     ranks: Ranks = 1
-    """Processes that weights are sharded over in training steps. The trainer of a run takes only 1;
-    `deltawire.train` steps under ``torchrun`` take its number."""
+    """Processes that weights are sharded over. ``deltawire run`` starts as many on this machine;
+    under ``torchrun`` the number that it starts counts."""
     replicate: Ranks = 1
     """Copies of the sharded weights (hybrid sharding): each lies on ranks / replicate ranks."""
     tensor_parallel: Ranks = 1

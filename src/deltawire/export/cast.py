@@ -61,14 +61,16 @@ class CastWeights:
         return {
             spec.name: cast(held[spec.name], spec.dtype)
             for spec in self._specs
-            if held[spec.name].requires_grad or not isinstance(held[spec.name], Parameter)
+            if _may_change(held[spec.name])
         }
 
-    def shards(self, rank: int) -> dict[str, LocalShard]:
+    def shards(self, rank: int, *, trained: bool = False) -> dict[str, LocalShard]:
         """See `WeightSource.shards`."""
         held = module_tensors(self._model)
         found = {}
         for spec in self._specs:
+            if trained and not _may_change(held[spec.name]):
+                continue
             dtype = TORCH_DTYPES[spec.dtype]
             shard = shard_of(spec.name, held[spec.name], rank=rank, dtype=dtype)
             if shard is not None:
@@ -90,6 +92,11 @@ class CastWeights:
                 _restore_part(held[spec.name], spec, mirror)
         else:
             LiveWeights(self._model, self._specs).load(mirror)
+
+
+def _may_change(tensor: Tensor) -> bool:
+    """Returns whether a training step may change a tensor: all but frozen parameters."""
+    return tensor.requires_grad or not isinstance(tensor, Parameter)
 
 
 def _restore_part(tensor: Tensor, spec: TensorSpec, mirror: Mirror) -> None:

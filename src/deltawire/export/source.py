@@ -61,9 +61,10 @@ class WeightSource(Protocol):
 
     # To publish from several ranks, a source has two more methods.
     #
-    # def shards(self, rank: int) -> Mapping[str, LocalShard]:
+    # def shards(self, rank: int, *, trained: bool = False) -> Mapping[str, LocalShard]:
     #     Returns this rank's ranges of the published tensors, flat and on the CPU; the ranges of
-    #     all ranks cover every tensor once. All ranks call this together.
+    #     all ranks cover every tensor once. ``trained`` asks for those of `trained` only. All
+    #     ranks call this together.
     #
     # def wanted(self) -> Mapping[str, tuple[int, int] | None]:
     #     Returns the rows of each tensor that `restore` reads on this rank; None for all rows.

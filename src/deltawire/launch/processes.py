@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -19,16 +20,17 @@ import msgspec
 
 from deltawire.config import RunConfig, check_config, parse_config, read_values
 from deltawire.display import safe_line
-from deltawire.errors import InputError
+from deltawire.errors import CorruptError, InputError
 from deltawire.events import Role
+from deltawire.launch.ranks import ending_at_once, is_follower, is_rank, run_ranks
 from deltawire.launch.role_keys import owned_run, read_signer
 from deltawire.launch.shapes import find_profile, shaped_config
-from deltawire.runtime.process import Process
+from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.signed_bucket import grant_role
 from deltawire.runtime.trusted import ANY, ReaderTrust, trusted
 from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.wire.keys import valid_name
-from deltawire.wire.roles import TRAINER_ROLE, role_of
+from deltawire.wire.roles import TRAINER_ROLE, Pin, role_of
 from deltawire.wire.seal import Signer
 
 MAX_NAME = 40
@@ -102,7 +104,13 @@ def stay_off_the_hub() -> None:
 
 
 def _open_process(
-    location: str, name: str, role: Role, options: ChildOptions, *, signer: Signer | None = None
+    location: str,
+    name: str,
+    role: Role,
+    options: ChildOptions,
+    *,
+    signer: Signer | None = None,
+    pid: int | None = None,
 ) -> Process:
     """Open a process that signs with ``signer``, by default the key of its options.
 
@@ -115,7 +123,7 @@ def _open_process(
     signer = signer or read_signer(options.key)
     signed = trusted(bucket, options.trust, signer=signer, role=role_of(name))
     signed.over(RetryingBucket.over(bucket)).check_writer()
-    return Process(signed, name, role, supervised=options.supervised)
+    return Process(signed, name, role, supervised=options.supervised, pid=pid)
 
 
 def join_as_worker(location: str, *, name: str, patience_s: float, options: ChildOptions) -> None:
@@ -150,9 +158,44 @@ def _generated_name() -> str:
 
 
 def run_as_trainer(
-    location: str, *, source: tuple[RunConfig, Path] | None, options: ChildOptions
+    location: str,
+    *,
+    source: tuple[RunConfig, Path] | None,
+    options: ChildOptions,
+    command: Sequence[str] = (),
 ) -> None:
-    """Start the run of ``source`` (a configuration and a model directory), or continue one."""
+    """Start the run of ``source`` (a configuration and a model directory), or continue one.
+
+    A process without a launcher whose run has several ranks starts them on this machine with
+    ``command``, its own command line, and waits for them. Raises what the first of them that failed
+    says, as `RankError`.
+    """
+    if not is_rank():
+        ranks = _ranks_of(location, source)
+        if ranks > 1:
+            run_ranks(command, ranks, supervised=options.supervised)
+            return
+    with ending_at_once(options.supervised):
+        if is_follower():
+            _follow_trainer(location, options)
+        else:
+            _lead_trainer(location, source, options)
+
+
+def _ranks_of(location: str, source: tuple[RunConfig, Path] | None) -> int:
+    """The number of ranks that the run's trainer is configured to have; 1 if there is no run that
+    can be read, which the process then refuses."""
+    if source is not None:
+        return source[0].train.ranks
+    try:
+        return open_run(RetryingBucket(open_bucket(location)))[1].train.ranks
+    except (InputError, CorruptError):
+        return 1
+
+
+def _lead_trainer(
+    location: str, source: tuple[RunConfig, Path] | None, options: ChildOptions
+) -> None:
     signer, run_id = read_signer(options.key), ""
     if signer is not None:
         bucket = open_bucket(location)
@@ -160,12 +203,34 @@ def run_as_trainer(
         grant_role(bucket, signer, run_id=pin.run_id, role=TRAINER_ROLE, public_key=pin.public_key)
         options = replace(options, trust=replace(options.trust, pin=pin))
         run_id = pin.run_id
-    process = _open_process(location, "trainer", "trainer", options, signer=signer)
-    from deltawire.rl.trainer.trainer import run_trainer
+    # The supervisor started this rank's parent, and knows no other process id.
+    parent = os.getppid() if is_rank() and options.supervised else None
+    process = _open_process(location, "trainer", "trainer", options, signer=signer, pid=parent)
+    from deltawire.rl.trainer.entry import run_trainer
 
     process.handle_signals()
     with process.registered():
         run_trainer(process, source, signer=signer, run_id=run_id)
+
+
+def _follow_trainer(location: str, options: ChildOptions) -> None:
+    """Run a rank other than 0: it has no name, no lease and no heartbeat in the run."""
+    signer, opened = read_signer(options.key), list[Process]()
+    stay_off_the_hub()
+    pin(options.cpus)
+    from deltawire.rl.trainer.entry import follow_trainer
+    from deltawire.rl.trainer.orders import Start
+
+    def open_it(start: Start) -> Bucket:
+        trust = options.trust
+        if signer is not None:
+            trust = replace(trust, pin=Pin(signer.public_key, start.run))
+        own = replace(options, trust=trust, cpus="")
+        opened.append(_open_process(location, "trainer", "trainer", own, signer=signer))
+        opened[0].handle_signals()
+        return opened[0].bucket
+
+    follow_trainer(open_it, stopping=lambda: opened[0].stopping, signer=signer)
 
 
 def run_as_evaluator(location: str, *, options: ChildOptions) -> None:

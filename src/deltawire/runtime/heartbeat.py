@@ -63,7 +63,15 @@ class HeartbeatWriter:
     """
 
     def __init__(
-        self, bucket: Bucket, name: str, role: Role, *, nonce: str, host: str, supervised: bool
+        self,
+        bucket: Bucket,
+        name: str,
+        role: Role,
+        *,
+        nonce: str,
+        host: str,
+        supervised: bool,
+        pid: int | None = None,
     ) -> None:
         self.faults = FaultsConfig()
         self.lease = Lease(RetryingBucket(bucket), name, nonce)
@@ -76,6 +84,7 @@ class HeartbeatWriter:
         self._nonce = nonce
         self._host = host
         self._supervised = supervised
+        self._pid = pid or os.getpid()
         self._started_at = time.time()
         self._progress = Progress(time.monotonic(), "start", self.faults.long_s)
         self._longest: dict[str, float] = {}
@@ -161,7 +170,7 @@ class HeartbeatWriter:
             lease=self.lease.number,
             supervised=self._supervised,
             host=self._host,
-            pid=os.getpid(),
+            pid=self._pid,
             started_at=self._started_at,
             at=time.time(),
             number=self._number,

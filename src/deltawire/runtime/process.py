@@ -34,8 +34,9 @@ class Process:
     """One process of a run.
 
     It should stop on SIGTERM or SIGINT, and, if ``supervised``, once its supervisor is gone; only
-    the process id connects it to that. ``bucket`` repeats requests that the store did not answer;
-    events and heartbeats do not wait for that.
+    the process id connects it to that: its own, or ``pid`` if the supervisor started its parent.
+    ``bucket`` repeats requests that the store did not answer; events and heartbeats do not wait for
+    that.
 
     Example::
 
@@ -45,7 +46,15 @@ class Process:
                 process.heartbeat.progress("sample")
     """
 
-    def __init__(self, bucket: Bucket, name: str, role: Role, *, supervised: bool) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        name: str,
+        role: Role,
+        *,
+        supervised: bool,
+        pid: int | None = None,
+    ) -> None:
         self.bucket = RetryingBucket.over(bucket)
         self.name = name
         self.role: Role = role
@@ -54,7 +63,13 @@ class Process:
         self.host = socket.gethostname()[:64]
         self.started_at = time.time()
         self.heartbeat = HeartbeatWriter(
-            bucket, name, role, nonce=self.nonce, host=self.host, supervised=supervised
+            bucket,
+            name,
+            role,
+            nonce=self.nonce,
+            host=self.host,
+            supervised=supervised,
+            pid=pid,
         )
         self._parent = os.getppid()
         self._stop = threading.Event()

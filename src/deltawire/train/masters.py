@@ -108,6 +108,14 @@ class MasterWeights:
         found: Mapping[str, LocalShard] = source.shards(self.mesh.rank)
         return found
 
+    def trained(self) -> dict[str, Tensor]:
+        """This rank's part of what a step may have changed of what is published."""
+        if self.mesh.ranks == 1:
+            return dict(self.source.trained())
+        source: Any = self.source
+        shards: Mapping[str, LocalShard] = source.shards(self.mesh.rank, trained=True)
+        return {name: shard.bits for name, shard in shards.items()}
+
     def digest(self) -> Digest:
         """The digest that a version published now would have, from all ranks."""
         if self.mesh.ranks == 1:

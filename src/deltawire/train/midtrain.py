@@ -131,23 +131,30 @@ def midtrain_step(
 ) -> MidtrainResult:
     """Take one optimizer step on the mean cross-entropy of every token after a document's first.
 
-    The same inputs and the same number of threads give the same bits.
+    The same inputs, threads and ranks give the same bits. Every rank gets all documents and
+    computes its share.
     """
     policy = TrainedPolicy.of(masters.model, config.train)
-    device = next(masters.model.parameters()).device
+    mesh = masters.mesh
     groups = [_as_group(document) for document in documents]
-    (micro_batches,) = divide(groups, budget=config.train.max_tokens_per_batch, packed=policy.packs)
+    budget = config.train.max_tokens_per_batch
+    divided = divide(groups, budget=budget, ranks=mesh.data_ranks, packed=policy.packs)
+    some = next(members for rank in divided for members in rank if members)[:1]
     tokens = sum(len(document) - 1 for document in documents)
     loss, entropy = 0.0, 0.0
     with deterministic():
-        for members in micro_batches:
-            batch = collate(groups, members).to(device)
+        for members in divided[mesh.data_rank]:
+            # Ranks gather weights together: one without documents makes a pass that counts 0.
+            counts = bool(members)
+            batch = collate(groups, members or some).to(mesh.device)
             with policy.terms(batch) as terms:
-                part = -(terms.logprobs * batch.loss_mask_NC).sum() / tokens
+                part = -(terms.logprobs * batch.loss_mask_NC).sum() / tokens * counts
                 part.backward()  # type: ignore[no-untyped-call]
                 loss += float(part.detach())
-                entropy += float((terms.entropies.detach() * batch.loss_mask_NC).sum()) / tokens
+                entropies = (terms.entropies.detach() * batch.loss_mask_NC).sum() * counts
+                entropy += float(entropies) / tokens
         norm = masters.step()
+    loss, entropy = mesh.sum_data([loss, entropy]).tolist()
     return MidtrainResult(loss, norm, tokens, entropy)
 
 
@@ -165,6 +172,7 @@ def _as_group(document: NDArray[np.int32]) -> Group:
     return Group("midtrain", "", "", 1.0, document[:1], [rest])
 
 
-def seed_document_step(config: RunConfig, position: int) -> None:
-    """Seed torch's random numbers for the step that begins at a position, for dropout."""
-    torch.manual_seed((config.seed << 32) + position)
+def seed_document_step(config: RunConfig, position: int, *, rank: int = 0) -> None:
+    """Seed torch's random numbers for the step that begins at a position, for dropout, on a rank
+    that computes micro-batches of its own."""
+    torch.manual_seed((config.seed << 32) + position + (rank << 48))

@@ -66,7 +66,8 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     ``consumed`` names groups as (worker, sequence), in the order of training. ``hashes`` are the
     first `GROUP_HASH_DIGITS` hexadecimal digits of the BLAKE3 of each consumed group's bytes, so
     that a repeated step is known to be the same step. ``threads`` is the number of threads of the
-    tensor library, because sums depend on it. ``settings`` are the values, by dotted key, that
+    tensor library, and ``ranks`` that of the trainer's processes (0 in versions that do not say),
+    because sums depend on both. ``settings`` are the values, by dotted key, that
     differed from the configuration in ``run.json`` when the step was made. ``position`` is that of
     the data after a step of mid-training.
     """
@@ -78,6 +79,7 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     settings: Annotated[dict[str, Any], Meta(max_length=1024)] = {}
     position: Index = 0
+    ranks: Annotated[int, Meta(ge=0, le=65536)] = 0
 
     def dropped_groups(self) -> Iterator[tuple[str, int]]:
         """The dropped groups, each as (worker, sequence)."""

@@ -80,7 +80,7 @@ def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False) -> list[str]
         trainer._finish = trainer.publisher.close  # type: ignore[method-assign]
     trainer.loop()
     process.events.flush()
-    assert not trainer._diverged
+    assert not trainer.rank.diverged
     run = read_run(bucket)
     found = [read_manifest(bucket, run, 0), *read_history(bucket, run)]
     return [manifest.digest for manifest in found]

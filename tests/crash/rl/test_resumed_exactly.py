@@ -27,9 +27,10 @@ from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.evaluate import audit as auditing
 from deltawire.rl.evaluate.audit import all_metadata, audit_consumption, audit_fates
 from deltawire.rl.rollout.worker import next_sequence
+from deltawire.rl.trainer import group_steps
 from deltawire.rl.trainer import resume as redoing
-from deltawire.rl.trainer import trainer as training
 from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.fencing import unfenced
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.rl.trainer.verify_training import Dump, verify_training
 from deltawire.rl.trainer.version_retention import VersionRetention
@@ -156,7 +157,9 @@ def test_other_bits_than_before_end_no_run_that_has_nothing_left_to_train(
     before = train(bucket, to=3, die=True)
     honest = redoing.seed_step
     monkeypatch.setattr(
-        redoing, "seed_step", lambda config, version: honest(config, version + (version == 3))
+        redoing,
+        "seed_step",
+        lambda config, version, rank: honest(config, version + (version == 3), rank=rank),
     )
     assert train(bucket, to=3) == before
     assert read_trainer(bucket).phase == "finished"
@@ -167,12 +170,12 @@ def test_other_bits_than_before_end_no_run_that_has_nothing_left_to_train(
 
 def test_a_step_that_moved_nothing_is_on_record(bucket, monkeypatch) -> None:
     """JSON has no NaN: a line with one where a number must stand would not be read again."""
-    honest = training.train_step
+    honest = group_steps.train_step
 
     def broken(*args, **named):
         return replace(honest(*args, **named), loss=math.nan, grad_norm=math.inf, kl=math.nan)
 
-    monkeypatch.setattr(training, "train_step", broken)
+    monkeypatch.setattr(group_steps, "train_step", broken)
     trainer = trainer_of(bucket, versions=1)
     trainer.loop()
     trainer.process.events.flush()
@@ -277,7 +280,9 @@ def test_replay_names_the_first_version_that_differs(bucket, monkeypatch) -> Non
     train(bucket)
     honest = redoing.seed_step
     monkeypatch.setattr(
-        redoing, "seed_step", lambda config, version: honest(config, version + (version == 3))
+        redoing,
+        "seed_step",
+        lambda config, version, rank: honest(config, version + (version == 3), rank=rank),
     )
     found = verify_training(bucket)
     assert (found.exact, found.differs) == (False, 3)
@@ -398,9 +403,9 @@ def test_a_predecessors_late_commit_is_no_rival(bucket) -> None:
     old.loop()
     with pytest.raises(FencedError) as fenced:
         new.loop()
-    assert isinstance(new.unfenced(fenced.value), ResyncError)
-    new.epoch = old.epoch
-    assert new.unfenced(fenced.value) is fenced.value
+    translated = unfenced(bucket, new.run, new.epoch, fenced.value)
+    assert isinstance(translated, ResyncError)
+    assert unfenced(bucket, new.run, old.epoch, fenced.value) is fenced.value
 
 
 def test_the_command(bucket, tmp_path, capsys) -> None:
@@ -508,7 +513,7 @@ def test_a_resumed_trainer_recomputes_across_skipped_numbers(skipped) -> None:
         if version > 2:
             skipped.delete(keys.checkpoint_commit(version))
     trainer = trainer_of(skipped, versions=6)
-    assert (trainer.version, trainer._diverged) == (5, False)
+    assert (trainer.version, trainer.rank.diverged) == (5, False)
     trainer.loop()
     assert verify_training(skipped).exact
 
@@ -551,7 +556,7 @@ def test_version_retention_reports_what_went_wrong(bucket) -> None:
 def test_as_many_checkpoints_are_kept_as_configured(bucket, keep, versions) -> None:
     trainer = trainer_of(bucket)
     retain = msgspec.structs.replace(trainer.config.retain, checkpoints=keep)
-    trainer.config = msgspec.structs.replace(trainer.config, retain=retain)
+    trainer.rank.config = msgspec.structs.replace(trainer.config, retain=retain)
     trainer.loop()
     assert checkpoint_versions(bucket) == versions
 
@@ -573,7 +578,7 @@ def test_a_step_is_recomputed_with_the_settings_that_it_was_made_with(bucket) ->
             trainer._finish = trainer.publisher.close  # type: ignore[method-assign]
         trainer.loop()
         trainer.process.events.flush()
-        assert not trainer._diverged, "the steps before it gave the same bits again"
+        assert not trainer.rank.diverged, "the steps before it gave the same bits again"
         assert open_run(bucket)[1].train.optimizer.learning_rate == rate
     assert verify_training(bucket).exact
     events = [e for e in EventTail(bucket).read() if isinstance(e, SettingsChanged)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,20 +112,25 @@ class ReferenceReader:
 
 
 def await_scores(
-    process: Process, reader: Reference | ReferenceReader | None, groups: Sequence[BufferedGroup]
-) -> Reference | ReferenceReader | None:
-    """Wait for the scores of a step's groups; ``reader`` itself if the process was asked to stop,
-    or if it is no `ReferenceReader`.
+    process: Process,
+    reader: Reference | ReferenceReader | None,
+    groups: Sequence[BufferedGroup],
+    *,
+    tick: Callable[[], None] = lambda: None,
+) -> bool:
+    """Wait for the scores of a step's groups; returns False if the process was asked to stop. Only
+    a `ReferenceReader` is waited for, and ``tick`` is called meanwhile.
 
     Says so in the run's events when it takes long. The policy's version stands still meanwhile, so
     that waiting makes no group older.
     """
     if not isinstance(reader, ReferenceReader):
-        return reader
+        return True
     began = answered = time.monotonic()
     said = False
     while not process.stopping:
         process.heartbeat.progress("wait")
+        tick()
         try:
             found = reader.read(groups)
             answered = time.monotonic()
@@ -134,7 +139,7 @@ def await_scores(
                 raise
             found = None
         if found is not None:
-            return found
+            return True
         if not said and time.monotonic() - began > SAID_AFTER_S:
             said = True
             process.record_life(
@@ -143,4 +148,4 @@ def await_scores(
                 "log-probabilities; is deltawire reference running?",
             )
         process.wait(process.bucket.poll_s)
-    return reader
+    return False

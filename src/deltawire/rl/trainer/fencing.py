@@ -1,10 +1,11 @@
-"""Tells a trainer that was replaced from one whose predecessor committed a version late."""
+"""Translates errors of a trainer's commits to what its supervisor should do next."""
 
 from __future__ import annotations
 
-from deltawire.errors import DeltawireError, FencedError, ResyncError
+from deltawire.errors import DeltawireError, FencedError, InputError, ResyncError
 from deltawire.store import Bucket
 from deltawire.sync import read_manifest
+from deltawire.wire import keys
 from deltawire.wire.run import Run
 
 
@@ -24,4 +25,21 @@ def unfenced(bucket: Bucket, run: Run, epoch: int, error: FencedError) -> Deltaw
         hint="restart from that version",
         run=bucket.url,
         version=error.version,
+    )
+
+
+def restartable(error: InputError) -> DeltawireError:
+    """Translate an error: `ResyncError` if an object that is no manifest has a version's name.
+
+    Whoever may write can put one there, and the number is then skipped. The step that was to get it
+    is computed again under the next number, because its random numbers depend on that.
+    """
+    if not error.key.startswith(keys.MANIFESTS):
+        return error
+    return ResyncError(
+        error.message,
+        hint="restart: the step gets the next free number",
+        run=error.run,
+        version=error.version,
+        key=error.key,
     )

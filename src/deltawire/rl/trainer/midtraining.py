@@ -8,8 +8,6 @@ from its last checkpoint: it computes the steps after that again from the same d
 
 from __future__ import annotations
 
-import contextlib
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +15,21 @@ import torch
 
 from deltawire.chat.text import Text
 from deltawire.config import RunConfig
-from deltawire.errors import BugError, CorruptError, DeltawireError, FencedError, InputError
-from deltawire.events import Published, Step, known
+from deltawire.errors import CorruptError
+from deltawire.events import Step, known
 from deltawire.export.models import fetch_model_files, load_tokenizer
-from deltawire.export.source import digest_of
-from deltawire.rl.control.credits import CreditIssuer
-from deltawire.rl.trainer.fencing import unfenced
+from deltawire.rl.trainer.leader import Leader
+from deltawire.rl.trainer.orders import Train
 from deltawire.rl.trainer.resume import (
     Resumed,
     metadata_at,
     next_committed,
     resume,
     settings_of_step,
+    threads_of,
 )
-from deltawire.rl.trainer.settings import announce_settings
-from deltawire.rl.trainer.version_retention import VersionRetention
-from deltawire.runtime.fleet import next_epoch
 from deltawire.runtime.process import Process
-from deltawire.sync import (
-    COMPACTION_STRIDES,
-    CommitStats,
-    Mirror,
-    Publisher,
-    load_mirror,
-)
-from deltawire.train.checkpoint import save_checkpoint
+from deltawire.store import Bucket
 from deltawire.train.masters import MasterWeights
 from deltawire.train.midtrain import (
     DocumentBatch,
@@ -55,8 +43,71 @@ from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 
 
-class Midtrainer:
-    """Makes a version of every step of documents; ``position`` is that of the next document."""
+class DocumentSteps:
+    """Steps on documents; ``position`` is that of the next one. See
+    `deltawire.rl.trainer.rank.StepKind`."""
+
+    def __init__(self, bucket: Bucket, run: Run, config: RunConfig) -> None:
+        assert config.midtrain is not None
+        self._bucket, self._run, self._config = bucket, run, config
+        with fetch_model_files(bucket, run) as folder:
+            text = Text(load_tokenizer(Path(folder)))
+        self._stream = DocumentStream(config.midtrain, text, seed=config.seed)
+        self.position = 0
+
+    def next_batch(self) -> DocumentBatch:
+        """The documents of the next step."""
+        return self._stream.batch(self.position)
+
+    def restore(self, model: Any, *, newest: int) -> Resumed:
+        """See `StepKind.restore`."""
+        state = resume(self._bucket, self._run, self._config, model, newest=newest)
+        if state.version:
+            self.position = metadata_at(self._bucket, self._run, state.version)[0].position
+        return state
+
+    def recompute(self, state: Resumed) -> bool:
+        """See `StepKind.recompute`."""
+        version = next_committed(self._bucket, self._run, state.version)
+        if version is None:
+            raise CorruptError("no version builds on this one", version=state.version)
+        metadata, published = metadata_at(self._bucket, self._run, version)
+        config = settings_of_step(self._bucket, self._run, metadata, version)
+        state.follow_settings(config.train)
+        with threads_of(metadata):
+            self._train(state.masters, config, metadata, None)
+        state.version, state.ranks = version, metadata.ranks or state.ranks
+        return state.masters.digest() == published
+
+    def train(
+        self, masters: MasterWeights, order: Train, given: DocumentBatch | None = None
+    ) -> MidtrainResult:
+        """See `StepKind.train`; ``given`` is the batch of `next_batch`."""
+        return self._train(masters, self._config, order.metadata, given)
+
+    def _train(
+        self,
+        masters: MasterWeights,
+        config: RunConfig,
+        metadata: CommitMetadata,
+        given: DocumentBatch | None,
+    ) -> MidtrainResult:
+        batch = given or self.next_batch()
+        if batch.position != metadata.position:
+            raise CorruptError(
+                "the documents of midtrain.streams are not those that were trained on",
+                hint="restore the data, on every machine; or start a new run from the last version",
+                run=self._bucket.url,
+                version=metadata.step,
+            )
+        seed_document_step(config, self.position, rank=masters.mesh.data_rank)
+        result = midtrain_step(masters, batch.documents, config)
+        self.position = batch.position
+        return result
+
+
+class Midtrainer(Leader[MidtrainResult]):
+    """Makes a version of every step of documents."""
 
     def __init__(
         self,
@@ -67,111 +118,9 @@ class Midtrainer:
         *,
         signer: Signer | None = None,
     ) -> None:
-        assert config.midtrain is not None
-        self.process, self.bucket, self.run, self.config = process, process.bucket, run, config
-        head = load_mirror(self.bucket, run)
-        if head is None:
-            raise InputError("the run has no version 0", run=self.bucket.url)
-        self.epoch = next_epoch(self.bucket, run, head.version)
-        self.version = head.version
-        with fetch_model_files(self.bucket, run) as folder:
-            text = Text(load_tokenizer(Path(folder)))
-        self.stream = DocumentStream(config.midtrain, text, seed=config.seed)
-        self.settings = announce_settings(process, run, config)
-        self.masters = self._restore(model, head)
-        self.credits = CreditIssuer(
-            self.bucket,
-            config,
-            Ledger(),
-            epoch=self.epoch,
-            granted={},
-            confirm=process.lease.confirm,
-            settings=self.settings,
-        )
-        self.credits.version, self.credits.digest = head.version, head.digest.hex()
-        self.version_retention = VersionRetention(
-            self.bucket,
-            run,
-            keep=config.retain.versions,
-            report=lambda fault: process.record_life("started", fault),
-            signer=signer,
-        )
-        self.publisher = Publisher(
-            self.bucket,
-            run,
-            head,
-            epoch=self.epoch,
-            anchor_every=config.train.anchor_every,
-            compaction_strides=COMPACTION_STRIDES if config.train.compaction else (),
-            on_commit=self._on_commit,
-            signer=signer,
-        )
-        self._saved = -1
-
-    def _restore(self, model: Any, head: Mirror) -> MasterWeights:
-        """Restore the newest checkpoint, and compute the steps from there to the head again."""
-        state = resume(self.bucket, self.run, self.config, model, newest=head.version)
-        self.position, start = self._position_at(state.version), state.version
-        same = True
-        while state.version < head.version:
-            with self.process.heartbeat.long_task("recompute"):
-                same = self._recompute(state)
-        if start < head.version:
-            self.process.record_life(
-                "started",
-                f"recomputed steps {start + 1} to {head.version}, "
-                + ("to the same bits" if same else "to other bits; the next delta carries them"),
-            )
-        state.follow_settings(self.config.train)
-        self._diverged = not same
-        return state.masters
-
-    def _position_at(self, version: int) -> int:
-        return metadata_at(self.bucket, self.run, version)[0].position if version else 0
-
-    def _recompute(self, state: Resumed) -> bool:
-        """Compute one committed step again; returns whether it gave the published bits."""
-        version = next_committed(self.bucket, self.run, state.version)
-        if version is None:
-            raise CorruptError("no version builds on this one", version=state.version)
-        metadata, published = metadata_at(self.bucket, self.run, version)
-        batch = self.stream.batch(self.position)
-        if batch.position != metadata.position:
-            raise CorruptError(
-                "the documents of midtrain.streams are not those that were trained on",
-                hint="restore the data, or start a new run from the last version",
-                run=self.bucket.url,
-                version=version,
-            )
-        config = settings_of_step(self.bucket, self.run, metadata, version)
-        state.follow_settings(config.train)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(metadata.threads or threads)
-        try:
-            seed_document_step(config, self.position)
-            midtrain_step(state.masters, batch.documents, config)
-        finally:
-            torch.set_num_threads(threads)
-        state.version, self.position = version, batch.position
-        return digest_of(state.masters.source) == published
-
-    def _on_commit(self, receipt: CommitStats) -> None:
-        self.credits.committed(receipt.version, receipt.digest)
-        self.process.events.record(
-            Published(
-                process=self.process.name,
-                at=time.time(),
-                version=receipt.version,
-                bytes_delta=receipt.bytes_delta,
-                bytes_full=receipt.bytes_full,
-                bytes_anchor=receipt.bytes_anchor,
-                changed=receipt.changed,
-                elements=receipt.elements,
-                blocked_ms=receipt.blocked_ms,
-                encode_ms=receipt.encode_ms,
-                upload_ms=receipt.upload_ms,
-            )
-        )
+        self._steps = DocumentSteps(process.bucket, run, config)
+        super().__init__(process, run, config, model, self._steps, signer=signer)
+        self.credits = self._open_credits(Ledger(), {})
 
     def loop(self) -> None:
         """Train until the last version, or until asked to stop."""
@@ -181,39 +130,28 @@ class Midtrainer:
                 self._step()
             self._finish()
         finally:
-            with contextlib.suppress(DeltawireError):
-                self.publisher.close()
-            self.version_retention.close()
+            self.close()
 
     def _step(self) -> None:
         events = self.process.events
         started = events.now()
         self.process.heartbeat.progress("train")
-        batch = self.stream.batch(self.position)
-        version = self.publisher.next_version
-        with self.process.heartbeat.long_task("train"):
-            seed_document_step(self.config, self.position)
-            result = midtrain_step(self.masters, batch.documents, self.config)
-        trained = events.span("train", started)
+        batch = self._steps.next_batch()
         metadata = CommitMetadata(
-            step=version,
+            step=self.publisher.next_version,
             threads=torch.get_num_threads(),
             settings=self.settings,
             position=batch.position,
+            ranks=self.rank.mesh.ranks,
         )
-        self.credits.expect(version, metadata)
-        with self.process.heartbeat.long_task("publish"):
-            self.version = self.publisher.publish(
-                self.masters.source.tensors(), metadata=metadata.to_dict()
-            )
-        self._diverged = False
-        self.position = batch.position
-        self.process.heartbeat.count_finished()
+        order = Train(base=self.version, metadata=metadata)
+        result = self._train(order, batch)
+        trained = events.span("train", started)
+        self._publish(order)
         done = events.span("publish", trained)
         self._record(batch, result, at=done, seconds=trained - started)
         if self.version % self.config.train.checkpoint_every == 0:
-            with self.process.heartbeat.long_task("checkpoint"):
-                self._checkpoint()
+            self._checkpoint()
             events.span("checkpoint", done)
 
     def _record(
@@ -241,31 +179,10 @@ class Midtrainer:
         )
 
     def _checkpoint(self) -> None:
-        self.publisher.flush()
-        if self._saved == self.version or self._diverged:
-            return
-        self.process.lease.confirm()
-        save_checkpoint(
-            self.bucket,
-            self.masters.state(),
-            Ledger(),
-            version=self.version,
-            digest=self.publisher.digest.hex(),
-            keep=self.config.retain.checkpoints,
-            run=self.run.id,
-        )
-        self._saved = self.version
-        self.version_retention.start(newest=self.version)
+        if self._save(Ledger()):
+            self.version_retention.start(newest=self.version)
 
     def _finish(self) -> None:
         with self.process.heartbeat.long_task("finish"):
-            self.publisher.close()
-            self._checkpoint()
-        if digest_of(self.masters.source) != self.publisher.digest and not self._diverged:
-            raise BugError("the trainer's weights are not what it published", run=self.bucket.url)
-        last = self.version >= self.config.train.versions
-        self.credits.write("finished" if last else "stopped")
-
-    def unfenced(self, error: FencedError) -> DeltawireError:
-        """See `deltawire.rl.trainer.fencing.unfenced`."""
-        return unfenced(self.bucket, self.run, self.epoch, error)
+            self._finish_ranks(Ledger())
+        self._write_last_status()

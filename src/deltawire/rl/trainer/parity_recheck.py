@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from deltawire.config import RunConfig
 from deltawire.parity import BatchParity, Divergence, ParityMeter
@@ -46,7 +47,7 @@ class ParityRecheck:
     ``model`` is the trainer's, whose parameters hold the published bits between two steps. The copy
     shares frozen parameters with it, is made when it is first needed, and takes, with the
     measurements, at most ``parity.recheck_share`` of the time. ``report`` is called with the reason
-    if a measurement fails; no further one is made then.
+    if a measurement fails; no further one is made then. A model that is sharded is not measured.
 
     Example::
 
@@ -67,7 +68,8 @@ class ParityRecheck:
         self._config = config
         self._report = report
         self._clock = clock
-        self._share = config.parity.recheck_share
+        # A sharded model cannot be copied, and no rank needs to have room for all of it.
+        self._share = 0.0 if isinstance(model, FSDPModule) else config.parity.recheck_share
         self._copy: Any = None
         self._version: int | None = None
         self._starved = 0

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +38,23 @@ from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.run import Run
 
 
-def seed_step(config: RunConfig, version: int) -> None:
-    """Seed the random numbers of the step that makes ``version``."""
-    digest = hashlib.blake2b(f"{config.seed} {version}".encode(), digest_size=8).digest()
+def seed_step(config: RunConfig, version: int, *, rank: int = 0) -> None:
+    """Seed the random numbers of the step that makes ``version``, on a rank that computes
+    micro-batches of its own."""
+    text = f"{config.seed} {version}" + (f" {rank}" if rank else "")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@contextmanager
+def threads_of(metadata: CommitMetadata) -> Iterator[None]:
+    """Compute the body with the number of threads that a committed step was computed with."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(metadata.threads or threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass
@@ -54,14 +68,7 @@ class Resumed:
     train: TrainConfig
     reference: Reference | ReferenceReader | None = None
     ranks: int | None = None
-    """The number of ranks that wrote the checkpoint; None without one."""
-
-    def reference_of(self, groups: Sequence[BufferedGroup]) -> Reference | None:
-        """The reference for a step on groups that were trained on before; raises `CorruptError` if
-        log-probabilities of a reference process are gone."""
-        if isinstance(self.reference, ReferenceReader):
-            return self.reference.require(groups)
-        return self.reference
+    """The number of ranks that wrote the checkpoint, or computed the last step; None if unknown."""
 
     def follow_settings(self, train: TrainConfig) -> None:
         """Continue with other settings of the optimizer, on the same weights and moments."""
@@ -138,13 +145,6 @@ def load_reference(
     mode = config.reference_mode
     if mode == "none":
         return None
-    if mesh.ranks > 1 and (mode == "process" or config.reference.model):
-        raise InputError(
-            "a trainer of several ranks cannot read from a reference process, or use "
-            "reference.model, yet",
-            hint="leave [reference] out, or set train.ranks = 1",
-            run=bucket.url,
-        )
     if mode == "adapter_off":
         return AdapterOff(model, config.train)
     if mode == "process":
@@ -153,8 +153,14 @@ def load_reference(
         frozen, _ = load_reference_model(bucket, run, config)
         device = next(model.parameters()).device
         return SleepingCopy(frozen, config.train, device=device)
-    reference = copy.deepcopy(model)
     compute = COMPUTE_DTYPES[config.train.compute]
+    if config.reference.model:  # Each rank reads all of it, and keeps its shards.
+        teacher, _ = load_reference_model(bucket, run, config)
+        teacher = teacher.to(mesh.device)
+        published = open_source("bf16", teacher).compute_dtype
+        shard_model(teacher, mesh, compute=compute, published=published)
+        return FrozenCopy(teacher.eval().requires_grad_(False), config.train)
+    reference = copy.deepcopy(model)
     source = open_source(config.train.exporter, reference)
     shard_model(reference, mesh, compute=compute, published=source.compute_dtype)
     source = open_source(config.train.exporter, reference)
@@ -167,6 +173,16 @@ def load_reference(
         )
     source.restore(origin)
     return FrozenCopy(reference.eval().requires_grad_(False), config.train)
+
+
+def reference_for(
+    reference: Reference | ReferenceReader | None, groups: Sequence[BufferedGroup]
+) -> Reference | None:
+    """The reference for a step on these groups; raises `CorruptError` if log-probabilities that a
+    reference process has stored are gone."""
+    if isinstance(reference, ReferenceReader):
+        return reference.require(groups)
+    return reference
 
 
 @dataclass
@@ -243,21 +259,17 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
     # A published step is not judged again, by limits that may have changed since.
     judged = msgspec.structs.replace(config.parity, stop=ParityLimits())
     config = msgspec.structs.replace(config, parity=judged)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(metadata.threads or threads)
-    try:
-        seed_step(config, version)
+    with threads_of(metadata):
+        seed_step(config, version, rank=state.masters.mesh.data_rank)
         result = train_step(
             state.masters,
             [numbered.group for numbered in groups],
             config,
-            reference=state.reference_of(groups),
+            reference=reference_for(state.reference, groups),
             version=base,
         )
-    finally:
-        torch.set_num_threads(threads)
     settle(state.ledger, metadata)
-    state.version = version
+    state.version, state.ranks = version, metadata.ranks or state.ranks
     return RecomputedStep(version, base, groups, result, state.masters.digest(), published)
 
 

@@ -20,31 +20,22 @@ them from the manifests' metadata, on the same groups in the same order, to the 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from deltawire.config import RunConfig
 from deltawire.errors import (
-    BugError,
-    DeltawireError,
-    FencedError,
     InputError,
-    ResyncError,
     RetryError,
     StoppedError,
 )
-from deltawire.events import Published, Step, known
-from deltawire.export.adapter import open_model
-from deltawire.export.models import fetch_model_files
+from deltawire.events import Step, known
 from deltawire.parity import finite, parity_event
-from deltawire.placement.device import resolve_device
 from deltawire.reward_monitor.watch import ProbeWatch
-from deltawire.rl.control.credits import CreditIssuer, settle
+from deltawire.rl.control.credits import settle
 from deltawire.rl.control.drop_bias import causes_of, failures_of, families_of
 from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.control.rollout_reader import Bounds
@@ -52,34 +43,25 @@ from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.control.staleness import policy_of
 from deltawire.rl.control.worker_guard import WorkerGuard
 from deltawire.rl.evaluate.rescoring import Rescoring
-from deltawire.rl.reference.reader import ReferenceReader, await_scores
-from deltawire.rl.trainer.bootstrap import start_run
-from deltawire.rl.trainer.fencing import unfenced
-from deltawire.rl.trainer.midtraining import Midtrainer
+from deltawire.rl.reference.reader import await_scores
+from deltawire.rl.trainer.group_steps import GroupSteps
+from deltawire.rl.trainer.leader import Leader
+from deltawire.rl.trainer.orders import Train
 from deltawire.rl.trainer.parity_recheck import ParityRecheck
 from deltawire.rl.trainer.progress_alarm import ProgressAlarm
-from deltawire.rl.trainer.resume import groups_of, recompute_step, resume, seed_step
-from deltawire.rl.trainer.settings import announce_settings
-from deltawire.rl.trainer.version_retention import VersionRetention
+from deltawire.rl.trainer.resume import groups_of
 from deltawire.runtime.event_archive import EventArchiver
-from deltawire.runtime.fleet import POLL_S, Fleet, known_trainer, next_epoch
-from deltawire.runtime.process import Process, open_run
+from deltawire.runtime.fleet import POLL_S, Fleet
+from deltawire.runtime.process import Process
 from deltawire.runtime.reaper import Reaper
 from deltawire.runtime.retained import RetainedFile
 from deltawire.sync import (
-    COMPACTION_STRIDES,
     CommitStats,
-    Mirror,
-    Publisher,
-    load_mirror,
 )
-from deltawire.train.checkpoint import CheckpointWriter, checkpoint_versions
-from deltawire.train.masters import MasterWeights
-from deltawire.train.parallel.ranks import world_of
+from deltawire.train.checkpoint import checkpoint_versions
 from deltawire.train.statistics import GroupStatistics
-from deltawire.train.step import StepResult, train_step
-from deltawire.wire import keys
-from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
+from deltawire.train.step import StepResult
+from deltawire.wire.ledger import CommitMetadata, ranges_of
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 from deltawire.wire.status import TrainerStatus
@@ -87,8 +69,11 @@ from deltawire.wire.status import TrainerStatus
 STORE_PATIENCE_S = 300.0
 
 
-class Trainer:
-    """Trains version after version; holds the state between two steps."""
+class Trainer(Leader[StepResult]):
+    """Trains version after version; holds the state between two steps.
+
+    It leads the other ranks, if there are any; they run `deltawire.rl.trainer.rank.Rank.follow`.
+    """
 
     def __init__(
         self,
@@ -99,34 +84,15 @@ class Trainer:
         *,
         signer: Signer | None = None,
     ) -> None:
-        self.process = process
-        self.bucket = process.bucket
-        self.run = run
-        self.config = config
-        head = load_mirror(self.bucket, run)
-        if head is None:
-            raise InputError(
-                "the run has no version 0",
-                hint="start it with deltawire run",
-                run=self.bucket.url,
-            )
-        before = known_trainer(self.bucket)
-        epoch = self.epoch = next_epoch(self.bucket, run, head.version)
-        self.version = head.version
-        self.ledger = Ledger()
-        self.settings = announce_settings(process, run, config)
-        self.masters = self._restore(model, head)
+        self._steps = GroupSteps(process.bucket, run, config)
+        self.alarm = ProgressAlarm(process.events.record)
+        super().__init__(process, run, config, model, self._steps, signer=signer)
+        self.ledger = self.rank.ledger
         self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
-        self.credits = CreditIssuer(
-            self.bucket,
-            config,
-            self.ledger.copy(),
-            epoch=epoch,
-            granted=dict(before.credits) if before else self._claimed(),
-            confirm=process.lease.confirm,
-            settings=self.settings,
+        before = self.before
+        self.credits = self._open_credits(
+            self.ledger.copy(), before.credits if before else self._claimed()
         )
-        self.credits.version, self.credits.digest = head.version, head.digest.hex()
         vocabulary = model.get_input_embeddings().num_embeddings
         self._read_groups(before, Bounds.of(config, vocabulary))
         self.recheck = ParityRecheck(self.masters.model, config, report=self._report)
@@ -134,21 +100,6 @@ class Trainer:
         floors, keep = RetainedFile(self.bucket), config.retain
         self.archiver = EventArchiver(self.bucket, keep_days=keep.events_days, floors=floors)
         self.retention = RolloutRetention(self.bucket, run, keep=keep.rollouts, floors=floors)
-        self.version_retention = VersionRetention(
-            self.bucket,
-            run,
-            keep=config.retain.versions,
-            report=self._report,
-            signer=signer,
-        )
-        self.publisher = self._open_publisher(head, signer)
-        self.checkpoints = CheckpointWriter(
-            self.bucket,
-            self.masters.mesh,
-            run=run.id,
-            confirm=process.lease.confirm,
-        )
-        self._saved = -1
         self._answered_at = time.monotonic()
 
     def _read_groups(self, before: TrainerStatus | None, bounds: Bounds) -> None:
@@ -178,61 +129,10 @@ class Trainer:
             withhold=self.probes.withholds,
             guard=self.guard,
         )
-        self.alarm = ProgressAlarm(record)
-
-    def _report(self, fault: str) -> None:
-        """Record a fault that does not end the run."""
-        self.process.record_life("started", fault)
-
-    def _open_publisher(self, head: Mirror, signer: Signer | None) -> Publisher:
-        train = self.config.train
-        return Publisher(
-            self.bucket,
-            self.run,
-            head,
-            epoch=self.epoch,
-            anchor_every=train.anchor_every,
-            compaction_strides=COMPACTION_STRIDES if train.compaction else (),
-            on_commit=self._on_commit,
-            signer=signer,
-        )
-
-    def _restore(self, model: Any, head: Mirror) -> MasterWeights:
-        """Restore the newest checkpoint, and recompute the steps from there to the head."""
-        state = resume(self.bucket, self.run, self.config, model, newest=head.version)
-        start, same = state.version, True
-        while state.version < head.version:
-            with self.process.heartbeat.long_task("recompute"):
-                same = recompute_step(self.bucket, self.run, state).equal
-        state.follow_settings(self.config.train)
-        if start < head.version:
-            self.process.record_life(
-                "started",
-                f"recomputed steps {start + 1} to {head.version}, "
-                + ("to the same bits" if same else "to other bits; the next delta carries them"),
-            )
-        self.ledger, self.reference = state.ledger, state.reference
-        self._diverged = not same
-        return state.masters
 
     def _on_commit(self, receipt: CommitStats) -> None:
-        self.credits.committed(receipt.version, receipt.digest)
+        super()._on_commit(receipt)
         self.alarm.committed(receipt.version, receipt.changed)
-        self.process.events.record(
-            Published(
-                process=self.process.name,
-                at=time.time(),
-                version=receipt.version,
-                bytes_delta=receipt.bytes_delta,
-                bytes_full=receipt.bytes_full,
-                bytes_anchor=receipt.bytes_anchor,
-                changed=receipt.changed,
-                elements=receipt.elements,
-                blocked_ms=receipt.blocked_ms,
-                encode_ms=receipt.encode_ms,
-                upload_ms=receipt.upload_ms,
-            )
-        )
 
     def loop(self) -> None:
         """Train until the last version, or until asked to stop; then `close`."""
@@ -242,14 +142,9 @@ class Trainer:
             self.close()
 
     def close(self) -> None:
-        """End all threads, also those that an error left running."""
+        """See `Leader.close`."""
         self.archiver.close()
-        # An error of the version under way was raised before, or follows the one that ends the run.
-        with contextlib.suppress(DeltawireError):
-            self.publisher.close()
-        with contextlib.suppress(DeltawireError):
-            self.checkpoints.close()
-        self.version_retention.close()
+        super().close()
         self.buffer.close()
         self.rescoring.close()
         self.recheck.close()
@@ -263,6 +158,7 @@ class Trainer:
         mark = events.now()
         while self.version < train.versions and not self.process.stopping:
             self.process.heartbeat.progress("wait")
+            self.keep_waiting()
             if (alive := self._poll()) is None:
                 mark = events.span("wait", mark)
                 continue
@@ -338,18 +234,11 @@ class Trainer:
         events = self.process.events
         groups = [one.group for one in batch.taken]
         base, version = self.version, self.publisher.next_version
-        reference = await_scores(self.process, self.reference, batch.taken)
-        if isinstance(reference, ReferenceReader):  # It was asked to stop while it waited.
-            return started
-        with self.process.heartbeat.long_task("train"):
-            seed_step(self.config, version)
-            result = train_step(
-                self.masters, groups, self.config, reference=reference, version=base
-            )
-        trained = events.span("train", started)
-        self._record_parity(batch, result, version)
-        self.alarm.step(version, result)
         consumed = [(one.group.worker, one.sequence) for one in batch.taken]
+        if not await_scores(
+            self.process, self._steps.reference, batch.taken, tick=self.keep_waiting
+        ):
+            return started  # It was asked to stop while it waited.
         metadata = CommitMetadata(
             step=version,
             consumed=consumed,
@@ -357,14 +246,14 @@ class Trainer:
             hashes=[one.hash for one in batch.taken],
             threads=torch.get_num_threads(),
             settings=self.settings,
+            ranks=self.rank.mesh.ranks,
         )
-        self.credits.expect(version, metadata)
-        with self.process.heartbeat.long_task("publish"):
-            self.version = self.publisher.publish(
-                self.masters.source.trained(), partial=True, metadata=metadata.to_dict()
-            )
-        self._diverged = False
-        self.process.heartbeat.count_finished()
+        order = Train(base=base, metadata=metadata)
+        result = self._train(order, batch.taken)
+        trained = events.span("train", started)
+        self._record_parity(batch, result, version)
+        self.alarm.step(version, result)
+        self._publish(order)
         settle(self.ledger, metadata)
         done = events.span("publish", trained)
         self._watch_probes(batch)
@@ -399,8 +288,7 @@ class Trainer:
             )
         )
         if self.version % self.config.train.checkpoint_every == 0:
-            with self.process.heartbeat.long_task("checkpoint"):
-                self._checkpoint()
+            self._checkpoint()
             done = events.span("checkpoint", done)
         return done
 
@@ -435,19 +323,7 @@ class Trainer:
             raise
 
     def _checkpoint(self) -> None:
-        self.publisher.flush()
-        # A state with other weights than its version's cannot be resumed, and would replace one
-        # that can.
-        if self._saved != self.version and not self._diverged:
-            self.process.lease.confirm()
-            self.checkpoints.save(
-                self.masters.state(),
-                self.ledger,
-                version=self.version,
-                digest=self.publisher.digest.hex(),
-                keep=self.config.retain.checkpoints,
-            )
-            self._saved = self.version
+        if self._save(self.ledger):
             self._trim()
 
     def _trim(self) -> None:
@@ -458,93 +334,8 @@ class Trainer:
 
     def _finish(self) -> None:
         with self.process.heartbeat.long_task("finish"):
-            self.publisher.close()
-            self._checkpoint()
-            self.checkpoints.close()
+            self._finish_ranks(self.ledger)
             self._trim()
             self.version_retention.close()
             self.probes.close()
-        if self.masters.digest() != self.publisher.digest and not self._diverged:
-            raise BugError("the trainer's weights are not what it published", run=self.bucket.url)
-        last = self.version >= self.config.train.versions
-        self.credits.write("finished" if last else "stopped")
-
-    def unfenced(self, error: FencedError) -> DeltawireError:
-        """See `deltawire.rl.trainer.fencing.unfenced`."""
-        return unfenced(self.bucket, self.run, self.epoch, error)
-
-
-def run_trainer(
-    process: Process,
-    source: tuple[RunConfig, Path] | None,
-    *,
-    signer: Signer | None = None,
-    run_id: str = "",
-) -> None:
-    """Run a trainer process from its start to the last version or a signal.
-
-    In a signed run ``signer`` holds the owner's key, and a new run gets the id ``run_id``.
-
-    ``source`` is the configuration and the model directory that a new run starts from; None
-    continues an existing run. Raises `InputError` if the bucket holds another run.
-    """
-    started = time.time()
-    process.record_life("started")
-    if source is not None:
-        start_run(process.bucket, *source, signer=signer, run_id=run_id)
-    run, config = open_run(process.bucket)
-    config = config if source is None else source[0]
-    ranks = max(config.train.ranks, world_of()[1])
-    if ranks > 1:
-        raise InputError(
-            f"train.ranks = {ranks}: a run's trainer is one process so far",
-            hint="set train.ranks = 1, and start it without torchrun",
-            run=process.bucket.url,
-        )
-    process.heartbeat.faults = config.faults
-    torch.set_num_threads(config.threads)
-    with fetch_model_files(process.bucket, run) as folder:
-        model = open_model(Path(folder), config.train.adapter)
-    model = model.to(resolve_device(config.device_of("trainer")))
-    trainer: Trainer | Midtrainer
-    if config.midtrain is not None:
-        trainer = Midtrainer(process, run, config, model, signer=signer)
-    else:
-        trainer = Trainer(process, run, config, model, signer=signer)
-    process.events.span("start", started)
-    try:
-        try:
-            trainer.loop()
-        except FencedError as error:
-            raise trainer.unfenced(error) from error
-        except InputError as error:
-            raise _restartable(error) from error
-    except DeltawireError as error:
-        _record_error(process, error)
-        raise
-    process.record_life("stopped", f"version {trainer.version}")
-
-
-def _restartable(error: InputError) -> DeltawireError:
-    """Translate an error: `ResyncError` if an object that is no manifest has a version's name.
-
-    Whoever may write can put one there, and the number is then skipped. The step that was to get it
-    is computed again under the next number, because its random numbers depend on that.
-    """
-    if not error.key.startswith(keys.MANIFESTS):
-        return error
-    return ResyncError(
-        error.message,
-        hint="restart: the step gets the next free number",
-        run=error.run,
-        version=error.version,
-        key=error.key,
-    )
-
-
-def _record_error(process: Process, error: DeltawireError) -> None:
-    """Record an error, if the bucket still accepts events."""
-    try:
-        process.record_life("stopped", str(error))
-    except (RetryError, InputError):
-        return
+        self._write_last_status()

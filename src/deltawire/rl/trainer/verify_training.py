@@ -156,6 +156,11 @@ def _explain(bucket: Bucket, run: Run, found: TrainingVerification, state: Resum
         if metadata.hashes
         else "the manifest does not say which bytes its groups had"
     )
+    if metadata.ranks > 1:
+        found.reason = (
+            f"{metadata.ranks} ranks computed it, whose sums have another order than this "
+            "process's: replay is exact for runs of one rank"
+        )
     if metadata.step != found.differs:
         found.reason = f"the version says that it is step {metadata.step} of the loop"
     try:

@@ -28,6 +28,7 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError, RetryError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import check_signed
+from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.publish.commit import (
     AnchorSchedule,
@@ -54,6 +55,36 @@ from deltawire.wire.run import Run, count_chunks
 from deltawire.wire.seal import Signer, seal
 
 LEADER = 0
+
+
+def load_ranges(
+    bucket: Bucket, run: Run, ranges: Mapping[str, tuple[int, int]], *, at: int
+) -> Mirror:
+    """Loads flat ranges of tensors, (first element, count), of version ``at``: the mirror that a
+    `ShardPublisher` of these ranges builds on.
+
+    Ranges are whole rows. Raises `CorruptError` if the version cannot be read.
+
+    Example::
+
+        ranges = {name: (shard.start, shard.bits.numel()) for name, shard in shards.items()}
+        mirror = load_ranges(bucket, run, ranges, at=newest_version(bucket))
+    """
+    specs = {spec.name: spec for spec in run.tensors}
+    rows: dict[str, tuple[int, int] | None] = {}
+    for name, (start, count) in ranges.items():
+        spec = specs[name]
+        width = spec.count // spec.shape[0] if spec.shape else 1
+        rows[name] = None if count == spec.count else (start // width, (start + count) // width)
+    loaded = load_mirror(bucket, run, at=at, wanted=rows)
+    assert loaded is not None  # It raises unless the version can be read.
+    tensors = {}
+    for name, (start, count) in ranges.items():
+        bits = loaded.find(name, start, count)
+        assert bits is not None
+        tensors[name] = bits.copy()
+    starts = {name: start for name, (start, _) in ranges.items() if start}
+    return Mirror(tensors, loaded.version, loaded.digest, starts)
 
 
 class ShardPublisher:

@@ -24,6 +24,10 @@ JOIN_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others to start."""
 
 
+class LostRankError(ResyncError):
+    """Another rank of this trainer has ended or does not answer."""
+
+
 def world_of() -> tuple[int, int]:
     """This process's rank and the number of ranks, as a launcher set them; (0, 1) without one.
 
@@ -74,6 +78,12 @@ def join_ranks(*, timeout: timedelta = JOIN_TIMEOUT) -> None:
         ) from error
 
 
+def leave_ranks() -> None:
+    """Closes the connections to the other ranks, once none of them needs this one any more."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.destroy_process_group()
+
+
 def open_single_rank(device: torch.device) -> None:
     """Opens a process group of one: FSDP2 needs one also where nothing is sharded."""
     if dist.is_initialized():
@@ -105,14 +115,14 @@ def broadcast(data: bytes = b"") -> bytes:
 
 @contextmanager
 def lost_ranks() -> Iterator[None]:
-    """Raises `ResyncError` where the body fails because another rank has ended or does not answer:
-    all ranks must then start again from the last commit."""
+    """Raises `LostRankError` where the body fails because another rank is gone: all ranks must then
+    start again from the last commit."""
     try:
         yield
     except RuntimeError as error:
         if not _says_lost(error):
             raise
-        raise ResyncError(
+        raise LostRankError(
             f"another rank ended or does not answer: {str(error).splitlines()[0][:200]}",
             hint="see that rank's error; all ranks start again from the last commit",
         ) from error

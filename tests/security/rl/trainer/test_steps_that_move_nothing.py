@@ -9,8 +9,8 @@ import pytest
 from deltawire.dashboard.state import RunState
 from deltawire.errors import InputError, ResyncError
 from deltawire.events import NoProgress
+from deltawire.rl.trainer.fencing import restartable
 from deltawire.rl.trainer.progress_alarm import ProgressAlarm
-from deltawire.rl.trainer.trainer import _restartable
 from deltawire.wire import keys
 
 
@@ -59,6 +59,6 @@ def test_steps_that_move_something_raise_none():
 def test_junk_under_a_versions_name_restarts_the_trainer():
     """It ended the whole run: the supervisor does not restart after an `InputError`."""
     taken = InputError("another object has this version's name", version=3, key=keys.manifest(3))
-    assert isinstance(_restartable(taken), ResyncError)
+    assert isinstance(restartable(taken), ResyncError)
     other = InputError("the model needs 9 bytes")
-    assert _restartable(other) is other
+    assert restartable(other) is other

@@ -1,0 +1,133 @@
+"""Runs a trainer process from its start to its end: rank 0, or one of the others.
+
+::
+
+    rank 0                                       rank k
+      take the lease, start or open the run        import the libraries
+      join the ranks ◀───────────────────────────▶ join the ranks
+      Start ─────────────────────────────────────▶ open the run, at the version that Start names
+      Trainer or Midtrainer: orders ─────────────▶ Rank.follow
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltawire.config import RunConfig
+from deltawire.errors import BugError, DeltawireError, InputError, RetryError
+from deltawire.export.adapter import open_model
+from deltawire.export.models import fetch_model_files
+from deltawire.placement.device import resolve_device
+from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.group_steps import GroupSteps
+from deltawire.rl.trainer.midtraining import DocumentSteps, Midtrainer
+from deltawire.rl.trainer.orders import Start, receive
+from deltawire.rl.trainer.rank import Rank, translated
+from deltawire.rl.trainer.trainer import Trainer
+from deltawire.runtime.process import Process, open_run
+from deltawire.store import Bucket
+from deltawire.sync import require_run
+from deltawire.train.parallel.ranks import join_ranks, leave_ranks, local_rank, lost_ranks, world_of
+from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer
+
+
+def run_trainer(
+    process: Process,
+    source: tuple[RunConfig, Path] | None,
+    *,
+    signer: Signer | None = None,
+    run_id: str = "",
+) -> None:
+    """Run rank 0 of a trainer from its start to the last version or a signal.
+
+    In a signed run ``signer`` holds the owner's key, and a new run gets the id ``run_id``.
+
+    ``source`` is the configuration and the model directory that a new run starts from; None
+    continues an existing run. Raises `InputError` if the bucket holds another run.
+    """
+    started = process.events.now()
+    process.record_life("started")
+    try:
+        if source is not None:
+            start_run(process.bucket, *source, signer=signer, run_id=run_id)
+        run, config = open_run(process.bucket)
+        config = config if source is None else source[0]
+        _check_layout(config)
+        process.heartbeat.faults = config.faults
+        with lost_ranks():
+            join_ranks()
+        model = open_policy(process.bucket, run, config)
+        kind: type[Trainer | Midtrainer] = Trainer if config.midtrain is None else Midtrainer
+        with lost_ranks():
+            trainer = kind(process, run, config, model, signer=signer)
+        process.events.span("start", started)
+        with translated(process.bucket, run, trainer.epoch):
+            trainer.loop()
+    except DeltawireError as error:
+        _record_error(process, error)
+        raise
+    process.record_life("stopped", f"version {trainer.version}")
+    leave_ranks()
+
+
+def follow_trainer(
+    open_bucket: Callable[[Start], Bucket],
+    *,
+    stopping: Callable[[], bool],
+    signer: Signer | None = None,
+) -> None:
+    """Run another rank than 0 of a trainer, until rank 0 ends.
+
+    ``open_bucket`` opens the run's bucket as this process may use it.
+    """
+    with lost_ranks():
+        join_ranks()
+        start = receive()
+    if not isinstance(start, Start):
+        raise BugError("rank 0 did not start with the run")
+    bucket = open_bucket(start)
+    run = require_run(bucket, public_key=start.public_key)
+    if run.id != start.run:
+        raise InputError(
+            f"rank {world_of()[0]} found the run {run.id[:16]}, rank 0 the run {start.run[:16]}",
+            hint="give all ranks the same RUN_URL",
+            run=bucket.url,
+        )
+    config = start.config
+    model = open_policy(bucket, run, config)
+    steps: Any
+    if config.midtrain is None:
+        steps = GroupSteps(bucket, run, config)
+    else:
+        steps = DocumentSteps(bucket, run, config)
+    with translated(bucket, run, start.epoch):
+        Rank(bucket, run, start, model, steps, signer=signer, stopping=stopping).follow()
+    leave_ranks()
+
+
+def open_policy(bucket: Bucket, run: Run, config: RunConfig) -> Any:
+    """The policy's model on this rank's device, weights unset."""
+    torch.set_num_threads(config.threads)
+    with fetch_model_files(bucket, run) as folder:
+        model = open_model(Path(folder), config.train.adapter)
+    return model.to(resolve_device(config.device_of("trainer"), index=local_rank()))
+
+
+def _check_layout(config: RunConfig) -> None:
+    """Raise `InputError` if the ranks that were started do not divide into the axes."""
+    _, ranks = world_of()
+    if found := config.train.layout_contradiction(ranks):
+        raise InputError(f"train: {found[0]}", hint=found[1])
+
+
+def _record_error(process: Process, error: DeltawireError) -> None:
+    """Record an error, if the bucket still accepts events."""
+    try:
+        process.record_life("stopped", str(error))
+    except (RetryError, InputError):
+        return

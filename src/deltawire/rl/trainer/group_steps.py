@@ -1,0 +1,53 @@
+"""Steps on groups of rollouts: what every rank computes of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deltawire.config import RunConfig
+from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
+from deltawire.rl.reference.reader import ReferenceReader
+from deltawire.rl.trainer.orders import Train
+from deltawire.rl.trainer.resume import Resumed, recompute_step, reference_for, resume, seed_step
+from deltawire.store import Bucket
+from deltawire.train.masters import MasterWeights
+from deltawire.train.reference import Reference
+from deltawire.train.step import StepResult, train_step
+from deltawire.wire.run import Run
+
+
+class GroupSteps:
+    """See `deltawire.rl.trainer.rank.StepKind`."""
+
+    def __init__(self, bucket: Bucket, run: Run, config: RunConfig) -> None:
+        self._bucket, self._run, self._config = bucket, run, config
+        self.reference: Reference | ReferenceReader | None = None
+        """The reference of ``train.loss.kl``; None without a penalty."""
+
+    def restore(self, model: Any, *, newest: int) -> Resumed:
+        """See `StepKind.restore`."""
+        state = resume(self._bucket, self._run, self._config, model, newest=newest)
+        self.reference = state.reference
+        return state
+
+    def recompute(self, state: Resumed) -> bool:
+        """See `StepKind.recompute`."""
+        return recompute_step(self._bucket, self._run, state).equal
+
+    def train(
+        self, masters: MasterWeights, order: Train, given: Sequence[BufferedGroup] | None = None
+    ) -> StepResult:
+        """See `StepKind.train`; ``given`` are the groups that the metadata names.
+
+        Raises `CorruptError` if a group, or what a reference process wrote of it, is gone.
+        """
+        groups = read_consumed(self._bucket, order.metadata) if given is None else given
+        seed_step(self._config, order.metadata.step, rank=masters.mesh.data_rank)
+        return train_step(
+            masters,
+            [one.group for one in groups],
+            self._config,
+            reference=reference_for(self.reference, groups),
+            version=order.base,
+        )

@@ -1,0 +1,208 @@
+"""Rank 0 of a trainer: decides what is trained on, orders it, and keeps the run's status.
+
+`deltawire.rl.trainer.trainer` and `deltawire.rl.trainer.midtraining` say what a step is.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from deltawire.config import RunConfig
+from deltawire.errors import InputError
+from deltawire.events import Published
+from deltawire.rl.control.credits import CreditIssuer
+from deltawire.rl.trainer.orders import End, Order, Publish, Save, Start, Train, Wait, send
+from deltawire.rl.trainer.rank import Rank, StepKind
+from deltawire.rl.trainer.settings import announce_settings
+from deltawire.rl.trainer.version_retention import VersionRetention
+from deltawire.runtime.fleet import known_trainer, next_epoch
+from deltawire.runtime.process import Process
+from deltawire.sync import CommitStats, Publisher, ShardPublisher, newest_readable
+from deltawire.train.masters import MasterWeights
+from deltawire.wire.ledger import Ledger
+from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer
+from deltawire.wire.status import TrainerStatus
+
+R = TypeVar("R")
+
+WAIT_S = 30.0
+"""The other ranks hear from rank 0 at least this often while there is nothing to train on."""
+
+
+class Leader(Generic[R]):
+    """Orders steps and publishes them; subclasses choose what is trained on.
+
+    ``before`` is the status of an earlier trainer of the run, ``ledger`` what its state has
+    consumed. Raises `InputError` if the run has no version 0.
+    """
+
+    credits: CreditIssuer
+
+    def __init__(
+        self,
+        process: Process,
+        run: Run,
+        config: RunConfig,
+        model: Any,
+        steps: StepKind[R],
+        *,
+        signer: Signer | None = None,
+    ) -> None:
+        self.process, self.bucket, self.run, self.config = process, process.bucket, run, config
+        head = newest_readable(self.bucket, run)
+        if head is None:
+            raise InputError(
+                "the run has no version 0",
+                hint="start it with deltawire run",
+                run=self.bucket.url,
+            )
+        self.before: TrainerStatus | None = known_trainer(self.bucket)
+        self.epoch = next_epoch(self.bucket, run, head.version)
+        self.version = head.version
+        self.settings = announce_settings(process, run, config)
+        start = Start(
+            run=run.id,
+            public_key=run.public_key,
+            config=config,
+            version=head.version,
+            epoch=self.epoch,
+            session=secrets.token_hex(12),
+        )
+        self._in_step = True
+        """True while all ranks wait for the next order."""
+        self._ordered_at = time.monotonic()
+        send(start)
+        self.rank: Rank[R] = Rank(
+            self.bucket,
+            run,
+            start,
+            model,
+            steps,
+            signer=signer,
+            on_commit=self._on_commit,
+            confirm=process.lease.confirm,
+            long_task=process.heartbeat.long_task,
+            stopping=process.is_stopping,
+        )
+        if self.rank.recomputed:
+            process.record_life("started", self.rank.recomputed)
+        self.version_retention = VersionRetention(
+            self.bucket,
+            run,
+            keep=config.retain.versions,
+            report=self._report,
+            signer=signer,
+        )
+
+    def _open_credits(self, ledger: Ledger, granted: Mapping[str, int]) -> CreditIssuer:
+        """Make what grants credits and writes the trainer's status."""
+        credits_ = CreditIssuer(
+            self.bucket,
+            self.config,
+            ledger,
+            epoch=self.epoch,
+            granted=dict(granted),
+            confirm=self.process.lease.confirm,
+            settings=self.settings,
+        )
+        credits_.version, credits_.digest = self.version, self.publisher.digest.hex()
+        return credits_
+
+    @property
+    def masters(self) -> MasterWeights:
+        """Rank 0's shards of the weights."""
+        return self.rank.masters
+
+    @property
+    def publisher(self) -> Publisher | ShardPublisher:
+        """Commits versions."""
+        return self.rank.publisher
+
+    def _report(self, fault: str) -> None:
+        """Record a fault that does not end the run."""
+        self.process.record_life("started", fault)
+
+    def _on_commit(self, receipt: CommitStats) -> None:
+        """Called by the publisher's thread."""
+        self.credits.committed(receipt.version, receipt.digest)
+        self.process.events.record(
+            Published(
+                process=self.process.name,
+                at=time.time(),
+                version=receipt.version,
+                bytes_delta=receipt.bytes_delta,
+                bytes_full=receipt.bytes_full,
+                bytes_anchor=receipt.bytes_anchor,
+                changed=receipt.changed,
+                elements=receipt.elements,
+                blocked_ms=receipt.blocked_ms,
+                encode_ms=receipt.encode_ms,
+                upload_ms=receipt.upload_ms,
+            )
+        )
+
+    def _order(self, order: Order) -> None:
+        """Tell the other ranks what this one does next, which must succeed before the next order:
+        a rank that is somewhere else can take none."""
+        self._in_step = False
+        self._ordered_at = time.monotonic()
+        send(order)
+
+    def _train(self, order: Train, given: Any = None) -> R:
+        """Compute a step on all ranks."""
+        with self.process.heartbeat.long_task("train"):
+            self._order(order)
+            result = self.rank.train(order, given)
+        self._arrived()
+        return result
+
+    def _publish(self, order: Train) -> None:
+        """Publish what the step computed, on all ranks."""
+        version = order.metadata.step
+        self.credits.expect(version, order.metadata)
+        with self.process.heartbeat.long_task("publish"):
+            self._order(Publish(version=version))
+            self.rank.publish(version, order.metadata.to_dict())
+        self._arrived()
+        self.version = self.rank.version
+        self.process.heartbeat.count_finished()
+
+    def _save(self, ledger: Ledger) -> bool:
+        """Store a checkpoint on all ranks; returns whether there was anything to store."""
+        with self.process.heartbeat.long_task("checkpoint"):
+            self._order(Save())
+            saved = self.rank.save(ledger)
+        self._arrived()
+        return saved
+
+    def _arrived(self) -> None:
+        self._in_step = True
+        if self.rank.stop_asked:
+            self.process.stop()
+
+    def keep_waiting(self) -> None:
+        """Let the other ranks know that there is nothing to train on yet."""
+        if self.rank.mesh.ranks > 1 and time.monotonic() - self._ordered_at >= WAIT_S:
+            self._order(Wait())
+            self.rank.agree_to_stop()
+            self._arrived()
+
+    def _finish_ranks(self, ledger: Ledger) -> None:
+        """Commit and save what is under way, on all ranks, and end the others."""
+        self._order(End(save=True))
+        self.rank.finish(ledger)
+
+    def _write_last_status(self) -> None:
+        last = self.version >= self.config.train.versions
+        self.credits.write("finished" if last else "stopped")
+
+    def close(self) -> None:
+        """End all threads, also those that an error left running, and the other ranks."""
+        if self._in_step:
+            self._order(End(save=False))
+        self.rank.close()
+        self.version_retention.close()

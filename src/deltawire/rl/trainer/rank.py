@@ -1,0 +1,238 @@
+"""One rank's part of a trainer: its shards of the weights, and of what is published and saved.
+
+Rank 0 leads (`deltawire.rl.trainer.leader`) and runs the same code as the others::
+
+    rank 0     chooses groups ─▶ orders ─▶ Rank: train ─▶ publish ─▶ save        commits
+    rank k                       orders ─▶ Rank: train ─▶ publish ─▶ save        uploads its part
+
+A single process is rank 0 of one, and its orders go nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
+
+from deltawire.config import RunConfig
+from deltawire.errors import BugError, DeltawireError, FencedError, InputError, ResyncError
+from deltawire.rl.trainer.fencing import restartable, unfenced
+from deltawire.rl.trainer.orders import End, Publish, Save, Start, Train, Wait, receive
+from deltawire.rl.trainer.resume import Resumed
+from deltawire.store import Bucket
+from deltawire.sync import COMPACTION_STRIDES, CommitStats, Publisher, ShardPublisher, load_mirror
+from deltawire.sync.publish.sharded import load_ranges
+from deltawire.train.checkpoint import CheckpointWriter
+from deltawire.train.masters import MasterWeights
+from deltawire.train.parallel import TrainerMesh
+from deltawire.train.parallel.ranks import lost_ranks
+from deltawire.wire.ledger import Ledger
+from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer
+
+R_co = TypeVar("R_co", covariant=True)
+LongTask = Callable[[str], AbstractContextManager[None]]
+
+
+class StepKind(Protocol[R_co]):
+    """What a trainer's steps are made of: groups of rollouts, or documents."""
+
+    def restore(self, model: Any, *, newest: int) -> Resumed:
+        """Restore the newest checkpoint at or before a version; all ranks call this together."""
+        ...
+
+    def recompute(self, state: Resumed) -> bool:
+        """Compute the next committed step again; returns whether it gave the published bits."""
+        ...
+
+    def train(self, masters: MasterWeights, order: Train, given: Any = None) -> R_co:
+        """Compute a step. ``given`` is what rank 0 has read already."""
+        ...
+
+
+class Rank(Generic[R_co]):
+    """Trains, publishes and saves what this rank holds. All ranks call each method together.
+
+    ``long_task`` announces what may take long, ``stopping`` tells whether this process was asked
+    to stop, and ``confirm`` raises if another trainer has replaced this one.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: Run,
+        start: Start,
+        model: Any,
+        steps: StepKind[R_co],
+        *,
+        signer: Signer | None = None,
+        on_commit: Callable[[CommitStats], None] | None = None,
+        confirm: Callable[[], None] = lambda: None,
+        long_task: LongTask = lambda _: contextlib.nullcontext(),
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.bucket, self.run, self.config = bucket, run, start.config
+        self.epoch, self.version = start.epoch, start.version
+        self.steps = steps
+        self.stop_asked = False
+        self.recomputed = ""
+        """What was recomputed after the checkpoint, in words; empty for nothing."""
+        self._confirm, self._stopping = confirm, stopping
+        state = self._restore(model, long_task)
+        self.masters, self.ledger = state.masters, state.ledger
+        self.publisher = open_publisher(
+            bucket, run, self.config, self.masters, start, signer=signer, on_commit=on_commit
+        )
+        self.checkpoints = CheckpointWriter(bucket, self.mesh, run=run.id, confirm=confirm)
+        self._saved = -1
+
+    @property
+    def mesh(self) -> TrainerMesh:
+        """This rank among the others."""
+        return self.masters.mesh
+
+    def _restore(self, model: Any, long_task: LongTask) -> Resumed:
+        """Restore the newest checkpoint, and recompute the steps from there to the head."""
+        state = self.steps.restore(model, newest=self.version)
+        first, same = state.version + 1, True
+        while state.version < self.version:
+            with long_task("recompute"):
+                same = self.steps.recompute(state)
+        state.follow_settings(self.config.train)
+        self.diverged = not same
+        if first <= self.version:
+            self.recomputed = f"recomputed steps {first} to {self.version}, " + (
+                "to the same bits"
+                if same
+                else f"to other bits{_other_ranks(state)}; the next delta carries them"
+            )
+        return state
+
+    def train(self, order: Train, given: Any = None) -> R_co:
+        """Compute a step, which changes this rank's shards; publishes nothing."""
+        result = self.steps.train(self.masters, order, given)
+        self.agree_to_stop()
+        return result
+
+    def agree_to_stop(self) -> None:
+        """Set ``stop_asked`` on all ranks once any of them was asked to stop."""
+        self.stop_asked = bool(self.mesh.sum([float(self._stopping())])[0])
+
+    def publish(self, version: int, metadata: Mapping[str, Any] | None = None) -> None:
+        """Copy this rank's shards, and commit them in the background as ``version`` with those of
+        the other ranks. Rank 0's ``metadata`` counts."""
+        if self.publisher.next_version != version:
+            raise ResyncError(
+                f"rank {self.mesh.rank} would publish version {self.publisher.next_version}, "
+                f"rank 0 version {version}",
+                hint="all ranks start again from the bucket",
+                run=self.bucket.url,
+                version=version,
+            )
+        self.version = self.publisher.publish(
+            self.masters.trained(), partial=True, metadata=dict(metadata or {})
+        )
+        self.diverged = False
+
+    def save(self, ledger: Ledger) -> bool:
+        """Store a checkpoint in the background; returns whether there was anything to store."""
+        self.publisher.flush()
+        # A state with other weights than its version's cannot be resumed, and would replace one
+        # that can.
+        if self._saved == self.version or self.diverged:
+            return False
+        self._confirm()
+        self.checkpoints.save(
+            self.masters.state(),
+            ledger,
+            version=self.version,
+            digest=self.publisher.digest.hex(),
+            keep=self.config.retain.checkpoints,
+        )
+        self._saved = self.version
+        return True
+
+    def finish(self, ledger: Ledger) -> None:
+        """Commit and save what is under way, and check that the weights are those published."""
+        self.publisher.close()
+        self.save(ledger)
+        self.checkpoints.close()
+        if self.masters.digest() != self.publisher.digest and not self.diverged:
+            raise BugError("the trainer's weights are not what it published", run=self.bucket.url)
+
+    def close(self) -> None:
+        """End the threads, also those that an error left running."""
+        # An error of the version under way was raised before, or follows the one that ends the run.
+        with contextlib.suppress(DeltawireError):
+            self.publisher.close()
+        with contextlib.suppress(DeltawireError):
+            self.checkpoints.close()
+
+    def follow(self) -> None:
+        """Obey rank 0 until it ends."""
+        while True:
+            match receive():
+                case Train() as order:
+                    self.train(order)
+                case Publish() as order:
+                    self.publish(order.version)
+                case Save():
+                    self.save(Ledger())
+                case Wait():
+                    self.agree_to_stop()
+                case End() as order:
+                    if order.save:
+                        self.finish(Ledger())
+                    self.close()
+                    return
+                case Start():
+                    raise BugError("rank 0 started twice", run=self.bucket.url)
+
+
+@contextlib.contextmanager
+def translated(bucket: Bucket, run: Run, epoch: int) -> Iterator[None]:
+    """Translates errors of the body to what the supervisor should do next; see `fencing`."""
+    try:
+        with lost_ranks():
+            yield
+    except FencedError as error:
+        raise unfenced(bucket, run, epoch, error) from error
+    except InputError as error:
+        raise restartable(error) from error
+
+
+def open_publisher(
+    bucket: Bucket,
+    run: Run,
+    config: RunConfig,
+    masters: MasterWeights,
+    start: Start,
+    *,
+    signer: Signer | None,
+    on_commit: Callable[[CommitStats], None] | None,
+) -> Publisher | ShardPublisher:
+    """The publisher of this rank's shards, which builds on the run's newest version."""
+    settings: dict[str, Any] = {
+        "epoch": start.epoch,
+        "anchor_every": config.train.anchor_every,
+        "compaction_strides": COMPACTION_STRIDES if config.train.compaction else (),
+        "on_commit": on_commit,
+        "signer": signer,
+    }
+    mesh = masters.mesh
+    if mesh.ranks > 1:
+        ranges = {name: (one.start, one.bits.numel()) for name, one in masters.shards().items()}
+        mirror = load_ranges(bucket, run, ranges, at=start.version)
+        return ShardPublisher(
+            bucket, run, mirror, rank=mesh.rank, ranks=mesh.ranks, session=start.session, **settings
+        )
+    head = load_mirror(bucket, run, at=start.version)
+    assert head is not None
+    return Publisher(bucket, run, head, **settings)
+
+
+def _other_ranks(state: Resumed) -> str:
+    """Says so if another number of ranks computed the steps before."""
+    now, before = state.masters.mesh.ranks, state.ranks
+    return f" ({now} ranks now, {before} before)" if before not in (None, now) else ""

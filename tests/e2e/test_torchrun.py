@@ -1,0 +1,21 @@
+"""A run's trainer under torchrun: each rank publishes its part, and one commit makes a version."""
+
+from rank_runs import VERSIONS, begin, digests, metadata, train
+
+from deltawire.rl.evaluate.audit import audit_fates
+from deltawire.runtime.fleet import read_trainer
+from deltawire.sync import load_mirror, read_run
+from deltawire.train.checkpoint import checkpoint_versions
+
+
+def test_two_ranks_of_torchrun_train_and_publish_one_run(tmp_path):
+    bucket = begin(tmp_path)
+    train(bucket, torchrun=2)
+    status = read_trainer(bucket)
+    assert (status.phase, status.version) == ("finished", VERSIONS)
+    assert [one.ranks for one in metadata(bucket)] == [2] * VERSIONS
+    assert len(set(digests(bucket))) == VERSIONS + 1, "each step moves some weights"
+    assert load_mirror(bucket, read_run(bucket)).digest.hex() == digests(bucket)[-1]
+    assert checkpoint_versions(bucket) == [4, 6]
+    fates = audit_fates(bucket, max_staleness=1000)
+    assert (fates.consumed, fates.stored) == (2 * VERSIONS, 2 * VERSIONS)
