@@ -14,7 +14,7 @@ from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.events import Published
 from deltawire.rl.control.credits import CreditIssuer
-from deltawire.rl.trainer.orders import End, Order, Publish, Save, Start, Train, Wait, send
+from deltawire.rl.trainer.orders import End, Order, PublishShards, Save, Start, Train, Wait, send
 from deltawire.rl.trainer.rank import Rank, StepKind
 from deltawire.rl.trainer.settings import announce_settings
 from deltawire.rl.trainer.version_retention import VersionRetention
@@ -165,7 +165,7 @@ class Leader(Generic[R]):
         version = order.metadata.step
         self.credits.expect(version, order.metadata)
         with self.process.heartbeat.long_task("publish"):
-            self._order(Publish(version=version))
+            self._order(PublishShards(version=version))
             self.rank.publish(version, order.metadata.to_dict())
         self._arrived()
         self.version = self.rank.version

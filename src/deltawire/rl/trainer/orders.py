@@ -38,7 +38,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag="train"):
     metadata: CommitMetadata
 
 
-class Publish(msgspec.Struct, frozen=True, kw_only=True, tag="publish"):
+class PublishShards(msgspec.Struct, frozen=True, kw_only=True, tag="publish"):
     """Publish the weights as ``version``."""
 
     version: int
@@ -58,7 +58,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     save: bool
 
 
-Order = Start | Train | Publish | Save | Wait | End
+Order = Start | Train | PublishShards | Save | Wait | End
 
 _decoder = msgspec.msgpack.Decoder(Order)
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from deltawire.config import RunConfig
 from deltawire.errors import BugError, DeltawireError, FencedError, InputError, ResyncError
 from deltawire.rl.trainer.fencing import restartable, unfenced
-from deltawire.rl.trainer.orders import End, Publish, Save, Start, Train, Wait, receive
+from deltawire.rl.trainer.orders import End, PublishShards, Save, Start, Train, Wait, receive
 from deltawire.rl.trainer.resume import Resumed
 from deltawire.store import Bucket
 from deltawire.sync import COMPACTION_STRIDES, CommitStats, Publisher, ShardPublisher, load_mirror
@@ -175,7 +175,7 @@ class Rank(Generic[R_co]):
             match receive():
                 case Train() as order:
                     self.train(order)
-                case Publish() as order:
+                case PublishShards() as order:
                     self.publish(order.version)
                 case Save():
                     self.save(Ledger())
