@@ -16,6 +16,7 @@ COMMANDS = (
     "keygen",
     "grant",
     "serve",
+    "tinker",
     "report",
     "fsck",
     "log",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import signal
-import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +15,8 @@ from rich.console import Console
 
 from deltawire.display import safe_line
 from deltawire.errors import InputError
-from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
+from deltawire.launch.listening import check_port, listening, require_token, tls_context
+from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.serving.contract import ReplicaSetState
 from deltawire.serving.replica_set import ReplicaSet
@@ -61,50 +60,19 @@ def serve_run(location: str, options: ServeOptions) -> None:
                 f"--replica {urlsplit(url).hostname}: the URL contains credentials",
                 hint=f"put the replicas' key into {REPLICA_KEY_VARIABLE}",
             )
-    if not 0 <= options.port <= 65535:
-        raise InputError(f"--port {options.port} is not a port", hint="use 0 to 65535")
+    check_port(options.port)
     if options.drain_s <= 0:
         raise InputError("--drain must be above 0")
     bucket = open_trusted(location, options.trust)
     run = require_run(bucket)
-    token = _token(console, "token", options.token_file, TOKEN_VARIABLE)
-    admin = _token(console, "admin token", options.admin_token_file, ADMIN_TOKEN_VARIABLE)
+    token = require_token(console, "token", options.token_file, TOKEN_VARIABLE)
+    admin = require_token(console, "admin token", options.admin_token_file, ADMIN_TOKEN_VARIABLE)
     if token == admin:
         raise InputError(
             "the token and the admin token are equal",
             hint="clients that only sample must not be able to change the weights",
         )
     asyncio.run(_serve(options, bucket, run, (token, admin), console))
-
-
-def _token(console: Console, name: str, path: str, variable: str) -> str:
-    token = read_token(path, variable)
-    if not token:
-        if not console.is_terminal:
-            raise InputError(
-                f"there is no {name}, and a generated one would be written to a log",
-                hint=f"give --{name.replace(' ', '-')}-file, or set {variable}",
-            )
-        token = secrets.token_urlsafe(24)
-        console.print(f"{name} {token}", soft_wrap=True, markup=False, emoji=False)
-    return token
-
-
-def _tls(options: ServeOptions) -> ssl.SSLContext | None:
-    if not options.tls_certificate:
-        if options.tls_key:
-            raise InputError("--tls-key needs --tls-cert")
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(options.tls_certificate, options.tls_key or None)
-    except OSError as error:  # `ssl.SSLError` is one.
-        reason = error.strerror or type(error).__name__
-        raise InputError(
-            f"cannot use --tls-cert {options.tls_certificate}: {reason}",
-            hint="give PEM files: a certificate chain, and its key with --tls-key",
-        ) from error
-    return context
 
 
 def _is_http(url: str) -> bool:
@@ -119,7 +87,6 @@ async def _serve(
     options: ServeOptions, bucket: Bucket, run: Run, tokens: tuple[str, str], console: Console
 ) -> None:
     import aiohttp
-    from aiohttp import web
 
     from deltawire.serving.app import build_app, build_runner
     from deltawire.serving.vllm import VllmReplica
@@ -129,7 +96,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     key = os.environ.get(REPLICA_KEY_VARIABLE, "")
-    context = _tls(options)
+    context = tls_context(options.tls_certificate, options.tls_key)
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         replicas = ReplicaSet(
             bucket,
@@ -147,23 +114,15 @@ async def _serve(
             upstream_model=options.model,
         )
         runner = build_runner(app)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, options.host, options.port, ssl_context=context)
-            try:
-                await site.start()
-            except OSError as error:
-                raise InputError(
-                    f"cannot listen on {options.host}:{options.port}: {error.strerror}",
-                    hint="choose another --port, or --host",
-                ) from error
-            host, port = runner.addresses[0][:2]
-            scheme = "http" if context is None else "https"
-            line = f"serving {run.name} on {scheme}://{host}:{port}"
-            console.print(safe_line(line), soft_wrap=True, markup=False, emoji=False)
+        async with listening(
+            runner,
+            host=options.host,
+            port=options.port,
+            context=context,
+            console=console,
+            name=run.name,
+        ):
             await _report_changes(replicas, stopping, console)
-        finally:
-            await runner.cleanup()
 
 
 async def _report_changes(replicas: ReplicaSet, stopping: asyncio.Event, console: Console) -> None:

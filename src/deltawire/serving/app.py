@@ -76,7 +76,7 @@ def build_app(
             "the server needs two different tokens", hint="one for sampling, one for hot-loading"
         )
     app = web.Application(
-        middlewares=[_errors, _bearer(token, admin_token)], client_max_size=MAX_BODY_BYTES
+        middlewares=[answer_errors, _bearer(token, admin_token)], client_max_size=MAX_BODY_BYTES
     )
     app[_REPLICAS], app[_SESSION] = replicas, session
     app[_KEY], app[_MODEL] = upstream_key, upstream_model
@@ -126,7 +126,8 @@ class _OneLineLogger(logging.Logger):
 
 
 @web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers errors as JSON, with the status that says what the caller does next."""
     try:
         return await handler(request)
     except InputError as error:
@@ -161,26 +162,29 @@ def _bearer(token: str, admin_token: str) -> Any:
 
 
 async def _hot_load(request: web.Request) -> web.StreamResponse:
-    return _json(await request.app[_REPLICAS].hot_load(read_request(await _body(request))))
+    return json_answer(
+        await request.app[_REPLICAS].hot_load(read_request(await read_body(request)))
+    )
 
 
 async def _state(request: web.Request) -> web.StreamResponse:
-    return _json(request.app[_REPLICAS].state())
+    return json_answer(request.app[_REPLICAS].state())
 
 
 async def _ledger(request: web.Request) -> web.StreamResponse:
-    return _json({"snapshots": list(request.app[_REPLICAS].ledger.values())})
+    return json_answer({"snapshots": list(request.app[_REPLICAS].ledger.values())})
 
 
 async def _forget(request: web.Request) -> web.StreamResponse:
     request.app[_REPLICAS].forget()
-    return _json({})
+    return json_answer({})
 
 
 _ADMIN = frozenset({_hot_load, _state, _ledger, _forget})
 
 
-async def _body(request: web.Request) -> bytes:
+async def read_body(request: web.Request) -> bytes:
+    """Returns a request's body, if it comes within `BODY_WITHIN_S`."""
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
             return await request.read()
@@ -197,7 +201,7 @@ async def _proxy(request: web.Request) -> web.StreamResponse:
     """Proxies a request to a replica, and streams the answer back."""
     replicas = request.app[_REPLICAS]
     _check_path(request.match_info["path"])
-    body = await _body(request)
+    body = await read_body(request)
     session = next((request.headers[h] for h in SESSION_HEADERS if h in request.headers), "")
     body = _with_model(body, request.app[_MODEL])
     while (member := replicas.pick(session)) is not None:
@@ -272,7 +276,8 @@ def _with_model(body: bytes, model: str) -> bytes:
     return json.dumps({**content, "model": model}).encode()
 
 
-def _json(value: Any) -> web.Response:
+def json_answer(value: Any) -> web.Response:
+    """Returns a JSON answer."""
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 

@@ -196,15 +196,30 @@ def save_checkpoint(
         writer.close()
 
 
+def keep_checkpoint(bucket: Bucket, version: int) -> None:
+    """Keep the state of a version, stored already or soon, until `release_checkpoint`."""
+    bucket.put(keys.checkpoint_kept(version), b"")
+
+
+def release_checkpoint(bucket: Bucket, version: int, *, keep: int = KEPT) -> None:
+    """Undo `keep_checkpoint`: the state is removed unless it is one of the last ``keep``."""
+    bucket = RetryingBucket.over(bucket)
+    bucket.delete(keys.checkpoint_kept(version))
+    _remove_old(bucket, keep)
+
+
 def _remove_old(bucket: Bucket, keep: int) -> None:
     """Remove everything older than what is kept, commits first.
 
     That includes parts whose commit is gone because an earlier removal was interrupted.
     """
     kept = checkpoint_versions(bucket)[-keep:]
-    for key in bucket.list(keys.CHECKPOINTS):  # Sorted: a commit comes before its parts.
-        number = keys.trailing_number(key.rpartition("/")[0])
-        if number is not None and kept and number < kept[0]:
+    listed = bucket.list(keys.CHECKPOINTS)  # Sorted: a commit comes before its parts.
+    marked = {key.rpartition("/")[0] for key in listed if key.endswith("/kept")}
+    for key in listed:
+        folder = key.rpartition("/")[0]
+        number = keys.trailing_number(folder)
+        if number is not None and folder not in marked and kept and number < kept[0]:
             bucket.delete(key)
 
 

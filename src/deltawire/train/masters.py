@@ -139,6 +139,10 @@ class MasterWeights:
         for name, parameter in self.model.named_parameters():
             if name in self._masters and not isinstance(parameter, DTensor):
                 self._masters[name].copy_(parameter)
+        self.restart_optimizer()
+
+    def restart_optimizer(self) -> None:
+        """Set the optimizer to its start; the masters keep their values."""
         self._optimizer = self._open_optimizer()
         self.steps = 0
 

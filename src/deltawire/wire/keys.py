@@ -28,6 +28,8 @@ CHECKPOINTS = "checkpoints/"
 EVENTS = "events/"
 ROLES = "roles/"
 ARCHIVE = "archive/"
+TINKER = "tinker/"
+TINKER_SERVER = "tinker/server.json"
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
 _DEVICE = re.compile(r"(?i:CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9])\Z")
@@ -192,6 +194,11 @@ def checkpoint_part(version: int, number: int) -> str:
     return f"{CHECKPOINTS}{_number(version)}/state-{_number(number)}.bin"
 
 
+def checkpoint_kept(version: int) -> str:
+    """The key whose object keeps the trainer's state at ``version`` from being removed."""
+    return f"{CHECKPOINTS}{_number(version)}/kept"
+
+
 def role(name: str) -> str:
     """The key of the grant of a role: a lower-case word, and perhaps ``-`` and a worker's name."""
     word, _, worker = name.partition("-")
@@ -223,6 +230,58 @@ def process_of_stream(stream: str) -> str | None:
 def archive(number: int) -> str:
     """The key of one archive of events."""
     return f"{ARCHIVE}{_number(number)}"
+
+
+def tinker_session(session: str) -> str:
+    """The key of a session of Tinker's SDK."""
+    return f"{TINKER}sessions/{_checked(session)}.json"
+
+
+def tinker_sampler(session: str, number: int) -> str:
+    """The key of a session's ``number``-th sampling session."""
+    return f"{TINKER}samplers/{_checked(session)}/{_number(number)}.json"
+
+
+def tinker_models() -> str:
+    """The prefix of everything that belongs to models of Tinker's SDK."""
+    return f"{TINKER}models/"
+
+
+def tinker_model(name: str) -> str:
+    """The key of the description of a model."""
+    return f"{tinker_models()}{_checked(name)}/model.json"
+
+
+def tinker_requests(name: str) -> str:
+    """The prefix of a model's accepted requests."""
+    return f"{tinker_models()}{_checked(name)}/requests/"
+
+
+def tinker_request(name: str, number: int) -> str:
+    """The key of the request that a client numbered ``number``."""
+    return f"{tinker_requests(name)}{_number(number)}"
+
+
+def tinker_results(name: str) -> str:
+    """The prefix of the results of a model's requests."""
+    return f"{tinker_models()}{_checked(name)}/results/"
+
+
+def tinker_result(name: str, number: int) -> str:
+    """The key of the result of a request."""
+    return f"{tinker_results(name)}{_number(number)}"
+
+
+def tinker_saves(name: str) -> str:
+    """The prefix of a model's named checkpoints."""
+    return f"{tinker_models()}{_checked(name)}/saves/"
+
+
+def tinker_save(name: str, digest: str) -> str:
+    """The key of a named checkpoint, by the BLAKE3 of its kind and name (64 hex digits)."""
+    if not _HASH.match(digest):
+        raise InputError(f"{digest[:80]!r} is not a BLAKE3 hash")
+    return f"{tinker_saves(name)}{digest}.json"
 
 
 def trailing_number(key: str) -> int | None:

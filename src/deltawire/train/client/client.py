@@ -31,7 +31,7 @@ from deltawire.store import Bucket, open_bucket
 from deltawire.train.client.forward import check_tokens
 from deltawire.train.client.losses import LOSSES, check_inputs, check_loss
 from deltawire.train.client.sampling import Kind, SamplingClient
-from deltawire.train.client.session import TrainingSession, new_run
+from deltawire.train.client.session import LostState, TrainingSession, new_run
 from deltawire.train.client.types import (
     AdamParams,
     APIFuture,
@@ -96,22 +96,26 @@ class TrainingClient:
 
     @classmethod
     def load(
-        cls, run_url: str, *, lost_state: str = "refuse", take_over: bool = False
+        cls, run_url: str, *, lost_state: LostState = "refuse", take_over: bool = False
     ) -> TrainingClient:
         """Continues a run from its newest version, with its optimizer state.
 
         The state is that of the newest checkpoint. If versions were published after it,
-        ``lost_state = "refuse"`` raises `InputError`, and ``"reset"`` takes the newest weights
-        with a new optimizer state. A run has one trainer: `FencedError` is raised if one is alive,
-        unless ``take_over`` asks to replace it.
+        ``lost_state = "refuse"`` raises `InputError`, ``"reset"`` takes the newest weights with a
+        new optimizer state, and ``"repeat"`` takes the checkpoint's weights and state (version 0's
+        without one): the caller repeats the calls made since, and a save whose weights are
+        published already finds its version again. A run has one trainer: `FencedError` is raised
+        if one is alive, unless ``take_over`` asks to replace it.
         """
-        if lost_state not in ("refuse", "reset"):
-            raise InputError(f"lost_state is {lost_state[:40]!r}", hint='give "refuse" or "reset"')
+        if lost_state not in ("refuse", "reset", "repeat"):
+            raise InputError(
+                f"lost_state is {lost_state[:40]!r}", hint='give "refuse", "reset" or "repeat"'
+            )
         bucket = open_bucket(run_url)
         process = Process(bucket, "trainer", "trainer", supervised=False)
         if not take_over:
             process.refuse_live_namesake()
-        session = TrainingSession.open(process.bucket, process.lease, reset=lost_state == "reset")
+        session = TrainingSession.open(process.bucket, process.lease, lost_state=lost_state)
         return cls(session, process)
 
     def __enter__(self) -> Self:
@@ -129,6 +133,12 @@ class TrainingClient:
     def version(self) -> int:
         """The newest version that was published."""
         return self._session.version
+
+    @property
+    def state_record(self) -> Mapping[str, Any]:
+        """The ``record`` of the save that the state was loaded from, with its ``step`` and
+        ``name``; empty if no client saved it."""
+        return self._session.state_record
 
     def get_tokenizer(self) -> Any:
         """Returns the run's tokenizer."""
@@ -199,31 +209,40 @@ class TrainingClient:
 
         return self._submit(run)
 
-    def save_weights_for_sampler(self, name: str = "") -> APIFuture[SaveResponse]:
+    def save_weights_for_sampler(
+        self, name: str = "", *, record: Mapping[str, Any] | None = None
+    ) -> APIFuture[SaveResponse]:
         """Publishes the weights as a version and waits for its commit; weights that are published
-        already keep their version. ``name`` is stored with the version."""
-        return self._submit(lambda: self._saved(self._session.publish(name)))
+        already keep their version. ``name`` and ``record``, a small JSON object, are stored with
+        the version."""
+        return self._submit(lambda: self._saved(self._session.publish(name, record)))
 
-    def save_state(self, name: str = "") -> APIFuture[SaveResponse]:
-        """Publishes the weights and stores the optimizer's state for that version."""
+    def save_state(
+        self, name: str = "", *, keep: bool = False, record: Mapping[str, Any] | None = None
+    ) -> APIFuture[SaveResponse]:
+        """Publishes the weights and stores the optimizer's state for that version. Of the states
+        the last two are kept, and those saved with ``keep``."""
 
         def run() -> SaveResponse:
-            version = self._session.publish(name)
-            self._session.save()
+            version = self._session.publish(name, record)
+            self._session.save(keep=keep)
             return self._saved(version)
 
         return self._submit(run)
 
-    def load_state(self, path: str | SaveResponse) -> APIFuture[SaveResponse]:
+    def load_state(
+        self, path: str | SaveResponse, *, optimizer: bool = True
+    ) -> APIFuture[SaveResponse]:
         """Restores weights and optimizer state of a `save_state`, of this run or of another one
         with the same model; the next save publishes them as a new version.
 
-        ``path`` is ``RUN_URL@VERSION``. Raises `InputError` if there is no such state.
+        ``path`` is ``RUN_URL@VERSION``. Without ``optimizer``, the optimizer starts again. Raises
+        `InputError` if there is no such state.
         """
         where = path if isinstance(path, str) else path.path
 
         def run() -> SaveResponse:
-            self._session.restore(where)
+            self._session.restore(where, optimizer=optimizer)
             return SaveResponse(where, self._session.version)
 
         return self._submit(run)

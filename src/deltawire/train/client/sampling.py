@@ -134,8 +134,10 @@ class SamplingClient:
         num_samples: int,
         sampling_params: SamplingParams,
         include_prompt_logprobs: bool = False,
+        *,
+        least_version: int | None = None,
     ) -> APIFuture[SampleResponse]:
-        """Draws ``num_samples`` completions of a prompt.
+        """Draws ``num_samples`` completions of a prompt, with ``least_version`` or a newer one.
 
         Log-probabilities are those of the whole tempered distribution, whatever ``top_k`` and
         ``top_p`` left of it, and of the untempered one at temperature 0. Raises `InputError` for
@@ -148,7 +150,7 @@ class SamplingClient:
         ends = self._ends_of(sampling_params.stop)
 
         async def run() -> SampleResponse:
-            await self._fresh_enough()
+            await self._fresh_enough(least_version)
             sequences = await asyncio.gather(
                 *(self._one(tokens, params, ends) for _ in range(num_samples))
             )
@@ -256,11 +258,12 @@ class SamplingClient:
         scores = score_tokens(self._model, tokens)
         return [None, *scores.tolist()]
 
-    async def _fresh_enough(self) -> None:
+    async def _fresh_enough(self, least: int | None = None) -> None:
         """Waits until the client may answer by its own terms."""
         if self.kind == "snapshot":
             return
-        while self._least is not None and self.version < self._least:
+        least = max(self._least or 0, least or 0)
+        while self.version < least:
             await asyncio.sleep(IDLE_S)
         while self._max_lag is not None and self.lag > self._max_lag:
             await asyncio.sleep(IDLE_S)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,8 +18,15 @@ from deltawire.export.source import open_source
 from deltawire.runtime.fleet import next_epoch
 from deltawire.runtime.lease import Lease
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import Publisher, load_mirror, read_run, require_run
-from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
+from deltawire.sync import (
+    Publisher,
+    load_mirror,
+    newest_version,
+    read_manifest,
+    read_run,
+    require_run,
+)
+from deltawire.train.checkpoint import keep_checkpoint, load_checkpoint, save_checkpoint
 from deltawire.train.client.types import AdamParams
 from deltawire.train.masters import MasterWeights
 from deltawire.train.optimizer import StepSettings
@@ -27,13 +34,17 @@ from deltawire.train.policy import TrainedPolicy
 from deltawire.wire.ledger import CLIENT_RECORD, Ledger
 from deltawire.wire.run import Run
 
+LostState = Literal["refuse", "reset", "repeat"]
+"""What to do where versions were published after the newest optimizer state."""
+
 
 def new_run(bucket: Bucket, model: Path, config: RunConfig | None, *, name: str) -> None:
     """Starts a run with the model of a directory as version 0.
 
-    Raises `InputError` if the bucket holds a run already, or the model cannot be loaded.
+    A run whose first process died before version 0 is completed. Raises `InputError` if the bucket
+    holds a run already, or the model cannot be loaded.
     """
-    if read_run(bucket) is not None:
+    if read_run(bucket) is not None and newest_version(bucket) is not None:
         raise InputError(
             "there is a run here already",
             hint="continue it with TrainingClient.load, or choose another folder",
@@ -60,6 +71,7 @@ class TrainingSession:
         lease: Lease,
         config: TrainConfig,
         *,
+        state_of: int | None,
         saved: bool,
     ) -> None:
         self.bucket = bucket
@@ -73,11 +85,17 @@ class TrainingSession:
         self.policy = TrainedPolicy.of(model, config)
         self.budget = config.max_tokens_per_batch
         """Tokens of one forward pass; a longer sequence is a separate pass."""
-        self._saved = publisher.version if saved else -1
-        self._changed = False
+        self._held = publisher.version if state_of is None else state_of
+        """The version that the weights are, unless they changed."""
+        self._saved = self._held if saved else -1
+        self._changed = self._held < publisher.version
+        self.state_record = _client_record(bucket, run, self._held)
+        """What the caller stored with the version that the state was loaded from."""
+        ahead = range(self._held + 1, publisher.version + 1)
+        self._ahead = {version: _client_record(bucket, run, version) for version in ahead}
 
     @classmethod
-    def open(cls, bucket: Bucket, lease: Lease, *, reset: bool) -> TrainingSession:
+    def open(cls, bucket: Bucket, lease: Lease, *, lost_state: LostState) -> TrainingSession:
         """Opens a run's newest version; see `deltawire.train.TrainingClient.load`."""
         run = require_run(bucket)
         config = run_config(run.config, url=bucket.url)
@@ -96,13 +114,20 @@ class TrainingSession:
         found = load_checkpoint(bucket, state, newest=head.version, run=run.id)
         ledger = found.ledger if found else Ledger()
         saved = found is not None and found.version == head.version
+        state_of: int | None = None
         if saved:
             masters.restore(state)
             if masters.digest() != head.digest:
                 raise CorruptError(
                     "the newest checkpoint holds other weights than its version", run=bucket.url
                 )
-        elif head.version > 0 and not reset:
+        elif head.version > 0 and lost_state == "repeat":
+            saved, state_of = found is not None, found.version if found else 0
+            if found is None:
+                masters.reset(load_mirror(bucket, run, at=0) or head)
+            else:
+                masters.restore(state)
+        elif head.version > 0 and lost_state == "refuse":
             at = f"that of version {found.version}" if found else "missing"
             raise InputError(
                 f"the newest version is {head.version}, and the newest optimizer state is {at}",
@@ -110,7 +135,7 @@ class TrainingSession:
                 'lost_state="reset", which starts a new optimizer state on the newest weights',
                 run=bucket.url,
             )
-        if not saved:
+        if not saved and state_of is None:
             masters.reset(head)  # An older state was read over it.
         publisher = Publisher(
             bucket,
@@ -130,6 +155,7 @@ class TrainingSession:
             ledger,
             lease,
             config.train,
+            state_of=state_of,
             saved=saved,
         )
 
@@ -179,53 +205,75 @@ class TrainingSession:
             "step:max": float(before + 1),
         }
 
-    def publish(self, name: str) -> int:
-        """Publishes the weights, unless they are published already; returns their version."""
+    def publish(self, name: str, record: Mapping[str, Any] | None = None) -> int:
+        """Publishes the weights, unless they are published already; returns their version.
+
+        ``record`` is stored with the version. A version after the state that was loaded is found
+        again by its name, step and record, if the weights have its digest.
+        """
         if not self._changed:
-            return self._publisher.version
+            return self._held
         self._lease.confirm()
-        record = {"step": self.masters.steps} | ({"name": name[:200]} if name else {})
-        version = self._publisher.publish(
-            self.masters.source.tensors(), metadata={CLIENT_RECORD: record}
-        )
-        self._publisher.flush()
-        self._changed = False
+        stored = {"step": self.masters.steps} | ({"name": name[:200]} if name else {})
+        stored |= record or {}
+        version = self._found_again(stored)
+        if version is None:
+            version = self._publisher.publish(
+                self.masters.source.tensors(), metadata={CLIENT_RECORD: stored}
+            )
+            self._publisher.flush()
+        self._held, self._changed = version, False
         return version
 
-    def save(self) -> None:
-        """Stores the state for the version that was published last."""
-        if self._changed or self._saved == self.version:
+    def _found_again(self, record: Mapping[str, Any]) -> int | None:
+        for version, known in self._ahead.items():
+            if version > self._held and known == record:
+                manifest = read_manifest(self.bucket, self.run, version)
+                if manifest is not None and manifest.digest == self.masters.digest().hex():
+                    return version
+        return None
+
+    def save(self, *, keep: bool = False) -> None:
+        """Stores the state for the version that the weights are. ``keep`` keeps it until
+        `deltawire.train.checkpoint.release_checkpoint`; of the others the last two are kept."""
+        if self._changed:
             return
         self._lease.confirm()
+        if keep:
+            keep_checkpoint(self.bucket, self._held)
+        if self._saved == self._held:
+            return
         save_checkpoint(
             self.bucket,
             self.masters.state(),
             self._ledger,
-            version=self.version,
-            digest=self._publisher.digest.hex(),
+            version=self._held,
+            digest=self.masters.digest().hex(),
             run=self.run.id,
         )
-        self._saved = self.version
+        self._saved = self._held
 
-    def restore(self, where: str) -> None:
-        """Restores the state of ``RUN_URL@VERSION``."""
+    def restore(self, where: str, *, optimizer: bool = True) -> None:
+        """Restores the state of ``RUN_URL@VERSION``; without ``optimizer``, its weights only."""
         url, _, number = where.rpartition("@")
         if not url or not number.isdecimal() or len(number) > 10:
             raise InputError(f"{where[:200]!r} is not RUN_URL@VERSION")
         bucket = self.bucket if url == self.bucket.url else open_bucket(url)
         version = int(number)
+        run = require_run(bucket)
+        if run.tensors != self.run.tensors:
+            raise InputError("the state belongs to another model", run=url, version=version)
         state = {name: one.clone() for name, one in self.masters.state().items()}
         found = load_checkpoint(bucket, state, newest=version)
         if found is None or found.version != version:
             raise InputError(
                 f"there is no state of version {version}",
-                hint="the last two are kept; save with save_state",
+                hint="the last two are kept; save with save_state(keep=True)",
                 run=url,
             )
-        run = require_run(bucket)
-        if run.tensors != self.run.tensors:
-            raise InputError("the state belongs to another model", run=url, version=version)
         self.masters.restore(state)
+        if not optimizer:
+            self.masters.restart_optimizer()
         for parameter in self.model.parameters():
             parameter.grad = None
         self._changed = True
@@ -233,3 +281,10 @@ class TrainingSession:
     def close(self) -> None:
         """Waits for the version under way."""
         self._publisher.close()
+
+
+def _client_record(bucket: Bucket, run: Run, version: int) -> dict[str, Any]:
+    """What a client stored with a version; empty if none published it."""
+    manifest = read_manifest(bucket, run, version)
+    found = manifest.metadata.get(CLIENT_RECORD) if manifest else None
+    return found if isinstance(found, dict) else {}

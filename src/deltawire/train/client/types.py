@@ -147,6 +147,10 @@ class APIFuture(Generic[T]):
 
         return await asyncio.wait_for(asyncio.wrap_future(self._future), timeout)
 
+    def future(self) -> Future[T]:
+        """Returns the future of the standard library that this one wraps."""
+        return self._future
+
     def done(self) -> bool:
         """Returns whether `result` would return at once."""
         return self._future.done()

@@ -1,0 +1,1 @@
+"""Serves Tinker's SDK from a run in a bucket: its unmodified client trains and samples there."""

@@ -1,0 +1,494 @@
+"""The server's verbs: sessions, models, sampling sessions, checkpoints, futures.
+
+`deltawire.tinker.app` carries them over HTTP. Futures are named after what they answer, so that a
+restarted server knows them: ``MODEL:NUMBER`` for training, ``SAMPLER:NUMBER`` for samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from deltawire.errors import InputError
+from deltawire.store import Bucket
+from deltawire.sync import newest_version, read_run
+from deltawire.tinker import requests
+from deltawire.tinker.models import (
+    HostedModel,
+    ModelOptions,
+    config_of,
+    lora_targets,
+    release_unused,
+)
+from deltawire.tinker.requests import (
+    CreateModel,
+    CreateSampler,
+    CreateSession,
+    LoadWeights,
+    LoraConfig,
+    SampleRequest,
+    read_json,
+)
+from deltawire.tinker.results import RequestResult
+from deltawire.tinker.samplers import SamplerOptions, Samplers
+from deltawire.tinker.state import (
+    ModelRecord,
+    SamplerRecord,
+    SaveRecord,
+    ServerRecord,
+    ServerState,
+    SessionRecord,
+    model_name,
+    sampler_of,
+)
+from deltawire.train.client.session import new_run
+
+HOLD_S = 30.0
+"""How long a call for a result is held; the client waits 45 s."""
+
+
+class ExpiredError(InputError):
+    """The answer to a request is no longer there: ask again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinkerOptions:
+    """What a server serves: the base model in ``directory``, under ``names`` besides its own.
+
+    With ``lora`` a model is the adapter that its client asks for, otherwise all parameters are
+    trained, whatever adapter it asks for. ``frozen_head`` accepts adapters for the head, and leaves
+    it frozen. At most ``models`` are held in memory; others wait in the bucket.
+    """
+
+    directory: Path
+    names: tuple[str, ...] = ()
+    lora: bool = False
+    frozen_head: bool = False
+    models: int = 4
+    checkpoint_every: int = 16
+    tokenizer: str = ""
+    sampling: SamplerOptions = field(default_factory=SamplerOptions)
+
+
+class TinkerServer:
+    """A server on a bucket.
+
+    Example::
+
+        server = TinkerServer(bucket, TinkerOptions(directory=Path("models/qwen3-0.6b")))
+        await server.start()
+        session = await server.create_session(b"{}")
+    """
+
+    def __init__(self, bucket: Bucket, options: TinkerOptions) -> None:
+        self.options = options
+        self.state = ServerState(bucket)
+        self.samplers = Samplers(self.state, options.sampling)
+        self._bucket = bucket
+        self._models: OrderedDict[str, HostedModel] = OrderedDict()
+        self._opening = asyncio.Lock()
+        self._sessions: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """The names by which clients may ask for the base model, the advertised one first."""
+        directory = self.options.directory
+        whole = directory.resolve()
+        own = [*self.options.names, "/".join(whole.parts[-2:]), str(directory), str(whole)]
+        return list(dict.fromkeys([*own, whole.name]))
+
+    async def start(self) -> None:
+        """Checks that bucket and model directory fit together; with full parameters, starts the
+        run, so that what is wrong with the model is found at once. Raises `InputError`."""
+        await asyncio.to_thread(self._start)
+
+    def _start(self) -> None:
+        mine = ServerRecord(model=fingerprint(self.options.directory))
+        if not self.state.claimed and read_run(self._bucket) is not None:
+            raise InputError(
+                "the run in this bucket was not started by deltawire tinker",
+                hint="choose another bucket; TrainingClient.load continues this run",
+                run=self.state.url,
+            )
+        if self.state.claim(mine) != mine:
+            raise InputError(
+                f"this bucket was served with another model than {self.options.directory}",
+                hint="give --model the directory that it was started with, or another bucket",
+                run=self.state.url,
+            )
+        if not self.options.lora:
+            self._need_root()
+
+    def _need_root(self, lora: LoraConfig | None = None) -> None:
+        """Makes sure that there is a run in the bucket itself."""
+        if read_run(self._bucket) is not None and newest_version(self._bucket) is not None:
+            return
+        record = ModelRecord(id="", folder="", base_model="", created_at=time.time(), lora=lora)
+        directory = self.options.directory
+        new_run(self._bucket, directory, config_of(record, directory), name="tinker")
+
+    async def close(self) -> None:
+        """Stores the state of every model, and closes everything."""
+        await self.samplers.close()
+        for model in self._models.values():
+            await model.close(save=True)
+        self._models.clear()
+
+    async def create_session(self, body: bytes) -> dict[str, Any]:
+        """Opens a session under an id that was never used."""
+        request = read_json(body, CreateSession)
+        session = secrets.token_hex(16)
+        record = SessionRecord(created_at=time.time(), metadata=request.user_metadata)
+        await asyncio.to_thread(self.state.put_session, session, record)
+        self._sessions.add(session)
+        notice = None
+        if not self.options.lora:
+            notice = "this server trains all parameters of a model, whatever lora_config says"
+        return {"type": "create_session", "session_id": session, "info_message": notice}
+
+    async def finish_session(self, session: str, reason: str) -> dict[str, Any]:
+        """Ends a session and takes its models out of memory."""
+        record = await asyncio.to_thread(self.state.session, session)
+        ended = SessionRecord(
+            created_at=record.created_at, metadata=record.metadata, finished=reason[:100] or "ended"
+        )
+        await asyncio.to_thread(self.state.put_session, session, ended)
+        self._sessions.discard(session)
+        for name in [one for one in self._models if one.startswith(f"{session}:")]:
+            await self._models.pop(name).close(save=True)
+        return {}
+
+    async def submit(self, kind: str, body: bytes) -> dict[str, Any]:
+        """Accepts a training request; returns its future once the request is stored."""
+        model, number = await asyncio.to_thread(requests.address, kind, body)
+        if number == 0:
+            await self._create(kind, model, body)
+        elif number < 0 or number > requests.MAX_STEPS:
+            raise InputError(f"seq_id is {number}", hint="numbers count from 1")
+        else:
+            hosted = await self._model(model)
+            await hosted.accept(number, kind, body)
+        return {"request_id": f"{model}:{number}", "model_id": model}
+
+    async def _create(self, kind: str, model: str, body: bytes) -> None:
+        request = requests.decode(kind, body)
+        if not isinstance(request, CreateModel | LoadWeights):
+            raise InputError("seq_id is 0", hint="numbers count from 1")
+        session = await self._live_session(request.session_id)
+        digest = await asyncio.to_thread(requests.canonical_digest, kind, body)
+        async with self._opening:
+            record = await asyncio.to_thread(self.state.model, model)
+            if record is None:
+                record = await asyncio.to_thread(self._describe, model, request)
+                await asyncio.to_thread(self.state.put_request, model, 0, kind, body)
+                await asyncio.to_thread(self.state.put_model, record)
+            else:
+                stored = await asyncio.to_thread(self.state.request, model, 0)
+                if stored is None or digest != requests.canonical_digest(stored.kind, stored.body):
+                    raise InputError(
+                        f"model {request.model_seq_id} of session {session} is another one",
+                        hint="open a new training client",
+                    )
+        await self._model(model)
+
+    def _describe(self, model: str, request: CreateModel | LoadWeights) -> ModelRecord:
+        """Decides what a new model is; raises `InputError` for what cannot be honored."""
+        if request.base_model or isinstance(request, CreateModel):
+            self._require_base(request.base_model)
+        lora: LoraConfig | None = None
+        source, optimizer, name = "", False, request.base_model
+        if isinstance(request, LoadWeights):
+            saved = self.state.checkpoint(request.path, now=time.time())
+            if saved.kind != "weights":
+                raise InputError(
+                    f"{request.path} holds weights for sampling only",
+                    hint="load a checkpoint of save_state",
+                )
+            origin = self.state.model(saved.model)
+            assert origin is not None
+            lora, optimizer = origin.lora, request.optimizer
+            name = name or origin.base_model
+            source = f"{origin.folder}@{saved.version}"
+        elif self.options.lora:
+            lora = self._lora(request.lora_config)
+        free = newest_version(self._bucket) is None or self._root_fits(lora)
+        folder = "" if free and not self.state.root_is_taken() else f"models/{model_name(model)}"
+        return ModelRecord(
+            id=model,
+            folder=folder,
+            base_model=name,
+            created_at=time.time(),
+            lora=lora,
+            source=source,
+            optimizer=optimizer,
+            metadata=request.user_metadata,
+        )
+
+    def _root_fits(self, lora: LoraConfig | None) -> bool:
+        run = read_run(self._bucket)
+        return (
+            run is not None
+            and lora is None
+            and not run.config.get("train", {})
+            .get("adapter", {})
+            .get("kind", "none")
+            .startswith("lora")
+        )
+
+    def _lora(self, wanted: LoraConfig | None) -> LoraConfig:
+        if wanted is None:
+            raise InputError("this server trains LoRA adapters", hint="give a lora_config")
+        if wanted.train_unembed and not self.options.frozen_head:
+            raise InputError(
+                "an adapter of the unembedding layer cannot be trained here",
+                hint="set train_unembed=False; or start the server with --parameters full, or with "
+                "--frozen-head, which leaves that layer frozen",
+            )
+        lora_targets(self.options.directory, wanted.train_attn, wanted.train_mlp)
+        return wanted
+
+    def _require_base(self, name: str) -> None:
+        if name not in self.names:
+            raise InputError(
+                f"there is no base model {name[:200]!r} here",
+                hint=f"this server has {', '.join(self.names)}; --name adds a name",
+            )
+
+    async def _live_session(self, session: str) -> str:
+        if session not in self._sessions:
+            record = await asyncio.to_thread(self.state.session, session)
+            if record.finished:
+                raise InputError(f"session {session} is finished", hint="create another one")
+            self._sessions.add(session)
+        return session
+
+    async def _model(self, model: str) -> HostedModel:
+        """Returns a model, opened again from the bucket if need be."""
+        model_name(model)
+        async with self._opening:
+            hosted = self._models.get(model)
+            if hosted is not None and hosted.failed is not None:
+                await self._models.pop(model).close(save=False)
+                hosted = None
+            if hosted is None:
+                record = await asyncio.to_thread(self.state.model, model)
+                if record is None:
+                    raise InputError(f"there is no model {model[:100]!r}", hint="create it first")
+                await self._make_room()
+                options = ModelOptions(
+                    directory=self.options.directory,
+                    checkpoint_every=self.options.checkpoint_every,
+                )
+                hosted = HostedModel(self.state, record, options)
+                await hosted.open()
+                self._models[model] = hosted
+            self._models.move_to_end(model)
+            return hosted
+
+    async def _make_room(self) -> None:
+        """Takes the least recently used models without work out of memory."""
+        for name in list(self._models):
+            if len(self._models) < self.options.models:
+                return
+            if self._models[name].idle:
+                await self._models.pop(name).close(save=True)
+
+    async def create_sampler(self, body: bytes) -> dict[str, Any]:
+        """Opens a sampling session on saved weights, or on the base model."""
+        request = read_json(body, CreateSampler)
+        session = await self._live_session(request.session_id)
+        record = await asyncio.to_thread(self._sampler_record, request)
+        number = request.sampling_session_seq_id
+        known = await asyncio.to_thread(self.state.sampler, session, number)
+        if known is None:
+            await asyncio.to_thread(self.state.put_sampler, session, number, record)
+        elif known != record:
+            raise InputError(
+                f"sampling session {number} of session {session} is another one",
+                hint="a retry must repeat its request",
+            )
+        return {
+            "type": "create_sampling_session",
+            "sampling_session_id": f"{session}:sample:{number}",
+        }
+
+    def _sampler_record(self, request: CreateSampler) -> SamplerRecord:
+        if request.model_path:
+            saved = self.state.checkpoint(request.model_path, now=time.time())
+            origin = self.state.model(saved.model)
+            assert origin is not None
+            return SamplerRecord(
+                folder=origin.folder,
+                version=saved.version,
+                kind="snapshot",
+                base_model=origin.base_model,
+                model_path=request.model_path,
+            )
+        self._require_base(request.base_model)
+        self._need_root()
+        return SamplerRecord(folder="", version=0, kind="snapshot", base_model=request.base_model)
+
+    async def sampler(self, sampler: str) -> dict[str, Any]:
+        """Describes a sampling session."""
+        record = await self._sampler(sampler)
+        return {
+            "sampler_id": sampler,
+            "base_model": record.base_model,
+            "model_path": record.model_path or None,
+        }
+
+    async def _sampler(self, sampler: str) -> SamplerRecord:
+        record = await asyncio.to_thread(self.state.sampler, *sampler_of(sampler))
+        if record is None:
+            raise InputError(f"there is no sampling session {sampler[:100]!r}")
+        return record
+
+    async def sample(self, body: bytes) -> dict[str, Any]:
+        """Starts a sample; returns its future."""
+        request = await asyncio.to_thread(read_json, body, SampleRequest)
+        if not request.sampling_session_id:
+            raise InputError(
+                "a sample has no sampling_session_id", hint="create a sampling session first"
+            )
+        sampler, number = request.sampling_session_id, request.seq_id
+        record = await self._sampler(sampler)
+        digest = await asyncio.to_thread(requests.canonical_digest, "asample", body)
+        self.samplers.submit(sampler, number, digest, record, request)
+        name = f"{sampler}:{number}"
+        ids = [f"{name}:{place}" for place in range(request.num_samples)]
+        return {"request_id": name, "sample_sequence_ids": ids}
+
+    async def retrieve(self, request_id: str, *, hold_s: float = HOLD_S) -> RequestResult | None:
+        """Waits at most ``hold_s`` seconds for a future; None if it is not done.
+
+        Raises `InputError` for a future that there is not, `ExpiredError` for a sample of a server
+        that was restarted since: clients submit it again.
+        """
+        owner, _, last = request_id.rpartition(":")
+        if not last.isdecimal() or len(last) > 19:
+            raise InputError(f"there is no request {request_id[:200]!r}")
+        if ":sample:" in owner:
+            if not self.samplers.knows(owner, int(last)):
+                raise ExpiredError(f"the sample {request_id[:200]} is no longer known")
+            return await self.samplers.result(owner, int(last), hold_s=hold_s)
+        hosted = await self._model(owner)
+        return await hosted.result(int(last), hold_s=hold_s)
+
+    async def model_info(self, model: str) -> dict[str, Any]:
+        """Describes a model as ``get_info`` does."""
+        record = await asyncio.to_thread(self._record, model)
+        tokenizer = self.options.tokenizer or record.base_model
+        return {
+            "type": "get_info",
+            "model_id": model,
+            "model_data": {
+                "model_name": record.base_model,
+                "tokenizer_id": tokenizer,
+                "arch": "transformer",
+            },
+            "is_lora": record.lora is not None,
+            "lora_rank": record.lora.rank if record.lora else None,
+            "model_name": record.base_model,
+        }
+
+    def _record(self, model: str) -> ModelRecord:
+        record = self.state.model(model)
+        if record is None:
+            raise InputError(f"there is no model {model[:100]!r}", hint="create it first")
+        return record
+
+    async def training_run(self, model: str) -> dict[str, Any]:
+        """Describes a model as the REST client asks for it."""
+        record = await asyncio.to_thread(self._record, model)
+        saves = await asyncio.to_thread(self._live_saves, model)
+        hosted = self._models.get(model)
+        since = time.monotonic() - hosted.used_at if hosted else 0.0
+        last = {kind: [one for one in saves if one.kind == kind] for kind in _CHECKPOINT_TYPES}
+        return {
+            "training_run_id": model,
+            "base_model": record.base_model,
+            "model_owner": "deltawire",
+            "is_lora": record.lora is not None,
+            "lora_rank": record.lora.rank if record.lora else None,
+            "last_request_time": _time(time.time() - since),
+            "last_checkpoint": _described(last["weights"][-1:]),
+            "last_sampler_checkpoint": _described(last["sampler_weights"][-1:]),
+            "user_metadata": record.metadata,
+        }
+
+    async def weights_info(self, path: str) -> dict[str, Any]:
+        """Describes what a checkpoint was trained from."""
+        saved = await asyncio.to_thread(self.state.checkpoint, path, now=time.time())
+        record = await asyncio.to_thread(self._record, saved.model)
+        lora = record.lora
+        return {
+            "base_model": record.base_model,
+            "is_lora": lora is not None,
+            "lora_rank": lora.rank if lora else None,
+            "train_unembed": False if lora else None,
+            "train_mlp": lora.train_mlp if lora else None,
+            "train_attn": lora.train_attn if lora else None,
+        }
+
+    async def checkpoints(self, model: str) -> dict[str, Any]:
+        """Lists a model's checkpoints."""
+        await asyncio.to_thread(self._record, model)
+        saves = await asyncio.to_thread(self._live_saves, model)
+        return {"checkpoints": [_described([one]) for one in saves]}
+
+    async def delete_checkpoint(self, model: str, kind: str, name: str) -> None:
+        """Deletes a named checkpoint; the versions stay."""
+        path = f"tinker://{model}/{kind}/{name}"
+        record = await asyncio.to_thread(self._record, model)
+        saved = await asyncio.to_thread(self.state.checkpoint, path, now=time.time())
+        await asyncio.to_thread(self.state.delete_save, saved)
+        await asyncio.to_thread(release_unused, self.state, record, saved)
+
+    def _live_saves(self, model: str) -> list[SaveRecord]:
+        now = time.time()
+        return [
+            one for one in self.state.saves(model) if one.expires_at is None or one.expires_at > now
+        ]
+
+
+_CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+
+
+def _described(saves: list[SaveRecord]) -> dict[str, Any] | None:
+    if not saves:
+        return None
+    one = saves[0]
+    return {
+        "checkpoint_id": f"{one.kind}/{one.name}",
+        "checkpoint_type": _CHECKPOINT_TYPES[one.kind],
+        "time": _time(one.created_at),
+        "tinker_path": one.path,
+        "user_metadata": one.metadata,
+        "expires_at": None if one.expires_at is None else _time(one.expires_at),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def fingerprint(directory: Path) -> str:
+    """Returns what tells one model directory from another: its configuration, and the names and
+    sizes of its weights. Raises `InputError` if it is none."""
+    from deltawire.export.models import check_directory
+
+    check_directory(directory)
+    found = blake3((directory / "config.json").read_bytes())
+    for file in sorted(directory.glob("*.safetensors")):
+        with contextlib.suppress(OSError):
+            found.update(f"{file.name} {file.stat().st_size}".encode())
+    return found.hexdigest()
