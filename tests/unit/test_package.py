@@ -39,6 +39,7 @@ FLAGS = {
         "--seed",
         "--engine",
         "--shape",
+        "--launcher",
         "--dry-run",
         "--key",
         "--allow-rollback",

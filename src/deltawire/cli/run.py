@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from deltawire.config import RunConfig
+    from deltawire.runtime.children import Launcher
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,6 +29,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_seed(parser)
     add_engine(parser)
     add_shape(parser)
+    parser.add_argument(
+        "--launcher",
+        choices=("local", "ray"),
+        default="local",
+        help="where processes run: on this machine, or on a Ray cluster (default: local)",
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -71,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_engine(config.rollout.engine)
     bucket = open_output(out, arguments.bucket)
     refuse_memory(bucket)
-    with only_one(out):
+    with only_one(out), _launcher(arguments, config) as launcher:
         keys = RunKeys(bucket, Path(arguments.key), out / "keys") if arguments.key else None
         refuse_signed(bucket, keys)
         if keys is not None:
@@ -81,7 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(f"signed run {keys.pin}", soft_wrap=True, markup=False, emoji=False)
         job = Job(config, path, arguments.seed, out, bucket, engine=arguments.engine, keys=keys)
         job.write_shape()
-        summary = execute(job, console, plain=arguments.plain or not console.is_terminal)
+        plain = arguments.plain or not console.is_terminal
+        summary = execute(job, console, plain=plain, launcher=launcher)
     if summary is None:
         return INTERRUPTED
     if arguments.json:
@@ -90,6 +99,22 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(screen(summary, report=str(out / "report.html")))
     check_audit(summary)
     return 0
+
+
+def _launcher(
+    arguments: argparse.Namespace, config: RunConfig
+) -> contextlib.AbstractContextManager[Launcher | None]:
+    """Open the launcher that the options ask for."""
+    if arguments.launcher == "local":
+        return contextlib.nullcontext()
+    if arguments.key:
+        raise InputError(
+            "a signed run cannot start on Ray so far: its keys are files of this machine",
+            hint="use --launcher local, and start workers elsewhere with deltawire grant",
+        )
+    from deltawire.launch.ray_launcher import RayLauncher
+
+    return contextlib.closing(RayLauncher.open(config))
 
 
 def _print_config(console: Console, config: RunConfig, out: Path, *, as_json: bool) -> None:

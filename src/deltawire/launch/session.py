@@ -33,6 +33,7 @@ from deltawire.launch.status_writer import StatusWriter
 from deltawire.launch.watching import Watcher, summary_of
 from deltawire.private_files import open_private
 from deltawire.rl.evaluate.attestation import Attestation, attested, last_status, wait_for_workers
+from deltawire.runtime.children import Launcher
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
@@ -178,8 +179,11 @@ def check_audit(summary: Summary) -> None:
         )
 
 
-def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
-    """Run a job to its end and write its report; None if it was interrupted.
+def execute(
+    job: Job, console: Console, *, plain: bool, launcher: Launcher | None = None
+) -> Summary | None:
+    """Run a job to its end and write its report; None if it was interrupted. ``launcher`` decides
+    where its processes run, by default on this machine.
 
     The first SIGINT or SIGTERM lets the processes finish what is half done, the second kills them.
     """
@@ -193,7 +197,11 @@ def execute(job: Job, console: Console, *, plain: bool) -> Summary | None:
         number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
     }
     supervisor = Supervisor(
-        job.bucket, job.out / "logs", faults=job.config.faults, command=job.command
+        job.bucket,
+        job.out / "logs",
+        faults=job.config.faults,
+        command=job.command,
+        launcher=launcher,
     )
     watcher = Watcher(job.config, job.bucket, console, plain=plain)
     status_writer = StatusWriter(job.bucket)

@@ -1,6 +1,7 @@
 """Supervisor: starts a run's processes and restarts those that die or hang.
 
-It shares no pipe, socket or memory with them. It knows their process ids, sends them signals, and
+It shares no pipe, socket or memory with them. A launcher (`deltawire.runtime.children`) starts
+them, on this machine or elsewhere. The supervisor knows their process ids, has them signalled, and
 learns everything else from the bucket like any other reader.
 
 Who waits for whom::
@@ -33,8 +34,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -50,8 +49,9 @@ from deltawire.errors import (
 )
 from deltawire.events import EventLog, Life, Role
 from deltawire.private_files import private_folder
+from deltawire.runtime.children import Launcher, LocalLauncher
 from deltawire.runtime.heartbeat import impatient
-from deltawire.runtime.watchdog import Child, Watchdog, has_ended, kill_group
+from deltawire.runtime.watchdog import Child, Watchdog
 from deltawire.store import Bucket
 from deltawire.wire import keys
 
@@ -86,7 +86,8 @@ class ChildError(DeltawireError):
 class Supervisor:
     """Runs child processes until the trainer has finished; `stop` ends them early and cleanly.
 
-    ``command`` starts a child, followed by the child's arguments.
+    ``command`` starts a child, followed by the child's arguments; ``launcher`` decides where, by
+    default on this machine. `stop` closes it.
 
     Example::
 
@@ -104,10 +105,12 @@ class Supervisor:
         *,
         faults: FaultsConfig | None = None,
         command: Sequence[str] = COMMAND,
+        launcher: Launcher | None = None,
     ) -> None:
         self.bucket = bucket
         self._logs = logs
         self._command = command
+        self._launcher = launcher or LocalLauncher()
         self._children: list[Child] = []
         stream = f"supervisor-{secrets.token_hex(8)}"
         quick = impatient(bucket)
@@ -178,7 +181,7 @@ class Supervisor:
         """Ask every child to stop and wait; kill those that do not stop, or all if in a hurry."""
         for child in self._children:
             if child.process is not None and self._exit_code(child) is None:
-                child.process.send_signal(signal.SIGTERM)
+                child.process.ask_to_stop()
         deadline = time.monotonic() + STOP_PATIENCE_S
         for child in self._children:
             if child.process is None:
@@ -186,10 +189,11 @@ class Supervisor:
             while self._exit_code(child) is None:
                 if time.monotonic() > deadline or hurry():
                     with self._watchdog.lock:
-                        kill_group(child.process)
+                        child.process.kill()
                 time.sleep(0.05)
             child.done = True
         self._watchdog.close()
+        self._launcher.close()
         with contextlib.suppress(DeltawireError):
             self._events.flush()
 
@@ -198,22 +202,14 @@ class Supervisor:
         if child.process is None:
             return 1
         with self._watchdog.lock:
-            return child.process.returncode if has_ended(child.process) else None
+            return child.process.returncode if child.process.ended() else None
 
     def _start(self, child: Child) -> None:
         private_folder(self._logs, mode=0o755)
         child.killed_for, child.productive = "", False
-        with (self._logs / f"{child.name}.log").open("ab") as log:
-            child.log_from = log.tell()
-            child.process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
-                [*self._command, *child.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                # Some datasets sample from sets of strings; all processes must sample the same.
-                env={**os.environ, "PYTHONHASHSEED": "0"},
-            )
+        log = self._logs / f"{child.name}.log"
+        child.log_from = log.stat().st_size if log.is_file() else 0
+        child.process = self._launcher.start(child.name, [*self._command, *child.arguments], log)
         child.starts += 1
         child.started_at = time.monotonic()
         if child.starts > 1:

@@ -7,9 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +14,7 @@ from dataclasses import dataclass
 
 from deltawire.errors import DeltawireError
 from deltawire.events import Role
+from deltawire.runtime.children import ChildProcess
 from deltawire.runtime.heartbeat import REQUEST_S, impatient, read_heartbeat
 from deltawire.runtime.liveness import Liveness
 from deltawire.store import Bucket
@@ -32,7 +30,7 @@ class Child:
     name: str
     role: Role
     arguments: Sequence[str]
-    process: subprocess.Popen[bytes] | None = None
+    process: ChildProcess | None = None
     starts: int = 0
     started_at: float = 0.0
     failures: int = 0
@@ -82,7 +80,7 @@ class Watchdog(threading.Thread):
     def check(self, child: Child) -> None:
         """Read one child's heartbeat, and kill the child if it is silent or stalled."""
         process = child.process
-        if process is None or child.done or child.killed_for:
+        if process is None or child.done or child.killed_for or not process.pid:
             return
         pid, liveness = self._judges.get(child.name, (0, None))
         if liveness is None or pid != process.pid:
@@ -100,29 +98,10 @@ class Watchdog(threading.Thread):
             with self.lock:
                 if child.process is process and process.returncode is None:
                     child.killed_for = liveness.reason
-                    kill_group(process)
+                    process.kill()
 
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
         if self.is_alive():
             self.join(timeout=2 * REQUEST_S)
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a child that is not reaped yet, and every process in its group."""
-    if not hasattr(os, "killpg"):
-        process.kill()
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Returns whether a child has ended; the rest of its group is then killed."""
-    if process.returncode is None and hasattr(os, "waitid"):
-        # Waited for but not reaped: no other process can have its id, or its group's, yet.
-        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return False
-        kill_group(process)
-    return process.poll() is not None

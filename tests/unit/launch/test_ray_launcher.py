@@ -1,0 +1,136 @@
+"""What a run asks of a Ray cluster, and the actor's side of a child, without a cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from deltawire.cli.main import main
+from deltawire.config import parse_config
+from deltawire.errors import InputError
+from deltawire.launch import ray_launcher
+from deltawire.launch.ray_launcher import _Host, bundles_of
+
+
+def test_every_process_has_a_bundle_and_gpus_only_where_there_are_some() -> None:
+    raw = {
+        "name": "x",
+        "threads": 3,
+        "rollout": {"workers": 2},
+        "reference": {"mode": "process", "device": "cpu"},
+        "train": {"loss": {"kl": "k2"}},
+    }
+    config = parse_config(raw, source="test")
+    assert list(bundles_of(config, gpus=False)) == [
+        "trainer",
+        "w0",
+        "w1",
+        "reference",
+        "evaluator",
+    ]
+    with_gpus = bundles_of(config, gpus=True)
+    assert with_gpus["trainer"] == {"CPU": 3.0, "GPU": 1.0}
+    assert with_gpus["reference"] == {"CPU": 3.0}, "its device is the CPU"
+    assert all("GPU" not in bundle for bundle in bundles_of(config, gpus=False).values())
+    quiet = parse_config({**raw, "evaluate": {"every": 0}}, source="test")
+    assert "evaluator" not in bundles_of(quiet, gpus=False)
+
+
+@pytest.fixture
+def host() -> Iterator[_Host]:
+    made = _Host()
+    yield made
+    made.kill()
+
+
+def command(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def drain(host: _Host) -> tuple[bytes, int]:
+    data, deadline = b"", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        more, code = host.output(1.0)
+        data += more
+        if code is not None:
+            return data, code
+    pytest.fail("the child did not end")
+
+
+def test_output_and_exit_code_are_carried(host: _Host) -> None:
+    code = (
+        "import os, sys; print('out', os.environ['MARK']); sys.stderr.write('err\\n'); sys.exit(7)"
+    )
+    assert host.start(command(code), {"MARK": "here"}, "/nowhere") > 0
+    data, exit_code = drain(host)
+    assert sorted(data.splitlines()) == [b"err", b"out here"]
+    assert exit_code == 7
+
+
+def test_a_child_is_asked_to_stop_and_its_group_is_killed(host: _Host) -> None:
+    code = (
+        "import signal, subprocess, sys, time\n"
+        "nested = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+        "print(nested.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    host.start(command(code), {}, ".")
+    nested = b""
+    while not nested.endswith(b"\n"):
+        nested += host.output(1.0)[0]
+    host.stop()
+    assert drain(host)[1] == 3
+    deadline = time.monotonic() + 60
+    while _runs(int(nested)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _runs(int(nested)), "what the child left was killed"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_killed_child_has_the_signal_as_its_code(host: _Host) -> None:
+    pid = host.start(command("import time; time.sleep(600)"), {}, ".")
+    os.kill(pid, signal.SIGKILL)
+    assert drain(host)[1] == -signal.SIGKILL
+
+
+def test_an_endless_output_takes_bounded_memory(host: _Host, monkeypatch) -> None:
+    monkeypatch.setattr(ray_launcher, "MAX_OUTPUT", 1 << 17)
+    host.start(command("import sys; sys.stdout.write('x' * (1 << 20) + 'end')"), {}, ".")
+    deadline = time.monotonic() + 60
+    while host._code is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    data, _ = drain(host)
+    assert len(data) <= (1 << 17) + (1 << 16)
+    assert data.endswith(b"end")
+
+
+def test_without_ray_the_error_says_what_to_install(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    config = tmp_path / "run.toml"
+    config.write_text('name = "x"\n[model.build]\nlayers = 1\n')
+    start = ["run", str(config), "--out", str(tmp_path / "out"), "--launcher", "ray"]
+    assert main(start) == 2
+    assert "pip install 'deltawire[ray]'" in capsys.readouterr().err
+    with pytest.raises(InputError, match="needs the package ray"):
+        ray_launcher._ray()
+
+
+def test_a_signed_run_is_refused(tmp_path, capsys) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('name = "x"\n[model.build]\nlayers = 1\n')
+    start = ["run", str(config), "--out", str(tmp_path / "out"), "--launcher", "ray"]
+    assert main([*start, "--key", str(tmp_path / "owner.key")]) == 2
+    assert "a signed run cannot start on Ray" in capsys.readouterr().err
