@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "delta.hpp"
+#include "dequantize.hpp"
 #include "digest.hpp"
 #include "exchange.hpp"
 #include "simd.hpp"
@@ -186,6 +187,40 @@ std::pair<int, std::size_t> exchange(const std::vector<Writable<Bits>>& live,
   return {static_cast<int>(found), failed};
 }
 
+// Writes table[code] × scale as bf16 into `out`; see `deltawire::dequantize4`.
+void dequantize4(const Vector<std::uint8_t>& codes, const Vector<float>& values,
+                 const Vector<float>& scales, const Writable<std::uint16_t>& out,
+                 unsigned threads) {
+  const std::size_t groups = scales.size();
+  const std::size_t group = groups == 0 ? 0 : out.size() / groups;
+  if (values.size() != 16 || group * groups != out.size() || group % 2 != 0 ||
+      codes.size() * 2 != out.size()) {
+    throw nb::value_error("codes, values, scales and out do not fit each other");
+  }
+  const nb::gil_scoped_release unlocked;
+  deltawire::dequantize4(codes.data(), values.data(), scales.data(), groups, group, threads,
+                         out.data());
+}
+
+// Writes table[code] × scale as bf16 into `out`; see `deltawire::dequantize8`.
+void dequantize8(const Vector<std::uint8_t>& codes, const Vector<float>& values,
+                 const Vector<float>& scales, std::size_t columns, std::size_t block_rows,
+                 std::size_t block_columns, const Writable<std::uint16_t>& out,
+                 unsigned threads) {
+  const std::size_t rows = columns == 0 ? 0 : out.size() / columns;
+  const auto blocks = [](std::size_t size, std::size_t block) {
+    return block == 0 ? 0 : size / block + (size % block != 0);
+  };
+  if (values.size() != 256 || rows * columns != out.size() || codes.size() != out.size() ||
+      scales.size() != blocks(rows, block_rows) * blocks(columns, block_columns) ||
+      (out.size() != 0 && scales.size() == 0)) {
+    throw nb::value_error("codes, values, scales and out do not fit each other");
+  }
+  const nb::gil_scoped_release unlocked;
+  deltawire::dequantize8(codes.data(), values.data(), scales.data(), rows, columns, block_rows,
+                         block_columns, threads, out.data());
+}
+
 std::string simd() {
   switch (deltawire::simd_path()) {
     case deltawire::Simd::avx512:
@@ -224,6 +259,11 @@ NB_MODULE(_native, module) {
   module.attr("BLOCK") = deltawire::kBlock;
   module.attr("WHOLE_BLOCK") = deltawire::kWholeBlock;
   module.def("simd", &simd);
+  module.def("dequantize4", &dequantize4, "codes"_a.noconvert(), "values"_a.noconvert(),
+             "scales"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
+  module.def("dequantize8", &dequantize8, "codes"_a.noconvert(), "values"_a.noconvert(),
+             "scales"_a.noconvert(), "columns"_a, "block_rows"_a, "block_columns"_a,
+             "out"_a.noconvert(), "threads"_a);
   bind<std::uint8_t>(module);
   bind<std::uint16_t>(module);
   bind<std::uint32_t>(module);

@@ -27,6 +27,30 @@ def exchange(
     0 first if all is done; 1 if other bits lie there, 2 if others do afterwards, and where. Then,
     and if it raises `ValueError` for a place outside, nothing has changed."""
 
+def dequantize4(
+    codes: NDArray[np.uint8],
+    values: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    out: NDArray[np.uint16],
+    threads: int,
+) -> None:
+    """Writes ``values[code] × scale``, rounded to bf16, for codes of 4 bits, uint8[N / 2], the
+    first of a byte in its low half. ``values`` is float32[16], ``scales`` float32[groups of equal
+    size], ``out`` uint16[N]. Raises `ValueError` if the sizes do not fit."""
+
+def dequantize8(
+    codes: NDArray[np.uint8],
+    values: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    columns: int,
+    block_rows: int,
+    block_columns: int,
+    out: NDArray[np.uint16],
+    threads: int,
+) -> None:
+    """As `dequantize4` for codes of 8 bits in a matrix of ``columns``: ``values`` is float32[256],
+    and a block of rows and columns shares a scale; ``scales`` is row-major over the blocks."""
+
 BLOCK: int
 """Elements of a delta's block, at most."""
 

@@ -1,0 +1,91 @@
+"""Writes packed weights as bf16: on a CPU by the native kernel, elsewhere by Triton or PyTorch.
+
+All three compute bf16(values[code] × scale) with one rounding, and give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltawire import _native
+from deltawire.quantization.formats import PackedFormat, Parts
+
+
+def dequantize(form: PackedFormat, parts: Parts) -> Tensor:
+    """Returns the packed weights as bf16[..., R, C], on the device of ``parts``."""
+    codes = parts["codes"]
+    scales = form.float_scales(parts)
+    columns = codes.shape[-1] * 8 // form.bits
+    out = torch.empty((*codes.shape[:-1], columns), dtype=torch.bfloat16, device=codes.device)
+    if not out.numel():
+        return out
+    if codes.device.type == "cpu":
+        return _on_cpu(form, codes, scales, out)
+    if codes.device.type == "cuda":
+        from deltawire.quantization.triton_kernels import dequantize_blocks
+
+        dequantize_blocks(form, codes.contiguous(), scales.contiguous(), out)
+        return out
+    return dequantize_with_torch(form, parts)
+
+
+def dequantize_with_torch(form: PackedFormat, parts: Parts) -> Tensor:
+    """Does what `dequantize` does with PyTorch alone, and with more memory."""
+    codes = form.decode_codes(parts)
+    scales = form.per_weight(form.float_scales(parts), tuple(codes.shape))
+    values = form.values.to(codes.device)
+    return (values[codes.long()] * scales).to(torch.bfloat16)
+
+
+def relative_error(form: PackedFormat, weight: Tensor, parts: Parts) -> float:
+    """Returns ‖dequantized − weight‖ / ‖weight‖ (Frobenius), 0 for a weight of zeros."""
+    exact = weight.float()
+    norm = float(exact.norm())
+    difference = float((dequantize(form, parts).float() - exact).norm())
+    return difference / norm if norm else 0.0
+
+
+def _on_cpu(form: PackedFormat, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    threads = torch.get_num_threads()
+    values = _values(form)
+    if form.bits == 4:
+        _native.dequantize4(
+            codes.contiguous().view(-1).numpy(),
+            values,
+            scales.contiguous().view(-1).numpy(),
+            out.view(-1).view(torch.uint16).numpy(),
+            threads,
+        )
+        return out
+    rows, columns = out.shape[-2:]
+    high, wide = form.block[0] or rows, form.block[1] or columns
+    # Matrices of whole blocks lie one below the other as one tall matrix.
+    stacked = rows % high == 0
+    for code, scale, to in zip(
+        [codes] if stacked else codes.reshape(-1, rows, columns),
+        [scales] if stacked else scales.reshape(-1, *scales.shape[-2:]),
+        [out] if stacked else out.view(-1, rows, columns),
+        strict=True,
+    ):
+        _native.dequantize8(
+            code.contiguous().view(-1).numpy(),
+            values,
+            scale.contiguous().view(-1).numpy(),
+            columns,
+            high,
+            wide,
+            to.view(-1).view(torch.uint16).numpy(),
+            threads,
+        )
+    return out
+
+
+@functools.cache
+def _values(form: PackedFormat) -> NDArray[np.float32]:
+    values: NDArray[np.float32] = form.values.numpy()
+    return values

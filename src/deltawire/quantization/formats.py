@@ -1,0 +1,169 @@
+"""Defines the formats that frozen weights are packed in, and their registry.
+
+A format stores a code of 4 or 8 bits for each weight and a scale for each block of weights::
+
+    weight [..., R, C] ── quantize ──▶ codes  uint8[..., R, C × bits / 8]
+                                       scales dtype[..., ⌈R / block rows⌉, ⌈C / block columns⌉]
+                                       global_scale float32[..., R]             (only in NVFP4)
+                       ◀─ dequantize ─ bf16(values[code] × scale), rounded once
+
+Leading dimensions stack matrices, such as the experts of a layer. Rows are outputs and columns
+inputs, as in `torch.nn.Linear`. A new format is one module in this folder and one line in
+`FORMATS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from deltawire.errors import CorruptError, InputError
+
+FORMATS = {
+    "int4-g32": "deltawire.quantization.integers:INT4_G32",
+    "int8-row": "deltawire.quantization.integers:INT8_ROW",
+    "mxfp4": "deltawire.quantization.fp4:MXFP4",
+    "nvfp4": "deltawire.quantization.fp4:NVFP4",
+    "fp8-block": "deltawire.quantization.fp8:FP8_BLOCK",
+}
+"""Formats by name, each as ``module:object``."""
+
+Parts = Mapping[str, Tensor]
+"""What a packed tensor consists of: ``codes``, ``scales`` and, in NVFP4, ``global_scale``."""
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """A format of packed weights: the values of its codes, and the blocks that share a scale.
+
+    ``block`` is the rows and columns of a block; 0 stands for all of them. Subclasses choose scales
+    and codes.
+    """
+
+    name: str
+    bits: int
+    block: tuple[int, int]
+    scale_dtype: torch.dtype
+    code_values: tuple[float, ...]
+
+    @cached_property
+    def values(self) -> Tensor:
+        """The value of each code, float32[2^bits]."""
+        return torch.tensor(self.code_values, dtype=torch.float32)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """The size of a packed weight and its share of a scale, for blocks of limited size."""
+        rows, columns = self.block
+        scale = 8 * self.scale_dtype.itemsize
+        return self.bits + (scale / (rows * columns) if rows and columns else 0.0)
+
+    def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Returns the shape and dtype of each part of a packed tensor of ``shape``.
+
+        Raises `InputError` if the columns are not whole blocks of 4-bit codes.
+        """
+        *stack, rows, columns = shape
+        down, across = self.grid(rows, columns)
+        if self.bits == 4 and columns % self.block[1]:
+            raise InputError(
+                f"{columns} columns are not a multiple of the {self.block[1]} that share a scale "
+                f"in {self.name}",
+                hint="leave this tensor unpacked, or choose another format",
+            )
+        return {
+            "codes": ((*stack, rows, columns * self.bits // 8), torch.uint8),
+            "scales": ((*stack, down, across), self.scale_dtype),
+        }
+
+    def grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """Returns the number of blocks down and across a matrix."""
+        high, wide = self.block[0] or rows, self.block[1] or columns
+        return math.ceil(rows / max(high, 1)), math.ceil(columns / max(wide, 1))
+
+    def check(self, parts: Parts, shape: tuple[int, ...]) -> None:
+        """Raises `CorruptError` unless ``parts`` are a packed tensor of ``shape`` with finite
+        scales."""
+        wanted = self.layout(shape)
+        if parts.keys() != wanted.keys():
+            raise CorruptError(
+                f"a tensor in {self.name} has {sorted(parts)} instead of {sorted(wanted)}"
+            )
+        for name, (size, dtype) in wanted.items():
+            found = parts[name]
+            if (tuple(found.shape), found.dtype) != (size, dtype):
+                raise CorruptError(
+                    f"the {name} of a tensor in {self.name} are {found.dtype}{list(found.shape)} "
+                    f"instead of {dtype}{list(size)}",
+                    hint="the checkpoint has another grid than its configuration says",
+                )
+        if not bool(torch.isfinite(self.float_scales(parts)).all()):
+            raise CorruptError(f"a scale of a tensor in {self.name} is not finite")
+
+    def float_scales(self, parts: Parts) -> Tensor:
+        """Returns the factor of each block, float32[..., blocks down, blocks across]."""
+        return parts["scales"].float()
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """Packs a weight of any float dtype; raises `InputError` if a value is not finite."""
+        weight = weight.float()
+        if not bool(torch.isfinite(weight).all()):
+            raise InputError(f"a weight that is not finite cannot be packed as {self.name}")
+        self.layout(tuple(weight.shape))
+        parts = self.choose_scales(weight)
+        scales = self.per_weight(self.float_scales(parts), tuple(weight.shape))
+        ratio = torch.where(scales == 0, 0.0, weight / torch.where(scales == 0, 1.0, scales))
+        codes = self.encode(ratio)
+        if self.bits == 4:
+            codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
+        return {"codes": codes.contiguous(), **parts}
+
+    def choose_scales(self, weight: Tensor) -> dict[str, Tensor]:
+        """Returns the scales for a weight, float32[..., R, C]."""
+        raise NotImplementedError
+
+    def encode(self, ratio: Tensor) -> Tensor:
+        """Returns the codes, uint8, of weights that are divided by their scales."""
+        raise NotImplementedError
+
+    def decode_codes(self, parts: Parts) -> Tensor:
+        """Returns the codes of all weights, one a byte: uint8[..., R, C]."""
+        codes = parts["codes"]
+        if self.bits == 8:
+            return codes
+        return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+
+    def per_weight(self, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Repeats each block's scale for its weights: float32[..., R, C]."""
+        rows, columns = shape[-2:]
+        high, wide = self.block[0] or rows, self.block[1] or columns
+        full = scales.repeat_interleave(high, -2).repeat_interleave(wide, -1)
+        return full[..., :rows, :columns]
+
+    def block_peaks(self, weight: Tensor) -> Tensor:
+        """Returns the largest magnitude of each block: float32[..., blocks down, blocks across]."""
+        *_, rows, columns = weight.shape
+        down, across = self.grid(rows, columns)
+        high, wide = self.block[0] or rows, self.block[1] or columns
+        padded = torch.nn.functional.pad(
+            weight.abs(), (0, across * wide - columns, 0, down * high - rows)
+        )
+        blocks = padded.reshape(*weight.shape[:-2], down, high, across, wide)
+        return torch.amax(blocks, (-3, -1))
+
+
+def open_format(name: str) -> PackedFormat:
+    """Returns the format of that name; raises `InputError` for an unknown one."""
+    if name not in FORMATS:
+        raise InputError(
+            f"there is no packed format {name[:80]!r}", hint=f"use one of {', '.join(FORMATS)}"
+        )
+    module, _, member = FORMATS[name].partition(":")
+    found: PackedFormat = getattr(importlib.import_module(module), member)
+    return found

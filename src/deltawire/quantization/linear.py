@@ -1,0 +1,115 @@
+"""Layers over frozen weights that stay packed, forward and backward.
+
+The forward pass dequantizes a weight, multiplies, and drops it; the backward pass dequantizes it
+again for the gradient of the input. A frozen weight has no gradient, so neither input nor
+dequantized weight is kept between the two::
+
+    forward   y = x · Wᵀ       W = dequantize(parts), freed
+    backward  ∂x = ∂y · W      W = dequantize(parts) again, freed
+
+Both products are those that PyTorch computes over a frozen bf16 weight, so gradients of everything
+upstream are equal to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltawire.quantization.dequantize import dequantize
+from deltawire.quantization.formats import PackedFormat, Parts, open_format
+
+
+class PackedWeight(nn.Module):
+    """A frozen weight of ``shape`` [..., R, C] in a packed format, as uint8 parameters.
+
+    The parameters hold the bytes of the format's parts, whatever their dtype: FSDP2 shards uint8
+    along the first dimension and leaves it uint8 under mixed precision.
+
+    Example::
+
+        weight = PackedWeight("int4-g32", (128, 1536, 2048))
+        weight.set(open_format("int4-g32").quantize(experts))
+        weight.dequantized(5)      # bf16[1536, 2048]
+    """
+
+    def __init__(self, form: str, shape: tuple[int, ...], *, device: Any = None) -> None:
+        super().__init__()
+        self.form: PackedFormat = open_format(form)
+        self.shape = shape
+        for name, (size, dtype) in self.form.layout(shape).items():
+            held = torch.empty(size, dtype=dtype, device=device)
+            self.register_parameter(name, nn.Parameter(_bytes(held), requires_grad=False))
+
+    @torch.no_grad()
+    def set(self, parts: Parts) -> None:
+        """Copies parts into the parameters; raises `CorruptError` if they do not fit."""
+        self.form.check(parts, self.shape)
+        for name, part in parts.items():
+            self.get_parameter(name).copy_(_bytes(part))
+
+    @torch.no_grad()
+    def set_matrix(self, index: int, parts: Parts) -> None:
+        """As `set`, for one matrix of a stack [E, R, C]."""
+        self.form.check(parts, self.shape[1:])
+        for name, part in parts.items():
+            self.get_parameter(name)[index].copy_(_bytes(part))
+
+    def parts(self, index: int | slice | None = None) -> dict[str, Tensor]:
+        """Returns the parts, or those of some matrices of a stack, as views of the parameters."""
+        found = {}
+        for name, (_, dtype) in self.form.layout(self.shape).items():
+            held = self.get_parameter(name).detach()
+            part = held if index is None else held[index]
+            found[name] = part if dtype == torch.uint8 else part.view(dtype).squeeze(-1)
+        return found
+
+    def dequantized(self, index: int | slice | None = None) -> Tensor:
+        """Returns bf16[..., R, C], or that of some matrices of a stack."""
+        return dequantize(self.form, self.parts(index))
+
+    def extra_repr(self) -> str:
+        """Names format and shape where a model is printed."""
+        return f"{self.form.name}, shape={self.shape}"
+
+
+class PackedLinear(nn.Module):
+    """A frozen linear layer over a `PackedWeight`, for inputs of any float dtype."""
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x · Wᵀ + bias: [..., R] for an input [..., C]."""
+        result = packed_matmul(x, self.weight)
+        return result if self.bias is None else result + self.bias.to(result.dtype)
+
+
+def packed_matmul(x: Tensor, weight: PackedWeight, index: int | None = None) -> Tensor:
+    """Returns x · Wᵀ with the frozen weight, or with one matrix of a stack, dequantized to the
+    dtype of ``x``."""
+    result: Tensor = _PackedMatmul.apply(x, weight, index)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _PackedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: PackedWeight, index: int | None) -> Tensor:
+        ctx.weight, ctx.index = weight, index
+        return nn.functional.linear(x, weight.dequantized(index).to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad @ ctx.weight.dequantized(ctx.index).to(grad.dtype), None, None
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """Returns the bytes of a part: uint8 of its shape, and of its item size if that is above 1."""
+    part = part.contiguous()
+    return part if part.dtype == torch.uint8 else part.unsqueeze(-1).view(torch.uint8)
