@@ -64,11 +64,12 @@ def join_ranks(*, timeout: timedelta = JOIN_TIMEOUT) -> None:
         return
     try:
         store, _, _ = next(rendezvous("env://", rank, ranks, timeout=timeout))
-        store.set_timeout(timeout)
+        # Opening the group would wait as long as a collective may.
+        store.set(f"deltawire/{rank}", b"here")
+        store.wait([f"deltawire/{other}" for other in range(ranks)], timeout)
         dist.init_process_group(
             _backend(), store=store, rank=rank, world_size=ranks, timeout=TIMEOUT
         )
-        store.set_timeout(TIMEOUT)
     except (RuntimeError, ValueError, OSError) as error:
         address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise RetryError(
