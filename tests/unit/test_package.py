@@ -180,6 +180,7 @@ FLAGS = {
     },
     "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
     "status": TRUST | {"--watch", "--every", "--json", "--window"},
+    "watch": TRUST | {"--port", "--no-browser", "--cache"},
     "parity": TRUST
     | {
         "--version",

@@ -23,6 +23,7 @@ COMMANDS = (
     "parity",
     "bench",
     "status",
+    "watch",
     "replay",
     "probes",
     "rollouts",

@@ -389,8 +389,9 @@ class RunState:
             return None
         return 60 * (len(self.steps) - 1) / (window[1] - window[0])
 
-    def at(self, version: int) -> RunState:
-        """Return the part of the state that belongs to one version."""
+    def at(self, version: int, *, swaps: bool = True) -> RunState:
+        """Return the part of the state that belongs to one version; without ``swaps`` in a time
+        that does not depend on the number of workers."""
         part = RunState()
         for theirs, own in (
             (part.steps, self.steps),
@@ -400,11 +401,10 @@ class RunState:
         ):
             if version in own:
                 theirs[version] = own[version]  # type: ignore[assignment]
-        for process in self.with_role("worker"):
+        for process in self.with_role("worker") if swaps else ():
             if version in process.swaps:
-                swaps = {version: process.swaps[version]}
                 part.processes[process.name] = ProcessState(
-                    process.name, swaps=swaps, implied_role="worker"
+                    process.name, swaps={version: process.swaps[version]}, implied_role="worker"
                 )
         return part
 

@@ -59,18 +59,26 @@ def version_table(versions: list[dict[str, Any]], readers: list[dict[str, Any]])
     return table
 
 
-def list_versions(bucket: Bucket, run: Run, last: int) -> list[dict[str, Any]]:
-    """Describe the ``last`` newest objects that have the name of a version, newest first.
+def list_versions(
+    bucket: Bucket, run: Run, last: int, *, below: int | None = None
+) -> list[dict[str, Any]]:
+    """Describe the ``last`` newest objects that have the name of a version, newest first; with
+    ``below`` the newest of those that have a lower number.
 
     Numbers that a publisher skipped because unreadable objects occupy them show as ``damaged``.
     """
+    committed = committed_versions(bucket)
+    if below is not None:
+        committed = [version for version in committed if version < below]
+    shown = committed[-last:][::-1]
     bases: dict[int, list[int]] = {}
-    for key in bucket.list(keys.COMPACTED):
+    after = keys.compacted_after(shown[-1] - 1) if shown and shown[-1] else None
+    for key in bucket.list(keys.COMPACTED, after=after):
         base, target = keys.compacted_of(key) or (None, -1)
         if base is not None:
             bases.setdefault(target, []).append(base)
     rows = []
-    for version in committed_versions(bucket)[-last:][::-1]:
+    for version in shown:
         row: dict[str, Any] = {"version": version, "kind": "missing", "delta": 0, "anchor": 0}
         row |= {"compacted_from": sorted(bases.get(version, [])), "age_s": None, "made_from": ""}
         rows.append(row)

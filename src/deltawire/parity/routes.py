@@ -62,6 +62,17 @@ class RouteShape:
         """The width of an index in bits."""
         return (self.experts - 1).bit_length()
 
+    @classmethod
+    def of(cls, data: bytes) -> RouteShape:
+        """The shape that packed choices state themselves, for a reader that does not have the
+        model; raises `CorruptError` for one that no choices have."""
+        if len(data) < _HEADER.size:
+            raise CorruptError(f"expert choices: {len(data)} bytes are shorter than the header")
+        _, _, chosen, layers, _, experts, _ = _HEADER.unpack_from(data)
+        if not (1 <= chosen <= experts <= MAX_EXPERTS and layers):
+            raise CorruptError(f"expert choices: {layers} layers of {chosen} out of {experts}")
+        return cls(layers, experts, chosen)
+
 
 def pack_routes(routes_PLK: NDArray[np.int32], *, experts: int) -> bytes:
     """Packs choices; raises `InputError` if they are not among ``experts``."""

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -69,33 +69,40 @@ class EventTail:
         Streams that appeared within the last `LIST_EVERY_S`, and segments after a gap, may come
         with a later call, unless ``everything`` asks for them now.
         """
-        fresh: list[Event] = []
+        return [event for events in self.batches(everything=everything) for event in events]
+
+    def batches(self, *, everything: bool = False) -> Iterator[list[Event]]:
+        """The events of `read`, a segment or an archive at a time: a reader of a long run need not
+        hold them all. The next call may repeat the last batch of a reader that stopped early."""
+        fill: list[list[Event]] = []
         with contextlib.suppress(RetryError):
-            self._read_archives(fresh)
+            yield from self._archived()
             for stream in self._cursors.refresh(everything=everything):
                 self._cursors.add(stream)
             active = self._cursors.active
             ahead = self._read_ahead(active)
             for cursor in active:
-                found = follow(
+                for events in follow(
                     self._cursors,
                     cursor,
                     partial(self._segment, ahead),
                     everything=everything,
-                    before_gap=partial(self._read_archives, fresh),
-                )
-                for events in found:
-                    fresh += events
+                    before_gap=lambda: fill.extend(self._archived()),
+                ):
+                    yield from fill
+                    fill.clear()
+                    yield events
             if everything:
-                self._read_archives(fresh)
-        return fresh
+                yield from self._archived()
+        yield from fill
 
-    def _read_archives(self, fresh: list[Event]) -> None:
+    def _archived(self) -> Iterator[list[Event]]:
         if self._clock() >= self._floor_due_at:
             # Archives that were deleted before this reader came to them never appear.
             self._next_archive = max(self._next_archive, read_retained(self._bucket).archives)
             self._floor_due_at = self._clock() + QUIET_S
         while (archive := read_archive(self._bucket, self._next_archive)) is not None:
+            fresh: list[Event] = []
             for segment in archive:
                 if keys.valid_name(segment.stream) and segment.number >= self._cursors.position(
                     segment.stream
@@ -104,6 +111,7 @@ class EventTail:
                     self._cursors.advance(segment.stream, segment.number)
             self._next_archive += 1
             self._floor_due_at = self._clock() + QUIET_S
+            yield fresh
 
     def _read_ahead(self, cursors: list[Cursor]) -> dict[str, Future[list[Event] | None]]:
         """Ask for the next segment of each stream, `READERS` at a time.

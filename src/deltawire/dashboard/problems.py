@@ -1,0 +1,69 @@
+"""What is wrong with a run now, the worst first: the top of the page."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from deltawire.dashboard.status import ProcessLine, RunStatus
+from deltawire.dashboard.wording import duration
+
+Severity = Literal["alarm", "warning"]
+MAX_NAMED = 12
+
+
+class RunProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """A problem in one sentence. An ``alarm`` stops or spoils the run, a ``warning`` may not."""
+
+    severity: Severity
+    text: str
+    process: str = ""
+
+
+def problems_of(status: RunStatus) -> list[RunProblem]:
+    """Every problem that a status states, alarms first."""
+    found = [RunProblem(severity="alarm", text=status.alarm)] if status.alarm else []
+    found += _silent(status.processes)
+    found += [
+        RunProblem(
+            severity="alarm" if one.quarantined else "warning",
+            text=f"{one.worker}: {one.kind}, {one.count} times"
+            + (", quarantined" if one.quarantined else "")
+            + (f": {one.detail}" if one.detail else ""),
+            process=one.worker,
+        )
+        for one in status.incidents[:MAX_NAMED]
+    ]
+    stale = status.staleness
+    if stale.bound is not None and (stale.total.max or 0) > stale.bound:
+        words = f"groups up to {stale.total.max} versions old were trained on; the bound is"
+        found.append(RunProblem(severity="alarm", text=f"{words} {stale.bound}"))
+    found += [RunProblem(severity="warning", text=text) for text in status.problems]
+    found.sort(key=lambda one: one.severity != "alarm")
+    return found
+
+
+def _silent(processes: list[ProcessLine]) -> list[RunProblem]:
+    """Processes without a sign of life or progress; a trainer's and the first few by name."""
+    bad = [one for one in processes if one.state in ("silent", "stalled")]
+    bad.sort(key=lambda one: (one.role != "trainer", one.name))
+    found = [
+        RunProblem(
+            severity="alarm" if one.role == "trainer" else "warning",
+            text=f"{one.name} is {one.state}"
+            + (
+                f": no sign of life for {duration(one.age_s)}"
+                if one.age_s is not None and one.state == "silent"
+                else ""
+            ),
+            process=one.name,
+        )
+        for one in bad[:MAX_NAMED]
+    ]
+    if len(bad) > MAX_NAMED:
+        more = len(bad) - MAX_NAMED
+        found.append(
+            RunProblem(severity="warning", text=f"and {more} more processes are not alive")
+        )
+    return found
