@@ -3,7 +3,8 @@
 Run as a script with a JSON list of tasks, which are run one after another: ``model`` (a key of
 `MODELS`), ``first`` and ``last`` step, ``train`` (keys of the section), ``out`` (rank 0 writes
 ``out.json`` and ``out.npz`` there), and ``bucket`` to load a checkpoint of step ``first`` from, if
-there is one, and save that of step ``last``; ``publish`` is a bucket to publish the result in.
+there is one, or to save that of step ``last``; ``publish`` is a bucket to publish the result in,
+and to load it from again.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from deltawire import codec
 from deltawire.config import parse_config
 from deltawire.export.adapter import adapted
 from deltawire.export.shards import local_part
+from deltawire.export.source import wanted_of
 from deltawire.rl.trainer.resume import seed_step
 from deltawire.store import open_bucket
-from deltawire.sync import ShardPublisher, create_run
+from deltawire.sync import ShardPublisher, create_run, load_mirror, require_run
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.train.checkpoint import CheckpointWriter, load_checkpoint
 from deltawire.train.masters import MasterWeights
@@ -148,17 +150,18 @@ def run_task(task):
         losses.append(result.loss)
         norms.append(result.grad_norm)
     digest = masters.digest().hex()
-    if bucket is not None and task["last"] > version:
+    if bucket is not None and not version:
         writer = CheckpointWriter(bucket, mesh)
         writer.save(masters.state(), Ledger(), version=task["last"], digest=digest)
         writer.close()
+    record = {"losses": losses, "norms": norms, "digest": digest, "stored": stored(masters)}
     if task.get("publish"):
         publish(masters, task["publish"])
-    record = {"losses": losses, "norms": norms, "digest": digest, "stored": stored(masters)}
+        record["loaded"] = load(masters, task["publish"])
     if result is not None:
         record |= {
-            "members": result.members, "tokens": result.tokens, "reward": result.reward_mean,
-            "k3": result.parity.drift.k3, "entropy": result.entropy,
+            "members": [list(one) for one in result.members], "tokens": result.tokens,
+            "reward": result.reward_mean, "k3": result.parity.drift.k3, "entropy": result.entropy,
         }  # fmt: skip
     return record, gradients
 
@@ -190,6 +193,17 @@ def publish(masters, location):
     )  # fmt: skip
     publisher.publish({name: one.bits for name, one in shards.items()})
     publisher.close()
+
+
+@torch.no_grad()
+def load(masters, location):
+    """Loads this rank's rows of the published version over zeros; returns the digest then."""
+    for parameter in masters.model.parameters():
+        local_part(parameter).zero_()
+    bucket = open_bucket(location)
+    wanted = wanted_of(masters.source)
+    masters.reset(load_mirror(bucket, require_run(bucket), at=0, wanted=wanted))
+    return masters.digest().hex()
 
 
 def main(tasks):

@@ -105,6 +105,25 @@ def local_part(tensor: Tensor) -> Tensor:
     return values.detach()
 
 
+def unwrapped_shard(tensor: Tensor) -> Tensor:
+    """Returns the tensor with this rank's part as `local_part` returns it, sharing its memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return placed_like(tensor, local_part(tensor))
+
+
+def placed_like(tensor: DTensor, local: Tensor) -> DTensor:
+    """Returns a tensor of the same shape and placements whose part on this rank is ``local``."""
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shape of this rank's part of a tensor, and where in the tensor it begins."""
     shape, offset = compute_local_shape_and_global_offset(
@@ -183,16 +202,8 @@ def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _exchanged(tensor: DTensor, local: Tensor) -> DTensor:
     """Places a tensor, whose part here is ``local``, so that each rank holds some of its rows."""
-    placed = DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
     by_rows = [one if isinstance(one, Replicate) else Shard(0) for one in tensor.placements]
-    return placed.redistribute(placements=by_rows)
+    return placed_like(tensor, local).redistribute(placements=by_rows)
 
 
 def _by_rows(tensor: DTensor) -> bool:

@@ -22,7 +22,7 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.config import TrainConfig
 from deltawire.errors import CorruptError, InputError
-from deltawire.export.shards import LocalShard, local_part
+from deltawire.export.shards import LocalShard, local_part, unwrapped_shard
 from deltawire.export.source import WeightSource, bits_of, open_source
 from deltawire.placement.live import saved_buffers
 from deltawire.sync.follow.mirror import Mirror
@@ -167,7 +167,7 @@ class MasterWeights:
         """
         state = {"steps": torch.tensor(self.steps)}
         for name, master in self._masters.items():
-            state[f"master/{name}"] = master
+            state[f"master/{name}"] = unwrapped_shard(master)
         state |= self._optimizer.state()
         for name, buffer in saved_buffers(self.model).items():
             state[f"buffer/{name}"] = buffer
@@ -202,17 +202,9 @@ class MasterWeights:
 
 
 def _master(parameter: Tensor) -> Tensor:
-    """A float32 copy of a parameter, or for a sharded one its shards themselves, as a DTensor."""
-    if not isinstance(parameter, DTensor):
-        return parameter.detach().float().clone()
-    return DTensor.from_local(
-        local_part(parameter),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    """A sharded parameter is its own master. Nobody may keep its local part: FSDP2 moves a part
+    that it pads to new memory when the model computes for the first time."""
+    return parameter if isinstance(parameter, DTensor) else parameter.detach().float().clone()
 
 
 def vocabulary_parameters(model: Any) -> set[str]:

@@ -151,6 +151,16 @@ def test_another_optimizers_state_is_refused():
         optimizer.restore(state)
 
 
+def test_biases_of_stacked_experts_are_no_matrices():
+    """gpt-oss has one bias vector for each expert, in two dimensions."""
+    stacks = {"experts.down_proj": torch.ones(4, 3, 2), "experts.down_proj_bias": torch.ones(4, 3)}
+    rules = rules_of(stacks, OptimizerConfig(kind="muon", weight_decay=0.2))
+    assert [(rule.kind, rule.weight_decay) for rule in rules.values()] == [
+        ("muon", 0.2),
+        ("adamw", 0.0),
+    ]
+
+
 def test_groups_replace_what_they_set():
     groups = [
         ParameterGroup(names=r"layers\.1\..*norm", weight_decay=0.5),

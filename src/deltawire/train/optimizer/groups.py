@@ -34,7 +34,8 @@ def rules_of(
     """Return the rule of each parameter, by name.
 
     Muon takes whole matrices: 2-D parameters, and 3-D stacks of one matrix per expert. AdamW takes
-    the rest, and ``not_matrices``: embeddings and the head, whose rows are vectors. Norms and
+    the rest, and what only looks like a matrix: ``not_matrices`` (embeddings and the head, whose
+    rows are vectors) and biases of experts, one row for each. Norms and
     biases (by name, and everything with one dimension) do not decay, unless ``decay_all``. The
     first group of ``config.groups`` whose pattern is found in a name replaces what it sets.
 
@@ -43,10 +44,10 @@ def rules_of(
     found = {}
     used: set[int] = set()
     for name, parameter in parameters.items():
-        matrix = parameter.ndim in (2, 3) and name not in not_matrices
+        vector = parameter.ndim < 2 or _NORM_OR_BIAS.search(name) is not None
+        matrix = parameter.ndim in (2, 3) and not vector and name not in not_matrices
         kind: Literal["adamw", "muon"] = "muon" if config.kind == "muon" and matrix else "adamw"
         rate = config.learning_rate
-        vector = parameter.ndim < 2 or _NORM_OR_BIAS.search(name) is not None
         decay = 0.0 if vector and not config.decay_all else config.weight_decay
         number = next((i for i, g in enumerate(config.groups) if re.search(g.names, name)), None)
         if number is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from deltawire.export.shards import box_of
+from deltawire.export.shards import box_of, local_part, placed_like
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -64,7 +64,7 @@ def muon_step(
     ``master`` and ``gradient`` are of one layout: plain, or DTensors of the same placements. All
     ranks of a sharded matrix must call this together.
     """
-    local, local_gradient = _local(master), _local(gradient)
+    local, local_gradient = local_part(master), local_part(gradient)
     momentum.lerp_(local_gradient, 1 - beta)
     direction = _orthogonal_shard(local_gradient.lerp(momentum, beta), master)
     local.mul_(1 - rate * weight_decay)
@@ -75,15 +75,7 @@ def _orthogonal_shard(update: Tensor, like: Tensor) -> Tensor:
     """Orthogonalize this rank's ``update``, gathered first where a rank holds no whole matrices."""
     if not isinstance(like, DTensor) or _holds_whole_matrices(like):
         return orthogonalize(update) if update.numel() else update
-    sharded = DTensor.from_local(
-        update,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    whole = orthogonalize(sharded.full_tensor())
+    whole = orthogonalize(placed_like(like, update).full_tensor())
     # Every rank has the whole: its own part is a slice, whatever meshes divide it.
     for dim, (size, start) in enumerate(zip(*box_of(like), strict=True)):
         whole = whole.narrow(dim, start if size else 0, size)
@@ -97,7 +89,3 @@ def _holds_whole_matrices(tensor: DTensor) -> bool:
         or (tensor.ndim == 3 and isinstance(one, Shard | _StridedShard) and one.dim == 0)
         for one in tensor.placements
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 
 from deltawire.config import TrainConfig
 from deltawire.errors import CorruptError
+from deltawire.export.shards import local_part, placed_like
 from deltawire.train.optimizer.groups import Rule, rules_of
 from deltawire.train.optimizer.muon import muon_step
 from deltawire.train.optimizer.residence import DeviceStates, HostStates, States
@@ -76,7 +77,7 @@ class Optimizer:
         self._states = HostStates() if config.offload == "optimizer" else DeviceStates()
         self._steps: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            local = _local(parameter)
+            local = local_part(parameter)
             for key in _STATES[self._rules[name].kind]:
                 self._states.add(name, key, local)
             if self._rules[name].kind == "adamw":
@@ -130,8 +131,8 @@ class Optimizer:
                 )
                 continue
             adamw(
-                [_local(parameter)],
-                [_local(gradient)],
+                [local_part(parameter)],
+                [local_part(gradient)],
                 [states[name]["exp_avg"]],
                 [states[name]["exp_avg_sq"]],
                 [],
@@ -155,7 +156,7 @@ class Optimizer:
         for name, kept in self._states.held.items():
             for key, state in kept.items():
                 label = f"{_PREFIX[self._rules[name].kind]}/{key}/{name}"
-                found[label] = _placed_like(self._parameters[name], state)
+                found[label] = _placed(self._parameters[name], state)
         return found
 
     @torch.no_grad()
@@ -165,7 +166,7 @@ class Optimizer:
             saved = state.get(label)
             if saved is None or saved.shape != own.shape:
                 raise CorruptError(f"the checkpoint does not fit the optimizer at {label}")
-            _local(own).copy_(_local(saved))
+            local_part(own).copy_(local_part(saved))
 
 
 def _buckets(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
@@ -184,19 +185,6 @@ def _buckets(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
         yield names
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _placed_like(parameter: Tensor, state: Tensor) -> Tensor:
+def _placed(parameter: Tensor, state: Tensor) -> Tensor:
     """The state as the parameter is placed."""
-    if not isinstance(parameter, DTensor):
-        return state
-    return DTensor.from_local(
-        state,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return placed_like(parameter, state) if isinstance(parameter, DTensor) else state

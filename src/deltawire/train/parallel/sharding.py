@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from deltawire.errors import BugError, InputError
+from deltawire.export.shards import placed_like
 from deltawire.train.parallel.expert_parallel import divide_experts
 from deltawire.train.parallel.mesh import TrainerMesh
 from deltawire.train.parallel.rounding import RoundedShard
@@ -109,14 +110,7 @@ def _to_masters(model: nn.Module, rounded: torch.dtype | None) -> None:
 
 def _master(values: Tensor, rounded: torch.dtype | None) -> Tensor:
     if isinstance(values, DTensor):
-        return DTensor.from_local(
-            _master(values.to_local(), rounded),
-            values.device_mesh,
-            values.placements,
-            run_check=False,
-            shape=values.shape,
-            stride=values.stride(),
-        )
+        return placed_like(values, _master(values.to_local(), rounded))
     wide = values.float().contiguous()
     return wide if rounded in (None, torch.float32) else RoundedShard(wide, rounded)
 
