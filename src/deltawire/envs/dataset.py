@@ -12,10 +12,10 @@
     path = "data/train.parquet"
     answer = "answer"
 
-Every stream of tasks, so every life of a worker, draws each training row once before it draws one
-again, in a separate order (`deltawire.data.order`); streams do not know of each other. The
-held-out rows are those of ``data.heldout_split``, or rows that an order which no seed changes puts
-first.
+A stream of tasks draws each training row once before it draws one again (`deltawire.data.order`). A
+run has one stream, of which the trainer gives each worker other positions: so a run draws every row
+once an epoch, whatever the number of its workers (`deltawire.rl.control.draws`). The held-out rows
+are those of ``data.heldout_split``, or rows that an order which no seed changes puts first.
 """
 
 from __future__ import annotations

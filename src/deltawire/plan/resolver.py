@@ -297,15 +297,11 @@ def smallest_count(model: Model, wish: Wish, kind: Accelerator) -> int | None:
 def unsupported_parts(layout: TrainingLayout) -> list[str]:
     """Name the parts of a layout that deltawire's trainer, or its reference process, lacks so
     far."""
-    named = []
-    if layout.ranks > 1:
-        named.append("several ranks")
-    axes = ("tensor", "expert", "pipeline", "context_parallel")
-    named.extend(
+    named = [
         f"{axis.replace('_', ' ')} {getattr(layout, axis)}"
-        for axis in axes
+        for axis in ("pipeline", "context_parallel")
         if getattr(layout, axis) > 1
-    )
+    ]
     if layout.offload == "all":
         named.append("offload all")
     if layout.packing != "none":

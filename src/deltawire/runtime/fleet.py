@@ -122,6 +122,15 @@ class Fleet:
         }
 
     @property
+    def begun(self) -> dict[str, tuple[int, int]]:
+        """By worker, its lease and the sequence number of its first group under it."""
+        return {
+            name: (one.lease, one.worker.first)
+            for name, one in self.heartbeats.items()
+            if one.worker is not None and one.worker.first is not None
+        }
+
+    @property
     def known_workers(self) -> set[str]:
         """Names of all workers that have a heartbeat, alive or not: their groups can be used."""
         return {name for name, one in self.heartbeats.items() if one.worker is not None}

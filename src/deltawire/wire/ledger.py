@@ -69,7 +69,8 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     tensor library, and ``ranks`` that of the trainer's processes (0 in versions that do not say),
     because sums depend on both. ``settings`` are the values, by dotted key, that
     differed from the configuration in ``run.json`` when the step was made. ``position`` is that of
-    the data after a step of mid-training.
+    the data after a step of mid-training; in reinforcement learning, the number of draws that were
+    given out.
     """
 
     step: Index = 0

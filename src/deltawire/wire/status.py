@@ -36,12 +36,22 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True):
-    """The object at ``challenges/<worker>.json``: the secret from which the nonces and the tasks of
-    a worker's groups follow. Only the trainer and this worker need to read it."""
+    """The object at ``challenges/<worker>.json``: the secret from which the nonces of a worker's
+    groups follow. Only the trainer and this worker need to read it."""
 
     format: int = FORMAT
     worker: _Name
     secret: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+
+
+class Draws(msgspec.Struct, frozen=True, kw_only=True):
+    """The tasks that a worker draws under one lease: the group that it starts as ``numbers[i]`` is
+    of the task at ``positions[i]`` in the run's order. Numbers from ``below`` on have none yet."""
+
+    lease: Index
+    below: Index = 0
+    numbers: Annotated[list[Index], Meta(max_length=1 << 16)] = []
+    positions: Annotated[list[Index], Meta(max_length=1 << 16)] = []
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +62,9 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     name what workers did that they should not, as far as the trainer can tell, and outlive it.
     ``self_attested`` names what the trainer believes workers without computing it again.
     ``settings`` are the values, by dotted key, that differ from the configuration in ``run.json``.
+    ``draws`` are the tasks that workers draw, by worker and lease; without it they draw from
+    streams of their own. All positions below ``next_draw`` were given out; ``returned`` are those
+    of them that are free again.
     """
 
     format: int = FORMAT
@@ -66,6 +79,9 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
         list[Annotated[str, Meta(max_length=MAX_DETAIL)]], Meta(max_length=16)
     ] = []
     settings: Annotated[dict[str, Any], Meta(max_length=1024)] = {}
+    draws: Annotated[dict[str, list[Draws]], Meta(max_length=1 << 16)] | None = None
+    next_draw: Index = 0
+    returned: Annotated[list[Index], Meta(max_length=1 << 20)] = []
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +89,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``digest`` is the digest of the serving weights; it was recomputed from the weights themselves
     if ``attested``. ``lag`` is the newest version minus the one held. ``stored`` is the sequence
-    number that the worker's next group gets. ``alarm`` is why a newer manifest could not be read,
+    number that the worker's next group gets, and ``first`` what that was when its lease began;
+    None if that is not known. ``alarm`` is why a newer manifest could not be read,
     empty if all could.
     """
 
@@ -83,6 +100,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     attested: bool = False
     lag: Index = 0
     stored: Index = 0
+    first: Index | None = None
     alarm: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
 
 

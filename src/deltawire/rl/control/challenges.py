@@ -3,11 +3,11 @@
 The trainer draws a secret when a worker first appears and stores it in
 ``challenges/<worker>.json``, which only that worker and the trainer need to read. The worker
 numbers the groups that it starts under one lease; the nonce of a group is a keyed hash of lease and
-number, and its task is the number-th of the stream that the secret names. So a group is valid for
-one worker and one number:
+number, and the trainer says which task belongs to the number (`deltawire.rl.control.draws`). So a
+group is valid for one worker and one number:
 
 - Who does not know the secret delivers nothing in the worker's name.
-- A worker does not choose its tasks, and knows none of them before the trainer has seen it.
+- A worker does not choose its tasks.
 - A number that was delivered already, and any group from before the secret, is a replay.
 
 A worker can still leave out a group that it does not like: that costs it a credit.
@@ -39,7 +39,8 @@ def nonce_of(secret: str, lease: int, number: int) -> str:
 
 
 def stream_of(worker: str, secret: str, lease: int) -> str:
-    """The stream of tasks that a worker draws from under ``lease``."""
+    """The stream of tasks that a worker draws from under ``lease`` if the trainer gives it no
+    draws."""
     return f"{worker}-{secret}-{lease}"
 
 

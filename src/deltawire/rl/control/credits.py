@@ -11,7 +11,9 @@ import msgspec
 
 from deltawire.config import RunConfig
 from deltawire.rl.control.admission import WorkerLoad
-from deltawire.rl.control.rollout_buffer import RolloutBuffer
+from deltawire.rl.control.challenges import Challenges
+from deltawire.rl.control.draws import DrawBook
+from deltawire.rl.control.rollout_buffer import BufferedGroup, RolloutBuffer
 from deltawire.rl.control.staleness import policy_of
 from deltawire.store import Bucket
 from deltawire.wire import keys
@@ -44,7 +46,10 @@ class CreditIssuer:
         granted: dict[str, int],
         confirm: Callable[[], object] = lambda: None,
         settings: Mapping[str, Any] | None = None,
+        draws: DrawBook | None = None,
     ) -> None:
+        self.draws = draws or DrawBook()
+        self._begun: dict[str, tuple[int, int]] = {}
         self._confirm = confirm
         self._settings = dict(settings or {})
         self.ledger = ledger
@@ -81,12 +86,23 @@ class CreditIssuer:
         with self._lock:
             metadata = self._metadata.pop(version, CommitMetadata())
             settle(self.ledger, metadata)
+            for worker, sequence in metadata.settled_groups():
+                self.draws.settle(worker, sequence)
             self.version, self.digest = version, digest
         self.write()
 
-    def observe(self, buffer: RolloutBuffer, alive: set[str]) -> None:
-        """Update the state of workers and groups from the main thread."""
+    def observe(
+        self,
+        buffer: RolloutBuffer,
+        alive: set[str],
+        begun: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        """Update the state of workers and groups from the main thread.
+
+        ``begun`` are, by worker, its lease and the number of its first group under it.
+        """
         with self._lock:
+            self._begun = dict(begun or {})
             names = self._credits.keys() | alive
             self._stored = {name: buffer.stored(name) for name in names}
             self._dropping = {name: buffer.dropping(name) for name in names}
@@ -150,6 +166,7 @@ class CreditIssuer:
             ):
                 table.pop(worker, None)
             self._proven.discard(worker)
+            self.draws.forget(worker)
             self.staleness.forget(worker)
 
     def write(self, phase: Phase | None = None) -> None:
@@ -162,6 +179,7 @@ class CreditIssuer:
             self._phase = phase or self._phase
             if self._phase == "training":
                 self._credits = self.staleness.admit(self._loads(), version=self.version)
+                self._cover()
             status = TrainerStatus(
                 phase=self._phase,
                 version=self.version,
@@ -172,6 +190,9 @@ class CreditIssuer:
                 incidents=self._incidents,
                 self_attested=self._self_attested,
                 settings=self._settings,
+                draws=self.draws.listed(),
+                next_draw=self.draws.next_position,
+                returned=self.draws.returned,
             )
             now = time.monotonic()
             if status != self._written or now - self._written_at >= REWRITE_S:
@@ -179,6 +200,20 @@ class CreditIssuer:
                 self._confirm()
                 self._bucket.put(keys.TRAINER, encode_json(stamped))
                 self._written, self._written_at = status, now
+
+    def _cover(self) -> None:
+        """Give every granted group of a worker that is alive a task."""
+        for worker, (lease, first) in self._begun.items():
+            if worker in self.alive:
+                read = self._stored.get(worker, 0) >= first
+                count = max(0, self._credits.get(worker, 0) - first)
+                self.draws.cover(worker, lease, count, complete=read)
+
+    def drawn(self, buffered: BufferedGroup) -> int | None:
+        """Note that a group was stored; returns what `DrawBook.arrive` does."""
+        with self._lock:
+            lease, number = Challenges.numbers(buffered.group.nonce)
+            return self.draws.arrive(buffered.worker, buffered.sequence, lease, number)
 
     def _loads(self) -> dict[str, WorkerLoad]:
         return {

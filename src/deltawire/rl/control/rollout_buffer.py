@@ -44,13 +44,15 @@ class BufferedGroup:
     """A group that waits to be trained on.
 
     ``hash`` is the hash of its bytes, and ``place`` its position in the order of granting, for
-    policies that need it. ``oldest`` and ``newest`` are versions that sampled it.
+    policies that need it. ``drawn`` is the position of its task, as `DrawBook.arrive` gives it.
+    ``oldest`` and ``newest`` are versions that sampled it.
     """
 
     sequence: int
     group: Group
     hash: str = ""
     place: int = 0
+    drawn: int | None = None
     oldest: int = field(init=False)
     newest: int = field(init=False)
 
@@ -141,7 +143,8 @@ class RolloutBuffer:
     those in a row, and ``failure`` is the last one's first cause. A dropped group counts as
     settled, so its credit is granted again. ``arrive`` is called once for each stored group and
     returns its place (`deltawire.rl.control.staleness.StalenessPolicy.arrive`). Groups for which
-    ``withhold`` is true are dropped on arrival (`deltawire.reward_monitor.watch`).
+    ``withhold`` is true are dropped on arrival (`deltawire.reward_monitor.watch`). ``drawn`` gives
+    the position of the task of each group that could be read and was granted.
 
     Example::
 
@@ -160,9 +163,11 @@ class RolloutBuffer:
         arrive: Callable[[str, int | None], int] = lambda _worker, _oldest: 0,
         withhold: Callable[[Group, int], bool] = lambda _group, _sequence: False,
         guard: Guard | None = None,
+        drawn: Callable[[BufferedGroup], int | None] = lambda _: None,
         readers: int | None = None,
     ) -> None:
         self._guard = guard
+        self._drawn = drawn
         self.incidents = guard.incidents if guard else Incidents()
         self._quota = guard.quota if guard else Quota(1.0)
         self._withhold = withhold
@@ -299,6 +304,7 @@ class RolloutBuffer:
         group = result.group
         buffered = BufferedGroup(sequence, group, result.hash)
         buffered.place = self._arrive(worker, buffered.oldest if buffered.oldest >= 0 else None)
+        buffered.drawn = self._drawn(buffered)
         causes = [t.cause for t in group.trajectories if t.cause]
         if causes and len({episode for _, episode, _ in group.trained()}) < MIN_EPISODES:
             self.failed, self.failure = self.failed + 1, causes[0]

@@ -2,7 +2,8 @@
 
 Of a group that `deltawire.rl.control.worker_guard` drew, this checks
 
-1. **the task**: it must be the one that the worker's secret and the group's number name;
+1. **the task**: it must be the one that the trainer gave the group's number
+   (`deltawire.rl.control.draws`);
 2. **the episodes**: they are played again with a sampler that returns the recorded tokens. The
    prompt and what the environment says in between must be the recorded tokens, nothing may follow
    the episode's end, and the reward must be the recorded one. Only environments that declare
@@ -51,6 +52,7 @@ from deltawire.export.adapter import open_model
 from deltawire.export.models import fetch_model_files, load_tokenizer, stop_tokens
 from deltawire.export.source import open_source
 from deltawire.rl.control.challenges import stream_of
+from deltawire.rl.control.draws import NOT_KNOWN, RUN_STREAM
 from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.rl.control.worker_guard import Verdict
 from deltawire.rl.rollout.episode import run_episode
@@ -208,7 +210,11 @@ class GroupChecker:
     def check(self, buffered: BufferedGroup, *, lease: int, number: int, secret: str) -> Verdict:
         """Compute a group again."""
         group, sequence = buffered.group, buffered.sequence
-        kind, detail, certain = self._rewards_of(group, lease, number, secret)
+        kind, detail, certain = "", "", True
+        if self._tasks is not None and secret and buffered.drawn != NOT_KNOWN:
+            own = stream_of(group.worker, secret, lease), number
+            stream, place = own if buffered.drawn is None else (RUN_STREAM, buffered.drawn)
+            kind, detail, certain = self._rewards_of(group, self._tasks.draw(stream, place))
         if not kind:
             kind, detail, certain = "log-probabilities", self._gap(group), True
         return Verdict(group.worker, sequence, kind if detail else "", detail, certain)
@@ -222,12 +228,7 @@ class GroupChecker:
             return None
         return "failure", f"it fails when it is played again: {cause}", False
 
-    def _rewards_of(
-        self, group: Group, lease: int, number: int, secret: str
-    ) -> tuple[str, str, bool]:
-        if self._tasks is None or not secret:
-            return "", "", True
-        task = self._tasks.draw(stream_of(group.worker, secret, lease), number)
+    def _rewards_of(self, group: Group, task: Task) -> tuple[str, str, bool]:
         if group.task != one_line(task.identity, MAX_TASK):
             return "task", f"its task is {group.task[:80]}, not {task.identity[:80]}", True
         if group.family != one_line(task.family, MAX_NAME):

@@ -24,6 +24,7 @@ from deltawire.config import RunConfig
 from deltawire.engines.transformers import IDLE_S
 from deltawire.errors import RetryError
 from deltawire.rl.control.challenges import nonce_of, stream_of
+from deltawire.rl.control.draws import RUN_STREAM
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
 from deltawire.rl.rollout.failure_budget import FailureBudget
@@ -93,6 +94,7 @@ class Worker:
             attested=self.attested is not None,
             lag=max(0, (trainer.version if trainer else 0) - live.version),
             stored=self.uploader.stored,
+            first=self._first,
             alarm=self._alarm()[:MAX_ALARM],
         )
 
@@ -185,10 +187,11 @@ class Worker:
             and self.link.secret is not None
             and status.version - self.served.live.version <= self._allowed_lag
             and (free >= rollout.group_size or not self._groups)
+            and (place := self._place_of(status, self._drawn)) is not None
         ):
             free -= rollout.group_size
             self._started += 1
-            group = self._sample_group(self._drawn, self.link.secret)
+            group = self._sample_group(self._drawn, self.link.secret, *place)
             task = asyncio.get_running_loop().create_task(group)
             self._drawn += 1
             self._groups.add(task)
@@ -199,13 +202,24 @@ class Worker:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
 
-    async def _sample_group(self, number: int, secret: str) -> None:
+    def _place_of(self, status: TrainerStatus, number: int) -> tuple[str, int] | None:
+        """Return the stream and the place in it of the task of the ``number``-th group, None while
+        the trainer has not said which task that is."""
+        name, lease, secret = self.process.name, self.process.lease.number, self.link.secret
+        if status.draws is None or not secret:
+            # A trainer that gives no secret leaves nonce and tasks to the worker.
+            stream = stream_of(name, secret, lease) if secret else f"{name}-{self.process.nonce}"
+            return stream, number
+        for one in status.draws.get(name, []):
+            if one.lease == lease and number in one.numbers:
+                return RUN_STREAM, one.positions[one.numbers.index(number)]
+        return None
+
+    async def _sample_group(self, number: int, secret: str, stream: str, place: int) -> None:
         rollout, limits = self.config.rollout, EpisodeLimits.of(self.config.rollout)
         name, nonce, lease = self.process.name, self.process.nonce, self.process.lease.number
-        # A trainer that gives no secret leaves nonce and tasks to the worker.
-        stream = stream_of(name, secret, lease) if secret else f"{name}-{nonce}"
         nonce = nonce_of(secret, lease, number) if secret else nonce
-        task = self.served.tasks.draw(stream, number)
+        task = self.served.tasks.draw(stream, place)
         episodes = await asyncio.gather(
             *(
                 run_episode(

@@ -14,6 +14,7 @@ from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.events import Published
 from deltawire.rl.control.credits import CreditIssuer
+from deltawire.rl.control.draws import DrawBook
 from deltawire.rl.trainer.orders import End, Order, PublishShards, Save, Start, Train, Wait, send
 from deltawire.rl.trainer.rank import Rank, StepKind
 from deltawire.rl.trainer.settings import announce_settings
@@ -98,7 +99,9 @@ class Leader(Generic[R]):
             signer=signer,
         )
 
-    def _open_credits(self, ledger: Ledger, granted: Mapping[str, int]) -> CreditIssuer:
+    def _open_credits(
+        self, ledger: Ledger, granted: Mapping[str, int], draws: DrawBook | None = None
+    ) -> CreditIssuer:
         """Make what grants credits and writes the trainer's status."""
         credits_ = CreditIssuer(
             self.bucket,
@@ -108,6 +111,7 @@ class Leader(Generic[R]):
             granted=dict(granted),
             confirm=self.process.lease.confirm,
             settings=self.settings,
+            draws=draws,
         )
         credits_.version, credits_.digest = self.version, self.publisher.digest.hex()
         return credits_

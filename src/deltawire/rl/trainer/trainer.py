@@ -35,7 +35,9 @@ from deltawire.errors import (
 from deltawire.events import Step, known
 from deltawire.parity import finite, parity_event
 from deltawire.reward_monitor.watch import ProbeWatch
+from deltawire.rl.control.challenges import Challenges
 from deltawire.rl.control.credits import settle
+from deltawire.rl.control.draws import DrawBook
 from deltawire.rl.control.drop_bias import causes_of, failures_of, families_of
 from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.control.rollout_reader import Bounds
@@ -49,7 +51,7 @@ from deltawire.rl.trainer.leader import Leader
 from deltawire.rl.trainer.orders import Train
 from deltawire.rl.trainer.parity_recheck import ParityRecheck
 from deltawire.rl.trainer.progress_alarm import ProgressAlarm
-from deltawire.rl.trainer.resume import groups_of
+from deltawire.rl.trainer.resume import groups_of, metadata_at
 from deltawire.runtime.event_archive import EventArchiver
 from deltawire.runtime.fleet import POLL_S, Fleet
 from deltawire.runtime.process import Process
@@ -91,7 +93,9 @@ class Trainer(Leader[StepResult]):
         self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
         before = self.before
         self.credits = self._open_credits(
-            self.ledger.copy(), before.credits if before else self._claimed()
+            self.ledger.copy(),
+            before.credits if before else self._claimed(),
+            self._open_draws(before),
         )
         vocabulary = model.get_input_embeddings().num_embeddings
         self._read_groups(before, Bounds.of(config, vocabulary))
@@ -128,6 +132,7 @@ class Trainer(Leader[StepResult]):
             arrive=self.credits.staleness.arrive,
             withhold=self.probes.withholds,
             guard=self.guard,
+            drawn=self.credits.drawn,
         )
 
     def _on_commit(self, receipt: CommitStats) -> None:
@@ -152,7 +157,7 @@ class Trainer(Leader[StepResult]):
     def _loop(self) -> None:
         events, train = self.process.events, self.config.train
         self.archiver.start()
-        self.credits.observe(self.buffer, self._poll() or set())
+        self.credits.observe(self.buffer, self._poll() or set(), self.fleet.begun)
         self.credits.write("training")
         self._answered_at = time.monotonic()
         mark = events.now()
@@ -166,7 +171,7 @@ class Trainer(Leader[StepResult]):
             batch = self.buffer.next_batch(
                 self.credits.staleness, version=self.version, alive=alive
             )
-            self.credits.observe(self.buffer, alive)
+            self.credits.observe(self.buffer, alive, self.fleet.begun)
             self.credits.write()
             if batch is None:
                 self.process.wait(self.bucket.poll_s / 4)
@@ -174,6 +179,23 @@ class Trainer(Leader[StepResult]):
                 continue
             mark = self._step(batch, events.now())
         self._finish()
+
+    def _open_draws(self, before: TrainerStatus | None) -> DrawBook:
+        """The book of draws as an earlier trainer left it, at the newest version."""
+        if before is None or before.draws is None:
+            metadata = None
+            if self.version:
+                metadata, _ = metadata_at(self.bucket, self.run, self.version)
+            return DrawBook(next_position=metadata.position if metadata else 0)
+        book = DrawBook(
+            next_position=before.next_draw, returned=before.returned, draws=before.draws
+        )
+        for version in range(before.version + 1, self.version + 1):
+            for one in groups_of(self.bucket, self.run, version):
+                lease, number = Challenges.numbers(one.group.nonce)
+                book.arrive(one.worker, one.sequence, lease, number)
+                book.settle(one.worker, one.sequence)
+        return book
 
     def _claimed(self) -> dict[str, int]:
         """Credits to start with if ``trainer.json`` is lost: the groups that the workers report."""
@@ -246,6 +268,7 @@ class Trainer(Leader[StepResult]):
             hashes=[one.hash for one in batch.taken],
             threads=torch.get_num_threads(),
             settings=self.settings,
+            position=self.credits.draws.next_position,
             ranks=self.rank.mesh.ranks,
         )
         order = Train(base=base, metadata=metadata)
