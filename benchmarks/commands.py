@@ -8,7 +8,7 @@ from importlib import import_module
 
 def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare every benchmark."""
-    for add in (_add_loop, _add_codec, _add_deltas, _add_swap, _add_sync, _add_train):
+    for add in (_add_loop, _add_codec, _add_deltas, _add_swap, _add_sync, _add_train, _add_clients):
         add(benches)
 
 
@@ -133,4 +133,14 @@ def _add_train(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--real", action="store_true", help="memory_error_max: two more with real allocations"
     )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _add_clients(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser(
+        "clients", help="the trainers and SDKs people already have, over a run"
+    )
+    parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
+    parser.add_argument("--seed", type=int, default=0, help="what draws weights and data")
+    parser.add_argument("--repeats", type=int, default=7, help="steps that medians are taken over")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -85,29 +85,34 @@ class Measured(NamedTuple):
     details: dict[str, Any] = {}  # noqa: RUF012 - a default of a tuple, never changed
 
 
-def choose_keys(wanted: str) -> list[str]:
+def choose_keys(wanted: str, keys: Mapping[str, Key] = KEYS) -> list[str]:
     """Return the keys that ``wanted`` names: ``all``, or names with commas between them."""
     if wanted == "all":
-        return list(KEYS)
+        return list(keys)
     names = wanted.split(",")
-    if unknown := [name for name in names if name not in KEYS]:
+    if unknown := [name for name in names if name not in keys]:
         raise InputError(
-            f"--keys: there is no {unknown[0][:64]!r}", hint=f"known: all, {', '.join(KEYS)}"
+            f"--keys: there is no {unknown[0][:64]!r}", hint=f"known: all, {', '.join(keys)}"
         )
     return names
 
 
 def measure_in_processes(
-    names: Iterable[str], options: Options
+    names: Iterable[str],
+    options: Options,
+    *,
+    keys: Mapping[str, Key] = KEYS,
+    package: str = "benchmarks.training",
 ) -> tuple[dict[str, Value], dict[str, Any]]:
     """Measure keys, each module once in a separate process; returns values and details by key.
 
-    Progress goes to standard error. Raises `subprocess.CalledProcessError` if a measurement fails.
+    ``keys`` name modules of ``package``. Progress goes to standard error. Raises
+    `subprocess.CalledProcessError` if a measurement fails.
     """
     values: dict[str, Value] = {}
     details: dict[str, Any] = {}
-    for module in dict.fromkeys(KEYS[name].module for name in names):
-        measured = json.loads(in_process(f"benchmarks.training.{module}", options))
+    for module in dict.fromkeys(keys[name].module for name in names):
+        measured = json.loads(in_process(f"{package}.{module}", options))
         values.update(measured["values"])
         details[module] = measured["details"]
     return {name: values[name] for name in names}, details
@@ -138,26 +143,34 @@ def encoded(result: Any) -> str:
     return json.dumps(plain)
 
 
-def report(values: dict[str, Value], details: dict[str, Any], options: Options) -> dict[str, Any]:
+def report(
+    values: dict[str, Value],
+    details: dict[str, Any],
+    options: Options,
+    *,
+    keys: Mapping[str, Key] = KEYS,
+) -> dict[str, Any]:
     """Everything as plain data: each key's value, floors, and whether they are met."""
     return {
         **values,
         "seed": options.seed,
-        "floors": {name: KEYS[name].bound for name in values},
-        "met": {name: KEYS[name].met(value) for name, value in values.items()},
+        "floors": {name: keys[name].bound for name in values},
+        "met": {name: keys[name].met(value) for name, value in values.items()},
         "details": details,
     }
 
 
-def rows(values: dict[str, Value]) -> Sequence[tuple[str, str, str, str, str]]:
+def rows(
+    values: dict[str, Value], *, keys: Mapping[str, Key] = KEYS
+) -> Sequence[tuple[str, str, str, str, str]]:
     """The table: key, value, floor, met, meaning."""
     return [
         (
             name,
             str(value).lower() if isinstance(value, bool) else f"{value:.4g}",
-            KEYS[name].bound,
-            "yes" if KEYS[name].met(value) else "NO",
-            KEYS[name].what,
+            keys[name].bound,
+            "yes" if keys[name].met(value) else "NO",
+            keys[name].what,
         )
         for name, value in values.items()
     ]

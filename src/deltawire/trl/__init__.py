@@ -7,7 +7,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltawire.trl.callback import Publish
+    from deltawire.trl.transfer import Transfer
 
 __all__ = ["Publish", "Transfer"]
 
