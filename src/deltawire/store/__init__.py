@@ -1,6 +1,6 @@
 """One bucket on any object store: a few operations, retries, counters."""
 
-from deltawire.store.bucket import Bucket, ObjectMeta
+from deltawire.store.bucket import Bucket, ObjectMeta, require_bucket
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.store.folder import FolderBucket
 from deltawire.store.metered import MeteredBucket
@@ -19,4 +19,5 @@ __all__ = [
     "check_create_if_absent",
     "open_bucket",
     "overwrites_on_create",
+    "require_bucket",
 ]

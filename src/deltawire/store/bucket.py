@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import PurePath
 from typing import Any
 
 import obstore
@@ -263,3 +264,17 @@ class Bucket:
 
 def _meta(meta: Any) -> ObjectMeta:
     return ObjectMeta(str(meta["path"]), int(meta["size"]), meta["last_modified"])
+
+
+def require_bucket(given: Any) -> None:
+    """Raise `InputError` unless ``given`` is a bucket: its location is easily passed instead."""
+    if isinstance(given, Bucket):
+        return
+    if isinstance(given, str | PurePath):
+        raise InputError(
+            f"a bucket is needed, and {str(given)!r} is its location",
+            hint=f"pass open_bucket({str(given)!r}), with create=True for a new folder",
+        )
+    raise InputError(
+        f"a bucket is needed, not a {type(given).__name__}", hint='pass open_bucket("s3://…")'
+    )

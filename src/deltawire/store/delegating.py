@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
-from deltawire.store.bucket import Bucket, ObjectMeta
+from deltawire.store.bucket import Bucket, ObjectMeta, require_bucket
 
 Verb = Literal["get", "range", "put", "create", "head", "list", "delete"]
 """An operation's kind; ``list`` covers prefixes too."""
@@ -28,6 +28,7 @@ class DelegatingBucket(Bucket):
     """
 
     def __init__(self, inner: Bucket) -> None:
+        require_bucket(inner)
         super().__init__(inner.store, inner.url, local=inner.local)
         self.inner = inner
 

@@ -30,7 +30,11 @@ DURABLE = "DELTAWIRE_DURABLE"
 
 
 def open_bucket(
-    location: str, *, create: bool = False, durable: bool | None = None, **options: Any
+    location: str | os.PathLike[str],
+    *,
+    create: bool = False,
+    durable: bool | None = None,
+    **options: Any,
 ) -> Bucket:
     """Open ``location``: a folder, or a ``file://``, ``memory://``, ``s3://``, ``gs://`` or
     ``az://`` URL.
@@ -48,6 +52,7 @@ def open_bucket(
     Raises `InputError` for an empty name (which would be the current folder), an unknown scheme, a
     folder that does not exist, or a URL that contains credentials, which no message repeats.
     """
+    location = os.fspath(location)
     if not location.strip():
         raise InputError(
             "the bucket's name is empty", hint="is the variable set that it is taken from?"
@@ -120,7 +125,10 @@ def _open_folder(location: str, *, create: bool, durable: bool) -> FolderBucket:
         if create:
             make_folder(folder, durable=durable)
         elif not folder.is_dir():
-            raise InputError(f"there is no bucket at {location}", hint="is the path right?")
+            raise InputError(
+                f"there is no bucket at {location}",
+                hint="is the path right? open_bucket(…, create=True) makes a folder for a new run",
+            )
         return FolderBucket(folder, durable=durable)
     except (OSError, exceptions.BaseError) as error:
         reason = getattr(error, "strerror", None) or str(error)

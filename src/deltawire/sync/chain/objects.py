@@ -9,7 +9,7 @@ import blake3
 
 from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import Bucket, ObjectMeta, RetryingBucket
+from deltawire.store import Bucket, ObjectMeta, RetryingBucket, require_bucket
 from deltawire.wire import keys
 from deltawire.wire.coordination import MAX_FLOOR_BYTES, RetentionFloor
 from deltawire.wire.manifest import (
@@ -31,8 +31,10 @@ def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
 
     With ``public_key`` (64 hexadecimal digits, and perhaps a colon and the run's id), a run that is
     not signed by its owner, or has another id, is refused, and everything read of the run
-    afterwards must be signed by the same key. Raises `InputError` for a malformed key.
+    afterwards must be signed by the same key. Raises `InputError` for a malformed key, and for a
+    location instead of a bucket.
     """
+    require_bucket(bucket)
     pin = Pin.parse(public_key) if public_key else None
     data = bucket.get(keys.RUN, limit=MAX_RUN_BYTES)
     if data is None:

@@ -40,9 +40,9 @@ from deltawire.sync.publish.commit import (
 )
 from deltawire.sync.publish.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.sync.publish.encoding import BLOB_BYTES
+from deltawire.sync.publish.given_tensors import check_mapping, memory_key
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.sync.publish.safetensors_files import StoredTensor
-from deltawire.sync.publish.tied_tensors import memory_key
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec
 from deltawire.wire.seal import Signer
@@ -182,6 +182,7 @@ class Publisher:
         committed: pass it for files that another process may be writing to.
         """
         started = time.perf_counter()
+        check_mapping(tensors)
         checked = self._writer.check_metadata(metadata)
         self.flush()
         self.settle()

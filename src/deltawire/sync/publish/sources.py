@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -26,10 +27,10 @@ from deltawire.sync.chain.objects import (
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Mirror, empty_mirror
+from deltawire.sync.publish.given_tensors import MemoryKey, check_names, memory_key
 from deltawire.sync.publish.model_files import INDEX, other_files
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.sync.publish.safetensors_files import StoredTensor
-from deltawire.sync.publish.tied_tensors import MemoryKey, memory_key
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec, chunk_for
 from deltawire.wire.seal import Signer
@@ -61,7 +62,7 @@ def table_of(
 
 
 def open_publisher(
-    bucket: Bucket | str,
+    bucket: Bucket | str | os.PathLike[str],
     tensors: Mapping[str, Any],
     *,
     specs: list[TensorSpec] | None = None,
@@ -96,8 +97,8 @@ def open_publisher(
         publisher.close()
     """
     if specs is None:
-        _check_names(tensors)
-    if isinstance(bucket, str):
+        check_names(tensors)
+    if isinstance(bucket, str | os.PathLike):
         bucket = open_bucket(bucket, create=True)
     bucket = RetryingBucket.over(bucket)
     key = signer.public_key if signer else ""
@@ -173,26 +174,6 @@ def _describe(
         chunk=chunk or chunk_for(specs),
         aliases=aliases,
     )
-
-
-def _check_names(tensors: Any) -> None:
-    """Raise `InputError` for a module, and for the names of a model wrapped by PEFT."""
-    if hasattr(tensors, "named_parameters"):
-        raise InputError(
-            "tensors is a module; give a mapping of names to tensors",
-            hint="pass deltawire.tensors_of(model)",
-        )
-    if not isinstance(tensors, Mapping):
-        raise InputError(
-            f"tensors is a {type(tensors).__name__}; give a mapping of names to tensors",
-            hint="for example deltawire.tensors_of(model)",
-        )
-    for name in tensors:
-        if name.startswith("base_model.model.") or ".base_layer." in name or ".lora_" in name:
-            raise InputError(
-                f"{name[:120]!r} is a name of PEFT's wrapper, which no engine loads",
-                hint="pass deltawire.tensors_of(peft_model): the base with the adapter added",
-            )
 
 
 def stored_files(bucket: Bucket, directory: Path) -> list[ModelFile]:

@@ -7,7 +7,14 @@ import pytest
 
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import open_bucket
-from deltawire.sync import Subscriber, load_mirror, open_publisher, read_run, read_safetensors
+from deltawire.sync import (
+    CheckpointPublisher,
+    Subscriber,
+    load_mirror,
+    open_publisher,
+    read_run,
+    read_safetensors,
+)
 from deltawire.sync.publish.safetensors_files import safetensors_table
 from deltawire.sync.publish.sources import table_of
 from deltawire.testing.tiny import same_bits
@@ -196,3 +203,38 @@ def test_no_files_and_a_name_twice(tmp_path):
         write_safetensors(tmp_path / f"{name}.safetensors", {"x": ("U8", np.zeros(2, np.uint8))})
     with pytest.raises(InputError, match="'x' twice"):
         read_safetensors(tmp_path)
+
+
+def test_a_location_in_place_of_a_bucket_says_what_to_pass(tmp_path):
+    for call in (
+        lambda: read_run("runs/x"),
+        lambda: load_mirror("runs/x", None),
+        lambda: CheckpointPublisher(tmp_path / "x"),
+    ):
+        with pytest.raises(InputError, match=r"is its location.*pass open_bucket\("):
+            call()
+    with pytest.raises(InputError, match="a bucket is needed, not a int"):
+        open_publisher(3, {"a": np.zeros(3, np.float32)})
+    open_publisher(tmp_path / "run", {"a": np.zeros(3, np.float32)}).close()
+    assert read_run(open_bucket(tmp_path / "run")).tensors[0].name == "a"
+
+
+def test_a_new_folder_is_made_only_if_it_is_asked_for(tmp_path):
+    with pytest.raises(InputError, match=r"create=True\) makes a folder for a new run"):
+        open_bucket(str(tmp_path / "new"))
+    open_bucket(str(tmp_path / "new"), create=True)
+    assert read_run(open_bucket(str(tmp_path / "new"))) is None
+
+
+def test_a_module_is_no_mapping_of_tensors(tmp_path):
+    class Module:
+        def named_parameters(self):
+            return iter(())
+
+    publisher = open_publisher(tmp_path / "run", {"a": np.zeros(3, np.float32)})
+    with pytest.raises(InputError, match=r"is a module.*pass deltawire\.tensors_of\(model\)"):
+        publisher.publish(Module())
+    with pytest.raises(InputError, match="tensors is a list"):
+        publisher.publish([np.zeros(3, np.float32)])
+    assert publisher.publish({"a": np.ones(3, np.float32)}) == 1
+    publisher.close()
