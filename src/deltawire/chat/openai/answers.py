@@ -83,10 +83,11 @@ class AnswerForm:
         else:
             row["text"] = choice.reply.content
         if self.asked.logprobs:
-            row["logprobs"] = self._logprobs(choice.completion, text)
+            row["logprobs"] = self.logprobs(choice.completion, text)
         return row
 
-    def _logprobs(self, completion: Completion, text: Text) -> dict[str, Any]:
+    def logprobs(self, completion: Completion, text: Text) -> dict[str, Any]:
+        """The member of a choice that lists its tokens and their log-probabilities."""
         tokens = [text.decode([token]) for token in completion.tokens]
         if not self.chat:
             return {"tokens": tokens, "token_logprobs": completion.logprobs}
@@ -102,8 +103,10 @@ class AnswerForm:
 class AnswerStream:
     """An answer as server-sent events, with its choices as they are drawn.
 
-    Where tool calls are parsed, everything is held back until the end, since a call begins like any
-    text; where there are stop strings, so is text with which one of them may begin.
+    Log-probabilities come with each choice's finish reason, for all its tokens: text that is sent
+    need not end where a token does. Where tool calls are parsed, everything is held back until the
+    end, since a call begins like any text; where there are stop strings, so is text with which one
+    of them may begin.
     """
 
     def __init__(self, request: web.Request, form: AnswerForm, text: Text) -> None:
@@ -114,6 +117,7 @@ class AnswerStream:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         count = form.asked.choices
+        self._text = text
         self._texts = [IncrementalText(text) for _ in range(count)]
         self._said = [""] * count
         self._sent = [0] * count
@@ -139,7 +143,7 @@ class AnswerStream:
             if choice.reply.calls:
                 rows = enumerate(spell_calls(choice.reply.calls))
                 await self._delta(index, {"tool_calls": [{"index": i, **call} for i, call in rows]})
-            await self._delta(index, {}, finish=choice.finish)
+            await self._delta(index, {}, finished=choice)
         if self._form.asked.usage:
             body = self._form.envelope(self._kind, [], choices)
             await self._write(body | {"usage": self._form.usage(choices)})
@@ -154,8 +158,13 @@ class AnswerStream:
             self._sent[index] += len(new)
             await self._delta(index, {"content": new})
 
-    async def _delta(self, index: int, delta: dict[str, Any], finish: str | None = None) -> None:
+    async def _delta(
+        self, index: int, delta: dict[str, Any], finished: AnswerChoice | None = None
+    ) -> None:
+        finish = None if finished is None else finished.finish
         row: dict[str, Any] = {"index": index, "finish_reason": finish}
+        if finished is not None and self._form.asked.logprobs:
+            row["logprobs"] = self._form.logprobs(finished.completion, self._text)
         if self._form.chat:
             row["delta"] = delta
         else:

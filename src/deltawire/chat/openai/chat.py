@@ -93,6 +93,7 @@ class _ChatRequest(_Request, kw_only=True):
     tools: Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     logprobs: bool | None = False
+    top_logprobs: int | None = None
 
 
 class _CompletionRequest(_Request, kw_only=True):
@@ -126,6 +127,12 @@ def read_chat(data: bytes) -> ChatRequest:
     """Parse ``POST /v1/chat/completions``; raises `InputError`."""
     raw = _decode(data, _ChatRequest)
     tools = tuple(map(_tool, raw.tools or ()))
+    if raw.top_logprobs:
+        raise InputError(
+            "top_logprobs is not supported here: only tokens that were drawn have a "
+            "log-probability",
+            hint="leave out top_logprobs",
+        )
     return ChatRequest(
         messages=tuple(map(_message, raw.messages)),
         tools=tools,

@@ -161,6 +161,42 @@ def test_each_choice_is_a_separate_segment(text, stream):
     assert usage.prompt_tokens == len(segments[0].prompt)
 
 
+STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+
+
+@pytest.mark.parametrize("tools", [[], STRICT], ids=["text", "tools"])
+def test_a_stream_ends_with_the_log_probabilities_of_each_choice(text, tools):
+    """The client's own accumulator of streams finds all of them."""
+    engine = Says("one", "é two")
+
+    async def harness(client):
+        options = {"tools": tools} if tools else {}
+        async with client.chat.completions.stream(
+            model="policy", messages=[user("q")], n=2, logprobs=True, **options
+        ) as stream:
+            return await stream.get_final_completion()
+
+    answer, recording, _ = talk(text, engine, harness)
+    assert [choice.message.content for choice in answer.choices] == ["one", "é two"]
+    for choice, completion in zip(answer.choices, engine.drawn, strict=True):
+        assert [row.logprob for row in choice.logprobs.content] == completion.logprobs
+    assert [drawn_of(s) for s in recording.segments()] == [rows_of(c) for c in engine.drawn]
+
+
+def test_alternatives_of_tokens_are_refused(text):
+    async def harness(client):
+        with pytest.raises(openai.BadRequestError, match="top_logprobs is not supported"):
+            await client.chat.completions.create(
+                model="policy", messages=[user("q")], logprobs=True, top_logprobs=3
+            )
+        return await client.chat.completions.create(
+            model="policy", messages=[user("q")], logprobs=True, top_logprobs=0
+        )
+
+    answer, _, _ = talk(text, Says("one"), harness)
+    assert len(answer.choices[0].logprobs.content) == 4
+
+
 def test_a_conversation_continues_the_chosen_answer(text):
     engine = Says("left", "right", "more")
 
