@@ -315,9 +315,9 @@ class HostedModel:
         queue = self._queue
         while queue.next not in queue.waiting:
             self._arrived.clear()
-            timeout = GAP_S if queue.waiting else None
             try:
-                await asyncio.wait_for(self._arrived.wait(), timeout)
+                async with asyncio.timeout(GAP_S if queue.waiting else None):
+                    await self._arrived.wait()
             except TimeoutError:
                 missing = queue.next
                 queue.next = min(queue.waiting)

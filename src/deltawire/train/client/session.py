@@ -88,7 +88,7 @@ class TrainingSession:
         self._held = publisher.version if state_of is None else state_of
         """The version that the weights are, unless they changed."""
         self._saved = self._held if saved else -1
-        self._changed = self._held < publisher.version
+        self._changed = False
         self.state_record = _client_record(bucket, run, self._held)
         """What the caller stored with the version that the state was loaded from."""
         ahead = range(self._held + 1, publisher.version + 1)
