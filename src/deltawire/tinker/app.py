@@ -26,7 +26,13 @@ from aiohttp import web
 
 from deltawire.errors import InputError, RetryError
 from deltawire.serving.app import Handler, answer_errors, json_answer, read_body
-from deltawire.tinker.requests import KINDS, MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_CHUNK_DATA
+from deltawire.tinker.requests import (
+    KINDS,
+    MAX_BODY_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_CHUNK_DATA,
+    decode_body,
+)
 from deltawire.tinker.results import RequestResult
 from deltawire.tinker.server import ExpiredError, TinkerServer
 
@@ -154,7 +160,7 @@ async def _capabilities(request: web.Request) -> web.StreamResponse:
 
 
 async def _finish(request: web.Request) -> web.StreamResponse:
-    body = _decoded(await read_body(request), dict[str, Any])
+    body = decode_body(await read_body(request), dict[str, Any])
     reason = body.get("reason")
     text = reason.get("type", "") if isinstance(reason, dict) else ""
     server = request.app[_SERVER]
@@ -164,7 +170,7 @@ async def _finish(request: web.Request) -> web.StreamResponse:
 
 
 async def _retrieve(request: web.Request) -> web.StreamResponse:
-    asked = _decoded(await read_body(request), _Retrieve)
+    asked = decode_body(await read_body(request), _Retrieve)
     try:
         result = await request.app[_SERVER].retrieve(asked.request_id)
     except ExpiredError as error:
@@ -188,12 +194,12 @@ def _answer(result: RequestResult) -> web.Response:
 
 
 async def _info(request: web.Request) -> web.StreamResponse:
-    asked = _decoded(await read_body(request), dict[str, Any])
+    asked = decode_body(await read_body(request), dict[str, Any])
     return json_answer(await request.app[_SERVER].model_info(str(asked.get("model_id"))))
 
 
 async def _weights_info(request: web.Request) -> web.StreamResponse:
-    asked = _decoded(await read_body(request), dict[str, Any])
+    asked = decode_body(await read_body(request), dict[str, Any])
     return json_answer(await request.app[_SERVER].weights_info(str(asked.get("tinker_path"))))
 
 
@@ -215,13 +221,6 @@ async def _delete_checkpoint(request: web.Request) -> web.StreamResponse:
         request.app[_SERVER].delete_checkpoint(part["model"], part["kind"], part["name"])
     )
     return web.Response(status=204)
-
-
-def _decoded(body: bytes, kind: Any) -> Any:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise InputError(f"the request cannot be read: {error}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -238,12 +238,12 @@ def address(kind: str, body: bytes) -> tuple[str, int]:
     if kind == "forward_backward":
         found = schema.parse("ForwardBackwardRequest", body)
         return found.model_id, found.seq_id
+    raw = decode_body(body, Any)
     try:
-        raw = msgspec.json.decode(body)
         if kind == "create_model" or (kind == "load_weights" and raw.get("session_id")):
             return f"{raw['session_id']}:train:{int(raw['model_seq_id'])}", 0
         return str(raw["model_id"]), int(raw["seq_id"])
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"a {kind} request names no model and number", hint="give model_id and seq_id"
         ) from error
@@ -255,15 +255,21 @@ def canonical_digest(kind: str, body: bytes) -> str:
         message = schema.parse("ForwardBackwardRequest", body)
         whole = message.SerializeToString(deterministic=True)
     else:
-        whole = msgspec.json.encode(msgspec.json.decode(body), order="deterministic")
+        whole = msgspec.json.encode(decode_body(body, Any), order="deterministic")
     return blake3(kind.encode() + b"\n" + whole).hexdigest()
 
 
 def read_json(body: bytes, kind: type[M]) -> M:
     """Decodes a JSON request; raises `InputError`."""
+    found: M = decode_body(body, kind)
+    return found
+
+
+def decode_body(body: bytes, kind: Any) -> Any:
+    """Decodes JSON as ``kind``; raises `InputError`."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InputError(f"the request cannot be honored: {error}") from error
 
 

@@ -72,10 +72,13 @@ SCORES = keys.reference("w0", 0)
 REFERENCES = [SCORES, *(key for key in PROCESSES if "reference" in key)]
 EVERY = [
     keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a",
-    *WEIGHTS, *TRAINERS, *WORKERS, *OTHERS, *PROCESSES, SCORES,
+    *WEIGHTS, *TRAINERS, *WORKERS, *OTHERS, *PROCESSES, SCORES, keys.TINKER_SERVER,
 ]  # fmt: skip
 OWNERS = [keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a", *WEIGHTS]
-NEVER_BY_TRAINER = {keys.role("trainer"), keys.rollout("w0", 0), keys.rollout("WORKER", 0), SCORES}
+NEVER_BY_TRAINER = {
+    keys.role("trainer"), keys.rollout("w0", 0), keys.rollout("WORKER", 0), SCORES,
+    keys.TINKER_SERVER,
+}  # fmt: skip
 MAY_WRITE = {
     "owner": set(OWNERS),
     "trainer": set(EVERY) - NEVER_BY_TRAINER,
