@@ -20,9 +20,10 @@ from deltawire.export.tensors import is_sharded
 from deltawire.placement.layout import WIRE_DTYPES
 from deltawire.placement.module_loader import checkpoint_tensors
 from deltawire.store import Bucket, RetryingBucket, open_bucket
-from deltawire.sync import ShardPublisher, load_mirror, newest_readable, newest_version
+from deltawire.sync import ShardPublisher, newest_readable, newest_version
 from deltawire.sync.chain.objects import another_model, create_run, read_run
 from deltawire.sync.follow.mirror import Mirror
+from deltawire.sync.publish.sharded import load_ranges
 from deltawire.sync.publish.sources import stored_files
 from deltawire.trl.ranks import on_rank_zero, rank_and_count
 from deltawire.wire.run import Run, chunk_for
@@ -109,20 +110,15 @@ class ShardedWriter:
     def _mirror(self, bucket: Bucket, run: Run, newest: int | None) -> Mirror:
         """Return a mirror of this rank's ranges at the newest version, or of none yet."""
         shards = self._source.shards(self._rank)
-        starts = {name: shard.start for name, shard in shards.items() if shard.start}
+        if newest is not None:
+            ranges = {name: (shard.start, shard.bits.numel()) for name, shard in shards.items()}
+            return load_ranges(bucket, run, ranges, at=newest)
         dtypes = {spec.name: spec.dtype for spec in run.tensors}
         bits = {
             name: codec.bits_of(shard.bits, dtypes[name]).copy() for name, shard in shards.items()
         }
-        if newest is None:
-            return Mirror(bits, -1, codec.ZERO, starts)
-        held = load_mirror(bucket, run, at=newest, wanted=self._source.wanted())
-        assert held is not None
-        for name, values in bits.items():
-            found = held.find(name, starts.get(name, 0), values.size)
-            assert found is not None, "the wanted rows cover this rank's"
-            values[:] = found
-        return Mirror(bits, held.version, held.digest, starts)
+        starts = {name: shard.start for name, shard in shards.items() if shard.start}
+        return Mirror(bits, -1, codec.ZERO, starts)
 
 
 def _rows_of(model: Any, dtype: str | None) -> CastWeights:
