@@ -5,12 +5,14 @@
     [task]
     environment = "verifiers"
     heldout = 20
-    options = { env = { taskset = { id = "my-taskset" } }, tasks = 1000 }
+    options = { taskset = "my-taskset", select = { shuffle = true }, tasks = 1000 }
 
-``env`` is the environment's own configuration; at most ``tasks`` of its taskset are read, and the
-first ``heldout`` of them are held out. The ids name Python packages, each of which this machine
-must trust (`deltawire.config.machine`). The reward is the sum of the trainable agents'
-rewards. A harness may start any program; it calls the policy at the episode's endpoint.
+The options are those of ``vf-eval``: ``taskset`` is its first argument, ``env`` what it takes as
+``--env.*`` or in a file, ``select`` which tasks of the taskset are used, as ``--select.*``. At most
+``tasks`` of these are read, and the first ``heldout`` of them are held out. The ids name Python
+packages, each of which this machine must trust (`deltawire.config.machine`). The reward is the sum
+of the trainable agents' rewards. A harness may start any program; it calls the policy at the
+episode's endpoint.
 """
 
 from __future__ import annotations
@@ -65,10 +67,7 @@ class VerifiersTasks:
     """
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
-        unknown = config.options.keys() - {"env", "tasks"}
-        settings = config.options.get("env")
-        if unknown or not isinstance(settings, dict):
-            raise InputError("task.options must be { env = { … }, tasks = N } for verifiers")
+        settings = _settings(config.options)
         for module in sorted(_modules(settings)):
             machine_policy().require_trust(module)
         self._settings: dict[str, Any] = settings
@@ -76,7 +75,8 @@ class VerifiersTasks:
         environment = _environment(settings)
         self._family = environment.config.env_id[:64]
         count = int(config.options.get("tasks", DEFAULT_TASKS))
-        self._tasks = list(itertools.islice(iter(environment.taskset), count))
+        chosen = _select(environment.taskset, config.options.get("select", {}))
+        self._tasks = list(itertools.islice(iter(chosen), count))
         if len(self._tasks) <= config.heldout:
             raise InputError(
                 f"{self._family} has {len(self._tasks)} tasks, and {config.heldout} are held out",
@@ -101,6 +101,38 @@ class VerifiersTasks:
 
     def _task(self, number: int) -> Task:
         return Task(f"{self._family}/{number}", number, self._family)
+
+
+def _settings(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the environment's configuration; raises `InputError` for options that are none."""
+    env, taskset = options.get("env", {}), options.get("taskset", "")
+    known = {"env", "taskset", "select", "tasks"}
+    if options.keys() - known or not isinstance(env, dict) or not isinstance(taskset, str):
+        raise InputError(
+            "task.options for verifiers are taskset, env, select and tasks",
+            hint='for example { taskset = "my-taskset", tasks = 1000 }',
+        )
+    if taskset:
+        own = env.get("taskset", {})
+        if not isinstance(own, dict) or own.get("id", taskset) != taskset:
+            raise InputError("task.options.taskset and task.options.env.taskset.id differ")
+        env = {**env, "taskset": {**own, "id": taskset}}
+    if not env:
+        raise InputError(
+            "task.options names no verifiers environment",
+            hint='for example { taskset = "my-taskset" }',
+        )
+    return env
+
+
+def _select(taskset: Any, select: Any) -> Any:
+    """Return the tasks that ``select`` names, as ``vf-eval`` does."""
+    from verifiers.v1.configs.select import SelectConfig
+
+    try:
+        return taskset.select(SelectConfig.model_validate(select))
+    except ValueError as error:
+        raise InputError(f"verifiers refuses task.options.select: {error}") from error
 
 
 def _modules(settings: Any) -> set[str]:

@@ -70,6 +70,34 @@ def test_an_environment_of_verifiers_gives_tasks_and_rewards(monkeypatch, byte_t
         assert episode.trajectory.turns == 2
 
 
+def test_tasksets_and_selections_are_named_as_for_vf_eval(monkeypatch):
+    monkeypatch.setenv("DELTAWIRE_TRUSTED_MODULES", "doubling")
+
+    def numbers(**options):
+        config = TaskConfig(environment="verifiers", heldout=1, options=options)
+        tasks = open_tasks(config, seed=0)
+        return [task.data.prompt for task in tasks._tasks]
+
+    def double(*values):
+        return [f"double {value}" for value in values]
+
+    rest = {name: value for name, value in ENV.items() if name != "taskset"}
+    assert numbers(taskset="doubling", env=rest) == double(*range(6))
+    assert numbers(env=ENV, select={"include": {"idx": "2:5"}}) == double(2, 3, 4)
+    assert numbers(env=ENV, select={"skip": 1, "limit": 3}, tasks=2) == double(1, 2)
+    shuffled = numbers(env=ENV, select={"shuffle": True, "seed": 1})
+    assert shuffled != double(*range(6))
+    assert sorted(shuffled) == double(*range(6))
+    with pytest.raises(InputError, match=r"select.*limit"):
+        numbers(env=ENV, select={"limit": 0})
+    with pytest.raises(InputError, match="differ"):
+        numbers(env=ENV, taskset="tripling")
+    with pytest.raises(InputError, match="taskset, env, select and tasks"):
+        numbers(env=ENV, rows=3)
+    with pytest.raises(InputError, match="names no verifiers environment"):
+        numbers(tasks=3)
+
+
 def test_too_few_tasks_say_so(monkeypatch):
     monkeypatch.setenv("DELTAWIRE_TRUSTED_MODULES", "doubling")
     with pytest.raises(InputError, match="has 5 tasks, and 5 are held out"):
