@@ -108,7 +108,7 @@ DERIVED: Final = (
 
 
 def plain(row: Measured) -> dict[str, Any]:
-    """What was measured and what follows from it, as plain values."""
+    """The measurements and the figures derived from them, as plain values."""
     return {**msgspec.to_builtins(row), **{name: getattr(row, name) for name in DERIVED}}
 
 

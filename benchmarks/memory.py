@@ -29,7 +29,7 @@ class Peak(NamedTuple):
 def measure_peak(work: Callable[[], T]) -> tuple[T, Peak]:
     """Do ``work`` once; returns what it returns, and its peak.
 
-    What ``work`` returns counts too, for it is held at the end.
+    The result of ``work`` counts too, because it is held at the end.
     """
     gc.collect()
     if _reset_resident_peak():

@@ -66,7 +66,7 @@ def plot(rows: Sequence[Measured], path: Path) -> None:
     figure.legend(handles, labels, loc="outside right center", fontsize=9, frameon=False)
     pairs = list(dict.fromkeys(row.pair for row in shown))
     what = pairs[0] if len(pairs) == 1 else f"{len(pairs)} pairs (small) and their medians (large)"
-    figure.suptitle(f"What each coding saves, and how fast: {what}", x=0.01, ha="left", fontsize=12)
+    figure.suptitle(f"Savings and speed of each coding: {what}", x=0.01, ha="left", fontsize=12)
     save_picture(figure, path)
 
 

@@ -54,7 +54,7 @@ _BASE = "base/"
 
 @dataclass(frozen=True)
 class Setting:
-    """What to record: ``strides`` are the steps between base and target of each pair."""
+    """Options of a recording: ``strides`` are the steps between base and target of each pair."""
 
     kind: Kind
     learning_rate: float

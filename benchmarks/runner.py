@@ -91,7 +91,7 @@ def choose_peers(wanted: str) -> list[str]:
 
 
 def jobs_for(peers: Sequence[str], threads: Sequence[int]) -> tuple[list[Job], list[str]]:
-    """What to run, and a line for each peer that cannot."""
+    """The peers to run, and a line for each peer that cannot run."""
     jobs = [Job("deltawire", path, count) for path in vector_paths() for count in threads]
     jobs += [Job(codec, "", count) for codec in ("anchor", DIGEST) for count in threads]
     skipped = []

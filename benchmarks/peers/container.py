@@ -61,7 +61,7 @@ def pack(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None
 
 
 def unpack(payload: Buffer) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """What `pack` was given, as views of ``payload``, and the metadata.
+    """Returns the arrays that `pack` was given, as views of ``payload``, and the metadata.
 
     For bytes that this process has made itself: it does not defend against others.
     """

@@ -43,9 +43,9 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What needs no run. ``trainer_idle_simulated`` is the worst over staleness policies, whose own
-    are in ``idle_by_policy``; ``dropped_by_policy`` are shares of the groups that finished. The
-    overhead is processor time; ``overhead_clock_ms`` is by the clock."""
+    """The part that needs no run. ``trainer_idle_simulated`` is the worst over staleness policies,
+    whose own are in ``idle_by_policy``; ``dropped_by_policy`` are shares of the groups that
+    finished. The overhead is processor time; ``overhead_clock_ms`` is by the clock."""
 
     trainer_idle_simulated: float
     idle_by_policy: dict[str, float]

@@ -1,4 +1,5 @@
-"""What offloading the optimizer's states saves on the device, and that it changes no bit.
+"""Measures the device memory that offloading the optimizer's states saves, and checks that it
+changes no bit.
 
 The saving is measured on a fixed case, Qwen3-30B-A3B over 8 ranks with 8,192 tokens a rank and full
 recompute, as one rank under `FakeTensorMode` with a fake process group. `RoleTracker` counts bytes:

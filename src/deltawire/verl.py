@@ -6,7 +6,7 @@ Configuration of verl::
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=deltawire.verl
     +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.deltawire.run=s3://bucket/run
 
-Who waits for whom, at each update::
+Concurrency, at each update::
 
     all workers: prepare ─▶ build_topology ─▶ init_process_group(version)
     trainer, rank 0: send_weights: cast, encode, commit ──▶ bucket ──▶ rollout workers:

@@ -18,7 +18,7 @@ harmony  ``to=functions.name<|channel|>commentary json<|message|>{…}       gpt
 ======== ================================================================= ========================
 
 The dialect is not guessed from a model's name: its template renders a sample call, and the result
-is parsed (`call_format_of`). A model whose template knows no calls, or that has none, may be
+is parsed (`call_format_of`). A model without a template, or whose template has no calls, may be
 taught the first form, which is read in every dialect.
 
 Two forms write arguments as bare text. Where the tool's JSON schema is known, it decides which of

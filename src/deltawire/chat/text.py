@@ -1,4 +1,4 @@
-"""Converts text to tokens and back. Tokens, once made, are never made from text again.
+"""Converts text to tokens and back. Text that was encoded once is never encoded again.
 
 The tokens of a conversation only grow: `Text.prompt` begins them, the model's own tokens follow as
 they were drawn, then `Text.bridge` adds the answer and the start of the model's next turn. Only new
@@ -185,7 +185,7 @@ class Text:
         text = self._call_format.opening(name) if self._call_format else ""
         if not text:
             raise InputError(
-                "this model's chat template does not say how a call begins",
+                "this model's chat template does not define how a call begins",
                 hint='ask with tool_choice "auto"',
             )
         if name is not None and self._added is not None and self._added.search(name):

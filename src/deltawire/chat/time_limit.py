@@ -14,7 +14,7 @@ from deltawire.errors import InputError
 T = TypeVar("T")
 
 _ARRIVES_S = 1.0
-"""An exception that was sent arrives at the next bytecode; this bounds the wait for it."""
+"""A sent exception arrives at the next bytecode; this bounds the wait for it."""
 
 
 class _OutOfTimeError(BaseException):
@@ -44,7 +44,7 @@ def within(limit_s: float, call: Callable[[], T], *, name: str) -> T:
     except _OutOfTimeError:
         watch.ended = True
         raise InputError(
-            f"{name} takes more than {limit_s:g} s", hint="use a model whose template ends"
+            f"{name} takes more than {limit_s:g} s", hint="use a model whose template terminates"
         ) from None
     except BaseException:
         with contextlib.suppress(_OutOfTimeError):

@@ -11,7 +11,7 @@ from deltawire.config.base import Fraction, Positive, Section
 
 
 class AdapterConfig(Section, frozen=True, kw_only=True):
-    """What is trained of the model: all of it, or a LoRA adapter over the frozen rest."""
+    """The part of the model that is trained: all of it, or a LoRA adapter over the frozen rest."""
 
     kind: Literal["none", "lora"] = "none"
     rank: Annotated[int, Meta(ge=1, le=4096)] = 16

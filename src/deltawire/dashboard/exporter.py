@@ -1,6 +1,6 @@
 """Exports a run's figures to Prometheus, over HTTP with a bearer token.
 
-Who waits for whom::
+Concurrency::
 
     scraper ── GET /metrics ──▶ a thread of the server ─▶ the last status, if it is fresh enough,
                                                           else a new one (one thread at a time)
@@ -70,7 +70,7 @@ class RunCollector:
         """Yield every metric; figures that were not measured are left out."""
         status = self.poll()
         yield GaugeMetricFamily(
-            "deltawire_up", "Whether the run could be read", value=float(status is not None)
+            "deltawire_up", "1 if the run could be read", value=float(status is not None)
         )
         if status is None:
             return
@@ -133,10 +133,10 @@ def _standing(status: RunStatus) -> Iterator[Metric]:
         [(("in_flight",), status.groups_in_flight), (("stored",), status.groups_stored)],
     )
     causes = _merged(status.failures)
-    yield _gauge("failures", "What failed lately, by cause", ["cause"], causes)
+    yield _gauge("failures", "Recent failures, by cause", ["cause"], causes)
     found = {(legible(i.worker, 80), legible(i.kind, 80)): i.count for i in status.incidents}
     named = [(labels, float(count)) for labels, count in found.items()][:MAX_LABELS]
-    yield _gauge("incidents", "What no worker of the run does", ["worker", "kind"], named)
+    yield _gauge("incidents", "Incidents that no honest worker causes", ["worker", "kind"], named)
     quarantined = len({one.worker for one in status.incidents if one.quarantined})
     yield _gauge("workers_quarantined", "Workers whose groups are refused", [], [((), quarantined)])
     yield _gauge("probe", "Probes that the reward does not see", ["probe"], _merged(status.probes))

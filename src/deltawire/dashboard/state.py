@@ -3,7 +3,7 @@
 Events arrive interleaved and late, so nothing here depends on their order: an entry with a key (a
 version, a sequence) keeps its latest event, and a series is sorted when it is read.
 
-What is kept does not grow with the run for ever. Views may have `MAX_ENTRIES` spans, swaps and
+The memory for this is bounded, however long the run. Views may have `MAX_ENTRIES` spans, swaps and
 groups, at about 150 bytes each, so 150 MB; a process has an equal share of them. Beyond its share,
 older spans are merged 64 at a time, which keeps the seconds of each activity and blurs where they
 lie; of swaps and groups the newest stay, and the number of groups. Of a step's groups, their

@@ -131,9 +131,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     processes: list[ProcessLine]
     problems: list[str]
     incidents: list[Incident] = []
-    """What was done in workers' names that no worker of the run does, and who is quarantined."""
+    """Incidents under workers' names that no honest worker of the run causes, and the workers that
+    are quarantined."""
     self_attested: list[str] = []
-    """What the trainer believes workers without computing it again."""
+    """The claims of workers that the trainer trusts without recomputing them."""
     alarm: str = ""
     """Why the latest steps moved nothing; empty if they moved something."""
 

@@ -1,6 +1,5 @@
-"""The order in which rows are drawn: a position is a number, and everything else follows from it.
-
-So a stream is resumed by its position only, and several processes that know it agree.
+"""The order in which rows are drawn, as a function of a position, which is a number. So a position
+resumes a stream, and processes with equal positions draw equal rows.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def _seeded(*parts: object) -> np.random.Generator:
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """A seed of a stream's own, 0 … 2³² − 1."""
+    """Returns a separate seed for a stream, 0 … 2³² − 1."""
     digest = hashlib.blake2b(f"{seed} {stream}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 

@@ -51,7 +51,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """One row; raises `InputError` for a line that is no JSON object."""
+        """One row; raises `InputError` for a line that is not a JSON object."""
         ...
 
 
@@ -62,7 +62,7 @@ def open_rows(path: Path, *, split: str = "") -> Rows:
     without pyarrow where it is needed.
     """
     if not path.exists():
-        raise InputError(f"there is no data at {path}", hint=_HINT)
+        raise InputError(f"no data at {path}", hint=_HINT)
     if path.is_file():
         if split:
             raise InputError(f"{path} is one file and has no split {split!r}")
@@ -125,7 +125,7 @@ def _files(path: Path, split: str) -> list[Path]:
 
 def _open_file(path: Path) -> Rows:
     if path.suffix not in _OPENERS:
-        raise InputError(f"{path} is no data file", hint=_HINT)
+        raise InputError(f"{path} is not a data file", hint=_HINT)
     try:
         return _OPENERS[path.suffix](path)
     except OSError as error:
@@ -133,7 +133,7 @@ def _open_file(path: Path) -> Rows:
 
 
 class _JsonLines:
-    """Rows of a JSONL file; blank lines are no rows."""
+    """Rows of a JSONL file; blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

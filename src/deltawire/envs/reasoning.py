@@ -95,8 +95,8 @@ def score_elsewhere(
     """Score an answer as the dataset does; `ScoringProcess` calls it in its child process.
 
     ``options`` are JSON. A problem that JSON cannot hold (``entry`` None) is made again from its
-    ``seed`` and ``position``; without an ``answer``, nothing is scored. What a scorer would
-    evaluate is evaluated in a sandbox.
+    ``seed`` and ``position``; without an ``answer``, nothing is scored. Answers that a scorer would
+    evaluate as code are evaluated in a sandbox.
     """
     dataset = _remember(_scorers, f"{name} {seed} {options}", lambda: _scorer(name, seed, options))
     if entry is None:

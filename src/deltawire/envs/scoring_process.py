@@ -3,7 +3,7 @@
 Scoring a model's answer may take forever or take all memory. So the function runs in a separate
 process, with limits on time and memory, with few of this one's environment variables, and with its
 output discarded. This is no isolation: code in an answer must not run here
-(`deltawire.envs.evaluated_answers`). Who waits for whom::
+(`deltawire.envs.evaluated_answers`). Concurrency::
 
     score(…) ─▶ a thread, one at a time ─▶ child: function(…) ─▶ a number
                         └─ killed after limit_s; the next call starts another child

@@ -195,7 +195,8 @@ def adapter_files(
 
 
 class MergeReport(msgspec.Struct, frozen=True):
-    """What a merge kept: rounding to the base's dtype drops small changes.
+    """The part of an adapter's change that a merge kept: rounding to the base's dtype drops small
+    changes.
 
     ``kept`` is the adapter's change that the merged weights contain, as a share (its projection);
     ``error`` the norm of the difference to the exact sum, relative to the change; ``changed`` the

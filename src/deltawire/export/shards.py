@@ -165,10 +165,11 @@ def shard_of(
 ) -> LocalShard | None:
     """Returns the range of a tensor that this rank publishes, None if it publishes nothing of it.
 
-    What is not sharded is rank 0's, a replicated shard its first holder's. The values are rounded
-    to ``dtype``, and shaped by rows; they may share memory with the tensor. A tensor that is
-    divided along another dimension than its first is exchanged: afterwards each rank has some of
-    its rows, so all ranks must call this together. Raises `InputError` for partial sums.
+    Rank 0 publishes tensors that are not sharded; the first holder publishes a replicated shard.
+    The values are rounded to ``dtype``, and shaped by rows; they may share memory with the tensor.
+    A tensor that is divided along another dimension than its first is exchanged: afterwards each
+    rank has some of its rows, so all ranks must call this together. Raises `InputError` for partial
+    sums.
     """
     if not isinstance(tensor, DTensor):
         local = local_part(tensor)

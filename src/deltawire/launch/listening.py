@@ -1,4 +1,4 @@
-"""What the commands that serve HTTP share: tokens, TLS, and an address to listen on."""
+"""Shared by the commands that serve HTTP: tokens, TLS, and the address to listen on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def require_token(console: Console, name: str, path: str, *variables: str, prefi
     """Returns the token in a file or an environment variable, or else a generated one.
 
     A generated token begins with ``prefix`` and is printed, but only to a terminal: output that
-    goes to a file must not contain it. Raises `InputError` where there is none.
+    goes to a file must not contain it. Raises `InputError` if there is no terminal to print it to.
     """
     token = read_token(path, variables[0])
     for variable in variables[1:]:
@@ -39,7 +39,7 @@ def require_token(console: Console, name: str, path: str, *variables: str, prefi
 
 
 def tls_context(certificate: str, key: str) -> ssl.SSLContext | None:
-    """Returns what serves https with a PEM certificate, None without one; raises `InputError`."""
+    """Returns a TLS context for a PEM certificate, None without one; raises `InputError`."""
     if not certificate:
         if key:
             raise InputError("--tls-key needs --tls-cert")
@@ -57,7 +57,7 @@ def tls_context(certificate: str, key: str) -> ssl.SSLContext | None:
 
 
 def check_port(port: int) -> None:
-    """Raises `InputError` for what is not a port."""
+    """Raises `InputError` for a number that is not a port."""
     if not 0 <= port <= 65535:
         raise InputError(f"--port {port} is not a port", hint="use 0 to 65535")
 

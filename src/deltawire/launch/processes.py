@@ -1,7 +1,7 @@
 """Runs one process of a run: a worker, the trainer, the evaluator, or a warm start.
 
 A process imports its heavy libraries after checking its arguments and before installing signal
-handlers: until then a signal may simply end it, because it has not begun any work.
+handlers: until then a signal ends it at once, because it has not begun any work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_NAME = 40
 @dataclass(frozen=True)
 class ChildOptions:
     """Start options of a process: under a supervisor or by hand, its processors, the file of its
-    private key in a signed run, and what it insists on as a reader."""
+    private key in a signed run, and its requirements as a reader."""
 
     supervised: bool = False
     cpus: str = ""
@@ -167,8 +167,8 @@ def run_as_trainer(
     """Start the run of ``source`` (a configuration and a model directory), or continue one.
 
     A process without a launcher whose run has several ranks starts them on this machine with
-    ``command``, its own command line, and waits for them. Raises what the first of them that failed
-    says, as `RankError`.
+    ``command``, its own command line, and waits for them. Raises `RankError` with the error of the
+    first rank that failed.
     """
     if not is_rank():
         ranks = _ranks_of(location, source)

@@ -72,11 +72,11 @@ def publish_directories(
 ) -> None:
     """Publish each directory that is not a version yet, then those that the watcher finds.
 
-    With ``idle_s`` watching ends when nothing has come for so long.
+    With ``idle_s``, watching ends after this many seconds without a new directory.
     """
     if watcher is None and not paths:
         raise InputError("nothing to publish", hint="name directories, or a folder to --watch")
-    for path in paths:  # Refused now, not after an hour of publishing.
+    for path in paths:  # Refuse now, not after an hour of publishing.
         read_checkpoint(path, lent=options.lent)
     with bars(hidden=as_json) as bar, _open(location, options, bar) as publisher:
         session = _Session(publisher, bar, lent=options.lent, as_json=as_json)

@@ -19,7 +19,7 @@ from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.wire.run import Run
 
 PATIENCE_S = 600.0
-"""While following, requests to a store that does not answer are repeated for so long."""
+"""While following, requests to a store that does not answer are retried for this many seconds."""
 
 
 class Pulled(msgspec.Struct, frozen=True):
@@ -46,7 +46,8 @@ def pull_directory(
     as_json: bool = False,
     merged: Path | None = None,
 ) -> None:
-    """Bring the directory to ``version`` (the newest), or to each new version as it comes.
+    """Bring the directory to ``version`` (default: the newest), or to each new version as it
+    appears.
 
     With ``merged``, also write each version there with its adapter merged, as a plain model.
     With ``verify``, compare what it shows with the run instead, and change nothing.

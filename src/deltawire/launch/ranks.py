@@ -8,7 +8,7 @@ Who starts, and watches, whom::
 A rank is the same command with the variables of `rank_environment`, so ``torchrun`` on several
 machines, or another launcher, starts ranks as well. If a rank ends with an error, the agent kills
 the others at once, and the supervisor starts all of them again: a step needs every rank. A process
-whose parent is gone ends too.
+also ends when its parent has ended.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def run_ranks(command: Sequence[str], ranks: int, *, supervised: bool) -> None:
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     class Agent(LocalElasticAgent):
-        """Kills the other ranks once one has failed: they can finish nothing without it."""
+        """Kills the other ranks once one has failed: they cannot finish a step without it."""
 
         def _stop_workers(self, worker_group: Any) -> None:
             del worker_group
@@ -122,7 +122,7 @@ def run_ranks(command: Sequence[str], ranks: int, *, supervised: bool) -> None:
 
 
 def _first_error(failures: dict[int, Any]) -> RankError:
-    """The error of the rank that failed first: not of one that lost another."""
+    """The error of the rank that failed first, not of a rank that lost its peer."""
     ordered = sorted(failures.items())
     rank, failure = next(
         (one for one in ordered if not _words_of(one[1]).startswith("LostRankError")), ordered[0]
@@ -146,7 +146,7 @@ def _words_of(failure: Any) -> str:
 def ending_at_once(supervised: bool) -> Iterator[None]:
     """Ends this process, if it is one of several ranks, as soon as the body fails.
 
-    Threads of a rank may wait for parts of ranks that are gone, and would hold up the end. The
+    Threads of a rank may wait for data of ranks that have ended, and would delay the exit. The
     error is printed, and stored for the agent. A ``supervised`` rank does not outlive its agent.
     """
     if not is_rank():
@@ -181,7 +181,7 @@ def _end_rank(error: Exception) -> None:
 
 
 def _die_with_parent() -> None:
-    """Let this process end at once when the agent that started it is gone, even if it hangs."""
+    """Make this process end as soon as the agent that started it has ended, even if it hangs."""
     parent = os.getppid()
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -190,7 +190,7 @@ def _die_with_parent() -> None:
 
 
 def _stop_with_parent() -> None:
-    """Let the agent stop its ranks in order when the supervisor that started it is gone."""
+    """Make the agent stop its ranks in order once the supervisor that started it has ended."""
     stop = (os.getppid(), lambda: os.kill(os.getpid(), signal.SIGTERM))
     threading.Thread(target=_when_orphaned, args=stop, daemon=True).start()
 

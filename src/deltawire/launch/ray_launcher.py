@@ -102,7 +102,7 @@ class _Host:
         reader.start()
         # Waited for but not reaped: no other process can have its id, or its group's, yet.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        self.kill()  # What the child left of its group would keep its output open.
+        self.kill()  # Processes that the child left in its group would keep its output open.
         code = process.wait()
         reader.join()
         process.stdout.close()

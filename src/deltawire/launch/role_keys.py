@@ -35,8 +35,8 @@ def read_signer(path: str) -> Signer | None:
 
 
 def owned_run(bucket: Bucket, owner: Signer, pin: Pin | None = None) -> Pin:
-    """The pin of the run that ``owner`` owns here; of one that does not exist yet, with the id
-    that it is to get: that of ``pin``, or a new one.
+    """The pin of the run that ``owner`` owns here; for a run that does not exist yet, with its
+    future id: that of ``pin``, or a new one.
 
     Raises `InputError` if ``pin`` names another key, and `SignatureError` if the run in the bucket
     is not the owner's, or not the pinned one.
@@ -55,7 +55,7 @@ def owned_run(bucket: Bucket, owner: Signer, pin: Pin | None = None) -> Pin:
 def grant_by_owner(location: str, role: str, public_key: str, *, owner: Path) -> Pin:
     """Let ``public_key`` sign in ``role`` of the run at ``location``; returns the run's pin.
 
-    Raises `InputError` for a role or key that is none, or if there is no run.
+    Raises `InputError` for an invalid role or key, or if there is no run.
     """
     from deltawire.wire.signing import Ed25519Signer
 
@@ -104,13 +104,12 @@ class RunKeys:
     def arguments(self, role: str) -> list[str]:
         """The options of a process in ``role``; makes and grants its key if it has none yet.
 
-        The trainer publishes, and so gets the owner's key.
+        The trainer gets the owner's key, because it publishes.
         """
         return ["--public-key", str(self.pin), "--key", str(self._granted(role))]
 
     def signer(self, role: str) -> Signer:
-        """The key of ``role``, for a process that is this one; made and granted as `arguments`
-        does."""
+        """The key of ``role``, for use in this process; made and granted as by `arguments`."""
         from deltawire.wire.signing import Ed25519Signer
 
         return Ed25519Signer.read(self._granted(role))

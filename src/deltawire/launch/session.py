@@ -71,7 +71,7 @@ class Pins:
 
 @dataclass
 class Job:
-    """A run on this machine: its configuration, and where its files lie.
+    """A run on this machine: its configuration, and the places of its files.
 
     Example::
 
@@ -88,7 +88,7 @@ class Job:
     command: Sequence[str] = COMMAND
     """Starts a child process; its arguments follow."""
     warm_out: Path | None = None
-    """Where the warm start's model lies, if not in ``out``: several jobs can share one."""
+    """The warm start's model directory, if not in ``out``: several jobs can share one."""
     engine: str | None = None
     """Replaces the configuration file's."""
     keys: RunKeys | None = None
@@ -107,7 +107,7 @@ class Job:
         return (self.warm_out or self.out) / "model"
 
     def warm_record(self) -> str:
-        """All that the warm start depends on: its model is used again while this stays the same."""
+        """All inputs of the warm start: its model is reused while they stay the same."""
         parts = (self.config.model, self.config.task, self.config.warm_start, self.config.seed)
         return json.dumps(msgspec.to_builtins(parts), sort_keys=True)
 
@@ -185,7 +185,7 @@ def execute(
     """Run a job to its end and write its report; None if it was interrupted. ``launcher`` decides
     where its processes run, by default on this machine.
 
-    The first SIGINT or SIGTERM lets the processes finish what is half done, the second kills them.
+    On the first SIGINT or SIGTERM the processes finish their current step; the second kills them.
     """
     stop: list[int] = []
 

@@ -52,7 +52,7 @@ def model_of(config: RunConfig) -> Model:
 def settings_of(profile: Profile) -> dict[str, Any]:
     """Return the settings that follow from a profile, by dotted key.
 
-    Raises `InputError` for a shape that is no trainer's, and for one with parts that the trainer
+    Raises `InputError` for a shape that is not a trainer's, and for one with parts that the trainer
     lacks, naming them.
     """
     layout = profile.as_layout()
@@ -122,7 +122,7 @@ def shaped_config(values: dict[str, Any], profile: Profile, *, source: str) -> R
 
 
 def _reference_of(config: RunConfig, profile: Profile) -> str | None:
-    """Return the value of ``reference.mode`` that the profile chooses; None if it has no say.
+    """Return the value of ``reference.mode`` that the profile chooses; None if it does not decide.
 
     Raises `InputError` for a mode of the configuration that the profile found not to fit.
     """

@@ -1,7 +1,7 @@
 """Status writer: stores a large run's status as one object, for all who look at it.
 
 A status is made from one heartbeat and one event stream per process: with 1,000 workers, that is
-2,000 requests for each look of each view. The supervisor looks once for all of them.
+2,000 requests for each look of each view. The supervisor reads once for all of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MANY = 16
 class StatusWriter(threading.Thread):
     """Stores the status of a run in ``status.json`` every `EVERY_S`, until `close` deletes it.
 
-    Takes at most half of the time. While the store does not answer, the stored status grows old,
-    and views make their own.
+    Spends at most half of the time writing. While the store does not answer, the stored status
+    becomes outdated, and views compute a status themselves.
 
     Example::
 
@@ -63,7 +63,7 @@ class StatusWriter(threading.Thread):
         return True
 
     def close(self) -> None:
-        """End the thread, and delete what it stored: it would show a run that goes on."""
+        """End the thread, and delete what it stored: it would show a run that continues."""
         self._closed.set()
         if self.is_alive():
             self.join()

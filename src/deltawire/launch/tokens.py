@@ -1,4 +1,4 @@
-"""Reads bearer tokens, which never stand on a command line."""
+"""Reads bearer tokens, which are never passed on a command line."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from deltawire.store import Bucket
 TICK_S = 0.25
 LINE_EVERY_S = 5.0
 PROBES_EVERY_S = 5.0
-"""Trainers store them as often."""
+"""Trainers store them at this interval."""
 
 
 class ProbeTail:

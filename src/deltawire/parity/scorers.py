@@ -54,7 +54,7 @@ class ScorerSpec:
 
     @property
     def reads_folder(self) -> bool:
-        """Whether the engine reads the weights from a model directory."""
+        """True if the engine reads the weights from a model directory."""
         return bool(_module(self.kind).READS_FOLDER)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_PARTS = 1 << 16
-"""The most maps that one map is split into; beyond that it is not usefully affine."""
+"""The most maps that one map is split into; beyond that, the affine form is of no use."""
 
 Side = Literal["source", "target"]
 

@@ -24,9 +24,7 @@ def resolve_device(name: str, *, index: int = 0) -> torch.device:
         model.to(resolve_device(config.device_of("trainer"), index=local_rank))
     """
     if not DEVICE_PATTERN.match(name):
-        raise InputError(
-            f"there is no device {name[:80]!r}", hint="use auto, cpu, cuda, cuda:N or mps"
-        )
+        raise InputError(f"unknown device {name[:80]!r}", hint="use auto, cpu, cuda, cuda:N or mps")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if gpus else "mps" if torch.backends.mps.is_available() else "cpu"

@@ -224,7 +224,7 @@ class PlacedWeights:
     ) -> Prepared:
         """Stages the step from the mirror's version, which must be the live one, to ``version``.
 
-        Changes nothing, and may run while serving. ``patches`` hold positions counted from each
+        Changes no weights, and may run while serving. ``patches`` hold positions counted from each
         tensor's first element; those that this rank does not hold are ignored. ``digest`` is the
         whole model's, for an engine of one rank; several ranks must add up their shares. Raises
         `ResyncError` if the mirror is at another version than the live weights, or the result

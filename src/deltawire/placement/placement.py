@@ -333,14 +333,14 @@ class _Table:
         found: dict[tuple[int, tuple[str, ...]], list[AffineMap]],
         live_dtype: str,
     ) -> None:
-        """Note what of a write was not written over later."""
+        """Record the part of a write that was not overwritten later."""
         origin = write.origin
         if isinstance(origin, Mixed):
             self._give_up(origin, origin.why)
             return
         dtypes = _dtypes(origin, self.tensors[origin.tensor].dtype, live_dtype)
         if dtypes is None:
-            self._give_up(origin, f"its bits are taken for others in a {live_dtype} tensor")
+            self._give_up(origin, f"its bits are reinterpreted in a {live_dtype} tensor")
             return
         whole = sum(part.count for part in free) == write.map.count
         parts = [write.map] if whole else [part.to_map("target") for part in free]

@@ -60,7 +60,8 @@ def _old(mirror: Mirror, update: Update) -> list[PiecePatch]:
 
 
 def _composed(updates: list[Update], mirror: Mirror) -> list[PiecePatch]:
-    """Combines updates: keeps each element's last change, and drops those that came back."""
+    """Combines updates: keeps each element's last change, and drops those that returned to their
+    first value."""
     names = dict.fromkeys(name for update in updates for name in update.patches)
     composed = []
     for name in names:

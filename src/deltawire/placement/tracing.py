@@ -154,7 +154,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return memory
 
     def _memory(self, tensor: Tensor) -> TracedMemory | None:
-        """Returns what is known of a tensor's storage, live or the loader's; None if nothing."""
+        """Returns the record of a tensor's storage, live or the loader's; None if there is none."""
         number = self._find_live(tensor)
         if number is not None:
             return self.live[number]
@@ -251,7 +251,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Records ``write``, whose target is the position in a walk over ``target``."""
         origin = write.origin
         if target.dtype.itemsize != into.dtype.itemsize:
-            origin = Mixed(origin.tensors, "it is written as another width")
+            origin = Mixed(origin.tensors, "it is written with another width")
         try:
             for found in _relocate(write.map, target):
                 into.writes.append(Write(origin, found))
@@ -401,7 +401,7 @@ def _resolve(read: AffineMap, memory: TracedMemory, seen: Tensor) -> list[Write]
     """Returns what ``read`` finds in a memory: at each position, the last write."""
     if seen.dtype.itemsize != memory.dtype.itemsize:
         whole = AffineMap(0, 0, read.shape, (0,) * len(read.shape), read.target_strides)
-        return [Write(Mixed(_sources(memory), "it is read as another width"), whole)]
+        return [Write(Mixed(_sources(memory), "it is read with another width"), whole)]
     only = memory.writes[0] if len(memory.writes) == 1 else None
     if only is not None and isinstance(only.origin, Copied) and _is_identity(only.map):
         return [Write(only.origin, read)]

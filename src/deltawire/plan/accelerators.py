@@ -38,9 +38,9 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_memory_gib_per_node: Amount
     source: Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
     verified: bool
-    """False: a number is from memory and was not looked up."""
+    """False if a number is from memory and was not looked up."""
     device: Device = ""
-    """The torch device that a rank on it takes; empty leaves that to the run's configuration."""
+    """The torch device for a rank on it; if empty, the run's configuration decides."""
 
     @property
     def usable_bytes(self) -> float:
@@ -49,7 +49,7 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def host_bytes(self) -> float:
-        """Host bytes per accelerator; a tenth is left to the system and to loading."""
+        """Host bytes per accelerator, less a tenth for the system and for loading."""
         return 0.9 * self.host_memory_gib_per_node / self.per_node * 2**30
 
 
@@ -68,7 +68,7 @@ def decode_accelerators(raw: bytes, *, where: str) -> dict[str, Accelerator]:
         table = msgspec.json.decode(raw, type=Table)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
         raise InputError(
-            f"{where} is no table of accelerators: {failure}",
+            f"{where} is not a table of accelerators: {failure}",
             hint="see docs/SHAPES.md for the fields",
         ) from None
     named = {accelerator.name: accelerator for accelerator in table}
@@ -87,7 +87,7 @@ def shipped_accelerators() -> dict[str, Accelerator]:
 def read_accelerators(path: Path | None = None) -> dict[str, Accelerator]:
     """Return the shipped accelerators and those of a file, which take precedence.
 
-    Raises `InputError` if the file cannot be read or is no table.
+    Raises `InputError` if the file cannot be read or is not a table.
     """
     shipped = shipped_accelerators()
     if path is None:

@@ -67,7 +67,7 @@ def published_shapes() -> list[PublishedShape]:
 def find_model(name: str) -> tuple[Model, Packing]:
     """Describe a model of the catalogue, a config.json or a model directory.
 
-    Also returns how its checkpoint packs experts. Raises `InputError` if there is none.
+    Also returns how its checkpoint packs experts. Raises `InputError` if it does not exist.
     """
     if (known := catalogue().get(name.lower())) is not None:
         return known.describe(), known.native_packing

@@ -107,7 +107,7 @@ def decode_config(raw: bytes, *, where: str) -> ArchitectureConfig:
         config = msgspec.json.decode(raw, type=ArchitectureConfig)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
         raise InputError(
-            f"{where} is no usable config.json: {failure}",
+            f"{where} is not a usable config.json: {failure}",
             hint="pass the config.json of a Hugging Face model",
         ) from None
     if (inner := config.text_config) is not None:

@@ -22,7 +22,7 @@ from deltawire.plan.configuration import ArchitectureConfig
 def describe(config: ArchitectureConfig, *, name: str) -> Model:
     """Describe the model of a configuration.
 
-    Raises `InputError` for a family that is not known, and for missing or contradicting fields.
+    Raises `InputError` for an unknown family, and for missing or contradictory fields.
     """
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -420,7 +420,7 @@ def _compression(fields: _Fields, index: int) -> int:
 
 
 def _kimi_linear(fields: _Fields, index: int) -> DecoderLayer:
-    """Kimi Linear and K3: delta attention with a full attention layer now and then."""
+    """Kimi Linear and K3: delta attention, with a full attention layer every few layers."""
     config, hidden = fields.config, fields.hidden
     linear = config.linear_attn_config
     if linear is None:

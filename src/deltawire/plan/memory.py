@@ -87,8 +87,8 @@ class _LayerBytes:
     """Trained values, sharded."""
     gathered: float
     ahead: float
-    """Gathered bytes of the group that holds the layer: with expert parallelism, its experts
-    are a group of their own, gathered and reduced between two of the layers'."""
+    """Gathered bytes of the group that holds the layer: with expert parallelism, its experts are a
+    separate group, gathered and reduced between two layer groups."""
     reduced: float
     """The fp32 reduce-scatter input: trained values of that group, unsharded."""
     moments: float
@@ -299,10 +299,10 @@ class _PipelineStage:
     def _embedding(self) -> Breakdown:
         """The embedding's gradient and the reduction of the group outside layers.
 
-        At the end of the backward the bf16 gradients of embedding and head meet their gathered
-        parameters and the first layer's reduce-scatter input; then the parameters are freed and
-        the gradients copied into an fp32 buffer (4 bytes) with an fp32 result (4/shards), while
-        the last one's bf16 source still exists.
+        At the end of the backward the bf16 gradients of embedding and head coexist with their
+        gathered parameters and the first layer's reduce-scatter input; then the parameters are
+        freed and the gradients copied into an fp32 buffer (4 bytes) with an fp32 result (4/shards),
+        while the last one's bf16 source still exists.
         """
         values, static = self.root_trained, self.static()
         first = self.costs[0]

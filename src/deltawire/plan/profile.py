@@ -118,9 +118,8 @@ def encode_profile(profile: Profile) -> bytes:
 
 
 def decode_profile(raw: bytes, *, where: str) -> Profile:
-    """Decode a profile.
-
-    Raises `InputError`, naming ``where``, for anything else and for another version.
+    """Decode a profile. Raises `InputError`, naming ``where``, for invalid bytes and for another
+    version.
     """
     if len(raw) > MAX_BYTES:
         raise InputError(f"{where} has {len(raw):,} bytes; a profile has at most {MAX_BYTES:,}")
@@ -134,7 +133,7 @@ def decode_profile(raw: bytes, *, where: str) -> Profile:
             )
         return msgspec.json.decode(raw, type=Profile)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
-        raise InputError(f"{where} is no training profile: {failure}") from None
+        raise InputError(f"{where} is not a training profile: {failure}") from None
 
 
 class _ProfileVersion(msgspec.Struct):
@@ -142,7 +141,7 @@ class _ProfileVersion(msgspec.Struct):
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile from a file. Raises `InputError` if it cannot be read or is none."""
+    """Read a profile from a file. Raises `InputError` if it cannot be read or is not a profile."""
     try:
         with path.open("rb") as opened:
             raw = opened.read(MAX_BYTES + 1)

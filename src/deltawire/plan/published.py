@@ -34,7 +34,7 @@ class PublishedComparison:
 
     published: PublishedShape
     smallest: int | None
-    """Fewest of the same accelerators that we compute to suffice, by powers of two."""
+    """Fewest of the same accelerators that suffice by our computation, in powers of two."""
     layout: str
     """Our layout on the published number, or why there is none."""
     peak_gib: float

@@ -1,6 +1,6 @@
 """Prices the three ways to compute a reference for a policy's layout: memory and time.
 
-A policy that is held against a reference (``train.loss.kl``) needs one more forward pass over every
+A policy with a reference (``train.loss.kl``) needs one more forward pass over every
 micro-batch, of a frozen model:
 
 - ``adapter_off``: the policy without its adapter, only for LoRA. It takes the workspace of a
@@ -9,7 +9,7 @@ micro-batch, of a frozen model:
   to the device layer by layer, one layer ahead; several ranks shard it over their devices as fp32,
   like masters.
 - ``process``: ``deltawire reference`` on further accelerators. It scores groups while others are
-  sampled and trained on, and the trainer waits for no more than the time that it is slower.
+  sampled and trained on; the trainer waits only if scoring is slower than a step.
 
 These are formulas, as in `deltawire.plan.memory`; times are the estimates of
 `deltawire.plan.step_time`.
@@ -38,8 +38,8 @@ def price_references(
     """Price every way to compute the reference of a policy's layout; the first is the choice.
 
     ``process`` is the layout of the smallest reference process, None if none fits. The choice is
-    the way that fits with the fewest further accelerators, among those the fastest, and among those
-    the one that takes the least memory. Empty for a layout that is a reference's itself.
+    the way that fits with the fewest further accelerators; ties go to the fastest, then to the one
+    that takes the least memory. Empty for a layout that is a reference's itself.
     """
     if layout.mode == "reference":
         return []

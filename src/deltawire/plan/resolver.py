@@ -2,8 +2,8 @@
 
 Candidates differ in tensor, context and expert parallelism, replication, micro-batch,
 checkpointing and offload. They are ranked by estimated throughput, and the first one whose
-predicted memory fits the device and the host is taken. The result says what kept a faster one
-out, and what fewer or more accelerators would give.
+predicted memory fits the device and the host is taken. The result also states what ruled out a
+faster layout, and what fewer or more accelerators would give.
 
 Example::
 
@@ -111,7 +111,7 @@ class Candidate:
 
     @property
     def hopeless(self) -> bool:
-        """Tell cheaply that weights, gradients and moments exceed the device or the host.
+        """Check cheaply if weights, gradients and moments exceed the device or the host.
 
         Full training keeps 16 bytes per parameter (fp32 master, gradient and two moments), 8 with
         moments on the host and 2 with all of it there.
@@ -161,7 +161,7 @@ def resolve_training_profile(
     among those that deltawire's trainer can start.
 
     Raises `InputError` if a value is out of range, or nothing fits: with the reason and the
-    smallest number of these accelerators, or of other shipped ones, that would do.
+    smallest number of these accelerators, or of other shipped ones, that would suffice.
     """
     wish = Wish(
         mode=mode,
@@ -445,7 +445,8 @@ _NO_TIME = StepTime(compute=1, communication=0, host=0, tokens=1)
 def _nothing_fits(
     model: Model, wish: Wish, accelerators: Accelerators, least: Candidate
 ) -> InputError:
-    """Make the error for a model that does not fit, with the smallest hardware that would do."""
+    """Make the error for a model that does not fit, with the smallest hardware that would
+    suffice."""
     options = []
     kinds = {accelerators.kind.name: accelerators.kind, **shipped_accelerators()}
     for kind in kinds.values():
@@ -458,7 +459,7 @@ def _nothing_fits(
         f"{model.name} {wish.mode} at {wish.context} tokens does not fit "
         f"{accelerators.count} x {accelerators.kind.name}: {least.obstacle()}, even with the "
         f"layout that takes the least device memory",
-        hint=f"smallest that would do: {', '.join(options) or 'none of those known'}",
+        hint=f"smallest that would suffice: {', '.join(options) or 'none of those known'}",
     )
 
 
@@ -477,7 +478,7 @@ def _cheaper(model: Model, wish: Wish, accelerators: Accelerators) -> Alternativ
     """Describe the next smaller number of accelerators."""
     count = accelerators.count // 2
     if count < 1:
-        return Alternative(accelerators=0, note="one accelerator is the least there is")
+        return Alternative(accelerators=0, note="one accelerator is the minimum")
     try:
         best, least = best_layout(model, wish, Accelerators(accelerators.kind, count))
     except InputError as none:

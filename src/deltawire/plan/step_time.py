@@ -1,7 +1,7 @@
 """Estimates the time of a training step from FLOPs and bytes. An estimate, not a measurement.
 
 FLOPs are counted and checked against torch's counter; how much of an accelerator's peak a step
-reaches, and how much communication hides behind compute, are assumptions named here.
+reaches, and how much communication overlaps with compute, are assumptions named here.
 """
 
 from __future__ import annotations

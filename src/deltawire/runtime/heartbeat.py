@@ -1,6 +1,6 @@
 """Heartbeat writer: shows that a process is alive, and that its main thread makes progress.
 
-Who waits for whom::
+Concurrency::
 
     main thread        progress ─▶ one tuple, replaced as a whole
                                        │ read

@@ -8,10 +8,10 @@
             ▼                              │
          bucket       bytes + signature line
 
-In an unsigned run every operation is passed on as it is. Whether the run is signed, and who owns
-it, follows from the pin (``--public-key``) or, without one, from ``run.json``, which is then
-believed. Objects that are sealed (weights) are checked by their own readers; here their versions
-are noted, so that a reader does not go back (`deltawire.runtime.highest_version`).
+In an unsigned run every operation is passed on as it is. The pin decides if the run is signed, and
+who owns it (``--public-key``) or, without one, from ``run.json``, which is then believed. Objects
+that are sealed (weights) are checked by their own readers; here their versions are noted, so that a
+reader does not go back (`deltawire.runtime.highest_version`).
 """
 
 from __future__ import annotations

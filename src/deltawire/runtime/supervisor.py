@@ -4,7 +4,7 @@ It shares no pipe, socket or memory with them. A launcher (`deltawire.runtime.ch
 them, on this machine or elsewhere. The supervisor knows their process ids, has them signalled, and
 learns everything else from the bucket like any other reader.
 
-Who waits for whom::
+Concurrency::
 
     main thread   check: reap, restart after a pause      (never waits for the store)
     watchdog      every `WATCH_S`: read each child's heartbeat; kill silent and stalled children

@@ -12,7 +12,7 @@ from deltawire.wire.seal import Signer
 
 @dataclass(frozen=True)
 class ReaderTrust:
-    """What a reader insists on: the owner's key and perhaps the run (``--public-key``), how long
+    """A reader's requirements: the owner's key and perhaps the run (``--public-key``), how long
     ago the newest state may have been signed in seconds, and whether an older version than one
     that was seen before is accepted."""
 

@@ -1,6 +1,6 @@
 """Moves the replicas behind one endpoint to the version that was requested last.
 
-Who waits for whom::
+Concurrency::
 
     request handlers                    one task for each replica
       hot_load(): wanted = N ─────────▶   ┌─ poll: which version does it hold?

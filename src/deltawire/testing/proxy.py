@@ -1,6 +1,6 @@
 """Simulates a bad network: an HTTP proxy on loopback that drops, delays, cuts and refuses.
 
-Who waits for whom::
+Concurrency::
 
     client ── request ──▶ proxy (one thread, one event loop) ── request ──▶ server
            ◀── answer ───   fails before, in the middle or after       ◀── answer ──

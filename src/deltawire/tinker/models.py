@@ -1,6 +1,6 @@
 """One model that clients train: its requests, in the order of their numbers, on a training client.
 
-Who waits for whom::
+Concurrency::
 
     requests, in any order            the model's task                training client's thread
       accept: store the request ───▶    takes number n, n + 1, …
@@ -57,7 +57,7 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What all models of a server share. ``directory`` is the base model; every
+    """State that all models of a server share. ``directory`` is the base model; every
     ``checkpoint_every`` optimizer steps the state is stored, so that a restart repeats fewer."""
 
     directory: Path
@@ -220,7 +220,7 @@ class HostedModel:
         finally:
             client.close(save=False)
 
-    # What follows runs in the model's task.
+    # The methods below run in the model's task.
 
     async def _run(self) -> None:
         try:
@@ -426,7 +426,7 @@ class HostedModel:
         queue.stored -= old
         queue.floor = min(queue.digests, default=0)
 
-    # What follows runs in threads.
+    # The methods below run in threads.
 
     def _start(self, number: int, request: TrainingRequest) -> _Call:
         client = self._client

@@ -56,7 +56,7 @@ class CreateSession(ClientRequest, frozen=True, kw_only=True):
 
 
 class LoraConfig(ClientRequest, frozen=True, kw_only=True):
-    """What the client wants to train."""
+    """The parts of the model that the client wants to train."""
 
     rank: Annotated[int, Meta(ge=1, le=4096)]
     seed: int | None = None

@@ -62,7 +62,7 @@ class ExpiredError(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class TinkerOptions:
-    """What a server serves: the base model in ``directory``, under ``names`` besides its own.
+    """The offer of a server: the base model in ``directory``, under ``names`` besides its own.
 
     With ``lora`` a model is the adapter that its client asks for, otherwise all parameters are
     trained, whatever adapter it asks for. ``frozen_head`` accepts adapters for the head, and leaves

@@ -1,4 +1,5 @@
-"""What the server keeps in the bucket: sessions, models, accepted requests, results, checkpoints.
+"""State that the server keeps in the bucket: sessions, models, accepted requests, results,
+checkpoints.
 
 ::
 
@@ -39,7 +40,7 @@ SaveKind = Literal["weights", "sampler_weights"]
 
 
 class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server serves: the fingerprint of its model directory."""
+    """The identity of the served model: the fingerprint of its directory."""
 
     model: Name
 
@@ -87,7 +88,7 @@ class SaveRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sampling session samples from: a version of the run in ``folder``, or that one or
+    """The source of a sampling session: a version of the run in ``folder``, or that one or
     newer."""
 
     folder: Name

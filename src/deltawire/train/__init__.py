@@ -1,4 +1,5 @@
-"""The trainer: forward passes, master weights, checkpoints, and the client for loops of one's own.
+"""The trainer: forward passes, master weights, checkpoints, and the client for custom training
+loops.
 
 `TrainingClient` and its types are importable from here; they are loaded at first use.
 """

@@ -69,7 +69,7 @@ def divide(
     found: list[list[list[Member]]] = [[] for _ in range(ranks)]
     for number, slot in enumerate(slots):
         found[number % ranks].append(sorted(m for part in slot.parts for m in part.members))
-    # In the groups' order, as far as there is one; what is empty comes last.
+    # In the groups' order, where there is one; empty ones come last.
     return [sorted(batches, key=lambda members: (not members, members)) for batches in found]
 
 

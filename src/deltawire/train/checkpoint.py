@@ -1,6 +1,6 @@
 """Stores the trainer's resumable state in the bucket, sharded over ranks, next to training.
 
-Who waits for whom::
+Concurrency::
 
     every rank's main thread          every rank's writer thread
       copy the state (staging) ─────▶   plan with the other ranks (torch's distributed checkpoint)
@@ -108,9 +108,8 @@ class CheckpointWriter:
         keep: int = KEPT,
     ) -> None:
         """Copy ``state`` and store it in the background as that of a committed version; then remove
-        all but the last ``keep``, 0 for none.
-
-        Waits for the save before, and raises what it failed with.
+        all but the last ``keep`` (0 removes none). Waits for the previous save, and raises its
+        error.
         """
         self.flush()
         self._stage(state)
@@ -164,13 +163,13 @@ class CheckpointWriter:
             raise _cause_of(error) from error
 
     def flush(self) -> None:
-        """Wait for the save under way; raises what it failed with."""
+        """Wait for the current save; raises its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the save under way and end the threads."""
+        """Wait for the current save and end the threads."""
         try:
             self.flush()
         finally:
@@ -211,7 +210,7 @@ def release_checkpoint(bucket: Bucket, version: int, *, keep: int = KEPT) -> Non
 def _remove_old(bucket: Bucket, keep: int) -> None:
     """Remove everything older than what is kept, commits first.
 
-    That includes parts whose commit is gone because an earlier removal was interrupted.
+    That includes parts without a commit, left by an interrupted removal.
     """
     kept = checkpoint_versions(bucket)[-keep:]
     listed = bucket.list(keys.CHECKPOINTS)  # Sorted: a commit comes before its parts.
@@ -284,7 +283,7 @@ def _load(bucket: Bucket, state: Mapping[str, Tensor], version: int, *, run: str
             dict(state),
             storage_reader=BucketReader(bucket, version, commit.tensors),
             planner=WholeLoadPlanner(),
-            no_dist=True,  # A shard's plan needs nobody else.
+            no_dist=True,  # A shard's plan needs no other rank.
         )
     except CheckpointException as error:
         raise _cause_of(error) from error
@@ -292,7 +291,7 @@ def _load(bucket: Bucket, state: Mapping[str, Tensor], version: int, *, run: str
 
 
 def _cause_of(error: CheckpointException) -> BaseException:
-    """The error of one rank that torch wraps: ours, if there is one."""
+    """The error of one rank, which torch wraps; a `DeltawireError` if there is one."""
     causes: Iterable[BaseException] = [failure[0] for failure in error.failures.values()]
     return next((one for one in causes if isinstance(one, DeltawireError)), next(iter(causes)))
 

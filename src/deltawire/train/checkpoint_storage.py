@@ -94,7 +94,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans as torch does, and writes copies that were made of this rank's shards before."""
+    """Plans as torch does, and writes the copies made of this rank's shards."""
 
     def __init__(self, staged: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,12 +1,12 @@
 """Log-probabilities and entropies through the LM head, in chunks of tokens.
 
 A model's logits are tokens × vocabulary: at 8,192 tokens and 151,936 entries 5 GB in float32, and
-several times that while gradients are computed. Here only one chunk of tokens passes the head at a
-time, forward and again in the backward pass, and nothing of that size is kept.
+several times that while gradients are computed. Here only one chunk of tokens passes through the
+head at a time, forward and again in the backward pass, and no array of that size is kept.
 
 Families transform the head's output: Gemma caps it, Cohere, Granite and Falcon-H1 scale it. All of
 these are z ↦ cap · tanh(scale · z / cap). Both numbers are measured, once for each model, by a
-forward pass whose head returns known values; a model that does anything else is refused by name.
+forward pass whose head returns known values; a model with any other transform is refused by name.
 
 With tensor parallelism each rank has the head's rows for a range of the vocabulary, and computes
 these logits only. Logits are never gathered: each token's sums over the vocabulary are added up
@@ -34,12 +34,13 @@ CHUNK_ELEMENTS = 1 << 26
 """Logits that exist at a time: 256 MiB in float32."""
 _LEAST, _MOST = 256, 4096
 _PROBE = (-1e6, -30.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 30.0, 1e6)
-"""What a probed head returns: the last finds a cap, 1e-3 a scale, the others check both."""
+"""Values that a probed head returns: the last finds a cap, 1e-3 a scale, the others check both."""
 _SMALL = 5
 
 
 class LogitTransform(NamedTuple):
-    """What a model does to its head's output z: cap · tanh(scale · z / cap); cap 0 is none."""
+    """The transform that a model applies to its head's output z: cap · tanh(scale · z / cap); cap 0
+    means no cap."""
 
     scale: float = 1.0
     cap: float = 0.0
@@ -51,7 +52,7 @@ class LogitTransform(NamedTuple):
 
 
 class TokenTerms(NamedTuple):
-    """What the head says of each token: log π of the one that was drawn, and the entropy of the
+    """The head's result for each token: log π of the one that was drawn, and the entropy of the
     distribution that it was drawn from, in nats. float32 tensors of one shape."""
 
     logprobs: Tensor
@@ -119,7 +120,8 @@ class _VocabularyPart(NamedTuple):
         return cls(mesh.get_group(), mesh.get_local_rank() * len(weight_VH.to_local()))
 
     def own(self, targets_T: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-        """The targets' places among this rank's ``entries``, and whether they are there."""
+        """The targets' positions among this rank's ``entries``, and a mask of those that are on
+        this rank."""
         places = targets_T - self.first
         inside = (places >= 0) & (places < entries)
         return places.clamp(0, entries - 1), inside
@@ -309,7 +311,7 @@ def _probed(model: Any, module: nn.Linear) -> LogitTransform:
     found = _fitted(seen, values)
     if found is None:
         raise InputError(
-            f"{type(model).__name__} changes the output of its head in a way that is not known",
+            f"{type(model).__name__} changes the output of its head in an unknown way",
             hint="a scale and a tanh cap are known; please report the model",
         )
     return found

@@ -1,7 +1,7 @@
 """Arranges a batch's tokens as the inputs of one forward pass: packed, or one padded row for each
 trajectory.
 
-The last token of a trajectory is never an input: nothing that follows it is predicted.
+The last token of a trajectory is never an input, because no token after it is predicted.
 
 Shapes: R rows of S tokens, flat positions r · S + s; N trajectories of C tokens; W tokens whose
 log-probabilities are wanted.
@@ -21,7 +21,7 @@ from deltawire.train.packing import Block, Packing, pack, shares_prompt
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The inputs of one forward pass, and where everything is in them.
+    """The inputs of one forward pass, and the positions of tokens in them.
 
     ``packing`` is the attention of a packed row; without it, ``mask_RS`` is 0 where a row is
     padded. ``starts_N`` are the flat positions of each trajectory's prompt and of its first token.

@@ -48,8 +48,8 @@ class DocumentBatch:
 class DocumentStream:
     """The documents of a configuration, by position.
 
-    Raises `InputError` for data that cannot be read, a column that is missing, or a text that is
-    not one.
+    Raises `InputError` for data that cannot be read, a column that is missing, or a value that is
+    not text.
 
     Example::
 
@@ -144,7 +144,7 @@ def midtrain_step(
     loss, entropy = 0.0, 0.0
     with deterministic():
         for members in divided[mesh.data_rank]:
-            # Ranks gather weights together: one without documents makes a pass that counts 0.
+            # Ranks gather weights together, so a rank without documents makes a pass with weight 0.
             counts = bool(members)
             batch = collate(groups, members or some).to(mesh.device)
             with policy.terms(batch) as terms:
@@ -174,5 +174,5 @@ def _as_group(document: NDArray[np.int32]) -> Group:
 
 def seed_document_step(config: RunConfig, position: int, *, rank: int = 0) -> None:
     """Seed torch's random numbers for the step that begins at a position, for dropout, on a rank
-    that computes micro-batches of its own."""
+    that computes separate micro-batches."""
     torch.manual_seed((config.seed << 32) + position + (rank << 48))

@@ -5,8 +5,8 @@ elsewhere in the row: a prompt that several completions share is computed once, 
 prefix, and each completion is a block after it. Every other layer of a model sees one long row.
 
 Attention over blocks is computed in buckets: blocks of similar sizes are padded to one size and go
-through one call, so that many short answers cost one call and long ones no padding. Both decisions,
-sharing and buckets, are pure functions of lengths.
+through one call, so that many short answers take one call and long ones need no padding. Both
+decisions, sharing and buckets, are pure functions of lengths.
 
 On a GPU in half precision, torch's variable-length flash attention computes all blocks in one call.
 
@@ -63,7 +63,7 @@ def shares_prompt(prompt: int, completions: Sequence[int]) -> bool:
 
 
 def cost_of(prompt: int, completions: Sequence[int], *, shared: bool) -> float:
-    """The cost of a prompt and its completions, in tokens. The last token is never read."""
+    """The cost of a prompt and its completions, in tokens. The last token is never an input."""
     rest = [count - 1 for count in completions]
     if shared:
         tokens = prompt + sum(rest)
@@ -75,7 +75,7 @@ def cost_of(prompt: int, completions: Sequence[int], *, shared: bool) -> float:
 
 
 def tokens_of(prompt: int, completions: Sequence[int]) -> int:
-    """How many tokens of a row a prompt and its completions take."""
+    """The number of tokens that a prompt and its completions take in a row."""
     copies = 1 if shares_prompt(prompt, completions) else len(completions)
     return copies * prompt + sum(completions) - len(completions)
 
@@ -97,9 +97,9 @@ class AttentionBucket:
     _masks: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def mask(self, window: int) -> Tensor | None:
-        """Which keys a query attends to, bool[B, 1, Q, K]; None if it is plainly causal.
+        """The keys that a query attends to, bool[B, 1, Q, K]; None for an ordinary causal mask.
 
-        ``window`` is how many tokens, itself included, a query reaches back; 0 for all.
+        ``window`` is the number of tokens, itself included, that a query reaches back; 0 for all.
         """
         size_q, size_k = self.queries_BQ.shape[1], self.keys_BK.shape[1]
         if self.own == 0 and (not window or size_k <= window):
@@ -111,7 +111,7 @@ class AttentionBucket:
             mask = (keys_K <= ends_Q[:, None])[None] & (keys_K >= self.starts_B[:, None, None])
             if window:
                 mask &= keys_K > ends_Q[:, None] - window
-            # A query that pads reaches past the block's keys: its result is dropped, and is finite.
+            # A padding query reaches past the block's keys; its result is finite and is dropped.
             self._masks[window] = mask[:, None]
         return self._masks[window]
 
@@ -134,7 +134,7 @@ class Packing:
 
 
 class PackingProbe:
-    """In place of a `Packing`: records the windows of the calls, and computes no attention."""
+    """Stands in for a `Packing`: records the windows of the calls, and computes no attention."""
 
     def __init__(self) -> None:
         self.windows: list[int | None] = []

@@ -63,7 +63,7 @@ class TrainedPolicy:
 
     @property
     def packs(self) -> bool:
-        """Whether batches are packed: asked for, and possible for this model."""
+        """True if batches are packed: asked for, and possible for this model."""
         return self.packing and packable(self.model)
 
     @contextmanager
@@ -74,7 +74,7 @@ class TrainedPolicy:
         with the model's own, and uses them if it is configured to. Call ``backward`` inside the
         context: activations may be computed again there.
         """
-        head_of(self.model)  # A probe of the model, before anything of it is replaced.
+        head_of(self.model)  # Probe the model before any part of it is replaced.
         layout = lay_out(batch, packed=self.packs)
         with ExitStack() as stack:
             if layout.packing is not None:

@@ -1,7 +1,7 @@
-"""References of a KL penalty: frozen models that say how likely the policy's tokens are to them.
+"""References of a KL penalty: frozen models that score the policy's tokens.
 
-Three ways, with one interface: the policy without its adapter, a copy that sleeps in host memory,
-and log-probabilities that a separate process has written.
+Three ways, with one interface: the policy without its adapter, a copy kept in host memory, and
+log-probabilities that a separate process has written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deltawire.train.policy import TrainedPolicy
 
 
 class Reference(Protocol):
-    """What the penalty holds the policy against."""
+    """The interface of references: log-probabilities that the penalty compares the policy with."""
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Log-probabilities of the batch's drawn tokens, without a gradient: float32[N, C], 0 where
@@ -31,8 +31,8 @@ class Reference(Protocol):
 
 
 class AdapterOff:
-    """The policy itself without its adapter: no memory at all. Do not use it while the policy's
-    own forward pass is prepared."""
+    """The policy itself without its adapter, which takes no further memory. Do not use it while the
+    policy's own forward pass is prepared."""
 
     def __init__(self, model: Any, config: TrainConfig) -> None:
         self._policy = TrainedPolicy.of(model, config)
@@ -142,7 +142,8 @@ class _LayerStream:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Have embeddings, norms and the head on the device, and layers as they are called."""
+        """Keep embeddings, norms and the head on the device, and move each layer there when it is
+        called."""
         for parameter in self._rest:
             parameter.data = self._copy(self._home[parameter])
         try:

@@ -179,7 +179,7 @@ class _Minibatch:
 
 
 class _TrainingStep:
-    """What one call of `train_step` works with, and its sums."""
+    """The inputs of one call of `train_step`, and its running sums."""
 
     def __init__(
         self,

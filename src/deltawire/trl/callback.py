@@ -1,6 +1,6 @@
 """A callback that publishes the weights of any Hugging Face trainer, TRL's included.
 
-Who waits for whom::
+Concurrency::
 
     trainer ── on_step_end: cast, copy ──▶ next step
                                 │ (waits here only while the version before is under way)

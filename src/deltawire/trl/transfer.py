@@ -1,6 +1,6 @@
 """The ``weight_transfer`` of TRL's ``AsyncGRPOTrainer``: through a bucket, to engines that follow.
 
-Who waits for whom::
+Concurrency::
 
     constructor ── version 0 of a new run, before TRL asks for the server, which waits for a run
     trainer ── send_weights: cast, copy ──▶ other ranks go on

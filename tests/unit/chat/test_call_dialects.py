@@ -92,7 +92,7 @@ def test_a_template_tells_its_dialect_and_how_a_call_begins(kind):
     assert text._dialect is dialect
     for name, expected in ((None, any_call), ("add", named)):
         if expected is None:
-            with pytest.raises(InputError, match="does not say how a call begins"):
+            with pytest.raises(InputError, match="does not define how a call begins"):
                 text.opening(name)
         else:
             assert text.opening(name) == (expected, list(expected.encode()))

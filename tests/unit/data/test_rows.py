@@ -92,12 +92,12 @@ def test_blank_lines_and_long_lines(tmp_path):
 
 
 def test_what_is_not_there_is_named(tmp_path):
-    with pytest.raises(InputError, match="there is no data at"):
+    with pytest.raises(InputError, match="no data at"):
         open_rows(tmp_path / "none")
     with pytest.raises(InputError, match=r"has no \.jsonl or \.parquet files"):
         open_rows(tmp_path)
     (tmp_path / "a.csv").write_text("a,b")
-    with pytest.raises(InputError, match="is no data file"):
+    with pytest.raises(InputError, match="is not a data file"):
         open_rows(tmp_path / "a.csv")
     with pytest.raises(InputError, match="has no rows"):
         open_rows(write_lines(tmp_path / "empty.jsonl", []))

@@ -46,7 +46,7 @@ def test_a_name_resolves_to_the_machines_device(monkeypatch, gpus, mps, name, in
         (0, "13.0", "cuda:1", "no GPU is visible"),
         (2, "13.0", "cuda:2", "shows 2 GPUs"),
         (2, "13.0", "mps", "no Metal"),
-        (2, "13.0", "tpu", "there is no device"),
+        (2, "13.0", "tpu", "unknown device"),
     ],
 )
 def test_an_absent_device_is_a_clear_error(monkeypatch, gpus, build, name, message):

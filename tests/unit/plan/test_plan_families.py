@@ -183,10 +183,10 @@ def test_active_parameters_count_only_chosen_experts() -> None:
         ({"model_type": "gpt2"}, "no description of model type 'gpt2'"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
-        ({"hidden_size": -1}, "no usable config.json"),
-        ({"hidden_size": 1e30}, "no usable config.json"),
-        ({"num_hidden_layers": 10**9}, "no usable config.json"),
-        ({"vocab_size": "many"}, "no usable config.json"),
+        ({"hidden_size": -1}, "not a usable config.json"),
+        ({"hidden_size": 1e30}, "not a usable config.json"),
+        ({"num_hidden_layers": 10**9}, "not a usable config.json"),
+        ({"vocab_size": "many"}, "not a usable config.json"),
     ],
 )
 def test_wrong_configurations_are_refused(change: dict[str, Any], message: str) -> None:

@@ -120,7 +120,7 @@ def test_a_model_that_cannot_fit_gets_the_reason_and_the_smallest_hardware() -> 
     text = str(raised.value)
     assert "does not fit 1 x h100" in text
     assert "needed" in text
-    assert "smallest that would do: " in text
+    assert "smallest that would suffice: " in text
     assert " x b300" in text
 
 

@@ -54,7 +54,7 @@ class AnswerForm:
     def envelope(
         self, kind: str, rows: list[dict[str, Any]], choices: Sequence[AnswerChoice] = ()
     ) -> dict[str, Any]:
-        """Common members of every object; the fingerprint names the newest version that drew."""
+        """Common members of every object; the fingerprint names the newest version that sampled."""
         body = {**self._head, "object": kind, "choices": rows}
         versions = [c.completion.versions[-1] for c in choices if c.completion.versions]
         if versions:

@@ -149,7 +149,7 @@ def read_completion(data: bytes) -> ChatRequest:
     prompt: Any = raw.prompt
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
-            raise InputError("one prompt a request")
+            raise InputError("one prompt per request")
         prompt = prompt[0]
     if raw.echo:
         raise InputError("echo is not served here")
@@ -235,7 +235,7 @@ def _message(raw: _Message) -> Message:
         content = "".join(part.text for part in content)
     role = "system" if raw.role == "developer" else raw.role
     if role not in ("system", "user", "assistant", "tool"):
-        raise InputError(f"there is no role {raw.role[:40]!r}")
+        raise InputError(f"unknown role {raw.role[:40]!r}")
     calls = tuple(_call(call) for call in raw.tool_calls or ())
     return Message(role, content, raw.name or "", raw.tool_call_id or "", calls)  # type: ignore[arg-type]
 

@@ -175,8 +175,8 @@ class Recording:
 
 
 def _chat_key(tools: Sequence[Tool], messages: Sequence[Message]) -> _Key:
-    """A key that is equal for equal conversations. Clients strip white space from answers, and
-    format arguments in their own way."""
+    """A key that is equal for equal conversations. Clients may strip white space from answers and
+    reformat arguments."""
     schemas = json.dumps([tool.schema for tool in tools], sort_keys=True)
     rows = [
         (

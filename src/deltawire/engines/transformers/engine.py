@@ -173,7 +173,7 @@ class TransformersEngine:
             )
         if min(prompt) < 0 or max(prompt) >= self._vocabulary:
             # It would fail the forward pass of all prompts that are read together with it.
-            raise InputError(f"a token of the prompt is none of the model's {self._vocabulary}")
+            raise InputError(f"a token of the prompt is not one of the model's {self._vocabulary}")
         request = SamplingRequest(tuple(prompt), sampling, on_done, on_token)
         self._require_memory(request)
         request.completion.experts = self._routers.experts if self._routers else 0

@@ -1,6 +1,6 @@
 """Holds one rank's part of the weights, its mirror, and the next version while it is prepared.
 
-Who waits for whom::
+Concurrency::
 
     preparing thread                        the worker's thread, between two steps
       fetch, verify, decode, stage ───────▶   swap: agree that all ranks staged the same version and

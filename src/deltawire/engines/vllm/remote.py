@@ -1,6 +1,6 @@
 """Samples from a vLLM server in another process, and selects the version that it serves.
 
-Who waits for whom::
+Concurrency::
 
     requests ─▶ POST /inference/v1/generate (one connection each) ─▶ vLLM's scheduler
     `RemoteSampler.advance` ◀─ waits until one is answered, at most `ADVANCE_S`

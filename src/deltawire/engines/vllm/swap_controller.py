@@ -1,6 +1,6 @@
 """Moves an engine core from version to version, between two of its steps.
 
-Who waits for whom::
+Concurrency::
 
     watching thread            the core's loop                       each worker
       polls for a newer ─────▶  between two steps: prepare N ──────▶  starts a thread: fetch,

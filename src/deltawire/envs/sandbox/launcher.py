@@ -1,6 +1,6 @@
 """Launches a command, enforces its limits, and reads the files that it leaves.
 
-Who waits for whom::
+Concurrency::
 
     worker ══ stdin ══▶ launcher ── fork ──▶ first process ── fork ──▶ command ─▶ its children
       ▲   request, then    │  ▲                of the namespace;          │

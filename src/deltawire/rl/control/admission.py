@@ -12,9 +12,9 @@ at v or later, so its staleness is at most S. With S = 0 nothing is granted betw
 and its commit: sampling and training alternate strictly. A worker on a slow link may start at a
 version before v (`deltawire.rl.rollout.worker.allowed_lag`); its groups are then older by as much.
 
-Credits go to workers that deliver. A worker that never stored a group may be no worker at all, and
-names are cheap: once another one has delivered, such workers get no more than half of the limit
-together. One that gets nothing for long, because others hold the limit and deliver nothing, is on
+Credits go to workers that deliver. A worker that never stored a group may not exist, and names are
+cheap: once another one has delivered, such workers get no more than half of the limit together. A
+worker that gets no credit for long, because others hold the limit and deliver nothing, is on
 ``trial``: it gets one credit in excess of the limit, so that silent names starve no worker. These
 are the only groups beyond the limit; workers that hold credits and never deliver lose their claim
 (`deltawire.rl.control.credits`).
@@ -40,9 +40,9 @@ class WorkerLoad:
     settled: int
     alive: bool
     proven: bool = True
-    """Whether it has stored a group that could be used."""
+    """True if it has stored a group that could be used."""
     trial: bool = False
-    """Whether it gets one credit even beyond the limit."""
+    """True if it gets one credit even beyond the limit."""
 
 
 class Admission:

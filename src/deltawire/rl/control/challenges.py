@@ -6,11 +6,11 @@ numbers the groups that it starts under one lease; the nonce of a group is a key
 number, and the trainer says which task belongs to the number (`deltawire.rl.control.draws`). So a
 group is valid for one worker and one number:
 
-- Who does not know the secret delivers nothing in the worker's name.
+- Without the secret, no one can deliver in the worker's name.
 - A worker does not choose its tasks.
 - A number that was delivered already, and any group from before the secret, is a replay.
 
-A worker can still leave out a group that it does not like: that costs it a credit.
+A worker can still withhold a group, which costs it a credit.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def stream_of(worker: str, secret: str, lease: int) -> str:
 
 
 def numbers_in(nonce: str) -> tuple[int, int] | None:
-    """Lease and number that a nonce states, None if it is none of a challenge."""
+    """Lease and number that a nonce states; None if it was not made from a challenge."""
     found = _NONCE.fullmatch(nonce)
     return (int(found[1], 16), int(found[2], 16)) if found else None
 
 
 def read_challenge(bucket: Bucket, worker: str) -> str:
-    """The secret that the trainer gave a worker, empty if it gave none; raises `CorruptError`."""
+    """The secret that the trainer gave a worker, empty if there is none; raises `CorruptError`."""
     key = keys.challenge(worker)
     data = bucket.get(key, limit=MAX_STATUS_BYTES)
     return decode_json(data, Challenge, run=bucket.url, key=key).secret if data else ""
@@ -72,7 +72,7 @@ class Challenges:
         self._seen: dict[tuple[str, int], set[int]] = {}
 
     def ensure(self, workers: Collection[str]) -> None:
-        """Give each of the workers a secret that has none; raises `RetryError`."""
+        """Give a secret to each worker that has none; raises `RetryError`."""
         for worker in workers - self._secrets.keys():
             try:
                 secret = read_challenge(self._bucket, worker)
@@ -89,15 +89,16 @@ class Challenges:
         return self._secrets.get(worker, "")
 
     def fault(self, worker: str, nonce: str, *, granted: int) -> str:
-        """Why a group with this nonce is not one of the worker's; empty if it is, and then it is
-        remembered. ``granted`` is the number of groups that the worker may have started."""
+        """Explain why a group with this nonce is not one of the worker's. If it is, remember it and
+        return an empty string. ``granted`` is the number of groups that the worker may have
+        started."""
         found, secret = numbers_in(nonce), self._secrets.get(worker, "")
         if (
             found is None
             or not secret
             or not secrets.compare_digest(nonce, nonce_of(secret, *found))
         ):
-            return "the nonce is not of a group that this worker was granted"
+            return "the nonce does not belong to a group that this worker was granted"
         lease, number = found
         if number >= granted:
             return f"group {number} was started, and {granted} were granted"
@@ -111,11 +112,11 @@ class Challenges:
 
     @staticmethod
     def numbers(nonce: str) -> tuple[int, int]:
-        """Lease and number of a nonce that `fault` found none in."""
+        """Lease and number of a nonce that `fault` accepted."""
         return numbers_in(nonce) or (0, 0)
 
     def forget(self, worker: str) -> None:
-        """Drop the numbers of a worker that is gone; its secret stays in the bucket."""
+        """Drop the numbers of a worker that has left; its secret stays in the bucket."""
         self._secrets.pop(worker, None)
         for key in [key for key in self._seen if key[0] == worker]:
             del self._seen[key]

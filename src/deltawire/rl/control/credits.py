@@ -27,7 +27,7 @@ REWRITE_S = 5.0
 class CreditIssuer:
     """The ledger, the credits and ``trainer.json``, shared by trainer and publisher threads.
 
-    ``confirm`` raises an error if this trainer was replaced by another one. ``settings`` are those
+    ``confirm`` raises an error if another trainer has replaced this one. ``settings`` are those
     that differ from ``run.json``.
 
     Example::
@@ -151,7 +151,7 @@ class CreditIssuer:
             return self._stored.get(worker, 0) <= settled
 
     def forget(self, worker: str) -> None:
-        """Stop naming a worker that is gone and whose groups are settled.
+        """Forget a worker that has left and whose groups are settled.
 
         It has no claim on groups that it never stored. If it returns, it is granted credits on top
         of what it has stored, like a new worker.

@@ -1,9 +1,9 @@
 """Drop bias: measures how far dropping old groups skews the data that is trained on.
 
-Slow episodes are dropped more often than quick ones, so a loop that drops groups learns from
-another distribution of tasks than the one it samples. The measure counts groups that finished:
-those trained on and those that were too old. Groups that failed or were damaged have other reasons
-and are counted by cause only.
+Slow episodes are dropped more often than quick ones, so a loop that drops groups trains on a
+different distribution of tasks than it samples. The measure counts groups that finished: those
+trained on and those that were too old. Groups that failed or were damaged have other reasons and
+are counted by cause only.
 """
 
 from __future__ import annotations

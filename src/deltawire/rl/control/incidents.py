@@ -1,8 +1,7 @@
-"""Incidents: what workers did that no worker of the run does, by name, and who is quarantined.
-
-The trainer reports every such thing here, from its main thread. Each is counted by worker and kind;
-an event is recorded when a count doubles, so that a flood does not flood the events, and the list
-is part of ``trainer.json``, from which ``deltawire status`` and the trainer's successor read it.
+"""Incidents: actions that no honest worker takes, by worker, and the workers that are quarantined.
+The trainer reports each one here, from its main thread. Each is counted by worker and kind; an
+event is recorded when a count doubles, so that a flood does not flood the events, and the list is
+part of ``trainer.json``, from which ``deltawire status`` and the trainer's successor read it.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Incidents:
     def _count(self, worker: str, kind: str, detail: str, count: int, *, quarantined: bool) -> None:
         before = self._found.get((worker, kind))
         if before is None and len(self._found) >= 4 * MAX_INCIDENTS and not quarantined:
-            return  # Names are cheap: a flood of them is counted no further.
+            return  # Names are cheap: in a flood of them, further ones are not counted.
         total = count + (before.count if before else 0)
         already = before is not None and before.quarantined
         found = Incident(

@@ -7,8 +7,8 @@ than 1/q such workers no step could be made under q, so the quota gives way to e
 of one worker has no quota.
 
 The bound is hard, so with a quota below 1 a step may wait for other workers' groups. A worker that
-stops delivering is no longer counted after `DELIVERS_S`, and one that only just delivers can slow
-a run down if fewer than 1/q others remain: have more workers than that.
+stops delivering is no longer counted after `DELIVERS_S`. A slow worker can slow a run down if fewer
+than 1/q others remain, so run more workers than that.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Quota:
         self._delivered_at.pop(worker, None)
 
     def largest(self, *, groups_per_step: int, waiting: Sequence[str]) -> int:
-        """The most groups of one worker in the next step; ``waiting`` names workers with groups."""
+        """The largest number of groups of one worker in the next step; ``waiting`` names workers
+        with groups."""
         now = self._clock()
         recent = {w for w, at in self._delivered_at.items() if now - at < DELIVERS_S}
         count = max(1, len(recent | set(waiting)))
@@ -81,10 +82,11 @@ class Quota:
         *,
         groups_per_step: int,
     ) -> Choice[G]:
-        """What ``choose`` takes of the groups that the quota shows it: of each worker the first
-        ones in its order, so many that no worker makes more than its share of the step.
+        """Applies ``choose`` to the groups within the quota: the first ones of each worker in its
+        order, at most its share of the step.
 
-        Groups that are held back go on waiting; those that are too old are shown first and evicted.
+        Groups beyond the quota stay in the buffer; those that are too old are shown first and
+        evicted.
         """
         if self.share >= 1:
             return choose(list(waiting))

@@ -36,7 +36,8 @@ MAX_DAMAGED = 1024
 QUARANTINE_AFTER = 8
 """Damaged groups of a worker after which it is quarantined, if they are more than a quarter of all
 its groups: storage damages few. Where nonces tell who stored a group, objects that cannot be read
-count only if they are so many in a row: anybody may have stored them in the worker's name."""
+count only if they are so many in a row: another writer may have stored them in the worker's
+name."""
 
 
 @dataclass
@@ -120,7 +121,7 @@ class Guard(Protocol):
     quota: Quota
 
     def self_attested(self) -> list[str]:
-        """What is believed without computing it again."""
+        """The parts of groups that are trusted without recomputing them."""
         ...
 
     def check_nonce(self, worker: str, nonce: str) -> str:
@@ -136,11 +137,11 @@ class RolloutBuffer:
     """Fetches each worker's next groups, and hands out batches.
 
     A group that is damaged, or exceeds its ``bounds``, is dropped and its key kept in ``damaged``.
-    A worker that stores too many of them is quarantined: its groups are no longer read. So is one
-    that the ``guard`` quarantines for another reason; the groups of it that wait are dropped. A
-    group that was not granted by its nonce is dropped too, and the worker is not blamed for it.
-    A group with fewer than `MIN_EPISODES` completed episodes is dropped too; ``failed`` counts
-    those in a row, and ``failure`` is the last one's first cause. A dropped group counts as
+    A worker that stores too many of them is quarantined: its groups are no longer read. So are the
+    groups of a worker that the ``guard`` quarantines for another reason; its waiting groups are
+    dropped. A group that was not granted by its nonce is dropped too, and the worker is not blamed
+    for it. A group with fewer than `MIN_EPISODES` completed episodes is dropped too; ``failed``
+    counts those in a row, and ``failure`` is the last one's first cause. A dropped group counts as
     settled, so its credit is granted again. ``arrive`` is called once for each stored group and
     returns its place (`deltawire.rl.control.staleness.StalenessPolicy.arrive`). Groups for which
     ``withhold`` is true are dropped on arrival (`deltawire.reward_monitor.watch`). ``drawn`` gives
@@ -175,7 +176,7 @@ class RolloutBuffer:
         self._bounds = bounds
         self._ledger = ledger
         self._limit = limit
-        # Reading a folder waits for no network: there, threads only cost.
+        # Reading a folder does not wait for a network, so threads would only add cost.
         count = (1 if bucket.local else READERS) if readers is None else readers
         self._readers = ThreadPoolExecutor(count, "rollouts") if count > 1 else None
         self._next: dict[str, int] = {}
@@ -200,7 +201,7 @@ class RolloutBuffer:
         return self.incidents.quarantined
 
     def self_attested(self) -> list[str]:
-        """What of the groups is believed without computing it again."""
+        """The parts of the groups that are trusted without recomputing them."""
         return self._guard.self_attested() if self._guard else []
 
     @property
@@ -221,7 +222,7 @@ class RolloutBuffer:
         return dropped + sum(one.group.worker == worker for one in self._requeued)
 
     def forget(self, worker: str) -> None:
-        """Drop what is known of a worker that is gone; all its groups must be settled."""
+        """Forget a worker that has left; all its groups must be settled."""
         for table in (self._next, self._damaged_of, self._fetched_of, self._unreadable):
             table.pop(worker, None)
         self.proven.discard(worker)
@@ -343,7 +344,8 @@ class RolloutBuffer:
     def next_batch(
         self, policy: StalenessPolicy, *, version: int, alive: Collection[str] = ()
     ) -> Batch | None:
-        """The batch that ``policy`` chooses for a step from ``version``, None if it needs more.
+        """The batch that ``policy`` chooses for a step from ``version``; None if there are too few
+        groups.
 
         Groups that the policy evicts, or that name a version which does not exist yet, are dropped
         and reported with the next batch.

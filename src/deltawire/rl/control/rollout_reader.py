@@ -15,12 +15,12 @@ from deltawire.wire.ledger import GROUP_HASH_DIGITS
 from deltawire.wire.rollouts import MAX_GROUP_BYTES, Group, Trajectory, decode_group
 
 READS = 3
-"""A group counts as damaged only if every read finds it so: a network may cut an answer short and
-report it as complete, and a dropped group is lost."""
+"""A group counts as damaged only if every read finds it damaged: a network may truncate an answer
+and report it as complete, and a dropped group is lost."""
 LARGEST_REWARD = 1e4
 """The largest magnitude of a reward, in multiples of ``probes.reward_scale``."""
 MAX_FAILED_PROMPT = 1 << 20
-"""Tokens of the prompt of an episode that failed, which may be what it failed by."""
+"""Largest prompt of an episode that failed: its length may be the cause."""
 MAX_ROUTE_BYTES = 1 << 14
 """Bytes of expert choices for one position: 256 layers of 32 experts in 16 bits."""
 LEAST_LOGPROB = -100.0
@@ -31,9 +31,10 @@ LEAST_LOGPROB = -100.0
 class Bounds:
     """The limits that every group of a run respects.
 
-    A group that exceeds them was made by no worker of this run: it would stop the trainer, or
-    dominate the step of all groups that it is trained on with. ``drawn`` and ``turns`` bound the
-    tokens and the turns of one episode, ``routes`` the bytes of one trajectory's expert choices.
+    A group that exceeds them was not made by an honest worker of this run: it would stop the
+    trainer, or dominate the step of all groups that it is trained on with. ``drawn`` and ``turns``
+    bound the tokens and the turns of one episode, ``routes`` the bytes of one trajectory's expert
+    choices.
     """
 
     vocabulary: int

@@ -52,7 +52,7 @@ class RolloutRetention:
         return len(groups)
 
     def _delete(self, group: tuple[str, int]) -> None:
-        """Delete a group and what a reference said of it."""
+        """Delete a group and the scores that a reference stored for it."""
         self._bucket.delete(keys.reference(*group))
         self._bucket.delete(keys.rollout(*group))
 

@@ -93,7 +93,7 @@ class StalenessPolicy(ABC):
         return 0
 
     def forget(self, worker: str) -> None:
-        """Drop the credits of a worker that is gone; `admit` sees it again only if it returns."""
+        """Drop the credits of a worker that has left; `admit` sees it again only if it returns."""
         del worker
 
     @abstractmethod

@@ -1,6 +1,6 @@
-"""Worker guard: decides whose groups the trainer reads, and names what it refuses.
+"""Worker guard: decides which workers' groups the trainer reads, and reports what it refuses.
 
-Who waits for whom::
+Concurrency::
 
     trainer's main thread                      rescoring thread
       names: allow-list, quarantine              score and compute again
@@ -59,7 +59,7 @@ class Rescorer(Protocol):
 
     @property
     def unjudged(self) -> list[str]:
-        """What it cannot compute again, with the reason, as far as that is known."""
+        """The parts that it cannot recompute, with the reason if known."""
         ...
 
     def submit(self, buffered: BufferedGroup, lease: int, number: int, secret: str) -> bool:
@@ -111,7 +111,7 @@ class WorkerGuard:
         self._failing: set[str] = set()
 
     def allowed(self, workers: Collection[str]) -> set[str]:
-        """Those of the workers that may take part; the others are reported once each."""
+        """Return the workers that may take part; report each of the others once."""
         found = {name for name in workers if self._allows(name)}
         for name in sorted(set(workers) - found - self._unlisted):
             self.incidents.report(name, "not allowed", "its name is not in workers.allow")
@@ -123,7 +123,7 @@ class WorkerGuard:
         return all(one is None or any(fnmatchcase(name, a) for a in one) for one in lists)
 
     def self_attested(self) -> list[str]:
-        """What of the groups is believed without computing it again."""
+        """The parts of the groups that are trusted without recomputing them."""
         if self.rescorer is None or not self._share:
             return ["rewards", "log-probabilities", "probes", "expert choices"]
         return [*self.rescorer.unjudged, "probes", "expert choices"]
@@ -133,7 +133,7 @@ class WorkerGuard:
         return self.challenges.fault(worker, nonce, granted=self._granted.get(worker, 0))
 
     def arrived(self, buffered: BufferedGroup) -> None:
-        """Draw whether a group is computed again. No worker can predict it."""
+        """Decide at random if a group is recomputed, in a way that no worker can predict."""
         if self.rescorer is None or self._draw() >= self._share:
             return
         nonce = self.challenges.numbers(buffered.group.nonce)
@@ -142,9 +142,8 @@ class WorkerGuard:
             self.incidents.report(buffered.worker, "not rescored", "too many groups wait for it")
 
     def blames_all(self, failing: Collection[str]) -> bool:
-        """Returns whether failures of these workers' groups are the run's, not one worker's.
-
-        If only one of several workers fails, it is reported and not believed.
+        """Returns whether failures of these workers' groups are the run's, not one worker's. If
+        only one of several workers fails, the worker is reported.
         """
         if len(self._readable) <= 1 or len(failing) > 1:
             return True
@@ -199,7 +198,7 @@ class WorkerGuard:
             self.incidents.report(worker, "not granted", detail, count=len(found))
 
     def forget(self, worker: str) -> None:
-        """Drop what is known of a worker that is gone; its quarantine stays."""
+        """Forget a worker that has left; its quarantine stays."""
         self.challenges.forget(worker)
         self.quota.forget(worker)
         for table in (self._looked, self._beyond, self._doubts, self.rescored):

@@ -1,4 +1,4 @@
-"""Rescoring: computes a sample of groups again, to find workers that report what is not true.
+"""Rescoring: recomputes a sample of groups, to find workers that report false results.
 
 Of a group that `deltawire.rl.control.worker_guard` drew, this checks
 
@@ -7,21 +7,21 @@ Of a group that `deltawire.rl.control.worker_guard` drew, this checks
 2. **the episodes**: they are played again with a sampler that returns the recorded tokens. The
    prompt and what the environment says in between must be the recorded tokens, nothing may follow
    the episode's end, and the reward must be the recorded one. Only environments that declare
-   `deterministic` are judged, and failed episodes are not. Episodes that fail only when they are
-   played again are a doubt about a worker if those of others do not;
+   `deterministic` are judged, and failed episodes are not. Episodes that fail only on replay cast
+   doubt on a worker if those of others do not;
 3. **the log-probabilities**: they are computed again with the weights of the version that each
    token states. Tokens that one version drew after a prefix of that version differ by arithmetic
    only: at most ``trust.logprob_gap`` nats a token in the mean, and 30 times as much for one token.
    After a swap the sampler's cache mixes versions, so those tokens may be near any version of their
    sequence, and may differ by four times as much.
 
-What is not judged: versions that are pruned or cannot be read, and environments that this machine
+Not judged: versions that are pruned or cannot be read, and environments that this machine
 does not have. Probes and expert choices are not compared; they are self-attested.
 
 A thread does this, one group at a time and at low priority. It has a separate model and mirror,
 in main memory. The trainer never waits for it.
 
-How soon a worker is found: each of its groups is drawn with probability s, so that n groups with a
+Time to detection: each of its groups is drawn with probability s, so that n groups with a
 detectable lie pass with (1 - s)^n. For s = 0.1 and n = 50 that is 0.0052.
 """
 
@@ -178,7 +178,7 @@ class RecordedModel:
 
 
 class GroupChecker:
-    """Judges groups; ``tasks`` is None where this machine has not the run's environment.
+    """Judges groups; ``tasks`` is None if this machine lacks the run's environment.
 
     Example::
 
@@ -199,7 +199,7 @@ class GroupChecker:
         self._failed: Counter[str] = Counter()
         self._rewards = bool(getattr(tasks, "deterministic", False))
         self.unjudged: list[str] = []
-        """What cannot be judged here, with the reason."""
+        """The parts that cannot be judged here, with the reason."""
         if not self._rewards:
             self._leave_rewards(
                 "this machine does not have the environment"
@@ -220,8 +220,8 @@ class GroupChecker:
         return Verdict(group.worker, sequence, kind if detail else "", detail, certain)
 
     def fails_here(self, worker: str, cause: str) -> tuple[str, str, bool] | None:
-        """A doubt about a worker whose episodes fail when they are played again; None unless those
-        of others are known not to."""
+        """A doubt about a worker whose episodes fail on replay; None unless those of others are
+        known to succeed."""
         self._failed[worker] += 1
         others = self._failed.total() - self._failed[worker]
         if others or self._played.total() - self._played[worker] < PLAYED_ELSEWHERE:
@@ -259,7 +259,7 @@ class GroupChecker:
     def _replay(
         self, group: Group, task: Task, segments: list[Trajectory]
     ) -> tuple[str, str, bool] | None:
-        """What disagrees in an episode that is played again; None if nothing does."""
+        """Replay an episode and return the first disagreement; None if there is none."""
         claimed = segments[0].reward
         found, cause = self._reward_again(group, task, segments)
         if cause:
@@ -395,7 +395,7 @@ class Rescoring:
 
     @property
     def unjudged(self) -> list[str]:
-        """What cannot be judged, with the reason; empty before the first group."""
+        """The parts that cannot be judged, with the reason; empty before the first group."""
         return self._checker.unjudged if self._checker else []
 
     def verdicts(self) -> list[Verdict]:
@@ -407,7 +407,7 @@ class Rescoring:
         return found
 
     def close(self) -> None:
-        """Stop after the group under way; the others stay unjudged."""
+        """Stop after the current group; the others are not judged."""
         self._closed.set()
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
@@ -427,7 +427,9 @@ class Rescoring:
                 )
             except RetryError as error:
                 self.error = str(error)
-            except Exception as error:  # The environment's code, or a group that breaks ours.
+            except (
+                Exception
+            ) as error:  # The environment's code can raise anything, and a group may break ours.
                 self.error = f"{type(error).__name__}: {error}"
                 verdict = self._doubt(verdict, self.error)
             self._verdicts.put(verdict)

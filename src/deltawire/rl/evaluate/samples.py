@@ -1,8 +1,7 @@
 """Samples of what a run was trained on: episodes as text, newest versions first.
 
 A version's manifest names the groups that it consumed, so a version's samples take one read of its
-manifest and one for each group; nothing is listed but the manifests, and not even those where a
-version is named.
+manifest and one for each group; only manifests are listed, and none if a version is named.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def read_samples(
         return
     version = newest_version(bucket) or 0
     while version > 0:
-        # A number that an unreadable object occupies is no version.
+        # A number that an unreadable object occupies is not a version.
         with contextlib.suppress(CorruptError, InputError):
             yield from _of_version(bucket, run, version, wanted, decode)
         version -= 1

@@ -21,7 +21,7 @@ def load_reference_model(bucket: Bucket, run: Run, config: RunConfig) -> tuple[A
 
     Its parameters have the dtype of ``train.compute``, and the values that are published in either.
 
-    Raises `CorruptError` if version 0 is gone, `InputError` if a teacher cannot be loaded or has
+    Raises `CorruptError` if version 0 was pruned, `InputError` if a teacher cannot be loaded or has
     another vocabulary than the policy.
     """
     with fetch_model_files(bucket, run) as folder:
@@ -42,8 +42,8 @@ def load_reference_model(bucket: Bucket, run: Run, config: RunConfig) -> tuple[A
     origin = load_mirror(bucket, run, at=0)
     if origin is None:
         raise CorruptError(
-            "the reference of train.loss.kl is version 0, which is gone",
-            hint="pruned versions cannot be a reference",
+            "the reference of train.loss.kl is version 0, which was pruned",
+            hint="a pruned version cannot be a reference",
             run=bucket.url,
         )
     open_source(config.train.exporter, policy).restore(origin)

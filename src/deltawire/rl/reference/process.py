@@ -4,8 +4,8 @@
 
     rollouts/w0/0000000007 ──▶ score ──▶ create references/w0/0000000007.json ──▶ trainer
 
-A create acknowledges a group: what is there is never scored again, by this process or a successor.
-The process keeps no state, so it may be killed at any moment.
+A create acknowledges a group: a group with scores is never scored again, by this process or a
+successor. The process keeps no state, so it may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GroupScorer:
         """Sequences with scores, by worker, as far as they are known."""
 
     def round(self) -> int:
-        """Score every finished group without scores; returns how many that were."""
+        """Score every finished group without scores; returns the number of them."""
         done = 0
         status = read_trainer(self._bucket)
         newest = 0 if status is None else status.version

@@ -62,7 +62,8 @@ class ReferenceReader:
         return RecordedReference(table)
 
     def require(self, groups: Sequence[BufferedGroup]) -> RecordedReference:
-        """As `read`, for groups that were trained on; raises `CorruptError` if scores are gone."""
+        """As `read`, for groups that were trained on; raises `CorruptError` if scores are
+        missing."""
         found = self.read(groups)
         if found is None:
             raise CorruptError(
@@ -121,8 +122,8 @@ def await_scores(
     """Wait for the scores of a step's groups; returns False if the process was asked to stop. Only
     a `ReferenceReader` is waited for, and ``tick`` is called meanwhile.
 
-    Says so in the run's events when it takes long. The policy's version stands still meanwhile, so
-    that waiting makes no group older.
+    Records an event if the wait is long. The policy's version does not change meanwhile, so waiting
+    makes no group older.
     """
     if not isinstance(reader, ReferenceReader):
         return True

@@ -143,7 +143,7 @@ class _EpisodeSegment:
         self.mask += [0] * len(tokens)
 
     def packed_routes(self) -> bytes:
-        """The packed expert choices. The environment's tokens at the end were never read."""
+        """The packed expert choices. The model never read the environment's last tokens."""
         return pack_parts(self.routes, positions=self.length - 1, experts=self.experts)
 
 

@@ -145,7 +145,7 @@ def one_line(cause: str, limit: int = MAX_CAUSE) -> str:
 
 
 def _overhear(task: asyncio.Task[Any]) -> None:
-    """Take note of how an abandoned call ends, or the event loop complains."""
+    """Retrieve an abandoned call's exception, so that the event loop does not warn."""
     if not task.cancelled():
         task.exception()
 

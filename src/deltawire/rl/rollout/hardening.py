@@ -1,8 +1,8 @@
 """Protects a worker's credentials from other processes of the same user.
 
 Environments start processes, and some of them run what a model wrote. A process of the same user
-can read another one's memory and its initial environment through ``/proc``, unless that is not
-dumpable; and whatever is in the environment variables is inherited by every child.
+can read another one's memory and its initial environment through ``/proc``, unless that process is
+not dumpable, and every child inherits the environment variables.
 """
 
 from __future__ import annotations

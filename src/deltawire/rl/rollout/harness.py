@@ -1,6 +1,6 @@
 """Runs an episode of an agent harness, which calls the model by HTTP and is recorded.
 
-Who waits for whom::
+Concurrency::
 
     harness ─▶ endpoint (in this process, with a port and a token per episode) ─▶ engine
        └─ reward                └─ recording ─▶ segments ─▶ trajectories
@@ -37,7 +37,7 @@ async def run_harness(
     """Play one episode; see `deltawire.rl.rollout.episode.run_episode`.
 
     A harness that raises after a request was refused for lack of context or turns has not failed:
-    the model wrote too much, and earns nothing.
+    the model wrote too much, and gets reward 0.
     """
     recording = Recording(text)
     policy = Policy(

@@ -124,7 +124,7 @@ def text_of(config: RunConfig, tokenizer: Any) -> Text:
 
 
 def _await_version(process: Process) -> None:
-    """Waits until the run has a version; raises `InputError` if it gets none."""
+    """Waits until the run has a version; raises `InputError` if none appears."""
     bucket = process.bucket
     deadline = time.monotonic() + RUN_PATIENCE_S
     while newest_version(bucket) is None:
@@ -143,7 +143,7 @@ def follow(steps: Steps, served: ServedPolicy) -> Follower:
 
 
 def swap(served: ServedPolicy, follower: Follower, process: Process) -> None:
-    """Take up the prepared version, if there is one: between two steps, attested, or not at all."""
+    """Swap to the prepared version, if there is one: between two steps, attested, or not at all."""
     update: Update | None = follower.poll()
     if update is None:
         return

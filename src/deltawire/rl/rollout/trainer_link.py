@@ -21,7 +21,7 @@ class TrainerLink(threading.Thread):
     """Polls ``trainer.json`` and the trainer's heartbeat in a thread.
 
     While the store does not answer, or the object is not the trainer's, ``status`` stays as it was
-    and ``alarm`` holds the reason. ``error`` holds any error that waiting cannot repair;
+    and ``alarm`` holds the reason. ``error`` holds any error that waiting cannot resolve;
     `raise_error` raises it.
     """
 

@@ -58,7 +58,7 @@ class Uploader(threading.Thread):
             except DeltawireError as error:
                 self.error = error
                 return
-            except Exception as error:  # A thread that ended silently would store nothing more.
+            except Exception as error:  # A silent end would stop all uploads.
                 fault = f"cannot store a group: {type(error).__name__}: {error}"
                 self.error = BugError(fault, run=self._bucket.url)
                 return
@@ -86,10 +86,9 @@ class Uploader(threading.Thread):
     def _store(self, group: Group, data: bytes) -> None:
         """Create the next object.
 
-        An object that exists already is this request's own, whose answer was lost; or the group of
-        a predecessor, which was still in flight when that died, or something that another writer
-        put there, and then the next number is tried; or of another process with the same name, and
-        then this one stops.
+        An object that exists already is one of three. It is this request's, whose answer was lost.
+        It is a predecessor's group that was still in flight, or another writer's object: then the
+        next number is tried. Or another process with the same name stored it: then this one stops.
         """
         while True:
             self._process.lease.confirm()
@@ -118,7 +117,8 @@ class Uploader(threading.Thread):
             return b""  # It is larger than any group.
 
     def _nonce_in(self, data: bytes, key: str) -> str:
-        """The nonce of a stored group, empty if the object is none: others can write here too."""
+        """The nonce of a stored group; empty if the object is not a group, because others can write
+        here too."""
         try:
             return decode_group(data, run=self._bucket.url, key=key).nonce
         except CorruptError:

@@ -1,6 +1,6 @@
 """Rollout worker: follows the weights, samples groups while it has credits, and stores them.
 
-Who waits for whom::
+Concurrency::
 
     follower's thread      prepares the next version        ┐
     trainer link's thread  reads trainer.json               ├─▶ serving loop: swap, start groups,
@@ -47,7 +47,7 @@ WAIT_S = 0.01
 """The pause of an idle loop, which sees new versions and credits that threads have fetched."""
 
 MAX_UNGRANTED = 1 << 16
-"""Groups that a predecessor may have stored after its last heartbeat, by far."""
+"""A generous bound on the groups that a predecessor stored after its last heartbeat."""
 
 
 class Worker:

@@ -1,4 +1,4 @@
-"""Translates errors of a trainer's commits to what its supervisor should do next."""
+"""Translates errors of a trainer's commits to the supervisor's next action."""
 
 from __future__ import annotations
 

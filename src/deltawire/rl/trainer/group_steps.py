@@ -1,4 +1,4 @@
-"""Steps on groups of rollouts: what every rank computes of one."""
+"""Steps on groups of rollouts: the part that every rank computes."""
 
 from __future__ import annotations
 

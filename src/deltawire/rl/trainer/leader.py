@@ -150,8 +150,8 @@ class Leader(Generic[R]):
         )
 
     def _order(self, order: Order) -> None:
-        """Tell the other ranks what this one does next, which must succeed before the next order:
-        a rank that is somewhere else can take none."""
+        """Tell the other ranks this one's next action. It must succeed before the next order,
+        because all ranks take orders in step."""
         self._in_step = False
         self._ordered_at = time.monotonic()
         send(order)
@@ -189,7 +189,7 @@ class Leader(Generic[R]):
             self.process.stop()
 
     def keep_waiting(self) -> None:
-        """Let the other ranks know that there is nothing to train on yet."""
+        """Tell the other ranks that there is nothing to train on yet."""
         if self.rank.mesh.ranks > 1 and time.monotonic() - self._ordered_at >= WAIT_S:
             self._order(Wait())
             self.rank.agree_to_stop()

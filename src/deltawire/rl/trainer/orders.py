@@ -1,4 +1,4 @@
-"""What rank 0 of a trainer tells the other ranks to do, one message after another.
+"""Orders that rank 0 of a trainer sends to the other ranks, one message after another.
 
 ::
 
@@ -20,7 +20,7 @@ from deltawire.wire.ledger import CommitMetadata
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """What all ranks start from: the run's id, the configuration with the settings that rank 0
+    """The common start of all ranks: the run's id, the configuration with the settings that rank 0
     announced, the newest version, and the publishers' epoch and session."""
 
     run: str

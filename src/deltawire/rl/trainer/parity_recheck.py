@@ -1,11 +1,11 @@
 """Parity recheck: keeps comparing sampler and trainer where the trainer is the bottleneck.
 
-Groups then wait for the trainer, and none is of the version that it trains: what differs in their
-tokens is mostly the policy, and arithmetic cannot be told apart from it. So the weights of one
-version are copied now and then, and once groups of that version are trained on, a few versions
+Groups then wait for the trainer, and none is of the version that it trains. The differences in
+their tokens come mostly from the policy, which hides those of arithmetic. So the weights of one
+version are copied at intervals, and once groups of that version are trained on, a few versions
 later, they are scored with the copy too.
 
-Who waits for whom::
+Concurrency::
 
     main thread                                    recheck thread
       step makes version v: copy its weights
@@ -130,7 +130,7 @@ class ParityRecheck:
             self._pending = kept, self._thread.submit(self._score, found[:MEASURED_GROUPS], kept)
             self._version = None
         elif version - kept > self._config.train.largest_age + 1:
-            self._version = None  # Nothing of it can come any more.
+            self._version = None  # No more groups of this version can arrive.
 
     @torch.no_grad()
     def _score(self, groups: list[Group], version: int) -> tuple[Divergence, float]:
@@ -153,7 +153,7 @@ class ParityRecheck:
         (version, future), self._pending = self._pending, None
         try:
             numeric, took_s = future.result()
-        except Exception as error:  # Training does not depend on it, and need not end with it.
+        except Exception as error:  # Training does not depend on it.
             self._share, self._copy = 0.0, None
             self._report(f"parity with older versions is not measured any more: {error}")
             return None

@@ -1,4 +1,4 @@
-"""Progress alarm: notices steps that move nothing.
+"""Progress alarm: detects steps that change nothing.
 
 A run can go on for days without learning: every group has equal rewards, every token is masked or
 rejected, gradients are not finite, or updates are so small that no published weight changes.

@@ -5,7 +5,7 @@ Rank 0 leads (`deltawire.rl.trainer.leader`) and runs the same code as the other
     rank 0     chooses groups ─▶ orders ─▶ Rank: train ─▶ publish ─▶ save        commits
     rank k                       orders ─▶ Rank: train ─▶ publish ─▶ save        uploads its part
 
-A single process is rank 0 of one, and its orders go nowhere.
+A single process is rank 0 of one rank, and sends no orders.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LongTask = Callable[[str], AbstractContextManager[None]]
 
 
 class StepKind(Protocol[R_co]):
-    """What a trainer's steps are made of: groups of rollouts, or documents."""
+    """The kind of a trainer's steps: on groups of rollouts, or on documents."""
 
     def restore(self, model: Any, *, newest: int) -> Resumed:
         """Restore the newest checkpoint at or before a version; all ranks call this together."""
@@ -54,8 +54,8 @@ class StepKind(Protocol[R_co]):
 class Rank(Generic[R_co]):
     """Trains, publishes and saves what this rank holds. All ranks call each method together.
 
-    ``long_task`` announces what may take long, ``stopping`` tells whether this process was asked
-    to stop, and ``confirm`` raises if another trainer has replaced this one.
+    ``long_task`` announces work that may take long, ``stopping`` returns whether this process was
+    asked to stop, and ``confirm`` raises if another trainer has replaced this one.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Rank(Generic[R_co]):
         self.steps = steps
         self.stop_asked = False
         self.recomputed = ""
-        """What was recomputed after the checkpoint, in words; empty for nothing."""
+        """Describes the steps that were recomputed after the checkpoint; empty if there were
+        none."""
         self._confirm, self._stopping = confirm, stopping
         state = self._restore(model, long_task)
         self.masters, self.ledger = state.masters, state.ledger
@@ -154,7 +155,7 @@ class Rank(Generic[R_co]):
         return True
 
     def finish(self, ledger: Ledger) -> None:
-        """Commit and save what is under way, and check that the weights are those published."""
+        """Commit and save the current version, and check that the weights are those published."""
         self.publisher.close()
         self.save(ledger)
         self.checkpoints.close()
@@ -233,6 +234,6 @@ def open_publisher(
 
 
 def _other_ranks(state: Resumed) -> str:
-    """Says so if another number of ranks computed the steps before."""
+    """Describes a change in the number of ranks since the earlier steps; empty if there is none."""
     now, before = state.masters.mesh.ranks, state.ranks
     return f" ({now} ranks now, {before} before)" if before not in (None, now) else ""

@@ -39,8 +39,8 @@ from deltawire.wire.run import Run
 
 
 def seed_step(config: RunConfig, version: int, *, rank: int = 0) -> None:
-    """Seed the random numbers of the step that makes ``version``, on a rank that computes
-    micro-batches of its own."""
+    """Seed the random numbers of the step that makes ``version``, on a rank that computes separate
+    micro-batches."""
     text = f"{config.seed} {version}" + (f" {rank}" if rank else "")
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -124,7 +124,8 @@ def resume(
 
 
 def _load_version(bucket: Bucket, run: Run, source: WeightSource, *, at: int) -> Mirror:
-    """What this rank needs of a version; raises `CorruptError` if it cannot be read."""
+    """Load the part of a version that this rank needs; raises `CorruptError` if it cannot be
+    read."""
     origin = load_mirror(bucket, run, at=at, wanted=wanted_of(source))
     if origin is None:
         raise CorruptError(
@@ -167,8 +168,8 @@ def load_reference(
     origin = load_mirror(bucket, run, at=0, wanted=wanted_of(source))
     if origin is None:
         raise CorruptError(
-            "the reference of train.loss.kl is version 0, which is gone",
-            hint="pruned versions cannot be a reference",
+            "the reference of train.loss.kl is version 0, which was pruned",
+            hint="a pruned version cannot be a reference",
             run=bucket.url,
         )
     source.restore(origin)
@@ -238,8 +239,8 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
     """Compute the step after ``state`` again, which advances it to the next committed version, with
     the settings of that step.
 
-    Raises `CorruptError` if a group that it consumed is missing or has changed, and `InputError`
-    if it consumed none, as a version of a training client.
+    Raises `CorruptError` if a group that it consumed is missing or has changed, and `InputError` if
+    it consumed no groups, like a training client's version.
     """
     base, version = state.version, next_committed(bucket, run, state.version)
     if version is None:
@@ -256,7 +257,7 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
     groups = read_consumed(bucket, metadata)
     config = settings_of_step(bucket, run, metadata, version)
     state.follow_settings(config.train)
-    # A published step is not judged again, by limits that may have changed since.
+    # A published step is not checked again, because limits may have changed since.
     judged = msgspec.structs.replace(config.parity, stop=ParityLimits())
     config = msgspec.structs.replace(config, parity=judged)
     with threads_of(metadata):
@@ -274,6 +275,6 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
 
 
 def groups_of(bucket: Bucket, run: Run, version: int) -> list[BufferedGroup]:
-    """Read the groups that a step consumed; raises `CorruptError` if they are gone."""
+    """Read the groups that a step consumed; raises `CorruptError` if they are missing."""
     metadata, _ = metadata_at(bucket, run, version)
     return read_consumed(bucket, metadata)

@@ -1,6 +1,6 @@
 """Trainer process: takes groups from the bucket, makes versions, grants credits.
 
-Who waits for whom::
+Concurrency::
 
     main thread                                    publisher's thread
       poll groups ─▶ batch of the oldest               encode, upload, commit manifest
@@ -107,7 +107,8 @@ class Trainer(Leader[StepResult]):
         self._answered_at = time.monotonic()
 
     def _read_groups(self, before: TrainerStatus | None, bounds: Bounds) -> None:
-        """Make what reads, bounds and checks groups; ``before`` is an earlier trainer's status."""
+        """Make the objects that read, bound and check groups; ``before`` is an earlier trainer's
+        status."""
         record = self.process.events.record
         self.probes = ProbeWatch(
             self.bucket,
@@ -350,7 +351,7 @@ class Trainer(Leader[StepResult]):
             self._trim()
 
     def _trim(self) -> None:
-        """Delete what no checkpoint that is complete needs."""
+        """Delete groups and versions that no complete checkpoint needs."""
         if kept := checkpoint_versions(self.bucket):
             self.retention.trim(newest=self.version, oldest_checkpoint=min(kept))
             self.version_retention.start(newest=self.version)

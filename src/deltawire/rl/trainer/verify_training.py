@@ -85,8 +85,8 @@ def verify_training(
     Starts from the newest checkpoint before ``first``, or from version 0; stops at the first
     version that differs. ``progress`` is called with the number of steps done, and of all steps.
 
-    Raises `InputError` if there is no such run or version, `CorruptError` if what is needed is
-    damaged or gone.
+    Raises `InputError` if there is no such run or version, `CorruptError` if a needed object is
+    damaged or missing.
     """
     run, config = open_run(bucket)
     if config.midtrain is not None:

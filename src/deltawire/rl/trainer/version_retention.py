@@ -46,7 +46,8 @@ class VersionRetention:
         self._pending: Future[Pruned] | None = None
 
     def start(self, *, newest: int) -> bool:
-        """Start to prune, unless nothing is due or the last call still runs; whether it did."""
+        """Start to prune, unless nothing is due or the last call still runs; returns whether it
+        started."""
         if self._pending is not None and not self._pending.done():
             return False
         self._finish()

@@ -40,8 +40,8 @@ def run_warm_start(
     *,
     watch: Callable[[WarmStartProgress], None] = lambda _: None,
 ) -> bool:
-    """Build or load the model, train it, and write it to ``out``, atomically, replacing what is
-    there; False if the process was asked to stop before.
+    """Build or load the model, train it, and write it to ``out``, atomically, replacing any
+    previous one; returns False if the process was asked to stop before.
 
     ``watch`` is called after every step.
     """

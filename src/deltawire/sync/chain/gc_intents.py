@@ -1,6 +1,6 @@
 """Deletion intents: keep retention from deleting a blob that a committed version needs.
 
-Who waits for whom::
+Concurrency::
 
     retention                                   writer
       1. announces which blobs it will delete     1. puts blobs

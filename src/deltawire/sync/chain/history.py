@@ -1,8 +1,8 @@
 """Reads the committed versions of a run one after another, across numbers that were skipped.
 
 A publisher skips numbers that unreadable objects occupy, so a version may build on one more than
-one number below it. What lies between a version and its base belongs to no version; a base that
-cannot be read does, and breaks the chain.
+one number below it. Numbers between a version and its base belong to no version. A base that cannot
+be read does belong to one, and breaks the chain.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Turns payloads into bits: fetches blobs ahead, decodes pieces on all cores, checks everything.
 
-Who waits for whom::
+Concurrency::
 
     fetching thread          caller's thread                 decoding threads
       blob K+1 ───────────▶   pieces of blob K ─────────────▶  decode, digest

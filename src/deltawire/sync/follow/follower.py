@@ -1,6 +1,6 @@
 """Runs a subscriber in a thread, so that the next update is ready when serving can swap.
 
-Who waits for whom::
+Concurrency::
 
     follower's thread                                  serving thread
         poll, plan, fetch, verify, decode

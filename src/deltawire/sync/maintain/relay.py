@@ -1,6 +1,6 @@
 """Keeps another region's bucket current: each delta crosses once, a full model at most once.
 
-Who waits for whom::
+Concurrency::
 
     source                      relay                                destination
       manifest N+1 ───────────▶ (its bytes, unchanged)

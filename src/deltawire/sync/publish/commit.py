@@ -222,7 +222,7 @@ class VersionWriter:
         self._merged: list[Payload] = []
         """The payloads of the manifest that this writer built last."""
         self.head_checked = False
-        """Whether the run's newest manifest is known to be the baseline's."""
+        """True if the run's newest manifest is known to be the baseline's."""
         if mirror.version >= 0:
             self._sums = digest_chunks(self.chunks, mirror, threads=threads)
             self._check_sums()

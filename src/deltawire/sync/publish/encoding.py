@@ -1,6 +1,6 @@
 """Encodes chunks of weights on all cores and uploads the payloads in blobs of a stated size.
 
-Who waits for whom::
+Concurrency::
 
     encoding threads           the calling thread              uploading threads
       digest and encode ──────▶ pieces in order, gathered ────▶ put blob K

@@ -1,6 +1,6 @@
 """Publishes versions of one model from one process, each committed by its manifest.
 
-Who waits for whom::
+Concurrency::
 
     trainer ── publish(weights): copy into the staging buffers ──▶ returns
                                     │ (waits here while the version before is under way)

@@ -1,6 +1,6 @@
 """Publishes one version from many ranks: each uploads its own pieces, one manifest commits all.
 
-Who waits for whom::
+Concurrency::
 
     every rank                              rank 0, the leader
       copy own shard into staging             (the same)

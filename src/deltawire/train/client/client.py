@@ -49,7 +49,7 @@ CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Any, Mapping[str, flo
 
 
 class TrainingClient:
-    """A trainer whose loop is the caller's.
+    """A trainer whose loop the caller writes.
 
     Open it with `create`, which starts a run, or with `load`, which continues one, however it was
     started. Gradients add up until `optim_step`; losses are unnormalized sums. `close` saves the
@@ -153,7 +153,7 @@ class TrainingClient:
     def forward_backward(
         self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Adds the gradients of a loss of ``data`` to those that are there.
+        """Adds the gradients of a loss of ``data`` to those of earlier calls.
 
         ``loss_fn`` is one of `deltawire.train.client.losses.LOSSES`. Raises `InputError` at once
         for data that do not fit it.
@@ -270,8 +270,7 @@ class TrainingClient:
         return sampler
 
     def close(self, *, save: bool = True) -> None:
-        """Finishes what was called, saves the state (unless told not to), and gives the run up.
-
+        """Finishes all operations, saves the state (unless told not to), and releases the run.
         Gradients without a step are dropped.
         """
         if self._closed:
@@ -343,7 +342,7 @@ class TrainingClient:
     def _backward(
         self, prepared: Sequence[_Prepared], loss: Callable[[_Prepared, Tensor, int], Tensor]
     ) -> tuple[list[Tensor], float]:
-        """Adds the gradients, one part of the data after another; a failure adds none of them."""
+        """Adds the gradients, one part of the data after another; a failure adds no gradients."""
         found: list[Tensor] = []
         total = 0.0
         with self._session.gradients():

@@ -26,4 +26,4 @@ def check_tokens(model: Any, ids: Tensor) -> None:
     """Raises `InputError` unless all ids are tokens of the model."""
     count = int(model.get_input_embeddings().num_embeddings)
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= count):
-        raise InputError(f"a token is none of the model's {count}")
+        raise InputError(f"a token id is not one of the model's {count}")

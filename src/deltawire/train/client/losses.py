@@ -121,11 +121,10 @@ _OPTIONAL = frozenset({"weights", "sequence_ratio_mask", *_CLIPS})
 
 
 def check_loss(name: str, settings: Mapping[str, float | str] | None) -> dict[str, float]:
-    """Returns the settings of a loss; raises `InputError` for a loss or setting that there is
-    not."""
+    """Returns the settings of a loss; raises `InputError` for an unknown loss or setting."""
     if name not in LOSSES:
         raise InputError(
-            f"there is no loss {name[:80]!r}",
+            f"unknown loss {name[:80]!r}",
             hint=f"use one of {', '.join(LOSSES)}, or forward_backward_custom",
         )
     settings = settings or {}

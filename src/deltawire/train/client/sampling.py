@@ -1,6 +1,6 @@
 """Samples from a run's versions: from one, or from the newest that has arrived.
 
-Who waits for whom::
+Concurrency::
 
     caller's threads                      sampler's thread
       sample(...) ── job ───────────────▶   between two decode steps: take jobs,
@@ -82,7 +82,7 @@ class SamplingClient:
         precision: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         if kind not in ("snapshot", "inflight"):
-            raise InputError(f"there is no sampling client {str(kind)[:80]!r}")
+            raise InputError(f"unknown kind of sampling client {str(kind)[:80]!r}")
         if kind == "snapshot" and max_lag is not None:
             raise InputError("a snapshot serves one version", hint="max_lag is for inflight")
         self.kind: Kind = kind
@@ -170,13 +170,13 @@ class SamplingClient:
         return self._submit(run)
 
     def close(self) -> None:
-        """Finishes what was submitted, and releases the model."""
+        """Finishes submitted requests, and releases the model."""
         if not self._closing:
             self._closing = True
             self._jobs.put(None)
         self._thread.join()
 
-    # What follows runs in the sampler's thread, but for `_checked`, `_ends_of` and `_submit`.
+    # The methods below run in the sampler's thread, except `_checked`, `_ends_of` and `_submit`.
 
     def _submit(self, run: _Run) -> APIFuture[Any]:
         if self._closing:
@@ -192,7 +192,7 @@ class SamplingClient:
             return
         try:
             future.set_result(await run())
-        except BaseException as error:  # It belongs to the caller, whatever it is.
+        except BaseException as error:  # Any exception belongs to the caller.
             future.set_exception(error)
 
     def _checked(self, params: SamplingParams, length: int) -> Sampling:
@@ -259,7 +259,7 @@ class SamplingClient:
         return [None, *scores.tolist()]
 
     async def _fresh_enough(self, least: int | None = None) -> None:
-        """Waits until the client may answer by its own terms."""
+        """Waits until the client may answer within ``max_lag``."""
         if self.kind == "snapshot":
             return
         least = max(self._least or 0, least or 0)
@@ -278,7 +278,7 @@ class SamplingClient:
             self._fail_rest(error)
 
     def _fail_rest(self, error: BaseException) -> None:
-        """Answers what is still queued with the error that ended the thread."""
+        """Fails the requests still queued with the error that ended the thread."""
         while not self._jobs.empty():
             job = self._jobs.get()
             if job is not None and job[0].set_running_or_notify_cancel():

@@ -35,7 +35,7 @@ from deltawire.wire.ledger import CLIENT_RECORD, Ledger
 from deltawire.wire.run import Run
 
 LostState = Literal["refuse", "reset", "repeat"]
-"""What to do where versions were published after the newest optimizer state."""
+"""The policy when versions were published after the newest optimizer state."""
 
 
 def new_run(bucket: Bucket, model: Path, config: RunConfig | None, *, name: str) -> None:
@@ -46,7 +46,7 @@ def new_run(bucket: Bucket, model: Path, config: RunConfig | None, *, name: str)
     """
     if read_run(bucket) is not None and newest_version(bucket) is not None:
         raise InputError(
-            "there is a run here already",
+            "a run exists here already",
             hint="continue it with TrainingClient.load, or choose another folder",
             run=bucket.url,
         )
@@ -84,13 +84,13 @@ class TrainingSession:
         self._lease = lease
         self.policy = TrainedPolicy.of(model, config)
         self.budget = config.max_tokens_per_batch
-        """Tokens of one forward pass; a longer sequence is a separate pass."""
+        """Tokens of one forward pass; a longer sequence gets its own pass."""
         self._held = publisher.version if state_of is None else state_of
         """The version that the weights are, unless they changed."""
         self._saved = self._held if saved else -1
         self._changed = False
         self.state_record = _client_record(bucket, run, self._held)
-        """What the caller stored with the version that the state was loaded from."""
+        """The caller's record, stored with the version that the state was loaded from."""
         ahead = range(self._held + 1, publisher.version + 1)
         self._ahead = {version: _client_record(bucket, run, version) for version in ahead}
 
@@ -166,7 +166,8 @@ class TrainingSession:
 
     @contextlib.contextmanager
     def gradients(self) -> Iterator[None]:
-        """Adds the gradients of the body to those before; if it raises, those before remain."""
+        """Adds the gradients of the body to earlier ones; if it raises, only the earlier ones
+        remain."""
         parameters = [one for one in self.model.parameters() if one.requires_grad]
         before = [one.grad for one in parameters]
         for one in parameters:
@@ -284,7 +285,7 @@ class TrainingSession:
 
 
 def _client_record(bucket: Bucket, run: Run, version: int) -> dict[str, Any]:
-    """What a client stored with a version; empty if none published it."""
+    """Returns the record that a client stored with a version; empty if no client published it."""
     manifest = read_manifest(bucket, run, version)
     found = manifest.metadata.get(CLIENT_RECORD) if manifest else None
     return found if isinstance(found, dict) else {}

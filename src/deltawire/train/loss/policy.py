@@ -54,14 +54,14 @@ def surrogate_named(name: str) -> Surrogate:
 
 
 def _token_losses(config: LossConfig, inputs: LossInputs) -> TokenLosses:
-    """Call the surrogate; raises `InputError` if one's own raises or returns something else."""
+    """Call the surrogate; raises `InputError` if a custom one raises or returns something else."""
     bounds = ClipBounds(*config.clip_bounds, config.dual_clip_bound)
     surrogate = surrogate_named(config.surrogate)
     if config.surrogate in SURROGATES:
         return surrogate(inputs, bounds)
     try:
         found: Any = surrogate(inputs, bounds)
-    except Exception as error:  # whatever the function raises
+    except Exception as error:  # the function can raise anything
         raise InputError(
             f"train.loss.surrogate {config.surrogate} raised {type(error).__name__}: {error}",
             hint="repair the function; the run continues from its last version",
@@ -84,8 +84,8 @@ def policy_loss(config: LossConfig, inputs: LossInputs, totals: Totals) -> Polic
     the entropy bonus.
 
     The base is the one that ``config`` names. Raises `InputError` if a penalty or a bonus is
-    configured and ``inputs`` holds no reference log-probabilities or entropies, and for a surrogate
-    of one's own that cannot be used.
+    configured and ``inputs`` holds no reference log-probabilities or entropies, and for a custom
+    surrogate that cannot be used.
     """
     inputs = replace(inputs, ratio_base=config.ratio_base)
     surrogate = _token_losses(config, inputs)

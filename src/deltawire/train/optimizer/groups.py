@@ -39,7 +39,8 @@ def rules_of(
     biases (by name, and everything with one dimension) do not decay, unless ``decay_all``. The
     first group of ``config.groups`` whose pattern is found in a name replaces what it sets.
 
-    Raises `InputError` for a group that matches nothing, or asks Muon for what is no matrix.
+    Raises `InputError` for a group that matches nothing, or assigns Muon to a parameter that is not
+    a matrix.
     """
     found = {}
     used: set[int] = set()

@@ -1,8 +1,8 @@
 """Muon: momentum, orthogonalized by Newton-Schulz iterations, one matrix at a time.
 
 Source: Keller Jordan et al., "Muon", 2024, and `torch.optim.Muon`, whose step this is to the bit
-for one matrix. That class takes no stacks of matrices and no sharded ones; here a stack (E, out,
-in) is E matrices, and a matrix that is sharded over ranks is gathered for its iterations.
+for one matrix. That class does not support stacks of matrices or sharded ones; here a stack (E,
+out, in) is E matrices, and a matrix that is sharded over ranks is gathered for its iterations.
 """
 
 from __future__ import annotations
@@ -76,14 +76,15 @@ def _orthogonal_shard(update: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor) or _holds_whole_matrices(like):
         return orthogonalize(update) if update.numel() else update
     whole = orthogonalize(placed_like(like, update).full_tensor())
-    # Every rank has the whole: its own part is a slice, whatever meshes divide it.
+    # Every rank has the whole matrix: its part is a slice, however meshes divide it.
     for dim, (size, start) in enumerate(zip(*box_of(like), strict=True)):
         whole = whole.narrow(dim, start if size else 0, size)
     return whole
 
 
 def _holds_whole_matrices(tensor: DTensor) -> bool:
-    """Whether each rank's part is whole matrices: a stack that is sharded over its experts only."""
+    """Returns True if each rank's part is whole matrices: a stack that is sharded over its experts
+    only."""
     return all(
         isinstance(one, Replicate)
         or (tensor.ndim == 3 and isinstance(one, Shard | _StridedShard) and one.dim == 0)

@@ -91,7 +91,7 @@ class Optimizer:
         *,
         settings: StepSettings | None = None,
     ) -> None:
-        """Make the ``number``-th step, counted from 1; parameters without a gradient stay as is.
+        """Make the ``number``-th step, counted from 1; parameters without a gradient do not change.
 
         Gradients are expected to be clipped already. ``settings`` replace the configuration's
         rates, decay and Adam's constants, and the schedule, for this step.

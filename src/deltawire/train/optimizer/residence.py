@@ -1,4 +1,4 @@
-"""Keeps optimizer states in device memory, or in host memory from where they are streamed.
+"""Keeps optimizer states in device memory, or streams them from host memory.
 
 ::
 
@@ -7,7 +7,7 @@
 
 While a bucket is updated, the next one is on its way to the device and the previous one on its way
 back, so at most three buckets of states are on the device. On a GPU host tensors are pinned and
-copies run on a stream of their own; elsewhere the same copies are made in order.
+copies run on a separate stream; elsewhere the same copies are made in order.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class HostStates:
         return torch.cuda.stream(self._streams[device])
 
     def _finish(self) -> None:
-        """Wait until everything is back: the next reader may be the CPU, for a checkpoint."""
+        """Wait until all states are in host memory: the next reader may be the CPU, for a
+        checkpoint."""
         for stream in self._streams.values():
             stream.synchronize()

@@ -18,8 +18,8 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, mesh: TrainerM
     before that, in float32 precision, the same on every rank.
 
     Each element counts once: a replicated part by its first holder. torch's own function stacks
-    norms of DTensors, which fails for parameters on different meshes; here only sums of squares
-    meet, in float64. On one rank this is `torch.nn.utils.clip_grad_norm_` to the bit.
+    norms of DTensors, which fails for parameters on different meshes; here only sums of squares are
+    combined, in float64. On one rank this is `torch.nn.utils.clip_grad_norm_` to the bit.
     """
     gradients = [one.grad for one in parameters if one.grad is not None]
     locals_ = [_local(one) for one in gradients]

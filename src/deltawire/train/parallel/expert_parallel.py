@@ -145,11 +145,12 @@ class _Exchange:
         self._sent, self._received = sent.tolist(), received.tolist()
 
     def there(self, rows_P: Tensor) -> Tensor:
-        """What other ranks sent to this one, in order of ranks."""
+        """Returns the rows that other ranks sent to this one, in order of ranks."""
         return self._exchanged(rows_P, back=False)
 
     def back(self, rows_R: Tensor) -> Tensor:
-        """The results of what this rank sent, in the order in which it was sent."""
+        """Returns the results of the rows that this rank sent, in the order in which it sent
+        them."""
         return self._exchanged(rows_R, back=True)
 
     def _exchanged(self, rows: Tensor, *, back: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """Lets modules compute with this rank's parts of parameters that are divided over ranks.
 
-Most of a model's code knows plain tensors only. A DTensor parameter is replaced by its local part
-while the module computes; autograd turns the part's gradient into one of the whole parameter.
+Most of a model's code supports only plain tensors. A DTensor parameter is replaced by its local
+part while the module computes; autograd turns the part's gradient into one of the whole parameter.
 """
 
 from __future__ import annotations

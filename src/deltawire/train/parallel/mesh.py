@@ -5,11 +5,11 @@ Axes, outer to inner::
     replicate  ×  shard                ×  tensor
                   └ spare  ×  expert ┘
 
-Ranks that differ only in ``tensor`` compute one micro-batch together; all others compute
-micro-batches of their own. Dense parameters are cut over ``tensor`` and sharded over ``shard``, and
-every replica holds all of them. Expert parallelism adds no ranks: the ranks of ``shard`` that are
-next to each other are an ``expert`` group, which divides the experts of a layer among its ranks;
-each part is sharded over ``spare``, the groups of one replica.
+Ranks that differ only in ``tensor`` compute one micro-batch together; all others compute separate
+micro-batches. Dense parameters are cut over ``tensor`` and sharded over ``shard``, and every
+replica holds all of them. Expert parallelism adds no ranks: the ranks of ``shard`` that are next to
+each other are an ``expert`` group, which divides the experts of a layer among its ranks; each part
+is sharded over ``spare``, the groups of one replica.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class TrainerMesh:
 
     @property
     def divides_experts(self) -> DeviceMesh | None:
-        """The axes over which the experts of a layer are divided: ``expert`` and ``tensor``, as far
-        as there are such."""
+        """The axes over which the experts of a layer are divided: ``expert`` and ``tensor``, where
+        they exist."""
         axes = [one for one in (self.expert, self.tensor) if one is not None]
         return _joined(*axes) if axes else None
 

@@ -18,8 +18,8 @@ from torch.distributed.rendezvous import rendezvous
 from deltawire.errors import InputError, ResyncError, RetryError
 
 TIMEOUT = timedelta(hours=1)
-"""How long a rank waits for another one. A rank that ends is noticed at once, by its connections;
-one that hangs is killed by the supervisor's watchdog."""
+"""How long a rank waits for another one. Closed connections reveal at once that a rank has ended;
+the supervisor's watchdog kills one that hangs."""
 JOIN_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others to start."""
 
@@ -80,7 +80,7 @@ def join_ranks(*, timeout: timedelta = JOIN_TIMEOUT) -> None:
 
 
 def leave_ranks() -> None:
-    """Closes the connections to the other ranks, once none of them needs this one any more."""
+    """Closes the connections to the other ranks, once no other rank needs this one."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.destroy_process_group()
 
@@ -116,7 +116,7 @@ def broadcast(data: bytes = b"") -> bytes:
 
 @contextmanager
 def lost_ranks() -> Iterator[None]:
-    """Raises `LostRankError` where the body fails because another rank is gone: all ranks must then
+    """Raises `LostRankError` if the body fails because another rank has ended: all ranks must then
     start again from the last commit."""
     try:
         yield
@@ -130,7 +130,7 @@ def lost_ranks() -> Iterator[None]:
 
 
 def _says_lost(error: RuntimeError) -> bool:
-    """Returns whether an error is one of a collective whose peer is gone.
+    """Returns whether an error comes from a collective whose peer has ended.
 
     gloo's are plain errors of the runtime; NCCL's are of torch's own class.
     """

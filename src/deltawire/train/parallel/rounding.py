@@ -2,8 +2,8 @@
 
 FSDP2 gathers a parameter as it is, or in the dtype that the policy computes in. Trainers on CPUs
 compute in float32 over weights of the published bits: rounded to bf16, then widened, which is
-exact. This shard does so with FSDP2's hooks for tensor subclasses: what travels is bf16, and what
-the layer sees is float32::
+exact. This shard does so with FSDP2's hooks for tensor subclasses: ranks exchange bf16, and the
+layer sees float32::
 
     master shard, fp32 ──round──▶ bf16 ──all-gather──▶ bf16, whole ──widen──▶ fp32 parameter
 """

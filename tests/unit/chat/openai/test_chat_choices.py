@@ -500,7 +500,7 @@ def test_a_call_cannot_be_forced_if_its_beginning_is_undefined(template):
 
     engine = Says("x")
     said, recording, _ = talk(text_of(template), engine, harness)
-    assert "does not say how a call begins" in said
+    assert "does not define how a call begins" in said
     assert (recording.turns, engine.requests) == (0, [])
 
 

@@ -77,7 +77,7 @@ def test_bounds_come_from_the_settings_or_the_datum():
 @pytest.mark.parametrize(
     ("name", "settings", "text"),
     [
-        ("stable_reinforce", {}, "there is no loss"),
+        ("stable_reinforce", {}, "unknown loss"),
         ("ppo", {"beta": 1.0}, "no setting 'beta'"),
         ("dro", {"beta": "x"}, "not a number"),
     ],

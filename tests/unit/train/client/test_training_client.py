@@ -316,7 +316,7 @@ def client(url, model_directory):
 
 
 def test_a_run_that_is_there_is_not_started_again(client, model_directory, tmp_path):
-    with pytest.raises(InputError, match="a run here already"):
+    with pytest.raises(InputError, match="a run exists here already"):
         TrainingClient.create(client.bucket.url, model_directory)
     with pytest.raises(InputError, match="no model directory"):
         TrainingClient.create(str(tmp_path / "b"), tmp_path / "nothing")
