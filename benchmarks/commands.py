@@ -22,7 +22,10 @@ def _add_loop(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--config", default="examples/bench_loop.toml")
     parser.add_argument("--out", default="runs/bench-loop")
     parser.add_argument(
-        "--seeds", type=int, default=3, help="seeds for each way; 0 measures only what needs no run"
+        "--seeds",
+        type=int,
+        default=3,
+        help="seeds for each mode; 0 takes only the measurements that need no run",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
@@ -37,16 +40,19 @@ def _add_codec(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="folders of .npz pairs, or such files (default: synthetic weights)",
     )
     parser.add_argument(
-        "--synthetic", type=int, metavar="WEIGHTS", help="how many to generate (default: 2^28)"
+        "--synthetic",
+        type=int,
+        metavar="WEIGHTS",
+        help="synthetic weights to generate (default: 2^28)",
     )
     parser.add_argument(
-        "--density", default="0.01,0.03", help="the shares of synthetic weights that change"
+        "--density", default="0.01,0.03", help="shares of the synthetic weights that change"
     )
     parser.add_argument("--peers", default="all", help="all, none, or names: arc-v3,xor-zstd1")
     parser.add_argument("--threads", default="1,2", help="threads for deltawire's own codings")
     parser.add_argument("--repeats", type=int, default=9, help="runs that medians are taken over")
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="or as many runs as fit into this time"
+        "--seconds", type=float, default=10.0, help="stop repeating after this time"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument(
@@ -83,7 +89,7 @@ def _add_deltas(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_swap(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = benches.add_parser(
-        "swap", help="the pause of a swap in vLLM, compared with vLLM's own ways; or on a GPU"
+        "swap", help="the pause of a swap in vLLM, compared with vLLM's loaders; or a swap on a GPU"
     )
     parser.add_argument(
         "--parameters", type=float, default=100.0, metavar="MILLIONS", help="of the smaller model"
@@ -116,7 +122,7 @@ def _add_sync(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--bucket", default="", help="a folder or URL to use (default: temporary)")
     where.add_argument("--s3", action="store_true", help="start an S3 server on loopback")
-    parser.add_argument("--threads", type=int, help="to code with (default: all cores)")
+    parser.add_argument("--threads", type=int, help="threads of the codec (default: all cores)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -124,8 +130,8 @@ def _add_train(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = benches.add_parser(
         "train", help="memory and speed of training steps, each against its floor and its peers"
     )
-    parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
-    parser.add_argument("--seed", type=int, default=0, help="what draws lengths and cases")
+    parser.add_argument("--keys", default="all", help="all, or keys of the table, as KEY,KEY")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of lengths and cases")
     parser.add_argument("--repeats", type=int, default=5, help="steps that medians are taken over")
     parser.add_argument(
         "--cases", type=int, default=8, help="memory_error_max: steps to draw from the grid"

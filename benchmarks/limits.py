@@ -20,8 +20,8 @@ def timed(
     seconds: float,
     prepare: Callable[[], Any] = lambda: None,
 ) -> list[float]:
-    """Seconds that ``work`` took each time: ``repeats`` times, or fewer once ``seconds`` are spent,
-    but at least once. ``prepare`` runs before each and is not counted."""
+    """Return the seconds of each call of ``work``: ``repeats`` calls, or fewer once ``seconds``
+    have passed, but at least one. ``prepare`` runs before each and is not counted."""
     taken: list[float] = []
     while not taken or (len(taken) < repeats and sum(taken) < seconds):
         prepare()
@@ -46,11 +46,11 @@ class Limits:
             lambda: read_both(self._old, self._new), repeats=repeats, seconds=seconds
         )
         spare = {name: np.zeros_like(bits) for name, bits in self._new.items()}
-        copy_one(self._new, spare)  # fresh pages cost more than copying does
+        copy_one(self._new, spare)  # fresh pages cost more than copying
         self._copies += timed(lambda: copy_one(self._new, spare), repeats=repeats, seconds=seconds)
 
     def medians(self) -> tuple[float, float]:
-        """Seconds to read both, and to copy one, over all that was measured."""
+        """Seconds to read both, and to copy one, over all measurements."""
         return median(self._reads), median(self._copies)
 
 

@@ -40,7 +40,7 @@ WARM_UP_STEPS = 2
 @dataclass(frozen=True)
 class LoopCost:
     """Processor time of the cheapest step, all threads counted, in milliseconds a group; and the
-    quickest step by the clock, which also waits for whatever else runs on the machine."""
+    quickest step by the clock, which includes waiting for other work on the machine."""
 
     worker_ms: float
     trainer_ms: float
@@ -136,7 +136,7 @@ class _NullTrainer:
         self._desk.observe(self._pool, {WORKER})
         self._desk.write()
         if batch is None:
-            raise BugError("a step's groups are not all there")
+            raise BugError("groups of a step are missing")
         loss = self._loss(batch, version)
         consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
         hashes = [pooled.hash for pooled in batch.taken]

@@ -8,7 +8,7 @@ durations are simulated:
   sigma 0.6; a group takes as long as its slowest episode.
 - a step takes 60 s, a commit 2 s more, and a worker holds a version 3 s after its commit.
 
-The number of workers is such that sampling could go 1.5 times as fast as training.
+There are enough workers to sample 1.5 times as fast as training.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _draw_episode_s(rng: random.Random) -> float:
 
 
 def simulate_idle(train: TrainConfig, *, steps: int = 100, seed: int = 0) -> SimulatedIdle:
-    """Train ``steps`` versions under ``train``'s staleness, on as many workers as are enough."""
+    """Train ``steps`` versions under ``train``'s staleness, with as many workers as are needed."""
     rng = random.Random(seed)
     mean = sum(draw_group_s(rng) for _ in range(2000)) / 2000
     slots = max(1, round(SPARE * train.groups_per_step * mean / STEP_S))

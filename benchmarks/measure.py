@@ -5,7 +5,7 @@ memory is counted per process. It is pinned to as many processors as the coding 
 also measures the limits of memory next to each coding, so that ratios are comparable although the
 load of the machine changes.
 
-``python -m benchmarks.measure CODEC PAIR …`` prints a JSON line a pair.
+``python -m benchmarks.measure CODEC PAIR …`` prints one JSON line per pair.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIMD_VARIABLE: Final = "DELTAWIRE_SIMD"
 
 class Measured(msgspec.Struct, kw_only=True):
     """One coding on one pair. Times are medians of ``encodes`` and ``decodes`` repeats, seconds;
-    None where a coding has no such thing. ``error`` says why there are no figures."""
+    None where they do not apply. ``error`` says why there are no figures."""
 
     codec: str
     pair: str
@@ -220,7 +220,7 @@ def _same(left: dict[str, Bf16Bits], right: dict[str, Bf16Bits]) -> bool:
 
 
 def _pin(threads: int) -> None:
-    """To the last processors: interrupts prefer the first."""
+    """Pin to the last processors, because interrupts prefer the first."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
 
@@ -241,7 +241,7 @@ def main() -> int:
     for path in arguments.pairs:
         try:
             row = measure(arguments.codec, load_pair(Path(path)), **settings)
-        except Exception as error:  # a peer raises whatever it likes; the other pairs go on
+        except Exception as error:  # a peer can raise anything; the other pairs continue
             row = Measured(
                 codec=arguments.codec,
                 pair=Path(path).stem,

@@ -46,7 +46,7 @@ class Anchor:
         self._threads = threads
 
     def encode(self, old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bits]) -> list[Buffer]:
-        """Every tensor, whole."""
+        """Encode every tensor whole."""
         del old
         return pack(
             {
@@ -56,7 +56,7 @@ class Anchor:
         )
 
     def decode(self, payload: Buffer, weights: Weights) -> None:
-        """New arrays take the place of the old."""
+        """New arrays replace the old ones."""
         for name, coded in unpack(payload)[0].items():
             shape, count = weights[name].shape, weights[name].size
             bits = codec.decode_full(as_view(coded), count, 2, threads=self._threads)

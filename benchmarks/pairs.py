@@ -113,7 +113,7 @@ def _load_tensor(archive: Any, name: str) -> PairTensor:
 def find_pairs(places: list[str]) -> list[Path]:
     """The ``.npz`` files named, and those in the folders named, sorted within each.
 
-    Raises InputError for a place that is neither.
+    Raises InputError for a path that is neither.
     """
     found: list[Path] = []
     for place in map(Path, places):

@@ -101,7 +101,7 @@ def record(
 ) -> list[Recorded]:
     """Train at ``setting`` and write its pairs as ``out/NAME-SETTING-kSTRIDE.npz``.
 
-    Pairs that are there already are left as they are. States lie in ``out/work``, which may be
+    Existing pairs are kept. States lie in ``out/work``, which may be
     deleted when no more strides are wanted. Raises InputError for a state of another model.
     """
     missing = [k for k in setting.strides if not pair_path(config, setting, out, k).exists()]
@@ -193,7 +193,7 @@ class _Session:
         return f"loss {float(loss.detach()):.3f}"
 
     async def _sample(self, step: int) -> list[Group]:
-        """A step's groups, drawn from the weights as they are."""
+        """A step's groups, drawn from the current weights."""
         rollout, count = self.config.rollout, self.config.train.groups_per_step
         engine = TransformersEngine(
             self.model,

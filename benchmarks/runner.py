@@ -84,7 +84,7 @@ def choose_peers(wanted: str) -> list[str]:
     names = wanted.split(",")
     if unknown := [name for name in names if name not in PEERS]:
         raise InputError(
-            f"--peers: there is no {unknown[0][:40]!r}",
+            f"--peers: unknown peer {unknown[0][:40]!r}",
             hint=f"known: all, none, {', '.join(PEERS)}",
         )
     return names

@@ -78,7 +78,7 @@ class _Engine:
                     first += size
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As serving engines do it."""
+        """Load as serving engines do."""
         for name, weight in weights:
             self.places[name].copy_(weight)
 
@@ -93,12 +93,15 @@ def time_scatter(
     clock: Callable[[], float] = time.perf_counter,
 ) -> ScatterTimes:
     """Swap ``rounds`` times there and back on ``device``, ``changes`` of about ``parameters``
-    weights each time, and check by the digest that it happened.
+    weights each time, and verify the digest.
 
     Takes 4 bytes of host memory a parameter. Raises `InputError` if there is no such device.
     """
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise InputError(f"there is no device {device[:40]} here", hint="cpu, or cuda where one is")
+        raise InputError(
+            f"there is no device {device[:40]} here",
+            hint="use cpu, or cuda on a machine with a GPU",
+        )
     engine = _Engine(max(1, round(parameters / LAYER_ELEMENTS)), device)
     rng = np.random.default_rng(seed)
     bits = {
@@ -166,7 +169,7 @@ def _lines(prepared: Prepared, device: str) -> int:
 
 
 def _allocated(work: Callable[[], None], device: str) -> int:
-    """The most that ``work`` holds at once, beyond what was held before."""
+    """Return the peak memory of ``work`` above the memory held before."""
     if device == "cpu":
         tracemalloc.start()
         work()
@@ -231,7 +234,7 @@ def _time_reload(
 
 
 class _Timer:
-    """The best of several times, of the device too."""
+    """Return the best of several times, including the device's work."""
 
     def __init__(self, clock: Callable[[], float], device: str) -> None:
         self.clock = clock

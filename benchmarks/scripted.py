@@ -20,8 +20,8 @@ class _Request:
 
 
 class ScriptedEngine:
-    """A `deltawire.engines.base.Sampler` that draws one token of fixed text: all that a request
-    asks for, in the call of `advance` after it."""
+    """A `deltawire.engines.base.Sampler` that draws one token of fixed text: a whole completion, in
+    the next call of `advance`."""
 
     def __init__(self, *, slots: int, capacity: int = 1 << 20) -> None:
         self.version = 0
@@ -43,7 +43,7 @@ class ScriptedEngine:
         *,
         on_token: OnToken | None = None,
     ) -> Completion:
-        """As a `Sampler`."""
+        """See `Sampler`."""
         del prompt, on_token
         count = sampling.max_tokens
         completion = Completion([TOKEN] * count, [-1.0] * count, [self.version] * count, "stop")
@@ -53,7 +53,7 @@ class ScriptedEngine:
         return await request.done
 
     async def advance(self) -> int:
-        """Answer everything that was asked."""
+        """Answer all waiting requests."""
         requests, self._requests = self._requests[: self.slots], self._requests[self.slots :]
         for request in requests:
             if not request.done.done():
@@ -67,7 +67,8 @@ class ScriptedEngine:
 
 
 class ScriptedEnvironment(Environment):
-    """So many turns, each answered by the same few words; half of the episodes earn a reward."""
+    """A fixed number of turns, each answered by the same few words; half of the episodes earn a
+    reward."""
 
     def __init__(self, turns: int, *, reward: float, seen: Callable[[int], None]) -> None:
         self._turns = turns
@@ -80,7 +81,7 @@ class ScriptedEnvironment(Environment):
         return Turn("repair the fault\n")
 
     async def step(self, action: Action) -> Turn:
-        """The next few words."""
+        """Return the next few words."""
         del action
         self._turns -= 1
         if self._turns > 0:
@@ -88,7 +89,7 @@ class ScriptedEnvironment(Environment):
         return Turn(reward=self._reward, done=True)
 
     async def close(self) -> None:
-        """Be counted out."""
+        """Count this environment as closed."""
         self._seen(-1)
 
 

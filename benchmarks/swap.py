@@ -38,7 +38,8 @@ class SwapFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures that docs/BENCHMARKS.md defines by key. Times are medians over ``repeats``.
 
     ``pause_ms`` is how long the engine does not step because of a swap; ``token_gap_ms`` is from
-    the last token before it to the first after it, where ``usual_gap_ms`` lie between two tokens.
+    the last token before it to the first after it, compared with ``usual_gap_ms`` between two other
+    tokens.
     """
 
     pause_ms: float
@@ -142,8 +143,8 @@ def _set_environment() -> None:
 
 
 class _Swap(NamedTuple):
-    """One, in ms: how long the engine stood, from token to token across it, and from token to token
-    before."""
+    """Time one swap, in ms: the pause of the engine, the gap between tokens across it, and the
+    usual gap."""
 
     pause_ms: float
     gap_ms: float
@@ -186,7 +187,7 @@ class _Subject:
         self.last: dict[str, Any] = {}
 
     def publish(self, changes: int) -> int:
-        """The next version, with so many elements changed, anywhere."""
+        """Make the next version, with this many elements changed at random places."""
         share = changes / self.elements
         changed: dict[str, Bits] = {}
         for name, bits in self.tensors.items():
@@ -221,7 +222,7 @@ class _Subject:
         return _Swap(status["last_swap"]["engine_ms"], (ended - began) * 1e3, usual)
 
     def allocated(self, changes: int) -> int:
-        """The most that a swap had allocated at once, by Python's and NumPy's own count."""
+        """Return the peak allocation of a swap, as counted by Python and NumPy."""
         version = self.publish(changes)
         self._prepare(version)
         gc.collect()
@@ -234,7 +235,7 @@ class _Subject:
         return max(0, peak - held)
 
     def rivals(self, changes: int, repeats: int) -> tuple[float, float, float]:
-        """vLLM's own ways, on the same live weights, in turn: all weights again from the page
+        """Time vLLM's loaders on the same live weights, in turn: all weights again from the page
         cache, handed to the model and by its call for that, and the same number of changes by its
         patch loader. Milliseconds."""
         import torch
@@ -268,7 +269,7 @@ class _Subject:
             if answer["sound"]:
                 raise BugError("loading other weights was not noticed")
         if not self._status("deltawire_attest")["sound"]:
-            raise BugError("the weights were not mended")
+            raise BugError("the weights were not repaired")
         return median(reloads[1:]), median(calls[1:]), median(patches_ms[1:])
 
     def _patches(self, share: float, make: Any) -> Iterator[Any]:
@@ -329,7 +330,7 @@ class _Subject:
             self._llm.llm_engine.step()
 
     def _keep_busy(self) -> None:
-        """Running sequences, fresh ones where none is left."""
+        """Keep sequences running; start new ones if none is left."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -369,7 +370,7 @@ class _Subject:
 
 
 def _build(folder: Path, parameters: int) -> None:
-    """A Qwen3 of about so many parameters, twelve layers deep, with random weights in bf16."""
+    """A Qwen3 of about this many parameters, twelve layers deep, with random weights in bf16."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -17,7 +17,7 @@ __all__ = ["PEERS", "Format", "Peer", "Weights", "missing", "open_peer"]
 
 
 class Peer(NamedTuple):
-    """Where a format is implemented, and the packages that it needs besides deltawire's."""
+    """The module of a format, and the packages that it needs in addition to deltawire's."""
 
     module: str
     name: str
@@ -46,7 +46,7 @@ def missing(name: str) -> list[str]:
 
 
 def open_peer(name: str) -> Format:
-    """The format of a peer. Raises InputError if there is none such, or a package is missing."""
+    """The format of a peer. Raises InputError if the name is unknown, or a package is missing."""
     if name not in PEERS:
         raise InputError(f"there is no peer {name[:40]!r}", hint=f"known: {', '.join(PEERS)}")
     if absent := missing(name):

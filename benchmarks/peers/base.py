@@ -17,12 +17,12 @@ class Format(Protocol):
 
     @property
     def name(self) -> str:
-        """As in the table."""
+        """Its name in the table."""
         ...
 
     @property
     def used_by(self) -> str:
-        """The systems that ship deltas so."""
+        """The systems that ship deltas in this format."""
         ...
 
     def encode(self, old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bits]) -> list[Buffer]:
@@ -30,5 +30,5 @@ class Format(Protocol):
         ...
 
     def decode(self, payload: Buffer, weights: Weights) -> None:
-        """Turn ``weights`` from old to new: in place, or by putting other arrays there."""
+        """Turn ``weights`` from old to new: in place, or by replacing arrays."""
         ...

@@ -63,7 +63,7 @@ def pack(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None
 def unpack(payload: Buffer) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """Returns the arrays that `pack` was given, as views of ``payload``, and the metadata.
 
-    For bytes that this process has made itself: it does not defend against others.
+    Only for bytes that this process made itself; it does not validate them.
     """
     view = memoryview(payload)
     (length,) = _LENGTH.unpack_from(view)

@@ -1,9 +1,9 @@
 """Fireworks' own codecs, from the MIT-licensed wheel ``fireworks-delta-compression``.
 
-arc_v2 is XOR + zstd, arc_v3 a choice of typed codings with a pickle as its envelope, so nothing is
-ever decoded here but what the same process has just encoded. Both compute Adler-32 of the new
-tensor on each side; there is no way to leave that out. arc_v3 runs its candidates on
-separate threads and takes the smallest that finishes in time, so its size may vary between runs.
+arc_v2 is XOR + zstd, arc_v3 a choice of typed codings with a pickle as its envelope, so this
+decodes only bytes that the same process has just encoded. Both compute Adler-32 of the new tensor
+on each side, which cannot be disabled. arc_v3 runs its candidates on separate threads and takes the
+smallest that finishes in time, so its size may vary between runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Fireworks:
         return pack(entries, checksums)
 
     def decode(self, payload: Buffer, weights: Weights) -> None:
-        """The wheel gives new tensors, which take the place of the old."""
+        """The wheel returns new tensors, which replace the old ones."""
         arrays, checksums = unpack(payload)
         for name, compressed in arrays.items():
             with warnings.catch_warnings():

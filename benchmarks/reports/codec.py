@@ -83,8 +83,8 @@ def _check_plot(path: Path) -> None:
 def _pairs(
     arguments: argparse.Namespace, densities: Sequence[float], console: Console
 ) -> Iterator[list[Path]]:
-    """The pairs to measure on; synthetic ones are made where nothing else is asked for, and are
-    gone afterwards."""
+    """The pairs to measure on; synthetic ones are generated if no others are named, and deleted
+    afterwards."""
     found = find_pairs(arguments.corpus)
     with tempfile.TemporaryDirectory(prefix="deltawire-bench-") as folder:
         if arguments.synthetic is not None or not found:

@@ -2,8 +2,9 @@
 
 Alternating is the staleness bound 0: a step's groups are sampled at its own version, then the
 workers wait for the next one (`deltawire.rl.control.admission` derives it). Pipelined is the
-configured bound. The trainer is pinned to one core and the workers to the other, so that neither
-mode gets more of the machine; the modes alternate over the seeds, so that a slow hour affects both.
+configured bound. The trainer is pinned to one core and the workers to the other, so that both modes
+get the same share of the machine; the modes alternate over the seeds, so that a slow hour affects
+both.
 
 It also prints figures that need no run, and with ``--seeds 0`` only these: the cost of the loop
 (`benchmarks.loop_cost`) and the trainer's simulated idle time (`benchmarks.loop_idle`).
@@ -36,7 +37,7 @@ WAYS = ("alternating", "pipelined")
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure of both ways."""
+    """One figure in both modes."""
 
     alternating: float
     pipelined: float
@@ -62,7 +63,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Medians over the seeds; ``pipelined_speedup`` is that of the ratios within one seed.
 
     Idle shares, and accuracies in 0 … 1; ``heldout_spread`` is the standard deviation over seeds,
-    ``heldout_standard_error`` that of the difference between the two ways' means.
+    ``heldout_standard_error`` that of the difference between the two modes' means.
     """
 
     pipelined_speedup: float
@@ -80,7 +81,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run every seed both ways and print the figures."""
+    """Run every seed in both modes and print the figures."""
     path = Path(arguments.config)
     config = load_config(path)
     console = Console(stderr=True)
@@ -153,7 +154,7 @@ def _cost_table(costs: CostFigures) -> Table:
 
 
 def _one(config: RunConfig, way: str, seed: int, out: Path, console: Console) -> Summary:
-    """One run in a fresh place; the seed's warm start is made once and used both ways."""
+    """One run in a fresh place; the seed's warm start is made once and used in both modes."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     bound = 0 if way == "alternating" else config.train.max_staleness

@@ -48,7 +48,7 @@ def _print(found: SwapFigures) -> None:
         "≥ 20",
     )
     table.add_row(
-        "times shorter than vLLM's call for that", f"{found.pause_speedup_vs_reload_call:.1f}", ""
+        "times shorter than vLLM's call for it", f"{found.pause_speedup_vs_reload_call:.1f}", ""
     )
     table.add_row(
         "times shorter than vLLM's patch loader",
@@ -76,8 +76,8 @@ def _print(found: SwapFigures) -> None:
 
 
 def _bench_alone(arguments: argparse.Namespace) -> int:
-    # Not before: it brings torch, which reads its threads from the environment when it is imported,
-    # and the other benchmark sets that first.
+    # Imported late: torch reads its thread count from the environment on import, and the other
+    # benchmark sets it first.
     from benchmarks.scatter import time_scatter
 
     parameters = int(arguments.parameters * 1e6)

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     rivals = [name for name in arguments.rivals.split(",") if name]
     for name in rivals:
         if name not in PEERS:
-            raise InputError(f"there is no rival {name[:40]!r}", hint=f"known: {', '.join(PEERS)}")
+            raise InputError(f"unknown rival {name[:40]!r}", hint=f"known: {', '.join(PEERS)}")
     skipped = [name for name in rivals if missing(name)]
     for name in skipped:
         console.print(f"{name} is left out: it needs {', '.join(missing(name))}", style="yellow")
@@ -82,7 +82,7 @@ def _print(found: SyncFigures) -> None:
     console = Console(highlight=False)
     table = Table("", "measured", "floor")
     table.add_row(
-        "trainer blocked a publish, as a share of one memcpy",
+        "trainer blocked per publish, as a share of one memcpy",
         f"{found.trainer_blocked_vs_memcpy:.2f}",
         "≤ 1.5",
     )

@@ -16,7 +16,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_run_url(parser)
     parser.add_argument("directory", metavar="DIR", help="the snapshot's new folder")
     parser.add_argument(
-        "--version", type=at_least(0), metavar="N", help="which one (default: the newest)"
+        "--version",
+        type=at_least(0),
+        metavar="N",
+        help="the version to write (default: the newest)",
     )
     parser.add_argument(
         "--base", type=at_least(0), metavar="N", help="write an arc_v2 delta to this version"

@@ -8,9 +8,7 @@ from pathlib import Path
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "import", help="write the whole directory that a snapshot and its base make"
-    )
+    parser = commands.add_parser("import", help="combine a snapshot and its base into a directory")
     parser.set_defaults(call=run)
     parser.add_argument("snapshot", metavar="SNAPSHOT_DIR", help="of an arc_v2 delta")
     parser.add_argument("base", metavar="BASE_DIR", help="the directory that it builds on")

@@ -35,6 +35,10 @@ class _CommandParser(argparse.ArgumentParser):
         super().error(safe_line(message))
 
 
+def _sentence(text: str | None) -> str:
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands; a test freezes their options."""
     parser = _CommandParser(
@@ -45,6 +49,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         import_module(f"deltawire.cli.{name}").add_parser(commands)
+    for action in commands._choices_actions:  # repeated in the command's own --help
+        parser_of_command = commands.choices[action.dest]
+        parser_of_command.description = " ".join(
+            filter(None, (_sentence(action.help), parser_of_command.description))
+        )
     return parser
 
 

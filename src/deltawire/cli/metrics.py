@@ -9,7 +9,7 @@ from deltawire.cli.arguments import add_run_url, add_token_file, add_trust, add_
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser("metrics", help="a run's figures for Prometheus, or a tracker")
+    parser = commands.add_parser("metrics", help="send a run's figures to Prometheus or a tracker")
     parser.set_defaults(call=run)
     add_run_url(parser)
     add_trust(parser)
@@ -22,7 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=float,
         default=5.0,
         metavar="S",
-        help="read the bucket at most once in so many seconds",
+        help="read the bucket at most once in this many seconds",
     )
     add_window(parser)
     parser.add_argument(

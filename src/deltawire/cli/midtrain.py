@@ -14,7 +14,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declare the command."""
     parser = commands.add_parser("midtrain", help="train on documents, before or between RL runs")
     parser.set_defaults(call=run, engine=None, dry_run=False, launcher="local")
-    parser.add_argument("config", metavar="CONFIG.toml", help="with a [midtrain] section")
+    parser.add_argument(
+        "config", metavar="CONFIG.toml", help="the configuration, with a [midtrain] section"
+    )
     parser.add_argument("--out", default="", help="the run's folder (default: runs/NAME)")
     parser.add_argument("--bucket", default="", help=f"{BUCKET} (default: OUT/bucket)")
     add_seed(parser)

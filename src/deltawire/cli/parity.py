@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--replay", action="store_true", help="score again with the left engine's expert choices"
     )
-    parser.add_argument("--limit", type=float, metavar="K3", help="exit with 3 above it")
+    parser.add_argument("--limit", type=float, metavar="K3", help="exit with 3 if k3 exceeds this")
     parser.add_argument(
         "--plot", default="", metavar="FILE", help="draw the drift by layer: .svg, .png"
     )

@@ -11,7 +11,7 @@ from deltawire.errors import InputError
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser("probes", help="compare rewards with what they do not see")
+    parser = commands.add_parser("probes", help="compare rewards with checks that they do not see")
     parser.set_defaults(call=run)
     add_run_url(parser)
     add_trust(parser)

@@ -22,11 +22,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("publish", help="publish Hugging Face directories as versions")
     parser.set_defaults(call=run)
     parser.add_argument(
-        "checkpoints", nargs="*", metavar="CHECKPOINT_DIR", help="in the order of the versions"
+        "checkpoints",
+        nargs="*",
+        metavar="CHECKPOINT_DIR",
+        help="checkpoint directories, in the order of their versions",
     )
     parser.add_argument("--to", required=True, metavar="RUN_URL", help=BUCKET)
     parser.add_argument(
-        "--watch", default="", metavar="FOLDER", help="also publish its subfolders as they appear"
+        "--watch",
+        default="",
+        metavar="FOLDER",
+        help="also publish the subfolders of this folder as they appear",
     )
     parser.add_argument(
         "--settle",
@@ -39,10 +45,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--files",
         default="",
         metavar="MODEL_DIR",
-        help="take config.json, tokenizer and the like from here where a directory lacks them",
+        help="take config.json and tokenizer files from here if a directory lacks them",
     )
     parser.add_argument(
-        "--idle", type=seconds, default=0.0, metavar="S", help="end after so long without any"
+        "--idle",
+        type=seconds,
+        default=0.0,
+        metavar="S",
+        help="end after this long without a new checkpoint",
     )
     parser.add_argument("--name", default="", help="name of a new run (default: the bucket's)")
     parser.add_argument(
@@ -50,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=at_least(0),
         default=25,
         metavar="N",
-        help="store every Nth version whole; 0 is never (default: 25)",
+        help="store every Nth version whole; 0 stores none (default: 25)",
     )
     parser.add_argument(
         "--anchor-share",
@@ -60,7 +70,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="store a version whole once the deltas exceed this share of the model",
     )
     parser.add_argument(
-        "--retain", type=at_least(0), default=0, metavar="N", help="keep N versions; 0 keeps all"
+        "--retain",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="keep the newest N versions; 0 keeps all",
     )
     parser.add_argument(
         "--backwards",

@@ -22,7 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_run_url(parser)
     parser.add_argument("directory", metavar="DIR", help="becomes a link to the version's files")
     parser.add_argument(
-        "--version", type=at_least(0), metavar="N", help="which one (default: the newest)"
+        "--version", type=at_least(0), metavar="N", help="the version to show (default: the newest)"
     )
     parser.add_argument("--follow", action="store_true", help="also bring every newer version")
     parser.add_argument(

@@ -14,16 +14,29 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(call=run)
     add_run_url(parser)
     parser.add_argument(
-        "--version", type=at_least(1), metavar="N", help="trained on by this version (newest first)"
-    )
-    parser.add_argument("--task", default="", metavar="TEXT", help="part of a task's identity")
-    parser.add_argument("--family", default="", metavar="NAME", help="of this family of tasks")
-    parser.add_argument("--worker", default="", metavar="NAME", help="of this worker")
-    parser.add_argument(
-        "--min-reward", type=float, default=-math.inf, metavar="R", help="of at least this reward"
+        "--version",
+        type=at_least(1),
+        metavar="N",
+        help="only samples that this version was trained on (default: all, newest first)",
     )
     parser.add_argument(
-        "--max-reward", type=float, default=math.inf, metavar="R", help="of at most this reward"
+        "--task", default="", metavar="TEXT", help="only tasks whose identity contains this text"
+    )
+    parser.add_argument("--family", default="", metavar="NAME", help="only this family of tasks")
+    parser.add_argument("--worker", default="", metavar="NAME", help="only samples of this worker")
+    parser.add_argument(
+        "--min-reward",
+        type=float,
+        default=-math.inf,
+        metavar="R",
+        help="only samples with at least this reward",
+    )
+    parser.add_argument(
+        "--max-reward",
+        type=float,
+        default=math.inf,
+        metavar="R",
+        help="only samples with at most this reward",
     )
     parser.add_argument("--failed", action="store_true", help="only episodes that failed")
     parser.add_argument(

@@ -36,14 +36,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--transition",
         choices=("async", "sync"),
         default="async",
-        help="swap under running requests, or after they have ended",
+        help="swap weights while requests run, or after they have ended",
     )
     parser.add_argument(
         "--drain",
         type=float,
         default=90.0,
         metavar="S",
-        help="sync: wait this long for running requests (default: 90)",
+        help="with --transition sync: wait this long for running requests (default: 90)",
     )
     parser.add_argument(
         "--model", default="", help="the replicas' name for the model (default: the request's)"

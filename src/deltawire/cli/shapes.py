@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MODES = ("full", "lora", "reference")
 PREDICTED = (
     "Memory is predicted and times are estimates. deltawire run --shape NAME|FILE starts the "
-    "shapes that the trainer can do."
+    "shapes that the trainer supports."
 )
 
 
@@ -38,7 +38,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "named shape such as qwen3-30b-a3b-lora-8xh200 (default: list the catalogue)",
     )
     parser.add_argument("--on", default="", metavar="NxNAME", help="accelerators, such as 8xh200")
-    parser.add_argument("--mode", choices=MODES, default="full", help="with --on (default: full)")
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="full",
+        help="full, LoRA or reference; with --on (default: full)",
+    )
     parser.add_argument(
         "--context", type=at_least(1), metavar="TOKENS", help="tokens per sequence (default: 32768)"
     )
@@ -47,13 +52,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--packing",
         choices=("none", "int4", "mxfp4", "nvfp4", "fp8"),
-        help="of frozen experts (default: as the catalogue's checkpoint has them)",
+        help="the packed format of frozen experts (default: the published checkpoint's)",
     )
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument(
         "--checkpointing",
         choices=("none", "selective", "full", "offloaded"),
-        help="of activations (default: the fastest that fits)",
+        help="checkpointing of activations (default: the fastest that fits)",
     )
     parser.add_argument(
         "--offload",
@@ -67,7 +72,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--accelerators", default="", metavar="FILE.json", help="a table that adds accelerators"
     )
-    parser.add_argument("--out", default="", metavar="FILE.json", help="write the profile here")
+    parser.add_argument(
+        "--out", default="", metavar="FILE.json", help="write the profile to this file"
+    )
     parser.add_argument(
         "--published", action="store_true", help="compare published shapes with ours, in Markdown"
     )

@@ -9,7 +9,7 @@ from deltawire.cli.arguments import add_json, add_run_url, add_trust, add_window
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser("status", help="show how a run stands, from its bucket only")
+    parser = commands.add_parser("status", help="show a run's status, read from its bucket only")
     parser.set_defaults(call=run)
     add_run_url(parser)
     add_trust(parser)

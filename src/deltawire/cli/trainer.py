@@ -20,11 +20,13 @@ from deltawire.errors import InputError
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser("trainer", help="start or continue a run's trainer, and only it")
+    parser = commands.add_parser("trainer", help="start or continue only a run's trainer")
     parser.set_defaults(call=run)
     add_run_url(parser)
-    parser.add_argument("--config", default="", help="start the run with this configuration")
-    parser.add_argument("--model", default="", help="and with this model directory as version 0")
+    parser.add_argument(
+        "--config", default="", help="start a run with this configuration; needs --model"
+    )
+    parser.add_argument("--model", default="", help="version 0 of a new run: this model directory")
     add_seed(parser)
     add_engine(parser)
     add_shape(parser)

@@ -176,11 +176,11 @@ def test_accelerators_can_be_added_and_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"memory_gib": -1}, "no table of accelerators"),
-        ({"memory_gib": 1e300}, "no table of accelerators"),
-        ({"name": "../../etc"}, "no table of accelerators"),
-        ({"source": ""}, "no table of accelerators"),
-        ({"surprise": 1}, "no table of accelerators"),
+        ({"memory_gib": -1}, "not a table of accelerators"),
+        ({"memory_gib": 1e300}, "not a table of accelerators"),
+        ({"name": "../../etc"}, "not a table of accelerators"),
+        ({"source": ""}, "not a table of accelerators"),
+        ({"surprise": 1}, "not a table of accelerators"),
     ],
 )
 def test_hostile_accelerators_are_refused(change: dict[str, Any], message: str) -> None:
