@@ -98,10 +98,7 @@ def time_scatter(
     Takes 4 bytes of host memory a parameter. Raises `InputError` if there is no such device.
     """
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise InputError(
-            f"there is no device {device[:40]} here",
-            hint="use cpu, or cuda on a machine with a GPU",
-        )
+        raise InputError(f"unknown device {device[:40]}", hint="use cpu, or cuda on a GPU machine")
     engine = _Engine(max(1, round(parameters / LAYER_ELEMENTS)), device)
     rng = np.random.default_rng(seed)
     bits = {
