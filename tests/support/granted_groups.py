@@ -1,14 +1,26 @@
-"""Groups that a test makes up, with the nonces that a trainer grants to their worker."""
+"""Groups that a test makes up, with the nonces that a trainer grants to their worker, and runs that
+begin with them."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+from heartbeats import put_heartbeat
+
+from deltawire.config import BuildConfig, parse_config
+from deltawire.export.models import save_model
 from deltawire.rl.control.challenges import nonce_of
-from deltawire.store import Bucket
+from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.store import Bucket, open_bucket
+from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
-from deltawire.wire.rollouts import Group, encode_group
+from deltawire.wire.rollouts import Group, Trajectory, encode_group
 from deltawire.wire.status import Challenge
 
 SECRET = "5e" * 16
@@ -23,3 +35,55 @@ def put_group(bucket: Bucket, number: int, group: Group, *, worker: str = "w0") 
     data = encode_group(replace(group, nonce=nonce_of(SECRET, 0, number)))
     bucket.put(keys.rollout(worker, number), data)
     return data
+
+
+def made_up_group(
+    number: int, *, tokens: int = 6, episodes: int = 4, failed: tuple[int, int] | None = None
+) -> Group:
+    """A group of random tokens; ``failed`` names the number and the episode that failed."""
+    rng = np.random.default_rng(number)
+    trajectories = [
+        Trajectory(
+            rng.integers(0, 256, tokens, np.int32),
+            np.full(tokens, -5.0, np.float32),
+            np.zeros(tokens, np.int32),
+            np.ones(tokens, np.uint8),
+            float(place % 2),
+            "stop",
+            cause="timeout" if (number, place) == failed else "",
+        )
+        for place in range(episodes)
+    ]
+    return Group("w0", "n", f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
+
+
+def start_with_groups(
+    folder: Path,
+    *,
+    groups: int,
+    train: dict[str, Any],
+    group: Callable[[int], Group] = made_up_group,
+    layers: int = 1,
+    attention_dropout: float = 0.0,
+    **config: Any,
+) -> Bucket:
+    """Start a run of a tiny model in ``folder / "bucket"``, with groups of a worker that lives."""
+    sizes = BuildConfig(
+        hidden_size=32, layers=layers, head_size=16, feed_forward_size=48, context=64
+    )
+    model = build_model(sizes, seed=0)
+    model.config.attention_dropout = attention_dropout
+    save_model(model, byte_tokenizer(), folder / "model")
+    bucket = open_bucket(str(folder / "bucket"), create=True)
+    raw = {
+        "name": "granted",
+        "model": {"path": str(folder / "model")},
+        "train": train,
+        "trust": UNCHECKED,
+        **config,
+    }
+    start_run(bucket, parse_config(raw, source="test"), folder / "model")
+    for number in range(groups):
+        put_group(bucket, number, group(number))
+    put_heartbeat(bucket, "w0", stored=groups, at=time.time())
+    return bucket

@@ -52,8 +52,9 @@ def bundles_of(config: RunConfig, *, gpus: bool) -> dict[str, Bundle]:
     """Return what each process of a run asks of the cluster, by the process's name.
 
     A process takes ``threads`` CPUs, and a GPU if the cluster has ``gpus`` and its device is not
-    the CPU.
+    the CPU. The trainer takes that for each of its ranks, which lie on one machine.
     """
+    ranks = config.train.ranks
     devices = {"trainer": config.device_of("trainer")}
     for number in range(config.rollout.workers):
         devices[f"w{number}"] = config.device_of("worker")
@@ -61,10 +62,11 @@ def bundles_of(config: RunConfig, *, gpus: bool) -> dict[str, Bundle]:
         devices["reference"] = config.reference.device or config.device
     if config.evaluate.every:
         devices["evaluator"] = config.device_of("evaluator")
+    counts = {name: ranks if name == "trainer" else 1 for name in devices}
     return {
         name: {
-            "CPU": float(config.threads),
-            **({"GPU": 1.0} if gpus and device not in ("cpu", "mps") else {}),
+            "CPU": float(config.threads * counts[name]),
+            **({"GPU": float(counts[name])} if gpus and device not in ("cpu", "mps") else {}),
         }
         for name, device in devices.items()
     }
@@ -245,7 +247,8 @@ class RayLauncher:
         """Connect to a cluster, or start one, and reserve what a run needs."""
         ray = _ray()
         joined = ray.is_initialized()
-        grows = joined or _connect(len(bundles_of(config, gpus=False)) * config.threads)
+        asked = sum(bundle["CPU"] for bundle in bundles_of(config, gpus=False).values())
+        grows = joined or _connect(int(asked))
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         try:
             return cls(bundles_of(config, gpus=gpus), grows=grows, leaves=not joined)

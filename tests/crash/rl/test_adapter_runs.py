@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +10,21 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from granted_groups import UNCHECKED, put_group
-from heartbeats import put_heartbeat
+from granted_groups import start_with_groups
 
 from deltawire.cli.main import main
-from deltawire.config import BuildConfig, parse_config
+from deltawire.config import parse_config
 from deltawire.errors import InputError
 from deltawire.export.adapter import PREFIX, open_model
-from deltawire.export.models import fetch_model_files, save_model
+from deltawire.export.models import fetch_model_files
 from deltawire.export.source import open_source
-from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.rl.trainer.verify_training import verify_training
 from deltawire.runtime.process import Process, open_run
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket
 from deltawire.sync import load_mirror, read_history, read_manifest
-from deltawire.train.build import build_model, byte_tokenizer
-from deltawire.wire.rollouts import Group, Trajectory
 
 VERSIONS = 4
-
-
-def group(number: int) -> Group:
-    rng = np.random.default_rng(number)
-    trajectories = [
-        Trajectory(
-            rng.integers(0, 256, 6, np.int32),
-            np.full(6, -5.0, np.float32),
-            np.zeros(6, np.int32),
-            np.ones(6, np.uint8),
-            float(place % 2),
-            "stop",
-        )
-        for place in range(4)
-    ]
-    return Group("w0", "n", f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
 
 
 @pytest.fixture
@@ -54,9 +33,6 @@ def started(tmp_path) -> Bucket:
 
 
 def start(folder: Path, **train: Any) -> Bucket:
-    sizes = BuildConfig(hidden_size=32, layers=2, head_size=16, feed_forward_size=48, context=64)
-    save_model(build_model(sizes, seed=0), byte_tokenizer(), folder / "model")
-    bucket = open_bucket(str(folder / "bucket"), create=True)
     settings = {
         "versions": VERSIONS,
         "groups_per_step": 2,
@@ -67,13 +43,7 @@ def start(folder: Path, **train: Any) -> Bucket:
         "adapter": {"kind": "lora", "rank": 4, "alpha": 8.0},
         **train,
     }
-    config = {"name": "lora", "model": {"path": str(folder / "model")}, "train": settings}
-    config["trust"] = UNCHECKED
-    start_run(bucket, parse_config(config, source="test"), folder / "model")
-    for number in range(2 * VERSIONS):
-        put_group(bucket, number, group(number))
-    put_heartbeat(bucket, "w0", stored=2 * VERSIONS, at=time.time())
-    return bucket
+    return start_with_groups(folder, groups=2 * VERSIONS, train=settings, layers=2)
 
 
 def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False) -> list[str]:

@@ -7,60 +7,34 @@ import time
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from granted_groups import UNCHECKED, put_group
-from heartbeats import put_heartbeat
+from granted_groups import made_up_group, start_with_groups
 
-from deltawire.config import BuildConfig, parse_config
+from deltawire.config import BuildConfig
 from deltawire.errors import InputError
-from deltawire.export.models import empty_model, fetch_model_files, save_model
-from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.rl.trainer.verify_training import verify_training
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_history, read_manifest, read_run
 from deltawire.train import AdamParams, Datum, ModelInput, TrainingClient
-from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
-from deltawire.wire.rollouts import Group, Trajectory
 from deltawire.wire.status import TrainerStatus
 
 SIZES = BuildConfig(hidden_size=32, layers=1, head_size=16, feed_forward_size=48, context=64)
 TRAIN = {"versions": 4, "groups_per_step": 1, "max_staleness": 100, "checkpoint_every": 2}
 
 
-def group(number: int) -> Group:
-    rng = np.random.default_rng(number)
-    trajectories = [
-        Trajectory(
-            rng.integers(0, 256, 5, np.int32),
-            np.full(5, -5.0, np.float32),
-            np.zeros(5, np.int32),
-            np.ones(5, np.uint8),
-            float(place % 2),
-            "stop",
-        )
-        for place in range(2)
-    ]
-    return Group("w0", "n", f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
-
-
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> Path:
     """A bucket with a run at version 0, and groups for four steps."""
     folder = tmp_path_factory.mktemp("handover")
-    save_model(build_model(SIZES, seed=0), byte_tokenizer(), folder / "model")
-    bucket = open_bucket(str(folder / "bucket"), create=True)
-    config = {"name": "handover", "model": {"path": str(folder / "model")}, "train": TRAIN}
-    config["trust"] = UNCHECKED
-    start_run(bucket, parse_config(config, source="test"), folder / "model")
-    for number in range(4):
-        put_group(bucket, number, group(number))
-    put_heartbeat(bucket, "w0", stored=4, at=time.time())
+    start_with_groups(
+        folder, groups=4, train=TRAIN, group=lambda n: made_up_group(n, tokens=5, episodes=2)
+    )
     return folder / "bucket"
 
 

@@ -11,10 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from granted_groups import UNCHECKED, put_group
-from heartbeats import put_heartbeat
+from granted_groups import made_up_group, start_with_groups
 
-from deltawire.config import BuildConfig, parse_config
+from deltawire.config import BuildConfig
 from deltawire.errors import CorruptError, InputError
 from deltawire.events import Life, Step
 from deltawire.export.adapter import open_model
@@ -24,62 +23,36 @@ from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.reference import reader as reading
 from deltawire.rl.reference.process import GroupScorer, run_reference
 from deltawire.rl.reference.reader import ReferenceReader
-from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.rl.trainer.verify_training import verify_training
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.process import Process, open_run
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.wire import keys
 from deltawire.wire.reference_scores import ReferenceScores, decode_scores, encode_scores
-from deltawire.wire.rollouts import Group, Trajectory, decode_group
+from deltawire.wire.rollouts import Group, decode_group
 
 VERSIONS = 3
 GROUPS = 2 * VERSIONS
 
 
 def group(number: int) -> Group:
-    rng = np.random.default_rng(number)
-    trajectories = [
-        Trajectory(
-            rng.integers(0, 256, 6, np.int32),
-            np.full(6, -5.0, np.float32),
-            np.zeros(6, np.int32),
-            np.ones(6, np.uint8),
-            float(place % 2),
-            "stop",
-            cause="timeout" if (number, place) == (1, 0) else "",
-        )
-        for place in range(4)
-    ]
-    return Group("w0", "n", f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
+    return made_up_group(number, failed=(1, 0))
 
 
 def start(folder: Path, *, mode: str = "process", model: str = "", **loss: Any) -> Bucket:
-    sizes = BuildConfig(hidden_size=32, layers=1, head_size=16, feed_forward_size=48, context=64)
-    save_model(build_model(sizes, seed=0), byte_tokenizer(), folder / "model")
-    bucket = open_bucket(str(folder / "bucket"), create=True)
-    config = {
-        "name": "reference",
-        "model": {"path": str(folder / "model")},
-        "reference": {"mode": mode, "model": model},
-        "train": {
-            "versions": VERSIONS,
-            "groups_per_step": 2,
-            "max_staleness": 100,
-            "checkpoint_every": 2,
-            "optimizer": {"learning_rate": 1e-2},
-            "schedule": {"warmup_steps": 1},
-            "loss": {"kl": "k2", "kl_coefficient": 0.5, **loss},
-        },
+    train = {
+        "versions": VERSIONS,
+        "groups_per_step": 2,
+        "max_staleness": 100,
+        "checkpoint_every": 2,
+        "optimizer": {"learning_rate": 1e-2},
+        "schedule": {"warmup_steps": 1},
+        "loss": {"kl": "k2", "kl_coefficient": 0.5, **loss},
     }
-    config["trust"] = UNCHECKED
-    start_run(bucket, parse_config(config, source="test"), folder / "model")
-    for number in range(GROUPS):
-        put_group(bucket, number, group(number))
-    put_heartbeat(bucket, "w0", stored=GROUPS, at=time.time())
-    return bucket
+    reference = {"mode": mode, "model": model}
+    return start_with_groups(folder, groups=GROUPS, train=train, group=group, reference=reference)
 
 
 @pytest.fixture

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from granted_groups import UNCHECKED, put_group
+from granted_groups import UNCHECKED, made_up_group, put_group, start_with_groups
 from heartbeats import put_heartbeat
 
 from deltawire.cli.main import main
-from deltawire.config import BuildConfig, RunConfig, parse_config
+from deltawire.config import RunConfig, parse_config
 from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
 from deltawire.events import Parity, SettingsChanged, Step
-from deltawire.export.models import empty_model, fetch_model_files, save_model
+from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.parity import Divergence
 from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.evaluate import audit as auditing
@@ -40,14 +39,13 @@ from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_history, read_manifest, read_run
-from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.checkpoint import checkpoint_versions, load_checkpoint, save_checkpoint
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import train_step
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.objects import encode_json
-from deltawire.wire.rollouts import Group, Trajectory, encode_group
+from deltawire.wire.rollouts import encode_group
 
 VERSIONS = 6
 CONFIG = {
@@ -67,36 +65,13 @@ CONFIG = {
 }
 
 
-def group(number: int) -> Group:
-    rng = np.random.default_rng(number)
-    trajectories = [
-        Trajectory(
-            rng.integers(0, 256, 6, np.int32),
-            np.full(6, -5.0, np.float32),
-            np.zeros(6, np.int32),
-            np.ones(6, np.uint8),
-            float(place % 2),
-            "stop",
-        )
-        for place in range(4)
-    ]
-    return Group("w0", "n", f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
-
-
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> Path:
     """A bucket with a run at version 0 and enough groups; its model drops attention at random."""
     folder = tmp_path_factory.mktemp("exact")
-    sizes = BuildConfig(hidden_size=32, layers=1, head_size=16, feed_forward_size=48, context=64)
-    model = build_model(sizes, seed=0)
-    model.config.attention_dropout = 0.3
-    save_model(model, byte_tokenizer(), folder / "model")
-    bucket = open_bucket(str(folder / "bucket"), create=True)
-    config = {**CONFIG, "model": {"path": str(folder / "model")}}
-    start_run(bucket, parse_config(config, source="test"), folder / "model")
-    for number in range(2 * VERSIONS):
-        put_group(bucket, number, group(number))
-    put_heartbeat(bucket, "w0", stored=2 * VERSIONS, at=time.time())
+    start_with_groups(
+        folder, groups=2 * VERSIONS, train=CONFIG["train"], name="exact", attention_dropout=0.3
+    )
     return folder / "bucket"
 
 
@@ -232,7 +207,7 @@ def test_a_group_damaged_at_rest_is_named_and_never_trained_on(bucket) -> None:
     """A flipped bit in a log-probability leaves a group that can be read."""
     train(bucket, to=3, die=True)
     key = keys.rollout("w0", 4)
-    changed = group(4)
+    changed = made_up_group(4)
     changed.trajectories[0].logprobs_T[2] = -5.5
     bucket.put(key, encode_group(changed))
     with pytest.raises(CorruptError, match=f"not the one that was trained on.*{key}"):
@@ -255,7 +230,7 @@ def test_dropout_is_off_unless_configured(bucket) -> None:
     if neither the trainer nor the reference does."""
     run, config = open_run(bucket)
     loss = msgspec.structs.replace(config.train.loss, kl="k3")
-    groups = [group(0), group(1)]
+    groups = [made_up_group(0), made_up_group(1)]
     found = []
     for dropout in (False, True):
         train = msgspec.structs.replace(config.train, loss=loss, dropout=dropout)
@@ -462,7 +437,7 @@ def test_an_audit_reads_a_sample_and_finds_groups_that_were_exchanged(bucket) ->
     found = audit_consumption(bucket, sampled=5)
     assert (found.groups, found.consumed, found.lost) == (5, 2 * VERSIONS, 0)
     for number in range(2 * VERSIONS):
-        put_group(bucket, number, group(number + 100))
+        put_group(bucket, number, made_up_group(number + 100))
     assert audit_consumption(bucket, sampled=5).lost == 5
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from deltawire.launch.ray_launcher import _Host, bundles_of
 
 
 def test_every_process_has_a_bundle_and_gpus_only_where_there_are_some() -> None:
-    raw = {
+    raw: dict[str, Any] = {
         "name": "x",
         "threads": 3,
         "rollout": {"workers": 2},
@@ -37,6 +38,9 @@ def test_every_process_has_a_bundle_and_gpus_only_where_there_are_some() -> None
     assert with_gpus["trainer"] == {"CPU": 3.0, "GPU": 1.0}
     assert with_gpus["reference"] == {"CPU": 3.0}, "its device is the CPU"
     assert all("GPU" not in bundle for bundle in bundles_of(config, gpus=False).values())
+    ranks = parse_config({**raw, "train": {**raw["train"], "ranks": 4}}, source="test")
+    assert bundles_of(ranks, gpus=True)["trainer"] == {"CPU": 12.0, "GPU": 4.0}
+    assert bundles_of(ranks, gpus=True)["w0"] == {"CPU": 3.0, "GPU": 1.0}
     quiet = parse_config({**raw, "evaluate": {"every": 0}}, source="test")
     assert "evaluator" not in bundles_of(quiet, gpus=False)
 
