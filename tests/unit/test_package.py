@@ -145,6 +145,8 @@ FLAGS = {
         "--worker",
         "--min-reward",
         "--max-reward",
+        "--search",
+        "--group",
         "--failed",
         "--count",
         "--json",

@@ -1,4 +1,4 @@
-"""``deltawire rollouts``: samples of what a run was trained on."""
+"""``deltawire rollouts``: samples of what a run was trained on, or one group in full."""
 
 from __future__ import annotations
 
@@ -38,6 +38,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="R",
         help="only samples with at most this reward",
     )
+    parser.add_argument(
+        "--search", default="", metavar="TEXT", help="whose prompt or answer contains this text"
+    )
+    parser.add_argument(
+        "--group",
+        default="",
+        metavar="WORKER/NUMBER",
+        help="show this group in full instead: each answer as messages",
+    )
     parser.add_argument("--failed", action="store_true", help="only episodes that failed")
     parser.add_argument(
         "--count", type=at_least(1), default=5, metavar="N", help="how many (default: 5)"
@@ -53,10 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.sync import require_run
 
     stay_off_the_hub()
-    from deltawire.launch.rollouts import print_samples
+    from deltawire.launch.rollouts import print_group, print_samples
     from deltawire.rl.evaluate.samples import SampleFilter
 
     bucket = open_trusted(arguments.run, trust_of(arguments))
+    if arguments.group:
+        print_group(bucket, require_run(bucket), arguments.group, as_json=arguments.json)
+        return 0
     wanted = SampleFilter(
         version=arguments.version,
         task=arguments.task,
@@ -71,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_run(bucket),
         wanted,
         count=arguments.count,
+        search=arguments.search,
         as_json=arguments.json,
     )
     return 0

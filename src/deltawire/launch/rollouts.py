@@ -1,4 +1,4 @@
-"""Prints samples of what a run was trained on."""
+"""Prints samples of what a run was trained on, and single groups as conversations."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from deltawire.display import legible, legible_lines, safe_json
+from deltawire.errors import InputError
 from deltawire.export.models import fetch_model_files, load_tokenizer
 from deltawire.rl.evaluate.samples import Sample, SampleFilter, read_samples, require_trained
 from deltawire.store import Bucket
+from deltawire.watch.group_view import AnswerView, GroupReader
 from deltawire.wire.run import Run
 
 MAX_TEXT = 4000
@@ -21,9 +23,16 @@ MAX_TEXT = 4000
 
 
 def print_samples(
-    bucket: Bucket, run: Run, wanted: SampleFilter, *, count: int, as_json: bool
+    bucket: Bucket,
+    run: Run,
+    wanted: SampleFilter,
+    *,
+    count: int,
+    as_json: bool,
+    search: str = "",
 ) -> int:
-    """Print at most ``count`` samples; returns how many there were.
+    """Print at most ``count`` samples, with ``search`` those whose text contains it in any case;
+    returns how many there were.
 
     Raises `InputError` if nothing was trained yet, or the named version does not exist.
     """
@@ -37,7 +46,8 @@ def print_samples(
 
     console = Console(highlight=False)
     shown = 0
-    for sample in itertools.islice(read_samples(bucket, run, wanted, decode), count):
+    found = (one for one in read_samples(bucket, run, wanted, decode) if _contains(one, search))
+    for sample in itertools.islice(found, count):
         if as_json:
             print(safe_json(sample), flush=True)  # noqa: T201
         else:
@@ -46,6 +56,56 @@ def print_samples(
     if not shown and not as_json:
         print("no sample matches", file=sys.stderr)  # noqa: T201
     return shown
+
+
+def _contains(sample: Sample, search: str) -> bool:
+    text = "".join([sample.prompt, *(part.text for part in sample.parts)])
+    return search.casefold() in text.casefold()
+
+
+def print_group(bucket: Bucket, run: Run, place: str, *, as_json: bool) -> None:
+    """Print a group that is named as ``worker/number``, each answer as messages.
+
+    Raises `InputError` for another form of name and a group that is not there.
+    """
+    worker, _, number = place.rpartition("/")
+    if not (worker and number.isascii() and number.isdigit() and len(number) <= 10):
+        raise InputError(
+            f"{place[:80]!r} does not name a group", hint="give a worker and a number: worker-0/12"
+        )
+    group = GroupReader(bucket, run).group(worker, int(number))
+    if as_json:
+        print(safe_json(group), flush=True)  # noqa: T201
+        return
+    console = Console(highlight=False)
+    row = group.row
+    heading = f"{legible(row.task, 256)} · {place} · {group.answers_total} answers"
+    heading += f" · mean reward {row.reward:g} · temperature {group.temperature:g}"
+    console.print(Text(heading, "bold cyan"))
+    for answer in group.answers:
+        console.print(_shown_answer(answer))
+
+
+_STYLES = {"text": "", "thinking": "dim italic", "call": "magenta", "answer": "green"}
+
+
+def _shown_answer(answer: AnswerView) -> Text:
+    text = Text(f"\n#{answer.index} · reward {answer.reward:g} · {legible(answer.finish)}", "bold")
+    text.append(f" · {answer.drawn} tokens drawn of {answer.tokens}")
+    if answer.sampled is not None:
+        text.append(f" · drawn by {answer.sampled[0]} to {answer.sampled[1]}")
+    if answer.logprob is not None:
+        text.append(f" · mean log-probability {answer.logprob:.3f}")
+    text.append("\n")
+    if answer.cause:
+        text.append(f"failed: {legible(answer.cause, 400)}\n", "red")
+    for message in answer.messages:
+        text.append(f"{legible(message.role) or 'text'}\n", "bold yellow")
+        for block in message.blocks:
+            title = f"{block.kind} {block.title}".strip() if block.kind != "text" else ""
+            text.append(f"{legible(title, 80)}\n" if title else "", "dim")
+            text.append(legible_lines(block.text, MAX_TEXT) + "\n", _STYLES[block.kind])
+    return text
 
 
 def _shown(sample: Sample) -> Text:

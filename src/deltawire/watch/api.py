@@ -82,7 +82,8 @@ class PageRun(msgspec.Struct, frozen=True, kw_only=True):
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """All of the overview but curves and timeline. ``status`` covers the last minutes, ``figures``
-    the whole run. ``complete`` is false while old events are still being read."""
+    the whole run. ``complete`` is false while old events are still being read; ``revision`` changes
+    when events arrive."""
 
     name: str
     url: str
@@ -96,6 +97,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[Note]
     heldout_sets: list[str]
     complete: bool
+    revision: int
     error: str
     groups: int
     versions_behind: int
@@ -201,6 +203,7 @@ def overview(reader: RunReader) -> Overview:
         notes=reader.ask("notes", notes),
         heldout_sets=reader.ask("sets", heldout_sets),
         complete=reader.complete,
+        revision=reader.revision,
         error=reader.error,
         groups=reader.index.count,
         versions_behind=reader.indexer.behind,

@@ -105,22 +105,32 @@ class TokenExperts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupReader:
-    """Reads groups of one run."""
+    """Reads groups of one run; an ``index`` adds when a group was stored, and who trained on it.
 
-    def __init__(self, bucket: Bucket, run: Run, index: GroupIndex) -> None:
+    Example::
+
+        GroupReader(bucket, run).group("worker-0", 12).answers[0].messages
+    """
+
+    def __init__(self, bucket: Bucket, run: Run, index: GroupIndex | None = None) -> None:
         self._bucket = bucket
         self._run = run
         self._index = index
         self._texts = TokenTexts(bucket, run)
 
     def group(
-        self, worker: str, sequence: int, *, first: int, batch_of: Callable[[int], Parity | None]
+        self,
+        worker: str,
+        sequence: int,
+        *,
+        first: int = 0,
+        batch_of: Callable[[int], Parity | None] = lambda _: None,
     ) -> GroupView:
         """Returns a group with at most `MAX_ANSWERS` answers from ``first`` on; raises `InputError`
         if there is none, `CorruptError` if it is damaged. ``batch_of`` returns what was measured of
         the step that made a version."""
         group = self._read(worker, sequence)
-        row = self._index.get(worker, sequence)
+        row = self._index.get(worker, sequence) if self._index else None
         known = describe_group(
             group, sequence, at=row.at if row else 0.0, trained=row.trained if row else None
         )
@@ -207,7 +217,7 @@ class GroupReader:
         return TokenExperts(experts=shape.experts, layers=routes[prompt + token - 1].tolist())
 
     def _read(self, worker: str, sequence: int) -> Group:
-        row = self._index.get(worker, sequence)
+        row = self._index.get(worker, sequence) if self._index else None
         found = read_group(self._bucket, worker, sequence)
         if found is None:
             gone = row is not None

@@ -57,7 +57,8 @@ class _Value(Generic[_T]):
 class RunReader:
     """One run of the page. `start` reads in the background until `close`.
 
-    ``complete`` is true once all events that were there at the start were read. ``error`` is why
+    ``complete`` is true once all events that were there at the start were read, and ``revision``
+    counts the batches of events that were read. ``error`` is why
     the bucket cannot be read now, empty if it can.
     """
 
@@ -71,7 +72,7 @@ class RunReader:
         self.error = ""
         self.status: RunStatus | None = None
         self._state = RunState()
-        self._revision = 0
+        self.revision = 0
         self._values: dict[Hashable, _Value[object]] = {}
         self._lock = threading.RLock()
         self._tail = EventTail(bucket)
@@ -110,7 +111,7 @@ class RunReader:
         with self._lock:
             known = cast("_Value[_T] | None", self._values.get(name))
             fresh = known is not None and (
-                known.revision == self._revision or time.monotonic() < known.due
+                known.revision == self.revision or time.monotonic() < known.due
             )
             if known is not None and fresh:
                 return known.value
@@ -119,7 +120,7 @@ class RunReader:
             ended = time.monotonic()
             if len(self._values) >= MAX_VALUES:
                 self._values.pop(next(iter(self._values)))
-            self._values[name] = _Value(value, self._revision, ended + SHARE * (ended - began))
+            self._values[name] = _Value(value, self.revision, ended + SHARE * (ended - began))
             return value
 
     def with_state(self, compute: Callable[[RunState], _T]) -> _T:
@@ -166,7 +167,7 @@ class RunReader:
             return
         with self._lock:
             self._state.add(events)
-            self._revision += 1
+            self.revision += 1
         self.index.add_events(events)
 
     def _index(self) -> None:

@@ -33,6 +33,7 @@ HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
     "Cache-Control": "no-store",
+    "Server": "deltawire",
 }
 KEEPALIVE_S = 60.0
 _TYPES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+import json
 import time
 
 import pytest
@@ -14,8 +15,11 @@ pytest.importorskip("aiohttp")
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from deltawire.cli.main import main
 from deltawire.store import open_bucket
+from deltawire.sync import require_run
 from deltawire.watch.api import WatchedRuns, _lines
+from deltawire.watch.group_view import GroupReader
 from deltawire.watch.run_reader import RunReader
 from deltawire.watch.server import build_app
 
@@ -221,3 +225,26 @@ def test_nonsense_is_a_client_error(bucket, tmp_path) -> None:
             assert (await get(f"/api/{path}"))[0] == 404, path
 
     ask(bucket, tmp_path, talk)
+
+
+def test_the_terminal_shows_the_same_group(tmp_path, capsys) -> None:
+    bucket = write_run(tmp_path / "run", versions=2, hostile=True)
+    assert main(["rollouts", str(tmp_path / "run"), "--group", "worker-a/1"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("thinking", "What is", "assistant", "4 answers"):
+        assert words in shown
+    assert "\u202e" not in shown
+    assert "\x1b" not in shown
+    assert main(["rollouts", str(tmp_path / "run"), "--group", "worker-a/1", "--json"]) == 0
+    group = json.loads(capsys.readouterr().out)
+    expected = GroupReader(bucket, require_run(bucket)).group("worker-a", 1)
+    assert group["answers"][0]["messages"][1]["role"] == "user"
+    assert len(group["answers"]) == len(expected.answers)
+    for name in ("worker-a", "worker-a/x", "/1", "worker-a/99"):
+        assert main(["rollouts", str(tmp_path / "run"), "--group", name]) == 2
+        assert "group" in capsys.readouterr().err
+    arguments = ["rollouts", str(tmp_path / "run"), "--search", "GIVE THE number", "--json"]
+    assert main([*arguments, "--count", "3"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main(["rollouts", str(tmp_path / "run"), "--search", "nobody says this"]) == 0
+    assert "no sample matches" in capsys.readouterr().err

@@ -34,7 +34,7 @@ export function compareView(context) {
         series: known.families.flatMap((numbers, place) => {
           const color = COLORS[place % COLORS.length], band = numbers.length > 1;
           return [...(band ? [{ key: `${place}-high`, low: `${place}-low`, label: `${label(numbers)}, highest`, color, invisible: true, quiet: true }, { key: `${place}-low`, label: `${label(numbers)}, lowest`, color, invisible: true, quiet: true }] : []),
-            { key: String(place), label: label(numbers), color, smooth: key === "reward" || key === "parity/k3" || key === "staleness/mean", sparse: key.startsWith("heldout") }];
+            { key: String(place), label: label(numbers), color, smooth: key === "reward" || key === "parity/k3" || key === "staleness/mean" }];
         }),
       }));
       replace(grid, charts.map((chart) => chart.element));

@@ -77,7 +77,7 @@ export function overviewView(context) {
     showHeads(heads, found);
     fleet.update(found);
     showFigures(figures, found, context);
-    const stamp = `${found.status?.version} ${found.complete} ${found.figures.find((one) => one.name === "tokens_total")?.value} ${found.figures.find((one) => one.name === "heldout_version")?.value}`;
+    const stamp = `${found.revision} ${found.complete}`;
     if (first || rebuilt || stamp !== shown) {
       shown = stamp;
       await Promise.all([refreshCurves(), timeline.refresh()]);

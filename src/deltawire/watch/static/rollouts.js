@@ -58,8 +58,8 @@ export function rolloutsView(context) {
     select("family", "Family", [["", "all"]]),
     select("cause", "Failure", [["", "any"]]),
     select("worker", "Worker", [["", "all"]]),
-    h("fieldset", {}, h("legend", {}, "Trained by version"), input("version_min", "from", { inputmode: "numeric", size: 6 }), input("version_max", "to", { inputmode: "numeric", size: 6 })),
-    h("fieldset", {}, h("legend", {}, "Reward"), input("reward_min", "from", { inputmode: "decimal", size: 5 }), input("reward_max", "to", { inputmode: "decimal", size: 5 })),
+    h("fieldset", {}, h("legend", {}, "Trained by version"), input("version_min", "from", { "aria-label": "Oldest version", inputmode: "numeric", size: 6 }), input("version_max", "to", { "aria-label": "Newest version", inputmode: "numeric", size: 6 })),
+    h("fieldset", {}, h("legend", {}, "Reward"), input("reward_min", "from", { "aria-label": "Lowest reward", inputmode: "decimal", size: 5 }), input("reward_max", "to", { "aria-label": "Highest reward", inputmode: "decimal", size: 5 })),
     select("order", "Order", [["", "newest first"], ["oldest", "oldest first"], ["best", "highest reward"], ["worst", "lowest reward"], ["longest", "most tokens"]]),
     check("failed", "with failures"), check("dropped", "dropped"),
     h("button", { type: "button", class: "small", onclick: () => { setQuery({}); context.go(`${home}/rollouts`); } }, "Clear"));
