@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from deltawire import codec
-from deltawire.export.shards import ShardedWeights
+from deltawire.export.source import open_source
 from deltawire.store import open_bucket
 from deltawire.sync import ShardPublisher, create_run
+from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import Run
 
 STEPS = 3
@@ -32,20 +33,27 @@ def main(folder: str) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    weights = ShardedWeights(model, rank=rank)
-    total = weights.digest()
+    source = open_source("f32", model)
+    held = {
+        name: (codec.bits_of(bits), start) for name, (bits, start) in source.shards(rank).items()
+    }
+    total = sum((codec.digest_bits(name, *shard) for name, shard in held.items()), codec.ZERO)
+    mirror = Mirror(
+        {name: bits.copy() for name, (bits, _) in held.items()}, -1, codec.ZERO,
+        {name: start for name, (_, start) in held.items() if start},
+    )  # fmt: skip
     lanes = torch.tensor([total.lane0 - 2**63, total.lane1 - 2**63], dtype=torch.int64)
     gathered = [torch.empty_like(lanes) for _ in range(ranks)]
     dist.all_gather(gathered, lanes)
     digest = sum((codec.Digest(int(a) + 2**63, int(b) + 2**63) for a, b in gathered), codec.ZERO)
     bucket = open_bucket(folder)
     table = Run(
-        id="ab" * 16, name="fsdp2", created_at=0.0, tensors=weights.specs(),
+        id="ab" * 16, name="fsdp2", created_at=0.0, tensors=source.specs(),
         digest=digest.hex(), chunk=16,
     )  # fmt: skip
     run = create_run(bucket, table)
     publisher = ShardPublisher(
-        bucket, run, weights.mirror(), rank=rank, ranks=ranks, epoch=0, session="only",
+        bucket, run, mirror, rank=rank, ranks=ranks, epoch=0, session="only",
         anchor_every=2, timeout_s=60,
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,7 +62,9 @@ def main(folder: str) -> None:
             optimizer.zero_grad()
             model(torch.ones(2, 6) * step).sum().backward()
             optimizer.step()
-        version = publisher.publish({name: shard.bits for name, shard in weights.tensors().items()})
+        version = publisher.publish(
+            {name: shard.bits for name, shard in source.shards(rank).items()}
+        )
         publisher.flush()
         whole = {
             name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -10,10 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from deltawire import codec
 from deltawire.errors import InputError
-from deltawire.sync.follow.mirror import Mirror
-from deltawire.wire.run import TensorSpec
 
 
 class LocalShard(NamedTuple):
@@ -36,65 +33,6 @@ def saved_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
             moved[place] = tensor.detach().cpu().contiguous()
         found[name] = moved[place]
     return found
-
-
-class ShardedWeights:
-    """Publishes one rank's part of a module that FSDP2 has sharded, each tensor in its own dtype.
-
-    Tensors that are not sharded are published by rank 0, a replicated shard by its first holder.
-
-    Example::
-
-        weights = ShardedWeights(model, rank=rank)
-        publisher = ShardPublisher(bucket, run, weights.mirror(), rank=rank, ...)
-        publisher.publish({name: shard.bits for name, shard in weights.tensors().items()})
-    """
-
-    def __init__(self, module: torch.nn.Module, *, rank: int) -> None:
-        self._module = module
-        self._rank = rank
-
-    def specs(self) -> list[TensorSpec]:
-        """Returns the tensor table of the whole module, in name order; equal on all ranks."""
-        return sorted(
-            (
-                TensorSpec(
-                    name,
-                    tuple(tensor.shape),
-                    codec.dtype_of(torch.empty(0, dtype=tensor.dtype)),
-                )
-                for name, tensor in self._module.state_dict().items()
-            ),
-            key=lambda spec: spec.name,
-        )
-
-    @torch.no_grad()
-    def tensors(self) -> dict[str, LocalShard]:
-        """Returns this rank's shards by name. All ranks call this together: tensors that are
-        sharded along another dimension than their first are exchanged."""
-        found: dict[str, LocalShard] = {}
-        for name, tensor in self._module.state_dict().items():
-            shard = shard_of(name, tensor, rank=self._rank)
-            if shard is not None:
-                found[name] = LocalShard(shard.bits.cpu().contiguous().reshape(-1), shard.start)
-        return found
-
-    def digest(self) -> codec.Digest:
-        """Returns this rank's part of the model's digest; all ranks' parts add up to the whole."""
-        total = codec.ZERO
-        for name, shard in self.tensors().items():
-            total += codec.digest_bits(name, codec.bits_of(shard.bits), shard.start)
-        return total
-
-    def mirror(self) -> Mirror:
-        """Returns a mirror of this rank's ranges that holds no version yet."""
-        shards = self.tensors()
-        return Mirror(
-            {name: codec.bits_of(shard.bits).copy() for name, shard in shards.items()},
-            -1,
-            codec.ZERO,
-            {name: shard.start for name, shard in shards.items() if shard.start},
-        )
 
 
 def local_part(tensor: Tensor) -> Tensor:
