@@ -295,3 +295,7 @@ def test_every_path_in_the_architecture_exists() -> None:
     )
     assert len(named) > 20
     assert not [path for path in sorted(named) if not (ROOT / path).exists()]
+    modules = (ROOT / "src" / "deltawire").rglob("*.py")
+    rooms = {path.parent.relative_to(ROOT).as_posix() + "/" for path in modules}
+    assert not sorted(room for room in rooms if not any(one.startswith(room) for one in named))
+    assert len(text.splitlines()) <= 120
