@@ -30,12 +30,14 @@ def tensors_of(
     ``keep=False`` takes part in the gathering and returns nothing.
 
     Raises `InputError` for an unknown dtype, and for a model that no plain checkpoint can hold:
-    adapters that are not LoRA or change more than a sum, quantized or flattened parameters.
+    adapters that are not LoRA or change more than a sum or one use of a tied weight, and quantized
+    parameters.
     """
     if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise InputError(f"there is no dtype {dtype[:40]!r}", hint='for example "bfloat16"')
     wanted = None if dtype is None else getattr(torch, dtype)
     base, added = _without_adapters(model)
+    _check_ties(base)
     kept = set(saved_buffers(base))
     own = {name for name, _ in base.named_parameters()}
     tied = {name for name, _ in base.named_parameters(remove_duplicate=False)} - own
@@ -120,6 +122,24 @@ def _check_adapter(name: str, module: Any) -> None:
         f"{name} has an adapter that cannot be added to its weight",
         hint="LoRA adapters of linear and embedding layers can, without DoRA and biases",
     )
+
+
+def _check_ties(base: Any) -> None:
+    """Raise `InputError` for a tied weight of which only one use has an adapter or a trained copy:
+    readers, which tie the two, would give it to both."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for group in names.values():
+        if len(group) < 2:
+            continue
+        for name in group:
+            if ".base_layer." in name or ".original_module." in name:
+                others = ", ".join(other for other in group if other != name)
+                raise InputError(
+                    f"{name} has an adapter or a trained copy, and is tied to {others}",
+                    hint="leave tied embeddings out of the adapter, or untie the base first",
+                )
 
 
 def _base_name(base: Any, name: str) -> str | None:

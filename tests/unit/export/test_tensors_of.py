@@ -137,3 +137,73 @@ def test_another_models_run_names_the_first_difference(tmp_path):
     ):
         with pytest.raises(InputError, match=text):
             deltawire.open_publisher(url, other)
+
+
+def test_trained_copies_and_adapters_of_embeddings_are_published(model):
+    """PEFT keeps the original of a module that it trains as a copy: readers want the copy."""
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    plain = deltawire.tensors_of(model, None)
+    settings = peft.LoraConfig(r=2, target_modules=["embed_tokens"], modules_to_save=["norm"])
+    wrapped = peft.get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_embedding" in name or ("modules_to_save" in name and name.endswith("weight")):
+                parameter.normal_()
+    found = deltawire.tensors_of(wrapped, None)
+    assert found.keys() == plain.keys()
+    moved = {name for name in plain if not torch.equal(found[name], plain[name])}
+    norms = {name for name in plain if "norm" in name}  # PEFT takes the last letters of names.
+    assert moved == {"model.embed_tokens.weight"} | norms
+    copied = wrapped.get_base_model().model.norm.modules_to_save["default"].weight
+    assert torch.equal(found["model.norm.weight"], copied)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+@pytest.mark.parametrize(
+    "settings",
+    [{"target_modules": ["embed_tokens"]},
+     {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}],
+)  # fmt: skip
+def test_an_adapter_of_one_use_of_a_tied_weight_is_refused(model, settings):
+    """The model computes its head without it; readers would tie the sum to the head."""
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, **settings))
+    with pytest.raises(InputError, match="is tied to"):
+        deltawire.tensors_of(wrapped)
+
+
+def test_a_merged_adapter_is_added_once(model):
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    apart = deltawire.tensors_of(wrapped, None)
+    wrapped.merge_adapter()
+    merged = deltawire.tensors_of(wrapped, None)
+    for name in apart:
+        torch.testing.assert_close(merged[name], apart[name])
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True}])
+def test_adapters_that_are_more_than_a_sum_are_refused(model, settings):
+    for layer in model.model.layers:  # A bias of an adapter needs one in its layer.
+        layer.self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(()).expand(32).clone())
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], **settings)
+    )
+    with pytest.raises(InputError, match=r"q_proj has an adapter that cannot be added"):
+        deltawire.tensors_of(wrapped)
+
+
+def test_a_quantized_base_is_refused(model):
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    layer = wrapped.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+    codes = torch.zeros(layer.weight.shape, dtype=torch.uint8)
+    layer.weight = torch.nn.Parameter(codes, requires_grad=False)
+    with pytest.raises(InputError, match="is quantized"):
+        deltawire.tensors_of(wrapped)
+
+
+def test_a_rank_that_only_takes_part_keeps_nothing(model):
+    assert deltawire.tensors_of(model, keep=False) == {}

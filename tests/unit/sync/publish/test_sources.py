@@ -16,7 +16,7 @@ from deltawire.sync import (
     read_safetensors,
 )
 from deltawire.sync.publish.safetensors_files import safetensors_table
-from deltawire.sync.publish.sources import table_of
+from deltawire.sync.publish.sources import continue_publisher, table_of
 from deltawire.testing.tiny import same_bits
 from deltawire.wire import keys
 from deltawire.wire.signing import Ed25519Signer
@@ -238,3 +238,21 @@ def test_a_module_is_no_mapping_of_tensors(tmp_path):
         publisher.publish([np.zeros(3, np.float32)])
     assert publisher.publish({"a": np.ones(3, np.float32)}) == 1
     publisher.close()
+
+
+def test_a_publisher_knows_whether_weights_are_its_newest_version(tmp_path):
+    first = {"a": np.zeros(3, np.float32), "b": np.ones(2, np.float32)}
+    publisher = open_publisher(tmp_path / "run", first)
+    assert publisher.holds(first)
+    publisher.publish({**first, "a": np.ones(3, np.float32)})
+    assert not publisher.holds(first)
+    assert publisher.holds({"b": first["b"]}), "some of them"
+    with pytest.raises(InputError, match="no tensor 'c'"):
+        publisher.holds({"c": first["a"]})
+    publisher.close()
+    again = continue_publisher(open_bucket(tmp_path / "run"))
+    assert (again.version, again.epoch) == (1, 1)
+    assert again.holds({"a": np.ones(3, np.float32)})
+    again.close()
+    with pytest.raises(InputError, match="there is no run here"):
+        continue_publisher(open_bucket("memory://"))
