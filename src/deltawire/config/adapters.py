@@ -21,6 +21,14 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
         default_factory=lambda: ["all-linear"]
     )
     """Last parts of the names of linear layers, such as ``q_proj``; ``all-linear`` is every linear
-    layer except the head."""
+    layer except the head. ``experts`` is every stack of fused experts, and ``gate_up_proj`` or
+    ``down_proj`` names one kind; stacks need `packed`."""
     dropout: Fraction = 0.0
     """Of the adapter's input; needs ``train.dropout``."""
+    packed: Literal["none", "int4-g32", "int8-row", "mxfp4", "nvfp4", "fp8-block"] = "none"
+    """The format that frozen experts are kept in, by trainer and sampler."""
+    packed_layers: list[Annotated[str, Meta(min_length=1, max_length=256)]] = []
+    """Linear layers that are packed too, named as in `targets`."""
+    shared_factor: bool = False
+    """Whether the experts of a layer share the factor on its outside: A of ``gate_up_proj``, B of
+    ``down_proj``."""

@@ -28,8 +28,10 @@ from torch import nn
 
 from deltawire.config import AdapterConfig
 from deltawire.errors import InputError
-from deltawire.export.models import ADAPTER_CONFIG, empty_model
+from deltawire.export.models import ADAPTER_CONFIG, check_directory, empty_model, load_model
 from deltawire.placement.live import rename_published
+from deltawire.quantization.experts import STACKS, ExpertAdapter, add_expert_adapter, find_experts
+from deltawire.quantization.packing import load_packed, pack_layers
 from deltawire.sync.huggingface.safetensors_layout import (
     SafetensorsLayout,
     encode_layout,
@@ -41,6 +43,8 @@ from deltawire.wire.run import TensorSpec
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """PEFT's prefix of the names in `ADAPTER_WEIGHTS`; no name of the base begins so."""
+EXPERTS = "experts"
+"""The target that stands for every stack of fused experts."""
 _NAME = "default"
 _MERGED = ".merged"
 
@@ -54,13 +58,59 @@ def adapted(model: Any, config: AdapterConfig, *, seed: int) -> Any:
     """Freeze ``model`` and wrap its linear layers with a LoRA adapter, in place; or return it as it
     is if no adapter is configured.
 
-    A is drawn from ``seed``, B is 0: the model computes what it did before. Raises `InputError` if
-    PEFT is missing, a target is no linear layer of the model, or names its head or its experts.
+    A is drawn from ``seed``, B is 0: the model computes what it did before. With ``config.packed``,
+    experts and the layers that it names are replaced by packed ones without values. Raises
+    `InputError` if PEFT is missing, a target is no layer of the model, or names its head.
     """
     if config.kind == "none":
         return model
+    stacks = _stacks_of(config)
+    # Without packing, stacks are looked for among the linear layers, and refused there.
+    expert_names = () if config.packed == "none" else (EXPERTS, *STACKS)
+    linear = [one for one in config.targets if one not in expert_names]
+    packed_layers = linear_targets(model, config.packed_layers) if config.packed_layers else []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        wrapped = _wrap_linear(model, config, linear) if linear else set()
+        if config.packed != "none":
+            names = [f"{one}.base_layer" if one in wrapped else one for one in packed_layers]
+            pack_layers(model, config.packed, names)
+        for experts in find_experts(model).values() if stacks else ():
+            for name in stacks:
+                if hasattr(experts, name):
+                    scale = config.alpha / config.rank
+                    shared = config.shared_factor
+                    add_expert_adapter(experts, name, rank=config.rank, scale=scale, shared=shared)
+    for name, parameter in model.named_parameters():
+        if "lora_A" not in name and "lora_B" not in name:
+            parameter.requires_grad_(False)
+    rename_published(model, {name: _published(name) for name, _ in model.named_parameters()})
+    return model
+
+
+def load_adapted(folder: Path, config: AdapterConfig, *, seed: int) -> Any:
+    """Load the causal LM of a directory with its adapter; its frozen experts are packed, tensor by
+    tensor, if the configuration says so. Raises `InputError`."""
+    if config.packed == "none":
+        return adapted(load_model(folder), config, seed=seed)
+    check_directory(folder)
+    model = adapted(empty_model(folder), config, seed=seed)
+    load_packed(model, folder)
+    return model
+
+
+def _stacks_of(config: AdapterConfig) -> list[str]:
+    """The stacks of fused experts that a configuration's targets name."""
+    named = [one for one in config.targets if one in (EXPERTS, *STACKS)]
+    if config.packed == "none":
+        return []
+    return list(STACKS) if EXPERTS in named else named
+
+
+def _wrap_linear(model: Any, config: AdapterConfig, names: Sequence[str]) -> set[str]:
+    """Wrap linear layers with PEFT's; returns their names."""
     peft = _peft()
-    targets = linear_targets(model, config.targets)
+    targets = linear_targets(model, names)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -68,16 +118,14 @@ def adapted(model: Any, config: AdapterConfig, *, seed: int) -> Any:
         target_modules=targets,
         bias="none",
     )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model, adapter_name=_NAME)
-    wrapped = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    wrapped = set(_wrapped(model))
     if wrapped != set(targets):
         odd = min(wrapped ^ set(targets))
         raise InputError(f"PEFT did not wrap the layers that were asked for: {odd[:200]}")
-    rename_published(model, {name: _published(name) for name, _ in model.named_parameters()})
-    return model
+    return wrapped
 
 
 def linear_targets(model: Any, targets: Sequence[str]) -> list[str]:
@@ -119,8 +167,9 @@ def _no_layer(model: Any, target: str, linear: Mapping[str, nn.Module]) -> Input
     ):
         return InputError(
             f"train.adapter.targets: {target[:80]!r} names fused experts of this model, which "
-            "cannot have an adapter yet",
-            hint="name linear layers such as q_proj, k_proj, v_proj, o_proj",
+            "can have an adapter only if they are packed",
+            hint='set train.adapter.packed, such as "int4-g32"; or name linear layers such as '
+            "q_proj, k_proj, v_proj, o_proj",
         )
     kinds = sorted({name.rpartition(".")[2] for name in linear})
     return InputError(
@@ -134,19 +183,26 @@ def _published(name: str) -> str:
         marker = f".{part}.{_NAME}."
         if marker in name:
             return PREFIX + name.replace(marker, f".{part}.")
+        if name.endswith(f".{part}"):  # of a stack of experts
+            return PREFIX + name.replace(".adapters.", ".")
     return name.replace(".base_layer.", ".")
 
 
 @contextmanager
 def adapter_off(model: Any) -> Iterator[None]:
     """Let the model compute without its adapter: the frozen base."""
-    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    stacks = [module for module in model.modules() if isinstance(module, ExpertAdapter)]
     # PEFT's own switch changes requires_grad too, and a graph may be waiting for its backward pass.
     for layer in layers:
         layer._disable_adapters = True
+    for stack in stacks:
+        stack.enabled = False
     try:
         yield
     finally:
+        for stack in stacks:
+            stack.enabled = True
         for layer in layers:
             layer._disable_adapters = False
 
@@ -159,12 +215,12 @@ def adapter_files(
 
     ``base`` is where the base model came from, as PEFT names it.
     """
-    layers = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    layers = _wrapped(model)
     lasts = sorted({name.rpartition(".")[2] for name in layers})
     every = [
         name
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or hasattr(module, "lora_A"))
+        if (isinstance(module, nn.Linear) or name in layers)
         and name.rpartition(".")[2] in lasts
         and ".base_layer" not in name
     ]
@@ -192,6 +248,12 @@ def adapter_files(
         ADAPTER_CONFIG: json.dumps(settings, indent=2).encode() + b"\n",
         LAYOUT: encode_layout(layout),
     }
+
+
+def _wrapped(model: Any) -> list[str]:
+    """The names of the layers that PEFT wrapped."""
+    modules = model.named_modules()
+    return [name for name, module in modules if hasattr(module, "_disable_adapters")]
 
 
 class MergeReport(msgspec.Struct, frozen=True):
@@ -231,6 +293,11 @@ def merge_directory(source: Path, out: Path) -> MergeReport:
             continue
         up = adapter[name.replace(".lora_A.", ".lora_B.")]
         target = name.removeprefix(PREFIX).replace(".lora_A.", ".")
+        if target not in weights:
+            raise InputError(
+                f"{target[:200]} is packed, and merging into packed weights is not possible yet",
+                hint="pull without --merged",
+            )
         base = weights[target]
         change = (up.float() @ down.float()) * scale
         merged = (base.float() + change).to(base.dtype)

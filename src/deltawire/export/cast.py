@@ -1,7 +1,7 @@
 """Publishes parameters cast to one dtype, and saved buffers as they are: ``bf16`` and ``f32``.
 
 Buffers keep their dtype because they have no master copy: families keep the biases that balance
-their routers in float32.
+their routers in float32. Packed weights stay the bytes that they are.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def _specs(model: torch.nn.Module, dtype: str) -> list[TensorSpec]:
         TensorSpec(
             name,
             tuple(tensor.shape),
-            dtype if isinstance(tensor, Parameter) else WIRE_DTYPES[tensor.dtype],
+            dtype
+            if isinstance(tensor, Parameter) and tensor.is_floating_point()
+            else WIRE_DTYPES[tensor.dtype],
         )
         for name, tensor in module_tensors(model).items()
     ]

@@ -265,7 +265,8 @@ def serve_as(model: Any, precision: str) -> Any:
     frequencies and the like would lose whole positions."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():  # Packed weights are bytes.
+            parameter.data = parameter.data.to(dtype)
     return model
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from deltawire.config import RunConfig
-from deltawire.export.adapter import adapted, adapter_files
-from deltawire.export.models import load_model, published_files
+from deltawire.export.adapter import adapter_files, load_adapted
+from deltawire.export.models import published_files
 from deltawire.export.source import WeightSource, open_source
 from deltawire.store import Bucket
 from deltawire.sync import open_publisher
@@ -20,7 +20,7 @@ from deltawire.wire.seal import Signer
 
 def load_start(config: RunConfig, directory: Path) -> tuple[Any, WeightSource]:
     """Load the model that a configuration starts from, with its adapter, and its exporter."""
-    model = adapted(load_model(directory), config.train.adapter, seed=config.seed)
+    model = load_adapted(directory, config.train.adapter, seed=config.seed)
     return model, open_source(config.train.exporter, model)
 
 

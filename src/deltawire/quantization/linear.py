@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltawire.errors import InputError
 from deltawire.quantization.dequantize import dequantize
 from deltawire.quantization.formats import PackedFormat, Parts, open_format
 
@@ -50,12 +51,28 @@ class PackedWeight(nn.Module):
         for name, part in parts.items():
             self.get_parameter(name).copy_(_bytes(part))
 
-    @torch.no_grad()
     def set_matrix(self, index: int, parts: Parts) -> None:
         """As `set`, for one matrix of a stack [E, R, C]."""
-        self.form.check(parts, self.shape[1:])
+        self.set_rows(index, slice(0, self.shape[-2]), parts)
+
+    @torch.no_grad()
+    def set_rows(self, index: int | None, rows: slice, parts: Parts) -> None:
+        """As `set`, for consecutive rows of the matrix, or of one matrix of a stack.
+
+        Raises `InputError` if a block of the format would cross the end of the rows.
+        """
+        high = self.form.block[0] or self.shape[-2]
+        if rows.start % high or (rows.stop % high and rows.stop != self.shape[-2]):
+            raise InputError(
+                f"rows {rows.start} to {rows.stop} are not whole blocks of {high} rows",
+                hint=f"{self.form.name} cannot pack this model's fused projections",
+            )
+        self.form.check(parts, (rows.stop - rows.start, self.shape[-1]))
         for name, part in parts.items():
-            self.get_parameter(name)[index].copy_(_bytes(part))
+            held = self.get_parameter(name)
+            matrix = held if index is None else held[index]
+            step = high if name == "scales" else 1
+            matrix[rows.start // step : -(-rows.stop // step)].copy_(_bytes(part))
 
     def parts(self, index: int | slice | None = None) -> dict[str, Tensor]:
         """Returns the parts, or those of some matrices of a stack, as views of the parameters."""

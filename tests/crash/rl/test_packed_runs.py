@@ -1,0 +1,181 @@
+"""Runs over packed experts: what is sent, what the sampler computes, and resuming."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from granted_groups import UNCHECKED, put_group
+from heartbeats import put_heartbeat
+
+from deltawire.cli.main import main
+from deltawire.config import BuildConfig, parse_config
+from deltawire.errors import InputError
+from deltawire.export.adapter import PREFIX, adapter_off, open_model
+from deltawire.export.models import fetch_model_files, load_model, save_model
+from deltawire.export.source import open_source
+from deltawire.quantization.dequantize import dequantize
+from deltawire.quantization.formats import open_format
+from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.trainer import Trainer
+from deltawire.rl.trainer.verify_training import verify_training
+from deltawire.runtime.process import Process, open_run
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import load_mirror, read_history, read_manifest
+from deltawire.train.build import build_model, byte_tokenizer
+from deltawire.wire.rollouts import Group, Trajectory
+
+VERSIONS = 3
+ADAPTER = {
+    "kind": "lora",
+    "rank": 4,
+    "alpha": 8.0,
+    "targets": ["q_proj", "experts"],
+    "packed": "int4-g32",
+}
+TRAIN = {
+    "versions": VERSIONS,
+    "groups_per_step": 1,
+    "max_staleness": 100,
+    "checkpoint_every": 2,
+    "optimizer": {"learning_rate": 1e-2},
+    "schedule": {"warmup_steps": 1},
+}
+
+
+def group(number: int) -> Group:
+    rng = np.random.default_rng(number)
+    trajectories = [
+        Trajectory(
+            rng.integers(0, 256, 6, np.int32),
+            np.full(6, -5.0, np.float32),
+            np.zeros(6, np.int32),
+            np.ones(6, np.uint8),
+            float(place % 2),
+            "stop",
+        )
+        for place in range(4)
+    ]
+    return Group("w0", "n", f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
+
+
+def start(folder: Path, **adapter: object) -> Bucket:
+    sizes = BuildConfig(
+        family="qwen3_moe",
+        hidden_size=32,
+        layers=2,
+        head_size=16,
+        feed_forward_size=32,
+        experts=4,
+        experts_per_token=2,
+        context=64,
+    )
+    folder.mkdir(exist_ok=True)
+    save_model(build_model(sizes, seed=0), byte_tokenizer(), folder / "model")
+    bucket = open_bucket(str(folder / "bucket"), create=True)
+    config = {
+        "name": "packed",
+        "model": {"path": str(folder / "model")},
+        "train": TRAIN | {"adapter": ADAPTER | adapter},
+        "trust": UNCHECKED,
+    }
+    start_run(bucket, parse_config(config, source="test"), folder / "model")
+    for number in range(VERSIONS):
+        put_group(bucket, number, group(number))
+    put_heartbeat(bucket, "w0", stored=VERSIONS, at=time.time())
+    return bucket
+
+
+def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False) -> list[str]:
+    torch.set_num_threads(1)
+    run, config = open_run(bucket)
+    shorter = msgspec.structs.replace(config.train, versions=to)
+    config = msgspec.structs.replace(config, train=shorter)
+    with fetch_model_files(bucket, run) as folder:
+        model = open_model(Path(folder), config.train.adapter)
+    process = Process(bucket, "trainer", "trainer", supervised=False)
+    trainer = Trainer(process, run, config, model)
+    if die:
+        trainer._finish = trainer.publisher.close  # type: ignore[method-assign]
+    trainer.loop()
+    return [one.digest for one in [read_manifest(bucket, run, 0), *read_history(bucket, run)]]
+
+
+def opened(bucket: Bucket, version: int | None = None):
+    run, config = open_run(bucket)
+    with fetch_model_files(bucket, run) as folder:
+        model = open_model(Path(folder), config.train.adapter)
+    open_source("bf16", model).restore(load_mirror(bucket, run, at=version))
+    return model.eval()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_only_adapters_change_and_the_base_crosses_once(tmp_path, shared):
+    bucket = start(tmp_path / "a", shared_factor=shared)
+    assert len(set(train(bucket))) == VERSIONS + 1
+    run, _ = open_run(bucket)
+    first, last = load_mirror(bucket, run, at=0), load_mirror(bucket, run)
+    moved = {
+        name for name, bits in last.tensors.items() if not np.array_equal(bits, first.tensors[name])
+    }
+    adapter = {spec.name for spec in run.tensors if spec.name.startswith(PREFIX)}
+    assert moved == adapter
+    assert sum(".experts." in name for name in adapter) == 2 * 2 * 2
+    whole = sum(one.nbytes for one in first.tensors.values())
+    trained = sum(first.tensors[name].nbytes for name in adapter)
+    for version in range(1, VERSIONS + 1):
+        manifest = read_manifest(bucket, run, version)
+        assert manifest.anchor is None
+        assert manifest.delta.bytes < trained
+    assert trained < whole / 2
+    assert verify_training(bucket).exact
+    assert main(["fsck", bucket.url]) == 0
+
+
+def test_after_crashes_the_same_bits(tmp_path):
+    whole = train(start(tmp_path / "a"))
+    bucket = start(tmp_path / "b")
+    for version in (1, 2):
+        train(bucket, to=version, die=True)
+    assert train(bucket) == whole
+
+
+def test_without_its_adapter_the_model_is_the_dequantized_base(tmp_path):
+    bucket = start(tmp_path / "a")
+    train(bucket)
+    model = opened(bucket)
+    plain = load_model(tmp_path / "a" / "model").eval()
+    form = open_format("int4-g32")
+    for name, parameter in plain.named_parameters():
+        if name.endswith("gate_up_proj"):
+            halves = parameter.detach().chunk(2, dim=1)
+            made = torch.cat([dequantize(form, form.quantize(one)) for one in halves], dim=1)
+            parameter.data.copy_(made)
+        elif name.endswith("experts.down_proj"):
+            parameter.data.copy_(dequantize(form, form.quantize(parameter.detach())))
+    plain.config._experts_implementation = "eager"
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        exact = plain(ids).logits
+        assert not torch.equal(model(ids).logits, exact)
+        with adapter_off(model):
+            assert torch.equal(model(ids).logits, exact)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "none"}, "not trained"),
+        ({"packed": "none"}, "only if they are packed"),
+        ({"packed": "none", "targets": ["q_proj"], "packed_layers": ["q_proj"]}, "no effect"),
+        ({"packed": "int3"}, "packed"),
+        ({"packed_layers": ["lm_head"]}, "head"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, change, message):
+    with pytest.raises(InputError, match=message):
+        start(tmp_path / "a", **change)
