@@ -56,10 +56,18 @@ KEYS: Final[dict[str, Key]] = {
     ),
     "packed_speedup_equal": Key("packed", ">=", 0.95, "the same at equal lengths"),
     "step_speedup_vs_trl": Key("peers", ">=", 1.5, "a step of TRL's GRPO over one of ours"),
+    "ranks_equal": Key(
+        "rank_gradients", "<=", 1e-6, "gradient of 2 ranks against 1, relative L2, dense and MoE"
+    ),
     "offload_device_peak_saved": Key(
         "offload", ">=", 0.40, "share of a step's device peak that optimizer offload saves"
     ),
     "offload_equal": Key("offload", "is", True, "bits with and without optimizer offload, resumed"),
+    "resume_equal": Key("resumed", "is", True, "bits of a run that was stopped and continued"),
+    "kill_any_rank_equal": Key("resumed", "is", True, "bits of a run whose ranks were killed"),
+    "trainer_blocked_checkpoint_vs_memcpy": Key(
+        "checkpoint_cost", "<=", 1.5, "wait for a checkpoint over a copy of its bytes in memory"
+    ),
 }
 """Every key, in the order of the table."""
 

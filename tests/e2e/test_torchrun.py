@@ -1,6 +1,6 @@
 """A run's trainer under torchrun: each rank publishes its part, and one commit makes a version."""
 
-from rank_runs import VERSIONS, begin, digests, metadata, train
+from rank_runs import VERSIONS, begin, digests, metadata_of, train
 
 from deltawire.rl.evaluate.audit import audit_fates
 from deltawire.runtime.fleet import read_trainer
@@ -13,7 +13,7 @@ def test_two_ranks_of_torchrun_train_and_publish_one_run(tmp_path):
     train(bucket, torchrun=2)
     status = read_trainer(bucket)
     assert (status.phase, status.version) == ("finished", VERSIONS)
-    assert [one.ranks for one in metadata(bucket)] == [2] * VERSIONS
+    assert [one.ranks for one in metadata_of(bucket)] == [2] * VERSIONS
     assert len(set(digests(bucket))) == VERSIONS + 1, "each step moves some weights"
     assert load_mirror(bucket, read_run(bucket)).digest.hex() == digests(bucket)[-1]
     assert checkpoint_versions(bucket) == [4, 6]

@@ -179,7 +179,7 @@ def run_as_trainer(
         if is_follower():
             _follow_trainer(location, options)
         else:
-            _lead_trainer(location, source, options)
+            lead_trainer(location, source, options)
 
 
 def _ranks_of(location: str, source: tuple[RunConfig, Path] | None) -> int:
@@ -193,9 +193,10 @@ def _ranks_of(location: str, source: tuple[RunConfig, Path] | None) -> int:
         return 1
 
 
-def _lead_trainer(
+def lead_trainer(
     location: str, source: tuple[RunConfig, Path] | None, options: ChildOptions
 ) -> None:
+    """Run rank 0 of a trainer, or its only process; see `run_as_trainer`."""
     signer, run_id = read_signer(options.key), ""
     if signer is not None:
         bucket = open_bucket(location)

@@ -125,7 +125,7 @@ class BucketWriter(StorageWriter):
         finish: Callable[[dict[str, TensorEntry]], None],
     ) -> None:
         self._bucket = bucket
-        self._version = version
+        self.version = version
         self._rank, self._ranks = rank, ranks
         self._finish = finish
 
@@ -163,10 +163,10 @@ class BucketWriter(StorageWriter):
             held.append(data)
             start += data.nbytes
             if start >= PART_BYTES:
-                self._bucket.put(keys.checkpoint_part(self._version, number), b"".join(held))
+                self._bucket.put(keys.checkpoint_part(self.version, number), b"".join(held))
                 held, start, number = [], 0, number + self._ranks
         if held:
-            self._bucket.put(keys.checkpoint_part(self._version, number), b"".join(held))
+            self._bucket.put(keys.checkpoint_part(self.version, number), b"".join(held))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

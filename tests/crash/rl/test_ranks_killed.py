@@ -4,9 +4,10 @@ bits of a run whose ranks were never killed, or it says that the bits are others
 import shutil
 
 import pytest
-from forked_ranks import run_starts
-from rank_runs import VERSIONS, begin, digests, metadata
+from rank_runs import VERSIONS, begin, digests, metadata_of
 
+from benchmarks.training.rank_runs import Start, run_starts
+from benchmarks.training.resumed import KILLS, kill, last_state
 from deltawire.events import Life
 from deltawire.rl.evaluate.audit import audit_fates
 from deltawire.runtime.event_tail import EventTail
@@ -15,11 +16,7 @@ from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, read_run
 from deltawire.train.checkpoint import checkpoint_versions
 
-WHOLE = {"ranks": 2}
-
-
-def strike(rank, point, version, ranks=2):
-    return {"ranks": ranks, "rank": rank, "point": point, "version": version}
+WHOLE = Start()
 
 
 @pytest.fixture(scope="module")
@@ -60,36 +57,20 @@ def test_ranks_that_are_killed_continue_to_the_same_bits(begun, uninterrupted, t
     run_starts(
         bucket,
         [
-            strike(1, "gradients", 1),
-            strike(0, "part", 2),
-            strike(1, "waiting", 3),
-            strike(1, "save", 4),
-            strike(0, "committed", 5),
-            strike(0, "commit", 6),
+            kill(1, "gradients", 1),
+            kill(0, "part", 2),
+            kill(1, "waiting", 3),
+            kill(1, "save", 4),
+            kill(0, "committed", 5),
+            kill(0, "commit", 6),
             WHOLE,
         ],
     )
     assert digests(bucket) == uninterrupted
-    assert {one.ranks for one in metadata(bucket)} == {2}
+    assert {one.ranks for one in metadata_of(bucket)} == {2}
     check_end(bucket)
     assert recomputed(bucket)
     assert all("to the same bits" in one for one in recomputed(bucket))
-
-
-STRIKES = [
-    *(strike(rank, point, 1) for point in ("gradients", "updated") for rank in (0, 1)),
-    *(strike(rank, point, 2) for point in ("encoding", "part") for rank in (0, 1)),
-    strike(0, "save", 2),
-    strike(0, "manifest", 3),
-    strike(1, "waiting", 3),
-    strike(1, "save", 4),
-    strike(0, "committed", 5),
-    strike(0, "saved", 6),
-    strike(0, "waiting", 7),
-    strike(1, "saved", 8),
-    strike(0, "commit", 10),
-]
-"""In an order in which each strikes: once a version is committed, no start makes it again."""
 
 
 @pytest.mark.drills
@@ -99,8 +80,9 @@ def test_every_rank_killed_at_every_point(tmp_path, family, replicate):
     (tmp_path / "whole").mkdir()
     whole, bucket = copied(begun, tmp_path / "whole"), begun
     run_starts(whole, [WHOLE])
-    run_starts(bucket, [*STRIKES, WHOLE])
+    run_starts(bucket, [*KILLS, WHOLE])
     assert digests(bucket) == digests(whole)
+    assert last_state(bucket, 10) == last_state(whole, 10), "the optimizer's states too"
     check_end(bucket, 10)
 
 
@@ -110,8 +92,10 @@ def test_another_number_of_ranks_continues_and_says_what_differs(
 ):
     """The checkpoint of version 2 is read by other ranks; step 3 is computed again by them."""
     bucket = copied(begun, tmp_path)
-    run_starts(bucket, [strike(0, "committed", 3, ranks=before), {"ranks": after}])
-    assert [one.ranks for one in metadata(bucket)] == [before] * 3 + [after] * 3
+    run_starts(
+        bucket, [Start(ranks=before, rank=0, point="committed", version=3), Start(ranks=after)]
+    )
+    assert [one.ranks for one in metadata_of(bucket)] == [before] * 3 + [after] * 3
     check_end(bucket)
     (said,) = recomputed(bucket)
     assert said.startswith("recomputed steps 3 to 3, to ")

@@ -1,0 +1,288 @@
+"""Runs of a trainer over ranks for measurements and tests: a run with groups enough, and ranks that
+are started again and again, and killed or asked to stop at chosen points.
+
+Ranks are forks of one process, which imports torch once for all of them; otherwise they start and
+end as under torch's elastic agent: once one has died, the others are killed.
+
+Run as a script with a bucket's URL and a JSON list of starts, it prints the exit codes of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.runner import ROOT
+from deltawire.config import parse_config
+from deltawire.export.models import save_model
+from deltawire.launch.processes import ChildOptions, lead_trainer, run_as_trainer
+from deltawire.launch.ranks import rank_environment
+from deltawire.rl.control.challenges import nonce_of
+from deltawire.rl.trainer import entry  # noqa: F401 - imported before forking
+from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import read_history, read_manifest, require_run
+from deltawire.sync.publish import commit, publisher, sharded
+from deltawire.train.build import build_model, byte_tokenizer
+from deltawire.train.checkpoint_storage import BucketWriter
+from deltawire.train.masters import MasterWeights
+from deltawire.wire import keys
+from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.objects import encode_json
+from deltawire.wire.rollouts import Group, Trajectory, encode_group
+from deltawire.wire.status import Challenge, Heartbeat, WorkerStatus
+
+WORKER = "w0"
+SECRET = "5e" * 16
+PATIENCE_S = 240.0
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a trainer's ranks. Rank ``rank`` gets ``signal`` at ``point``, a name of
+    `POINTS`, of its work on ``version``; with -1 none does."""
+
+    ranks: int = 2
+    rank: int = -1
+    point: str = ""
+    version: int = -1
+    signal: int = signal.SIGKILL
+
+
+class Point(NamedTuple):
+    """A function in a rank's work: its owners and name, the version that a call is of, and whether
+    a signal comes after the call instead of before."""
+
+    owners: Sequence[Any]
+    name: str
+    version_of: Callable[..., int]
+    after: bool
+
+
+def _of_step(masters: MasterWeights, *_: Any) -> int:
+    return masters.steps + 1
+
+
+def _of_manifest(_: Any, manifest: Any, *__: Any) -> int:
+    return int(manifest.version)
+
+
+def _of_part(_: Any, version: int, *__: Any) -> int:
+    return version
+
+
+def _of_save(writer: BucketWriter, *_: Any) -> int:
+    return writer.version
+
+
+def _of_encoding(writer: commit.VersionWriter, *_: Any) -> int:
+    return writer.next_version
+
+
+POINTS = {
+    "gradients": Point([MasterWeights], "step", _of_step, after=False),
+    "updated": Point([MasterWeights], "step", _of_step, after=True),
+    "encoding": Point([commit.VersionWriter], "encode", _of_encoding, after=False),
+    "part": Point([sharded.ShardPublisher], "_create_part", _of_part, after=True),
+    "manifest": Point([sharded, publisher], "create_manifest", _of_manifest, after=False),
+    "committed": Point([sharded, publisher], "create_manifest", _of_manifest, after=True),
+    "waiting": Point([sharded.ShardPublisher], "_await_manifest", _of_part, after=False),
+    "save": Point([BucketWriter], "write_data", _of_save, after=False),
+    "saved": Point([BucketWriter], "write_data", _of_save, after=True),
+    "commit": Point([BucketWriter], "finish", _of_save, after=False),
+}
+
+
+def group(number: int, tokens: int = 6) -> Group:
+    """A seeded group of four completions."""
+    rng = np.random.default_rng(number)
+    trajectories = [
+        Trajectory(
+            rng.integers(0, 256, tokens, np.int32),
+            np.full(tokens, -5.0, np.float32),
+            np.zeros(tokens, np.int32),
+            np.ones(tokens, np.uint8),
+            float(place % 2),
+            "stop",
+        )
+        for place in range(4)
+    ]
+    nonce = nonce_of(SECRET, 0, number)
+    return Group(WORKER, nonce, f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
+
+
+def begin(
+    folder: Path,
+    *,
+    versions: int,
+    family: str = "qwen3",
+    train: Mapping[str, Any] = {},
+    reference: Mapping[str, Any] = {},
+) -> Bucket:
+    """A bucket with a run at version 0, and the groups of all its steps; ``train`` and
+    ``reference`` are keys of the sections."""
+    build = {
+        "family": family, "hidden_size": 32, "layers": 1, "head_size": 16,
+        "feed_forward_size": 48, "context": 64, "experts": 4,
+    }  # fmt: skip
+    config = parse_config(
+        {
+            "name": "ranks",
+            "reference": dict(reference),
+            "trust": {"rescore_share": 0.0},  # These log-probabilities are made up.
+            "model": {"path": str(folder / "model")},
+            "rollout": {"context": 64, "max_tokens": 32},
+            "train": {
+                "versions": versions, "groups_per_step": 2, "max_staleness": 1000,
+                "checkpoint_every": 2, "max_tokens_per_batch": 64,
+                "optimizer": {"learning_rate": 1e-3}, "schedule": {"warmup_steps": 1},
+                **train,
+            },
+        },
+        source="benchmark",
+    )  # fmt: skip
+    sizes = parse_config({"name": "m", "model": {"build": build}}, source="benchmark").model.build
+    assert sizes is not None
+    save_model(build_model(sizes, seed=0), byte_tokenizer(), folder / "model")
+    bucket = open_bucket(str(folder / "bucket"), create=True)
+    start_run(bucket, config, folder / "model")
+    challenge = Challenge(worker=WORKER, secret=SECRET)
+    bucket.put(keys.challenge(WORKER), encode_json(challenge))
+    for number in range(2 * versions):
+        bucket.put(keys.rollout(WORKER, number), encode_group(group(number)))
+    worker = WorkerStatus(phase="sampling", version=0, digest="", stored=2 * versions)
+    heartbeat = Heartbeat(
+        process=WORKER, role="worker", nonce="n", lease=0, supervised=True, host="h", pid=1,
+        started_at=0.0, at=time.time(), number=0, doing="sample", quiet_s=0.0, allowed_s=5.0,
+        worker=worker,
+    )  # fmt: skip
+    bucket.put(keys.heartbeat(WORKER), encode_json(heartbeat))
+    return bucket
+
+
+def digests(bucket: Bucket) -> list[str]:
+    """The digest of each version, from 0 on."""
+    run = require_run(bucket)
+    first = read_manifest(bucket, run, 0)
+    return [one.digest for one in (first, *read_history(bucket, run)) if one is not None]
+
+
+def metadata_of(bucket: Bucket) -> list[CommitMetadata]:
+    """What each version after 0 recorded of its step."""
+    history = read_history(bucket, require_run(bucket))
+    return [CommitMetadata.of(one.metadata, run="", version=one.version) for one in history]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that starts ranks: of none itself, with one thread."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": path}
+
+
+def run_starts(bucket: Bucket, starts: Sequence[Start]) -> list[list[int]]:
+    """Start ranks one time after another, in a process that is made for it; returns the exit codes
+    of each start.
+
+    Raises `AssertionError` if a rank did not end as its start says.
+    """
+    arguments = [bucket.url, msgspec.json.encode(starts).decode()]
+    done = subprocess.run(  # noqa: S603 - our own interpreter and module
+        [sys.executable, "-m", "benchmarks.training.rank_runs", *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    for start, codes in zip(starts, found, strict=True):
+        killed = start.rank >= 0 and start.signal == signal.SIGKILL
+        expected = -signal.SIGKILL if killed else 0
+        assert codes[max(start.rank, 0)] == expected, (start, codes, done.stderr[-4000:])
+    return found
+
+
+def _strike(start: Start) -> None:
+    """Let this process get a signal at a point of its work."""
+    owners, name, version_of, after = POINTS[start.point]
+    for owner in owners:
+        setattr(owner, name, _struck(getattr(owner, name), version_of, start, after=after))
+
+
+def _struck(
+    honest: Callable[..., Any], version_of: Callable[..., int], start: Start, *, after: bool
+) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        due = version_of(*arguments) == start.version
+        if due and not after:
+            os.kill(os.getpid(), start.signal)
+        result = honest(*arguments, **named)
+        if due and after:
+            os.kill(os.getpid(), start.signal)
+        return result
+
+    return call
+
+
+def _run_rank(number: int, port: int, url: str, start: Start) -> None:
+    """One rank; never returns."""
+    code = 1
+    try:
+        if start.rank == number:
+            _strike(start)
+        if start.ranks == 1:
+            lead_trainer(url, None, ChildOptions())
+        else:
+            os.environ.update(
+                rank_environment(
+                    number, start.ranks, local_rank=number, address="127.0.0.1", port=port
+                )
+            )
+            run_as_trainer(url, source=None, options=ChildOptions())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _run_start(url: str, start: Start) -> list[int]:
+    port, children = free_port(), []
+    for number in range(start.ranks):
+        if (pid := os.fork()) == 0:
+            _run_rank(number, port, url, start)
+        children.append(pid)
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + PATIENCE_S
+    while len(codes) < len(children):
+        for pid in set(children) - codes.keys():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if any(codes.values()) or time.monotonic() > deadline:
+            for pid in set(children) - codes.keys():
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return [codes[pid] for pid in children]
+
+
+if __name__ == "__main__":
+    _starts = msgspec.json.decode(sys.argv[2], type=list[Start])
+    sys.stdout.write(json.dumps([_run_start(sys.argv[1], one) for one in _starts]) + "\n")
