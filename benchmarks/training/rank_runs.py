@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch.distributed as dist
 
 from benchmarks.runner import ROOT
 from deltawire.config import parse_config
@@ -184,10 +184,9 @@ def metadata_of(bucket: Bucket) -> list[CommitMetadata]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nobody listens on."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return int(store.port)
 
 
 def environment() -> dict[str, str]:
