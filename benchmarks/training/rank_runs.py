@@ -185,7 +185,9 @@ def metadata_of(bucket: Bucket) -> list[CommitMetadata]:
 
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined, unused-ignore]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
     return int(store.port)
 
 
