@@ -12,7 +12,12 @@ Role = Literal["system", "user", "assistant", "tool"]
 @dataclass(frozen=True)
 class ToolCall:
     """A call that a model wrote: the tool's name and its arguments by name. The tool's answer
-    refers to ``identity``, where templates use one."""
+    refers to ``identity``, where templates use one.
+
+    Example::
+
+        ToolCall("add", {"a": 1, "b": 2})
+    """
 
     name: str
     arguments: Mapping[str, Any]
@@ -22,7 +27,12 @@ class ToolCall:
 @dataclass(frozen=True)
 class Message:
     """One message. ``calls`` belong to an assistant's message; ``call`` (an identity) and ``name``
-    to a tool's answer."""
+    to a tool's answer.
+
+    Example::
+
+        Message("user", "What is 2 + 3?")
+    """
 
     role: Role
     content: str

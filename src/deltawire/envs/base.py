@@ -67,7 +67,12 @@ class Action:
 @dataclass(frozen=True)
 class Turn:
     """The environment's answer: messages that the model reads next, the reward earned since the
-    last turn, and whether the episode is over. A string stands for one message of a user."""
+    last turn, and whether the episode is over. A string stands for one message of a user.
+
+    Example::
+
+        Turn([Message("tool", "5", call=call.identity)], reward=1.0, done=True)
+    """
 
     said: str | Sequence[Message] = ()
     reward: float = 0.0

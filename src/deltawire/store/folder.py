@@ -38,6 +38,11 @@ class FolderBucket(Bucket):
 
     ``durable=False`` leaves flushing to the operating system: for runs that need not survive a
     power cut.
+
+    Example::
+
+        bucket = open_bucket("runs/demo/bucket", create=True)
+        bucket.create("a", b"1")
     """
 
     def __init__(self, folder: Path, *, durable: bool = True) -> None:

@@ -36,6 +36,11 @@ class Update:
 
     ``pieces`` are the changes, ``held`` is the digest of what the mirror will hold, and ``digest``
     that of the whole model. ``bytes`` were fetched for it.
+
+    Example::
+
+        update = follower.prepare()
+        print(update.version, update.bytes)
     """
 
     base: int

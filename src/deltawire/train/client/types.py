@@ -28,7 +28,12 @@ MAX_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class ModelInput:
-    """The tokens that the model reads."""
+    """The tokens that the model reads.
+
+    Example::
+
+        ModelInput.from_ints(tokenizer.encode("2 + 3 ="))
+    """
 
     tokens: tuple[int, ...]
 
@@ -54,6 +59,10 @@ class Datum:
     ``target_tokens`` is int64[L] or int64[L, K], already shifted: row t holds the tokens whose
     log-probabilities after input token t are wanted. ``weights``, ``advantages`` and ``logprobs``
     have its shape. Lists, NumPy arrays, tensors and the SDK's tensors are accepted.
+
+    Example::
+
+        Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
     """
 
     model_input: Any
@@ -62,7 +71,12 @@ class Datum:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """The parameters of one optimizer step; ``grad_clip_norm`` 0 does not clip."""
+    """The parameters of one optimizer step; ``grad_clip_norm`` 0 does not clip.
+
+    Example::
+
+        client.optim_step(AdamParams(learning_rate=1e-5))
+    """
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -75,7 +89,12 @@ class AdamParams:
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample. ``stop`` is a string, or several strings or token ids; None stops at the
-    model's end tokens, an empty list nowhere."""
+    model's end tokens, an empty list nowhere.
+
+    Example::
+
+        sampler.sample(prompt, 4, SamplingParams(max_tokens=64, stop=["\\n"]))
+    """
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -131,7 +150,13 @@ class SampleResponse:
 
 
 class APIFuture(Generic[T]):
-    """A result that is being computed; wait with `result`, or ``await`` it."""
+    """A result that is being computed; wait with `result`, or ``await`` it.
+
+    Example::
+
+        future = client.forward_backward(data, "cross_entropy")
+        print(future.result().metrics)
+    """
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future

@@ -18,7 +18,12 @@ from deltawire.train.loss.inputs import LossInputs
 @dataclass(frozen=True)
 class Totals:
     """Denominators of a whole step, over all its micro-batches and before any masking: its
-    unmasked tokens, its sequences, and the constant length of ``dr_grpo``."""
+    unmasked tokens, its sequences, and the constant length of ``dr_grpo``.
+
+    Example::
+
+        Totals(tokens=float(mask_NC.sum()), sequences=len(advantages_N), horizon=1024)
+    """
 
     tokens: float
     sequences: int
