@@ -51,7 +51,8 @@ def publish(args: Any, version_dir: str | Path, rollout_engines: Any) -> Directo
 
 
 def close() -> None:
-    """Close the publishers of this process, as its end does; the next `publish` opens them anew."""
+    """Close the publishers of this process, as its end does; the next `publish` opens them
+    again."""
     for publisher in _PUBLISHERS.values():
         atexit.unregister(publisher.close)
         publisher.close()

@@ -1,4 +1,4 @@
-"""What is wrong with a run now, the worst first: the top of the page."""
+"""Present problems of a run, the worst first: the top of the page."""
 
 from __future__ import annotations
 

@@ -126,7 +126,8 @@ class TimelineRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Who did what when, in ``columns`` equal parts of the time from ``opens`` to ``closes``.
+    """The activities of processes over time, in ``columns`` equal parts of the time from ``opens``
+    to ``closes``.
 
     ``left_out`` processes are not among the rows. ``marks`` are versions and their times.
     """

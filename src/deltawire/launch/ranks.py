@@ -1,6 +1,6 @@
 """Starts the ranks of a trainer on this machine, under torch's elastic agent.
 
-Who starts, and watches, whom::
+Processes::
 
     deltawire run ── Supervisor ──▶ deltawire trainer ── elastic agent ──▶ rank 0, … rank N-1
                                     (`run_ranks`)                          (the same command)

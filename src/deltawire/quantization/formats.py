@@ -35,7 +35,7 @@ FORMATS = {
 """Formats by name, each as ``module:object``."""
 
 Parts = Mapping[str, Tensor]
-"""What a packed tensor consists of: ``codes``, ``scales`` and, in NVFP4, ``global_scale``."""
+"""The parts of a packed tensor: ``codes``, ``scales`` and, in NVFP4, ``global_scale``."""
 
 
 @dataclass(frozen=True)

@@ -309,7 +309,7 @@ async def _versions(request: web.Request) -> web.Response:
 
 
 def _published(event: Any) -> dict[str, Any]:
-    """What the event of a publish adds to a version's row."""
+    """The part of a version's row that its publish event adds."""
     if event is None:
         return {"changed_share": None, "blocked_ms": None, "upload_ms": None}
     share = event.changed / event.elements if event.elements else None

@@ -89,7 +89,7 @@ _ORDERS: dict[Order, tuple[str, str]] = {
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What the index knows of a group.
+    """The index's record of a group.
 
     ``status`` is ``stored`` (known by its event only), ``read``, ``gone`` (deleted by retention) or
     ``damaged``. ``low`` and ``high`` are the oldest and the newest version that drew its tokens,
@@ -263,7 +263,7 @@ class GroupIndex:
         return int(self._fetch("SELECT COUNT(*) FROM groups", ())[0][0])
 
     def get(self, worker: str, sequence: int) -> GroupRow | None:
-        """What is known of one group."""
+        """The record of one group."""
         found = self._fetch(
             f"SELECT {_FIELDS} FROM groups WHERE worker = ? AND sequence = ?",  # noqa: S608
             (worker, sequence),

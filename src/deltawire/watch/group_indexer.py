@@ -1,6 +1,6 @@
 """Reads the groups that versions consumed, newest versions first, and adds them to the index.
 
-Who waits for whom::
+Concurrency::
 
     run_reader's indexing thread ── advance() ──▶ manifests and groups of a few versions ──▶ index
 

@@ -54,7 +54,7 @@ class AnswerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepParity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the parity gate found for the step that consumed the group."""
+    """The parity gate's findings for the step that consumed the group."""
 
     k3: float
     mean_gap: float

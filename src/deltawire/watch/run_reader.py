@@ -1,6 +1,6 @@
 """Keeps the state of one run up to date while its page is open.
 
-Who waits for whom::
+Concurrency::
 
     watch-events thread                    watch-groups thread            requests' threads
     bucket → EventTail ──┬─▶ RunState ◀── lock ──────────────────────── overview, series, timeline
@@ -129,7 +129,7 @@ class RunReader:
             return compute(self._state)
 
     def parity_of(self, version: int) -> Parity | None:
-        """What was measured of the step that made a version."""
+        """The measurements of the step that made a version."""
         return self.with_state(lambda state: state.parity.get(version))
 
     def _read(self) -> None:

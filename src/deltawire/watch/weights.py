@@ -1,4 +1,5 @@
-"""What versions changed of the weights: by tensor and by layer, and the routes of their readers.
+"""Changes that versions made to the weights: by tensor and by layer, and the routes of their
+readers.
 
 The size of a delta by tensor is in its piece table, which is small. The share that changed and the
 norm of the update are in the delta itself, and decoding that takes the weights it builds on: they
@@ -36,7 +37,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d{1,5})\.(.+)\Z")
 
 
 class TensorChange(msgspec.Struct, frozen=True, kw_only=True):
-    """What a version changed of one tensor.
+    """The change that a version made to one tensor.
 
     ``bytes`` is its share of the delta, ``bits`` the same for each element. ``changed`` elements
     have other bits, ``norm`` is the Euclidean norm of new minus old values and ``relative`` the
@@ -119,7 +120,7 @@ class WeightChanges:
 
     @property
     def measurable(self) -> bool:
-        """Whether the model is small enough to be held here."""
+        """True if the model is small enough to be held here."""
         return self.bytes_full <= MAX_MEASURED_BYTES
 
     def change(self, version: int, *, measure: bool) -> VersionChange:

@@ -108,7 +108,7 @@ class DrawBook:
             self._give_back(key)
 
     def listed(self) -> dict[str, list[Draws]]:
-        """What the workers hold, for ``trainer.json``."""
+        """The tasks that workers hold, for ``trainer.json``."""
         found: dict[str, list[Draws]] = {}
         for (worker, lease), below in sorted(self._below.items()):
             held = self._held.get((worker, lease), {})

@@ -16,7 +16,7 @@ Fingerprint = tuple[tuple[str, int, int], ...]
 
 NESTED = "policy"
 """A folder within a subfolder that is the checkpoint itself: SkyRL exports ``global_step_N/policy``
-beside the trainer's other models."""
+next to the trainer's other models."""
 
 
 @dataclass
