@@ -21,5 +21,11 @@ KEYS: Final[dict[str, Key]] = {
         True,
         "each version is the trainer's rounded weights; a LoRA's base stays",
     ),
+    "tinker_recipe_overhead": Key(
+        "tinker_server", "<=", 1.3, "a recipe's step by Tinker's client over the library's"
+    ),
+    "tinker_restart_lost": Key(
+        "tinker_server", "<=", 0, "results that a server killed twice lost or changed"
+    ),
 }
 """Every key, in the order of the table."""
