@@ -78,9 +78,10 @@ class _Setting:
 def layer_activations(layer: DecoderLayer, hidden: int, layout: TrainingLayout) -> LayerActivations:
     """Return the bytes that one layer's activations take under a layout.
 
-    Tensor parallelism splits heads and feed-forward widths, and leaves norms and the residual
-    whole (no sequence parallelism). Context parallelism divides tokens; the buffers of its
-    attention, which pass keys and values around, are not counted.
+    Tensor parallelism splits the heads of grouped attention, feed-forward widths and the experts of
+    a layer, and leaves norms, other attention and the residual whole (no sequence parallelism).
+    Context parallelism divides tokens; the buffers of its attention, which pass keys and values
+    around, are not counted.
     """
     return _derive(
         layer,
@@ -213,9 +214,9 @@ def _latent_attention(shape: Attention, setting: _Setting) -> Iterator[Operation
     Keys are as wide as queries once expanded. DeepSeek-V4's compressed attention has one shared
     key-value head and is described by the same chain; its compressor is small in comparison.
     """
-    hidden, split = setting.hidden, setting.tensor
-    q, k, v = shape.queries / split, shape.keys / split, shape.values / split
-    out, heads = shape.outputs / split, shape.heads / split
+    hidden = setting.hidden
+    q, k, v = shape.queries, shape.keys, shape.values
+    out, heads = shape.outputs, shape.heads
     low, pair = shape.query_rank, shape.key_value_rank
     yield _project(setting, hidden, low or q)
     if low:
@@ -246,15 +247,15 @@ def _linear_attention(shape: Attention, setting: _Setting) -> Iterator[Operation
     The kernel keeps its inputs, its output and one state for every `CHUNK_OF_LINEAR` tokens.
     transformers' fallback without that kernel takes far more and is not modeled.
     """
-    hidden, split = setting.hidden, setting.tensor
-    keys, values = shape.keys / split, shape.values / split
-    mixed = shape.queries / split + keys + values
-    state = 2 * shape.state / split / CHUNK_OF_LINEAR
+    hidden = setting.hidden
+    keys, values = shape.keys, shape.values
+    mixed = shape.queries + keys + values
+    state = 2 * shape.state / CHUNK_OF_LINEAR
     yield _project(setting, hidden, mixed)
     yield _project(setting, hidden, values, shared=True, held=2 * mixed)
     yield Operation(saved=4 * mixed, held=6 * mixed, out=4 * mixed)
     yield Operation(
-        saved=2 * (mixed + values) + 8 * shape.heads / split + state,
+        saved=2 * (mixed + values) + 8 * shape.heads + state,
         held=2 * (mixed + 2 * values) + 2 * state,
         kept=2 * values,
         out=2 * (mixed + values),

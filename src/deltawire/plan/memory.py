@@ -108,18 +108,21 @@ def optimizer_bytes(values: float, matrices: float, layout: TrainingLayout) -> f
 def _layer_bytes(layer: DecoderLayer, layout: TrainingLayout) -> _LayerBytes:
     """Derive a layer's static and communicated bytes.
 
-    Dense matrices are split by tensor parallelism and sharded by FSDP2; norms are only sharded.
+    Dense matrices are split by tensor parallelism and sharded by FSDP2; norms, routers, and
+    attention whose heads the trainer does not divide (`_undivided`) are only sharded. Of an
+    adapter's pair, the matrix on the divided side is split.
     Experts are spread over expert-parallel ranks first and sharded over what remains, so a rank
     stores 1/(shards·tensor) of them but gathers 1/(expert·tensor). Frozen weights are kept in
     bf16 (2 bytes) and packed experts in their format's bits; both are gathered as they are.
     """
     split, shards = layout.tensor, layout.shards
     experts = layer.part("experts")
-    dense = sum(matrix.parameters for matrix in layer.matrices) - experts
+    whole = _undivided(layer)
+    dense = sum(matrix.parameters for matrix in layer.matrices) - experts - whole
     if layout.mode == "full":
-        values = (dense + experts) / split + layer.others
-        local = dense / split + experts / (split * layout.expert) + layer.others
-        matrices = (dense + experts) / split / shards
+        values = (dense + experts) / split + whole + layer.others
+        local = dense / split + experts / (split * layout.expert) + whole + layer.others
+        matrices = ((dense + experts) / split + whole) / shards
         moments = optimizer_bytes(values / shards, matrices, layout)
         stored = (COMPUTE if layout.offload == "all" else MASTER) * values / shards
         group = local - (experts / (split * layout.expert) if layout.expert > 1 else 0)
@@ -127,13 +130,14 @@ def _layer_bytes(layer: DecoderLayer, layout: TrainingLayout) -> _LayerBytes:
             stored, values / shards, COMPUTE * local, COMPUTE * group, MASTER * group, moments
         )
     width = PACKED_BITS[layout.packing] / 8
-    frozen = COMPUTE * (dense / split + layer.others)
+    frozen = COMPUTE * (dense / split + whole + layer.others)
     adapters = reduced = 0.0
     if layout.mode == "lora":
-        outside = layer.adapter_parameters(layout.lora_rank, experts=False)
+        outside = float(layer.adapter_parameters(layout.lora_rank, experts=False))
         inside = layer.adapter_parameters(layout.lora_rank, experts=layout.lora_experts) - outside
-        adapters = (outside + inside) / split
-        reduced = outside / split + inside / (split * layout.expert)
+        outside *= (1 + 1 / split) / 2
+        adapters = outside + inside / split
+        reduced = outside + inside / (split * layout.expert)
     stored = (frozen + width * experts / split + MASTER * adapters) / shards
     spread = width * experts / (split * layout.expert)
     return _LayerBytes(
@@ -144,6 +148,13 @@ def _layer_bytes(layer: DecoderLayer, layout: TrainingLayout) -> _LayerBytes:
         MASTER * reduced,
         optimizer_bytes(adapters / shards, adapters / shards, layout),
     )
+
+
+def _undivided(layer: DecoderLayer) -> int:
+    """Values of matrices that each of the tensor-parallel ranks holds whole: transformers' plans
+    divide grouped attention, feed-forward layers and experts, and leave out the rest."""
+    attention = layer.part("attention") if layer.attention.kind != "grouped" else 0
+    return layer.part("router") + attention
 
 
 class _PipelineStage:

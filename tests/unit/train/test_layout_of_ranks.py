@@ -1,11 +1,14 @@
-"""Numbers of ranks that do not divide into their axes are refused by name."""
+"""Ranks that do not divide into their axes, and models that do not divide, are refused by name."""
 
+from types import SimpleNamespace
+
+import families
 import pytest
 import torch
 
 from deltawire.config import TrainConfig, parse_config
 from deltawire.errors import InputError
-from deltawire.train.parallel import open_mesh
+from deltawire.train.parallel import expert_parallel, open_mesh, tensor_parallel
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,39 @@ def test_the_launchers_number_of_ranks_counts(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(InputError, match="3 ranks do not divide"):
         open_mesh(TrainConfig(ranks=2, replicate=2), torch.device("cpu"))
+
+
+def mesh_of(size):
+    """As much of a mesh as a refusal asks for."""
+    return SimpleNamespace(size=lambda: size)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "ranks", "message"),
+    [
+        ("gpt_oss", {}, 2, "no plan to divide the layers of GptOssForCausalLM"),
+        ("qwen3", {}, 4, "does not divide the 2 attention heads"),
+        ("qwen3", {"num_attention_heads": 4}, 4, "does not divide the 2 key/value heads"),
+        ("qwen3", {"intermediate_size": 47}, 2, "does not divide the 47 outputs of"),
+    ],
+)
+def test_layers_that_cannot_be_divided_are_refused(monkeypatch, family, sizes, ranks, message):
+    monkeypatch.setattr(tensor_parallel, "parallelize_module", lambda *_, **__: None)
+    monkeypatch.setattr(tensor_parallel, "_placed", lambda parameter, *_: parameter)
+    with pytest.raises(InputError, match=message) as raised:
+        tensor_parallel.divide_layers(families.build(family, **sizes), mesh_of(ranks))
+    assert "train.tensor_parallel" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "message"),
+    [
+        ("qwen3", 2, "Qwen3ForCausalLM has no experts that can be divided"),
+        ("olmoe", 3, "8 experts of model.layers.0.mlp.experts do not divide over 3 ranks"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(family, ranks, message):
+    mesh = SimpleNamespace(expert=mesh_of(ranks), tensor=None, divides_experts=mesh_of(ranks))
+    with pytest.raises(InputError, match=message) as raised:
+        expert_parallel.divide_experts(families.build(family), mesh)
+    assert "train.expert_parallel" in raised.value.hint
