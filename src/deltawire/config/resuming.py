@@ -45,6 +45,7 @@ RESUMABLE: Final[dict[str, str]] = {
     "train.ranks": "start",
     "train.replicate": "start",
     "train.tensor_parallel": "start",
+    "train.expert_parallel": "start",
     "device": "start",
     "rollout.device": "start",
     "evaluate.device": "start",
