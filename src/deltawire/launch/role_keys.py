@@ -12,12 +12,12 @@ A child gets the path of its key on its command line, never the key.
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 
 from deltawire.errors import InputError
 from deltawire.private_files import private_folder
 from deltawire.runtime.signed_bucket import grant_role
+from deltawire.runtime.trusted import owned_run
 from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync.chain.objects import read_run, require_run
 from deltawire.wire.keys import valid_name
@@ -32,24 +32,6 @@ def read_signer(path: str) -> Signer | None:
     from deltawire.wire.signing import Ed25519Signer
 
     return Ed25519Signer.read(Path(path))
-
-
-def owned_run(bucket: Bucket, owner: Signer, pin: Pin | None = None) -> Pin:
-    """The pin of the run that ``owner`` owns here; for a run that does not exist yet, with its
-    future id: that of ``pin``, or a new one.
-
-    Raises `InputError` if ``pin`` names another key, and `SignatureError` if the run in the bucket
-    is not the owner's, or not the pinned one.
-    """
-    if pin is not None and pin.public_key != owner.public_key:
-        raise InputError(
-            "--key and --public-key belong to different keys",
-            hint=f"the public key of --key is {owner.public_key}",
-        )
-    wanted = Pin(owner.public_key, pin.run_id if pin else "")
-    run = read_run(RetryingBucket.over(bucket), public_key=str(wanted))
-    found = run.id if run is not None else wanted.run_id or secrets.token_hex(16)
-    return Pin(owner.public_key, found)
 
 
 def grant_by_owner(location: str, role: str, public_key: str, *, owner: Path) -> Pin:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 
-from deltawire.runtime.signed_bucket import SignedBucket
+from deltawire.errors import InputError
+from deltawire.runtime.signed_bucket import SignedBucket, grant_role
 from deltawire.store import Bucket, RetryingBucket, open_bucket
-from deltawire.wire.roles import Pin
+from deltawire.sync.chain.objects import read_run
+from deltawire.wire.roles import TRAINER_ROLE, Pin
 from deltawire.wire.seal import Signer
 
 
@@ -50,4 +53,38 @@ def trusted(
     )
     if trust.pin is not None:
         signed.over(RetryingBucket.over(bucket)).remember(allow_rollback=trust.allow_rollback)
+    return signed
+
+
+def owned_run(bucket: Bucket, owner: Signer, pin: Pin | None = None) -> Pin:
+    """The pin of the run that ``owner`` owns here; for a run that does not exist yet, with its
+    future id: that of ``pin``, or a new one.
+
+    Raises `InputError` if ``pin`` names another key, and `SignatureError` if the run in the bucket
+    is not the owner's, or not the pinned one.
+    """
+    if pin is not None and pin.public_key != owner.public_key:
+        raise InputError(
+            "--key and --public-key belong to different keys",
+            hint=f"the public key of --key is {owner.public_key}",
+        )
+    wanted = Pin(owner.public_key, pin.run_id if pin else "")
+    run = read_run(RetryingBucket.over(bucket), public_key=str(wanted))
+    found = run.id if run is not None else wanted.run_id or secrets.token_hex(16)
+    return Pin(owner.public_key, found)
+
+
+def open_as_trainer(bucket: Bucket, owner: Signer | None, trust: ReaderTrust = ANY) -> SignedBucket:
+    """The bucket of a run's trainer that is this process: in a signed run, ``owner`` is the key of
+    the run's owner, which signs in the trainer's role too.
+
+    Raises `InputError` if the run is signed and ``owner`` is None, or if it is not signed and there
+    is one, and `SignatureError` if another key owns it.
+    """
+    if owner is not None:
+        pin = owned_run(bucket, owner, trust.pin)
+        grant_role(bucket, owner, run_id=pin.run_id, role=TRAINER_ROLE, public_key=owner.public_key)
+        trust = replace(trust, pin=pin)
+    signed = trusted(bucket, trust, signer=owner, role=TRAINER_ROLE)
+    signed.over(RetryingBucket.over(bucket)).check_writer()
     return signed

@@ -27,6 +27,7 @@ from torch import Tensor
 from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.runtime.process import Process
+from deltawire.runtime.trusted import ANY, ReaderTrust, open_as_trainer
 from deltawire.store import Bucket, open_bucket
 from deltawire.train.client.forward import check_tokens
 from deltawire.train.client.losses import LOSSES, check_inputs, check_loss
@@ -43,6 +44,8 @@ from deltawire.train.client.types import (
     tokens_of,
 )
 from deltawire.train.head import TokenTerms
+from deltawire.wire.roles import Pin, pin_of
+from deltawire.wire.signing import Ed25519Signer
 
 T = TypeVar("T")
 CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Any, Mapping[str, float]]]
@@ -84,19 +87,29 @@ class TrainingClient:
         *,
         config: RunConfig | None = None,
         name: str = "client",
+        key: str | Path = "",
     ) -> TrainingClient:
         """Starts a run from a model directory: its version 0 is that model.
 
-        ``config`` is what ``deltawire run`` would use to continue it. Raises `InputError` if the
-        bucket holds a run, or the model cannot be loaded.
+        ``config`` is what ``deltawire run`` would use to continue it. ``key`` is a file that
+        ``deltawire keygen`` made: the run is then signed, and `pin` is what readers insist on.
+        Raises `InputError` if the bucket holds a run, or the model cannot be loaded.
         """
-        bucket = open_bucket(run_url, create=True)
-        new_run(bucket, Path(model), config, name=name)
-        return cls.load(run_url)
+        signer = Ed25519Signer.read(Path(key)) if key else None
+        bucket = open_as_trainer(open_bucket(run_url, create=True), signer)
+        run_id = bucket.pin.run_id if bucket.pin else ""
+        new_run(bucket, Path(model), config, name=name, signer=signer, run_id=run_id)
+        return cls.load(run_url, key=key, public_key=str(bucket.pin or ""))
 
     @classmethod
     def load(
-        cls, run_url: str, *, lost_state: LostState = "refuse", take_over: bool = False
+        cls,
+        run_url: str,
+        *,
+        lost_state: LostState = "refuse",
+        take_over: bool = False,
+        key: str | Path = "",
+        public_key: str = "",
     ) -> TrainingClient:
         """Continues a run from its newest version, with its optimizer state.
 
@@ -106,16 +119,23 @@ class TrainingClient:
         without one): the caller repeats the calls made since, and a save whose weights are
         published already finds its version again. A run has one trainer: `FencedError` is raised
         if one is alive, unless ``take_over`` asks to replace it.
+
+        A signed run needs the file of its owner's ``key``; with ``public_key``, which may name the
+        run's id after a colon, another run is refused.
         """
         if lost_state not in ("refuse", "reset", "repeat"):
             raise InputError(
                 f"lost_state is {lost_state[:40]!r}", hint='give "refuse", "reset" or "repeat"'
             )
-        bucket = open_bucket(run_url)
+        signer = Ed25519Signer.read(Path(key)) if key else None
+        trust = ReaderTrust(Pin.parse(public_key)) if public_key else ANY
+        bucket = open_as_trainer(open_bucket(run_url), signer, trust)
         process = Process(bucket, "trainer", "trainer", supervised=False)
         if not take_over:
             process.refuse_live_namesake()
-        session = TrainingSession.open(process.bucket, process.lease, lost_state=lost_state)
+        session = TrainingSession.open(
+            process.bucket, process.lease, lost_state=lost_state, signer=signer
+        )
         return cls(session, process)
 
     def __enter__(self) -> Self:
@@ -128,6 +148,11 @@ class TrainingClient:
     def bucket(self) -> Bucket:
         """The run's bucket."""
         return self._session.bucket
+
+    @property
+    def pin(self) -> str:
+        """The ``--public-key`` of this run for readers, empty if the run is not signed."""
+        return pin_of(self._session.run)
 
     @property
     def version(self) -> int:

@@ -17,7 +17,8 @@ from deltawire.export.new_run import load_start, publish_start
 from deltawire.export.source import open_source
 from deltawire.runtime.fleet import next_epoch
 from deltawire.runtime.lease import Lease
-from deltawire.store import Bucket, open_bucket
+from deltawire.runtime.trusted import open_trusted
+from deltawire.store import Bucket
 from deltawire.sync import (
     Publisher,
     load_mirror,
@@ -33,13 +34,23 @@ from deltawire.train.optimizer import StepSettings
 from deltawire.train.policy import TrainedPolicy
 from deltawire.wire.ledger import CLIENT_RECORD, Ledger
 from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer
 
 LostState = Literal["refuse", "reset", "repeat"]
 """The policy when versions were published after the newest optimizer state."""
 
 
-def new_run(bucket: Bucket, model: Path, config: RunConfig | None, *, name: str) -> None:
-    """Starts a run with the model of a directory as version 0.
+def new_run(
+    bucket: Bucket,
+    model: Path,
+    config: RunConfig | None,
+    *,
+    name: str,
+    signer: Signer | None = None,
+    run_id: str = "",
+) -> None:
+    """Starts a run with the model of a directory as version 0; with ``signer``, a signed one with
+    the id ``run_id``.
 
     A run whose first process died before version 0 is completed. Raises `InputError` if the bucket
     holds a run already, or the model cannot be loaded.
@@ -53,7 +64,8 @@ def new_run(bucket: Bucket, model: Path, config: RunConfig | None, *, name: str)
     check_directory(model)
     load_tokenizer(model)
     config = config or RunConfig(name=name, model=ModelConfig(path=str(model)))
-    publish_start(bucket, config, model, load_start(config, model))
+    start = load_start(config, model)
+    publish_start(bucket, config, model, start, signer=signer, run_id=run_id)
 
 
 class TrainingSession:
@@ -95,7 +107,14 @@ class TrainingSession:
         self._ahead = {version: _client_record(bucket, run, version) for version in ahead}
 
     @classmethod
-    def open(cls, bucket: Bucket, lease: Lease, *, lost_state: LostState) -> TrainingSession:
+    def open(
+        cls,
+        bucket: Bucket,
+        lease: Lease,
+        *,
+        lost_state: LostState,
+        signer: Signer | None = None,
+    ) -> TrainingSession:
         """Opens a run's newest version; see `deltawire.train.TrainingClient.load`."""
         run = require_run(bucket)
         config = run_config(run.config, url=bucket.url)
@@ -144,6 +163,7 @@ class TrainingSession:
             epoch=next_epoch(bucket, run, head.version),
             anchor_every=config.train.anchor_every,
             compaction_strides=(),
+            signer=signer,
         )
         return cls(
             bucket,
@@ -259,7 +279,7 @@ class TrainingSession:
         url, _, number = where.rpartition("@")
         if not url or not number.isdecimal() or len(number) > 10:
             raise InputError(f"{where[:200]!r} is not RUN_URL@VERSION")
-        bucket = self.bucket if url == self.bucket.url else open_bucket(url)
+        bucket = self.bucket if url == self.bucket.url else open_trusted(url)
         version = int(number)
         run = require_run(bucket)
         if run.tensors != self.run.tensors:
