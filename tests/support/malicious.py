@@ -48,6 +48,7 @@ from deltawire.events import Attempt, Life, Step, encode_lines
 from deltawire.launch.role_keys import RunKeys
 from deltawire.launch.session import Job, execute
 from deltawire.rl.control.challenges import nonce_of, read_challenge, stream_of
+from deltawire.rl.control.rollout_reader import read_group
 from deltawire.rl.evaluate.audit import all_metadata, audit_consumption, audit_fates
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import read_trainer
@@ -92,7 +93,8 @@ class Findings:
     largest_share: float = 0.0
     """The malicious worker's largest share of one step's groups, once others have delivered."""
     honest_consumed: Counter[str] = field(default_factory=Counter)
-    honest_forgotten: list[tuple[str, int]] = field(default_factory=list)
+    honest_forgotten: list[str] = field(default_factory=list)
+    """Groups that no version settled although it was time, each with what is in its place."""
     twice: int = 0
     lost: int = 0
     incidents: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -438,9 +440,21 @@ def _audit(found: Findings, bucket: Bucket, max_staleness: int) -> None:
         found.evil_consumed_later = sum(step.workers.get(EVIL, 0) for step in later)
     fates = audit_fates(bucket, max_staleness=max_staleness)
     foreign = {EVIL, INTRUDER}
-    found.honest_forgotten = [named for named in fates.forgotten if named[0] not in foreign]
+    for worker, sequence in fates.forgotten:
+        if worker not in foreign:
+            found.honest_forgotten.append(
+                f"{worker}/{sequence}: {_stored(bucket, worker, sequence)}"
+            )
     consumption = audit_consumption(bucket)
     found.twice, found.lost = consumption.repeated + len(fates.twice), consumption.lost
+
+
+def _stored(bucket: Bucket, worker: str, sequence: int) -> str:
+    try:
+        group = read_group(bucket, worker, sequence)
+    except DeltawireError as error:
+        return error.message
+    return f"of versions {group[0].oldest_version} to {group[0].newest_version}" if group else ""
 
 
 def main() -> int:

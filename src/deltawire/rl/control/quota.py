@@ -85,11 +85,28 @@ class Quota:
         """Applies ``choose`` to the groups within the quota: the first ones of each worker in its
         order, at most its share of the step.
 
-        Groups beyond the quota stay in the buffer; those that are too old are shown first and
-        evicted.
+        Groups beyond the quota stay in the buffer. Those that are too old are evicted at once, however
+        many of them a worker has: they would hold its credits, and hide its fresh groups.
         """
         if self.share >= 1:
             return choose(list(waiting))
+        left = list(waiting)
+        evicted: dict[int, G] = {}
+        while True:
+            choice = self._choose_within(choose, left, groups_per_step=groups_per_step)
+            known = len(evicted)
+            evicted |= {id(one): one for one in choice.evicted}
+            left = [one for one in left if id(one) not in evicted]
+            if len(evicted) == known:
+                return Choice(choice.taken, list(evicted.values()), choice.requeued)
+
+    def _choose_within(
+        self,
+        choose: Callable[[list[G]], Choice[G]],
+        waiting: Sequence[G],
+        *,
+        groups_per_step: int,
+    ) -> Choice[G]:
         largest = self.largest(
             groups_per_step=groups_per_step, waiting=[one.worker for one in waiting]
         )

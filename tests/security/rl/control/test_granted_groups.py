@@ -288,6 +288,22 @@ def test_no_worker_makes_more_than_its_quota_of_a_step(bucket, make_group):
     assert [one.worker for one in batch.taken].count("flood") == 4
 
 
+@pytest.mark.parametrize("policy", [Strict(4, 2), Requeue(4, 2, share=0.25, largest_age=3)])
+def test_groups_that_are_too_old_are_dropped_at_once_under_a_quota(bucket, make_group, policy):
+    """However many of them one worker has: they hold its credits, and are lost if the run ends."""
+    for sequence in range(8):
+        bucket.create(
+            keys.rollout("w0", sequence), encode_group(make_group("w0", [sequence // 7 * 9]))
+        )
+    buffer = RolloutBuffer(bucket, Ledger(), limit=40, guard=Only(0.5))
+    buffer.poll(["w0"])
+    assert buffer.next_batch(policy, version=9) is None
+    assert buffer.waiting == 1
+    assert buffer.dropping("w0") == 7
+    assert buffer.next_batch(policy, version=9) is None
+    assert buffer.dropping("w0") == 7
+
+
 def test_a_worker_that_is_left_over_may_go_on_without_the_others(bucket, make_group):
     """The quota gives way once nobody else delivers: a run must not stand still for it."""
     now = [0.0]
