@@ -85,8 +85,8 @@ class Quota:
         """Applies ``choose`` to the groups within the quota: the first ones of each worker in its
         order, at most its share of the step.
 
-        Groups beyond the quota stay in the buffer. Those that are too old are evicted at once, however
-        many of them a worker has: they would hold its credits, and hide its fresh groups.
+        Groups beyond the quota stay in the buffer. Those that are too old are evicted at once,
+        however many of them a worker has: they would hold its credits, and hide its fresh groups.
         """
         if self.share >= 1:
             return choose(list(waiting))

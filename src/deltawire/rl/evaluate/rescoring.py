@@ -19,7 +19,9 @@ Not judged: versions that are pruned or cannot be read, and environments that th
 does not have. Probes and expert choices are not compared; they are self-attested.
 
 A thread does this, one group at a time and at low priority. It has a separate model and mirror,
-in main memory. The trainer never waits for it.
+in main memory: 4 bytes a parameter in fp32 and the published bytes, 2 a parameter in bf16, and the
+activations of one group's forward pass. If that is more than `MEMORY_SHARE` of what is available,
+log-probabilities are not judged. The trainer never waits for this thread.
 
 Time to detection: each of its groups is drawn with probability s, so that n groups with a
 detectable lie pass with (1 - s)^n. For s = 0.1 and n = 50 that is 0.0052.
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import queue
 import sys
@@ -44,8 +47,10 @@ import torch
 from numpy.typing import NDArray
 
 from deltawire.chat.text import Text
+from deltawire.codec import ITEMSIZE
 from deltawire.config import RunConfig
 from deltawire.engines.base import Completion, OnToken, Sampling
+from deltawire.engines.cache_size import available_bytes
 from deltawire.envs import Task, TaskSource, open_tasks
 from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.export.adapter import open_model
@@ -74,6 +79,8 @@ REPLAYS = 2
 PLAYED_ELSEWHERE = 8
 """Episodes of others that were played again without a failure before failures of a worker's count
 as a doubt about it, and not about this machine."""
+MEMORY_SHARE = 0.5
+"""The largest part of the available main memory that the separate model and mirror may take."""
 NICE = 10
 _JOIN_S = 60.0
 
@@ -147,7 +154,17 @@ class RecordedModel:
     def __init__(self, bucket: Bucket, run: Run, config: RunConfig, folder: Path) -> None:
         self._bucket = bucket
         self._run = run
-        with torch.device("cpu"):
+        with torch.device("meta"):
+            needed = memory_of(open_model(folder, config.train.adapter), run)
+        free = available_bytes(torch.device("cpu"))
+        self.lacking = ""
+        """Why there is no model here; empty if there is one."""
+        if needed > MEMORY_SHARE * free:
+            self.lacking = (
+                f"another copy of the weights needs {needed / 1e9:.3g} GB, "
+                f"and {free / 1e9:.3g} GB of main memory are available"
+            )
+        with torch.device("meta" if self.lacking else "cpu"):
             self._model = open_model(folder, config.train.adapter)
         self._source = open_source(config.train.exporter, self._model)
         self.stops = stop_tokens(self._model, load_tokenizer(folder))
@@ -157,7 +174,9 @@ class RecordedModel:
 
     def logprobs(self, group: Group, version: int) -> list[NDArray[np.float32]] | None:
         """log π of the tokens of each trained trajectory, float32[T] each, at ``version``; None if
-        that cannot be read."""
+        that cannot be read, or there is no model here."""
+        if self.lacking:
+            return None
         if self._version != version:
             behind = self._mirror is not None and self._version < version
             into, self._mirror, self._version = self._mirror if behind else None, None, -1
@@ -175,6 +194,12 @@ class RecordedModel:
             found_NC = token_logprobs(self._model, batch).numpy()
         lengths = [len(group.trajectories[place].tokens_T) for _, place in batch.members_N]
         return [row[:count] for row, count in zip(found_NC, lengths, strict=True)]
+
+
+def memory_of(model: torch.nn.Module, run: Run) -> int:
+    """Bytes of a separate model and of the mirror that it is filled from, without activations."""
+    sizes = (math.prod(one.shape) * ITEMSIZE[one.dtype] for one in run.tensors)
+    return sum(p.numel() * p.element_size() for p in model.parameters()) + sum(sizes)
 
 
 class GroupChecker:
@@ -200,6 +225,8 @@ class GroupChecker:
         self._rewards = bool(getattr(tasks, "deterministic", False))
         self.unjudged: list[str] = []
         """The parts that cannot be judged here, with the reason."""
+        if model.lacking:
+            self.unjudged.append(f"log-probabilities: {model.lacking}")
         if not self._rewards:
             self._leave_rewards(
                 "this machine does not have the environment"
@@ -248,7 +275,8 @@ class GroupChecker:
                 )
             if shown < stated:
                 # Without a template, an environment may say nothing between two turns.
-                self.unjudged = self.unjudged or ["rewards: of episodes whose turns run together"]
+                reason = "rewards: of episodes whose turns run together"
+                self.unjudged += [reason] if reason not in self.unjudged else []
                 continue
             fault = self._replay(group, task, segments)
             if fault is not None:
@@ -278,7 +306,8 @@ class GroupChecker:
 
     def _leave_rewards(self, reason: str) -> None:
         self._rewards = False
-        self.unjudged = [f"rewards: {reason}"]
+        kept = [one for one in self.unjudged if not one.startswith("rewards: ")]
+        self.unjudged = [f"rewards: {reason}", *kept]
 
     def _reward_again(
         self, group: Group, task: Task, segments: list[Trajectory]

@@ -15,7 +15,8 @@ from deltawire.envs import register
 from deltawire.envs.base import Environment, Task, Turn
 from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.rl.control.rollout_reader import Bounds
-from deltawire.rl.evaluate.rescoring import GroupChecker, RecordedModel, Rescoring
+from deltawire.rl.evaluate import rescoring as rescoring_module
+from deltawire.rl.evaluate.rescoring import GroupChecker, RecordedModel, Rescoring, memory_of
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +260,26 @@ def test_the_thread_judges_and_never_blocks(honest):
     finally:
         rescoring.close()
     assert not rescoring._thread.is_alive()
+
+
+def test_a_model_that_does_not_fit_is_not_opened(honest, monkeypatch):
+    """Rewards are still judged, and what is not is named in the status."""
+    monkeypatch.setattr(rescoring_module, "available_bytes", lambda _: 1000)
+    model = RecordedModel(honest.bucket, honest.run, honest.config, honest.folder)
+    assert {one.device.type for one in model._model.parameters()} == {"meta"}
+    checker = GroupChecker(honest.config, honest.tasks, honest.text, model)
+    assert len(checker.unjudged) == 1
+    assert checker.unjudged[0].startswith("log-probabilities: another copy of the weights needs")
+    forged = changed(honest.group(1), logprobs_T=lambda t: t.logprobs_T - 1)
+    assert honest.judged(checker, forged, 1).kind == ""
+    forged = changed(honest.group(1), reward=lambda t: 1.0 - t.reward)
+    assert honest.judged(checker, forged, 1).kind == "reward"
+
+
+def test_the_copy_takes_the_memory_that_is_stated(honest):
+    """4 bytes a parameter for the model, and 2 for the published bf16 weights."""
+    count = sum(one.numel() for one in honest.model.parameters())
+    assert memory_of(honest.model, honest.run) == 6 * count
 
 
 def test_what_cannot_be_read_is_not_judged(honest, checker):
