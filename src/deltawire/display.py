@@ -25,7 +25,8 @@ _SECRET_WORDS = frozenset(
 )
 _HARMLESS_ENDS = frozenset(["env", "error", "exception", "file", "name", "path", "var", "variable"])
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
-_IN_URL = re.compile(r"(?<=://)(?:[^\s/@]*:[^\s]*|[^\s/@]+)@")
+# A path that a URL was taken for has one slash.
+_IN_URL = re.compile(r"(?<=[A-Za-z0-9+.-]{2}:/)(/?)(?:[^\s/@]*:[^\s]*|[^\s/@]+)@")
 _ASSIGNED = re.compile(
     r"""(?P<name>[\w%-]+)(?P<between>["']?\s*[=:]\s*["']|=)(?P<value>[^\s&;,"']+)"""
     r"|(?P<option>--[\w-]+)(?P<space>\s+)(?P<argument>[^\s-]\S*)"
@@ -98,7 +99,7 @@ def redact(value: Any, name: str = "") -> Any:
         return value
     if looks_secret(name):
         return REDACTED
-    value = _IN_URL.sub(f"{REDACTED}@", value)
+    value = _IN_URL.sub(rf"\1{REDACTED}@", value)
     return _KNOWN_FORMS.sub(REDACTED, _ASSIGNED.sub(_redact_assignment, value))
 
 

@@ -1,6 +1,7 @@
 """A model's answer is code to some scorers of reasoning-gym. None of it reaches the worker."""
 
 import asyncio
+import contextlib
 import os
 import statistics
 import sys
@@ -133,7 +134,20 @@ ESCAPE = [
     "[0] * (1 << 33)",
     "(lambda f: f(f))(lambda f: f(f))",
     "[x for x in iter(int, 1)]",
+    "__import__('os').kill(__import__('os').getppid(), 19)",
+    "__import__('os').kill(-1, 19)",
+    "__import__('os').killpg(0, 9)",
+    "__import__('resource').prlimit(__import__('os').getppid(), 0, (1, 1))",
+    "__import__('ctypes').CDLL(None).syscall(425, 8, 0)",
+    "__import__('ctypes').CDLL(None).syscall(311, __import__('os').getppid(), 0, 0, 0, 0, 0)",
+    "__import__('threading').Thread(target=lambda: __import__('time').sleep(60)).start()",
+    "[__import__('signal').signal(n, 1) for n in range(1, 9)]",
 ]
+LATE_VERDICT = (
+    "(__import__('os').fork() == 0 and (__import__('os').setsid(), __import__('time').sleep(1), "
+    "[__import__('os').write(n, b'{\"value\": 666}\\n') for n in range(10)])) or 1"
+)
+"""A process that is left writes a verdict for a later answer."""
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +192,15 @@ def test_attacks_change_nothing_outside(attack, kind, evaluator, surroundings, m
     for folder in ("/tmp", "/workspace", "/dev/shm"):
         assert evaluator.literal(f"__import__('os').listdir('{folder}')") == []
     assert not Path("/tmp/left").exists()
+
+
+def test_a_process_that_an_answer_leaves_does_not_score_later_ones(evaluator):
+    for kind in ("literal", "expression"):
+        with contextlib.suppress(EvaluationError):
+            getattr(evaluator, kind)(LATE_VERDICT)
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        assert evaluator.literal("[1, 2]") == [1, 2]
 
 
 FORGED = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import sys
 import types
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deltawire.cli.main import main
+from deltawire.cli.main import build_parser, main
 from deltawire.config import parse_config
 from deltawire.dashboard.report import write_report
 from deltawire.dashboard.state import RunState
@@ -86,6 +88,55 @@ def test_no_command_repeats_the_credentials_of_a_url(command, tmp_path, capfd) -
     assert code == 2
     assert captured.err
     assert SECRET not in captured.out + captured.err
+
+
+WITHOUT_A_URL = {"bench", "shapes"}
+
+
+def _positionals(parser):
+    return [one for one in parser._actions if not one.option_strings and one.nargs != 0]
+
+
+def _commands():
+    for action in build_parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.items()
+
+
+def test_every_command_refuses_a_url_with_credentials_in_every_place(
+    tmp_path, capfd, monkeypatch
+) -> None:
+    """Also where a path belongs: a path of a URL has one slash less."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = tmp_path / "config.toml"
+    config.write_text('name = "demo"\n[task]\n')
+    tried = set()
+    for name, parser in _commands():
+        if name in WITHOUT_A_URL:
+            continue
+        needed = [one for one in parser._actions if one.option_strings and one.required]
+        places = [*_positionals(parser), *needed]
+        for place in places:
+            words = [name]
+            for one in places:
+                text = str(config) if "config" in one.dest else str(tmp_path / "none")
+                words += [*one.option_strings[-1:], URLS[0] if one is place else text]
+            with contextlib.suppress(SystemExit):
+                assert main(words) == 2, words
+            captured = capfd.readouterr()
+            assert SECRET not in captured.out + captured.err, words
+            tried.add(name)
+    assert {"run", "midtrain", "reference", "rollouts", "grant", "serve", "publish"} <= tried
+
+
+@pytest.mark.parametrize("command", ["trainer", "relay"])
+def test_a_url_in_the_place_of_a_key_is_not_repeated(command, tmp_path, capfd) -> None:
+    words = [command, *[str(tmp_path / "none")] * (1 + (command == "relay")), "--key", URLS[0]]
+    assert main(words) == 2
+    captured = capfd.readouterr()
+    assert "cannot read the key" in captured.err
+    assert SECRET not in captured.err
 
 
 def test_a_wrong_argument_is_not_repeated_with_its_credentials(capsys) -> None:
