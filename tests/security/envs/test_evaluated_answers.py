@@ -137,12 +137,22 @@ ESCAPE = [
     "__import__('os').kill(__import__('os').getppid(), 19)",
     "__import__('os').kill(-1, 19)",
     "__import__('os').killpg(0, 9)",
+    "__import__('os').kill(__import__('os').getppid(), 2)",
     "__import__('resource').prlimit(__import__('os').getppid(), 0, (1, 1))",
+    "__import__('resource').prlimit(__import__('os').getppid(), 7, (0, 0))",
+    "__import__('os').setpriority(0, __import__('os').getppid(), 19)",
+    "__import__('os').sched_setscheduler(1, 5, __import__('os').sched_param(0))",
+    "__import__('ctypes').CDLL(None).syscall(251, 1, 1, 3 << 13)",
     "__import__('ctypes').CDLL(None).syscall(425, 8, 0)",
     "__import__('ctypes').CDLL(None).syscall(311, __import__('os').getppid(), 0, 0, 0, 0, 0)",
     "__import__('threading').Thread(target=lambda: __import__('time').sleep(60)).start()",
     "[__import__('signal').signal(n, 1) for n in range(1, 9)]",
 ]
+OF_THE_FIRST_PROCESS = (
+    "__import__('os').getpriority(0, 1)",
+    "__import__('os').sched_getscheduler(1)",
+    "[__import__('resource').getrlimit(n) for n in (1, 3, 6)]",
+)
 LATE_VERDICT = (
     "(__import__('os').fork() == 0 and (__import__('os').setsid(), __import__('time').sleep(1), "
     "[__import__('os').write(n, b'{\"value\": 666}\\n') for n in range(10)])) or 1"
@@ -192,6 +202,15 @@ def test_attacks_change_nothing_outside(attack, kind, evaluator, surroundings, m
     for folder in ("/tmp", "/workspace", "/dev/shm"):
         assert evaluator.literal(f"__import__('os').listdir('{folder}')") == []
     assert not Path("/tmp/left").exists()
+
+
+def test_an_answer_slows_and_limits_no_later_one(evaluator):
+    """Later answers would run out of time or of files, and earn less."""
+    before = [evaluator.literal(text) for text in OF_THE_FIRST_PROCESS]
+    for attack in ESCAPE:
+        with contextlib.suppress(EvaluationError):
+            evaluator.literal(attack.replace("{pid}", "1"))
+    assert [evaluator.literal(text) for text in OF_THE_FIRST_PROCESS] == before
 
 
 def test_a_process_that_an_answer_leaves_does_not_score_later_ones(evaluator):

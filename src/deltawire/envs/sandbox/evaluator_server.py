@@ -61,6 +61,8 @@ def main() -> None:
 
 def _serve(header: dict[str, Any]) -> None:
     request = request_of(header)
+    # The first process of a namespace gets only signals from within it that it handles: none.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.path += header["path"]
     sys.setrecursionlimit(2000)
     import sympy.parsing.sympy_parser  # noqa: F401

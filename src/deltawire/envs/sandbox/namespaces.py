@@ -289,9 +289,9 @@ def limit_command(limits: CommandLimits, *, filtered: bool, niceness: int = 10) 
         start = os.getpid() if not filtered else int.from_bytes(os.urandom(2), "little")
         cores = {allowed[(start + i) % len(allowed)] for i in range(limits.cores)}
         os.sched_setaffinity(0, cores)
+    with contextlib.suppress(OSError):
+        os.nice(niceness)  # The filter refuses it.
     if filtered:
         # The first process counts, too. Without namespaces the user's other processes would.
         limit(resource.RLIMIT_NPROC, limits.processes + 1)
         seccomp.install()
-    with contextlib.suppress(OSError):
-        os.nice(niceness)

@@ -4,8 +4,9 @@ An allow-list: what it does not name is refused, so that a call that a later ker
 until somebody has read what it does. Left out is what would leave the sandbox (namespaces, mounts,
 tracing, handles), what takes memory that no other limit sees (memory files, System V), what
 reaches around the network namespace (sockets of other families, such as a virtual machine's to its
-host), and large parts of the kernel that no test suite needs (bpf, io_uring, keys, asynchronous
-I/O). Numbers are those of ``asm/unistd.h``.
+host), what slows or starves other processes of the sandbox (priorities, and limits of others), and
+large parts of the kernel that no test suite needs (bpf, io_uring, keys, asynchronous I/O). Numbers
+are those of ``asm/unistd.h``.
 """
 
 from __future__ import annotations
@@ -34,33 +35,36 @@ _X86_64 = (
     *((0, 28), (32, 55)),  # read … madvise; dup … getsockopt
     *((57, 63), (72, 100)),  # fork … uname; fcntl … times
     *((102, 102), (104, 125)),  # getuid; getgid … capget
-    *((127, 133), (137, 138), (140, 152)),  # signals … mknod; statfs; priorities … munlockall
+    *((127, 133), (137, 138), (140, 140)),  # signals … mknod; statfs; getpriority
+    *((143, 143), (145, 152)),  # sched_getparam; sched_getscheduler … munlockall
     *((157, 158), (160, 160), (162, 162)),  # prctl, arch_prctl; setrlimit; sync
     *((186, 202), (204, 204), (213, 213)),  # gettid … futex; sched_getaffinity; epoll_create
     *((217, 219), (221, 226), (228, 235)),  # getdents64 …; fadvise64, timers; clocks … utimes
-    *((247, 247), (251, 255), (257, 271)),  # waitid; ioprio, inotify; openat … ppoll
+    *((247, 247), (252, 255), (257, 271)),  # waitid; ioprio_get, inotify; openat … ppoll
     *((273, 278), (280, 297), (299, 299)),  # robust lists, splice; utimensat … ; recvmmsg
-    *((302, 302), (306, 307), (309, 309)),  # prlimit64; syncfs, sendmmsg; getcpu
-    *((314, 318), (322, 322), (324, 332)),  # sched_setattr … getrandom; execveat; … statx
+    *((306, 307), (309, 309)),  # syncfs, sendmmsg; getcpu
+    *((315, 318), (322, 322), (324, 332)),  # sched_getattr … getrandom; execveat; … statx
     (334, 334),  # rseq
 )
 _AARCH64 = (
-    *((5, 17), (19, 38), (43, 50)),  # attributes, getcwd; eventfd2 … renameat; statfs … fchdir
+    *((5, 17), (19, 29), (31, 38)),  # attributes, getcwd; eventfd2 … ioctl; ioprio_get … renameat
+    (43, 50),  # statfs … fchdir
     *((52, 57), (59, 59), (61, 88)),  # fchmod … close; pipe2; getdents64 … utimensat
     *((90, 90), (93, 96), (98, 103)),  # capget; exit … set_tid_address; futex … setitimer
-    *((107, 111), (113, 115), (118, 121)),  # timers; clocks; scheduling
-    *((123, 141), (143, 160), (163, 169)),  # sched_getaffinity … ; identities … ; limits … time
+    *((107, 111), (113, 115), (120, 121)),  # timers; clocks; sched_getscheduler, _getparam
+    *((123, 139), (141, 141)),  # sched_getaffinity … ; getpriority
+    *((143, 160), (163, 169)),  # identities … ; limits … time
     *((172, 179), (198, 216), (220, 223)),  # getpid … sysinfo; sockets … mremap; clone … fadvise64
     *((226, 237), (240, 240), (242, 243)),  # mprotect … ; rt_tgsigqueueinfo; accept4, recvmmsg
-    *((260, 261), (267, 267), (269, 269)),  # wait4, prlimit64; syncfs; sendmmsg
-    *((274, 278), (281, 281), (283, 291)),  # sched_setattr … getrandom; execveat; … statx
+    *((260, 260), (267, 267), (269, 269)),  # wait4; syncfs; sendmmsg
+    *((275, 278), (281, 281), (283, 291)),  # sched_getattr … getrandom; execveat; … statx
     (293, 293),  # rseq
 )
 _CLONE3 = 435
 _MACHINES = {
-    # kernel's name of the machine: (audit architecture, clone, socket, allowed)
-    "x86_64": (0xC000003E, 56, 41, _X86_64),
-    "aarch64": (0xC00000B7, 220, 198, _AARCH64),
+    # kernel's name of the machine: (audit architecture, clone, socket, prlimit64, allowed)
+    "x86_64": (0xC000003E, 56, 41, 302, _X86_64),
+    "aarch64": (0xC00000B7, 220, 198, 261, _AARCH64),
 }
 
 
@@ -72,7 +76,7 @@ def supported() -> bool:
 @cache
 def program() -> bytes:
     """The filter for this machine, as ``struct sock_filter[]``."""
-    architecture, clone, socket, allowed = _MACHINES[platform.machine()]
+    architecture, clone, socket, prlimit, allowed = _MACHINES[platform.machine()]
     refuse = _ERRNO | errno.EPERM
     code = [
         (_LOAD, 0, 0, _AT_MACHINE),
@@ -94,6 +98,12 @@ def program() -> bytes:
         (_LOAD, 0, 0, _AT_FIRST_ARGUMENT),
         *((_JUMP_EQUAL, len(_FAMILIES) - i, 0, f) for i, f in enumerate(_FAMILIES)),
         (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
+        (_RETURN, 0, 0, _ALLOW),
+        # A process may limit itself, and no other: process 0 is the caller.
+        (_JUMP_EQUAL, 0, 4, prlimit),
+        (_LOAD, 0, 0, _AT_FIRST_ARGUMENT),
+        (_JUMP_EQUAL, 1, 0, 0),
+        (_RETURN, 0, 0, refuse),
         (_RETURN, 0, 0, _ALLOW),
     ]
     for first, last in sorted((*allowed, *_EVERYWHERE)):
