@@ -24,10 +24,10 @@ from typing import Any
 import aiohttp
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.export.models import fetch_model_files, save_settings
+from deltawire.export.models import empty_model, fetch_model_files, save_settings
 from deltawire.export.tensors import tensors_of
 from deltawire.placement.module_loader import checkpoint_tensors
 from deltawire.serving.replica import HeldVersion
@@ -213,7 +213,5 @@ class Transfer:
 
 def _skeleton_of(folder: str) -> Any:
     """Build the model that a run's configuration describes, without memory."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        return auto.from_config(config)
+        return empty_model(Path(folder))

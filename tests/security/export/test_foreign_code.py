@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import transformers.integrations.hub_kernels as hub
 
+import deltawire
 from deltawire.errors import InputError
 from deltawire.export.models import check_directory, empty_model, load_model, save_model
 
@@ -47,6 +50,20 @@ def test_a_configuration_that_names_foreign_code_is_refused(directory, monkeypat
         with pytest.raises(InputError, match="asks for code from outside the library"):
             load(directory)
     assert not fetched
+
+
+def test_every_reader_of_a_runs_configuration_checks_it():
+    """Only these modules let the library read a directory, and what is a run's is checked there;
+    the other model is one that the caller names."""
+    root = Path(deltawire.__file__).parent
+    calls = re.compile(r"AutoConfig|auto\.from_|AutoModel\w*\.from_")
+    found = {
+        str(path.relative_to(root)): len(calls.findall(path.read_text()))
+        for path in root.rglob("*.py")
+    }
+    places = {name for name, count in found.items() if count}
+    assert places == {"export/models.py", "trl/transfer.py"}
+    assert found["trl/transfer.py"] == 1
 
 
 @pytest.mark.parametrize("value", ["eager", "sdpa", None, {"": "sdpa"}])
