@@ -21,6 +21,8 @@ from deltawire.store import Bucket
 
 WATCH_S = 1.0
 FIRST_HEARTBEAT_S = 60.0
+EXIT_S = 60.0
+"""How long a process may take to exit after its last heartbeat said that it ended."""
 
 
 @dataclass
@@ -44,7 +46,8 @@ class Child:
 
 
 class Watchdog(threading.Thread):
-    """Reads the children's heartbeats and kills those that are silent or stalled.
+    """Reads the children's heartbeats and kills those that are silent or stalled, or that do not
+    exit although they have ended.
 
     ``each_round`` is called in this thread, which may wait for the store, `WATCH_S` apart.
     """
@@ -94,10 +97,13 @@ class Watchdog(threading.Thread):
         if heartbeat is not None and heartbeat.finished:
             child.productive = True
         elapsed_s = 0.0 if before is None else min(now - before, 2 * WATCH_S)
-        if liveness.observe(heartbeat, elapsed_s) in ("silent", "stalled"):
+        state, reason = liveness.observe(heartbeat, elapsed_s), liveness.reason
+        if state == "ended" and liveness.silent_s > EXIT_S:
+            reason = f"it ended {liveness.silent_s:.0f} s ago and did not exit"
+        if reason:
             with self.lock:
                 if child.process is process and process.returncode is None:
-                    child.killed_for = liveness.reason
+                    child.killed_for = reason
                     process.kill()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from heartbeats import make_heartbeat, put_heartbeat
@@ -195,6 +196,22 @@ def test_an_unsupervised_worker_refuses_the_name_of_a_living_one(bucket, monkeyp
         pass
     with second.registered():
         second.lease.confirm(fresh=True)
+
+
+def test_a_process_that_ended_and_does_not_exit_is_killed(bucket, monkeypatch) -> None:
+    """It was stopped, or waits for a thread, between its last heartbeat and its exit."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    killed = []
+    process = SimpleNamespace(pid=77, returncode=None, kill=lambda: killed.append(clock.now))
+    child = watching.Child("w0", "worker", [], process=process)
+    put_heartbeat(bucket, "w0", pid=77, ended=True)
+    dog = watching.Watchdog(bucket, [child], silence_s=5.0)
+    while not killed and clock.now < 1000:
+        dog.check(child)
+        clock.now += 1.0
+    assert watching.EXIT_S < killed[0] <= watching.EXIT_S + 3
+    assert "did not exit" in child.killed_for
 
 
 def test_silence_counts_only_while_it_could_be_noticed() -> None:
