@@ -22,7 +22,7 @@ from deltawire.wire.signing import Ed25519Signer
 from deltawire.wire.status import TrainerStatus
 
 PINNED = ("status", "log", "fsck", "pull", "report", "probes", "metrics", "replay")
-LOCAL = {"midtrain", "run", "publish", "keygen", "grant", "import", "bench", "shapes"}
+LOCAL = {"midtrain", "run", "tinker", "publish", "keygen", "grant", "import", "bench", "shapes"}
 """Commands that read no run, or read only one that they own by ``--key``."""
 
 
