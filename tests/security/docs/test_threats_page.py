@@ -49,6 +49,7 @@ TRAINERS = [
     keys.tombstone("w0"),
     keys.challenge("w0"),
     keys.challenge("WORKER"),
+    keys.TINKER_SERVER,
 ]
 WORKERS = [
     keys.rollout("WORKER", 0),
