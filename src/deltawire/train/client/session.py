@@ -108,12 +108,7 @@ class TrainingSession:
 
     @classmethod
     def open(
-        cls,
-        bucket: Bucket,
-        lease: Lease,
-        *,
-        lost_state: LostState,
-        signer: Signer | None = None,
+        cls, bucket: Bucket, lease: Lease, *, lost_state: LostState, signer: Signer | None = None
     ) -> TrainingSession:
         """Opens a run's newest version; see `deltawire.train.TrainingClient.load`."""
         run = require_run(bucket)
