@@ -49,7 +49,6 @@ TRAINERS = [
     keys.tombstone("w0"),
     keys.challenge("w0"),
     keys.challenge("WORKER"),
-    keys.TINKER_SERVER,
 ]
 WORKERS = [
     keys.rollout("WORKER", 0),
