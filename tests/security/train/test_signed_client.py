@@ -58,7 +58,7 @@ def test_a_signed_run_is_refused_without_its_key(files):
         TrainingClient.load(url)
     with pytest.raises(CorruptError, match="signed by another key"):
         TrainingClient.load(url, key=files / "stranger.key")
-    with pytest.raises(InputError, match="there is a run here already"):
+    with pytest.raises(InputError, match="a run exists here already"):
         TrainingClient.create(url, files / "model", key=files / "owner.key")
 
 
