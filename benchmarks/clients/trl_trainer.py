@@ -86,6 +86,7 @@ class _Floor(TrainerCallback):
 def measure(options: Options) -> Measured:
     """Train in full and with a LoRA; compare every version, and the pauses of the first."""
     logging.disable(logging.WARNING)
+    torch.set_num_threads(1)  # On shared cores, threads that wait for each other vary tenfold.
     with tempfile.TemporaryDirectory(prefix="deltawire-bench-") as folder:
         place = Path(folder)
         timed = _Timed(str(place / "full"))
