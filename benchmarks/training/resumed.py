@@ -22,7 +22,7 @@ from deltawire.train.checkpoint import MAX_COMMIT_BYTES, Commit
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
 
-VERSIONS = 10
+VERSIONS = 18
 
 
 def kill(rank: int, point: str, version: int) -> Start:
@@ -31,19 +31,22 @@ def kill(rank: int, point: str, version: int) -> Start:
 
 
 KILLS = [
-    *(kill(rank, point, 1) for point in ("gradients", "updated") for rank in (0, 1)),
-    *(kill(rank, point, 2) for point in ("encoding", "part") for rank in (0, 1)),
+    *(kill(rank, point, 1) for point in ("gradients", "updated", "encoding") for rank in (0, 1)),
+    kill(0, "part", 1),
+    kill(1, "part", 1),
     kill(0, "save", 2),
-    kill(0, "manifest", 3),
-    kill(1, "waiting", 3),
-    kill(1, "save", 4),
-    kill(0, "committed", 5),
-    kill(0, "saved", 6),
-    kill(0, "waiting", 7),
-    kill(1, "saved", 8),
-    kill(0, "commit", 10),
+    kill(0, "manifest", 5),
+    kill(1, "waiting", 5),
+    kill(1, "save", 6),
+    kill(0, "committed", 9),
+    kill(0, "saved", 10),
+    kill(0, "waiting", 13),
+    kill(1, "saved", 14),
+    kill(0, "commit", 18),
 ]
-"""In an order in which each strikes: once a version is committed, no start makes it again."""
+"""In an order in which each strikes: once a version is committed, no start makes it again. Rank 0
+may commit what rank 1 had stored its part of, and training goes on while a checkpoint is stored,
+until the next one is due two versions later."""
 
 
 def stopped(ranks: int, *, rank: int) -> list[Start]:
