@@ -89,7 +89,7 @@ def test_a_custom_loss_has_the_exact_gradient(seen):
     [
         ("loss", "stable_reinforce"),
         ("setting", "no setting 'unknown'"),
-        ("token", "none of the model's"),
+        ("token", "not one of the model's"),
         ("base", "no base model 'org/other'"),
         ("optimizer", "no optimizer 'dimuon'"),
         ("checkpoint", "no checkpoint"),
