@@ -178,7 +178,7 @@ def digests(bucket: Bucket) -> list[str]:
 
 
 def metadata_of(bucket: Bucket) -> list[CommitMetadata]:
-    """What each version after 0 recorded of its step."""
+    """Returns the commit metadata of each version after 0."""
     history = read_history(bucket, require_run(bucket))
     return [CommitMetadata.of(one.metadata, run="", version=one.version) for one in history]
 

@@ -1,4 +1,4 @@
-"""Whether a trainer that was interrupted ends with the bits of one that was not.
+"""Compares a trainer that was interrupted with one that was not: both end with the same bits.
 
 A small run over two ranks is trained to its end without a break. ``resume_equal``: the same run is
 asked to stop in between, by a signal to one rank, and continued; on one rank and on two.

@@ -30,5 +30,5 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     packed_layers: list[Annotated[str, Meta(min_length=1, max_length=256)]] = []
     """Linear layers that are packed too, named as in `targets`."""
     shared_factor: bool = False
-    """Whether the experts of a layer share the factor on its outside: A of ``gate_up_proj``, B of
+    """If true, the experts of a layer share the factor on its outside: A of ``gate_up_proj``, B of
     ``down_proj``."""

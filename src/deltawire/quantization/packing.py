@@ -28,7 +28,7 @@ _HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 
 @dataclass
 class PackReport:
-    """What reading a directory into a packed model did.
+    """The tensors that were packed while a directory was read, and those that kept their codes.
 
     ``errors`` is the relative error (Frobenius) of each tensor that was packed here, by name; a
     tensor that was packed in the directory is not in it, because it keeps its codes.

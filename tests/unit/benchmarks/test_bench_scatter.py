@@ -22,5 +22,5 @@ def test_allocation_follows_the_changes_and_not_the_model():
 
 
 def test_no_device_is_made_up():
-    with pytest.raises(InputError, match="no device tpu"):
+    with pytest.raises(InputError, match="unknown device tpu"):
         time_scatter(LAYER_ELEMENTS, 10, device="tpu")

@@ -350,7 +350,7 @@ def test_an_unknown_token_is_refused_and_ends_no_other_request(tiny, token):
     engine = TransformersEngine(tiny, stop_tokens=[], slots=2, capacity=16)
     done = []
     engine.submit([1, 2], Sampling(1), done.append)
-    with pytest.raises(InputError, match="none of the model's"):
+    with pytest.raises(InputError, match="not one of the model's"):
         engine.submit([1, token], Sampling(1), done.append)
     engine.step()
     assert len(done) == 1
