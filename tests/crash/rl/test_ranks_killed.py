@@ -76,7 +76,7 @@ def test_ranks_that_are_killed_continue_to_the_same_bits(begun, uninterrupted, t
 @pytest.mark.drills
 @pytest.mark.parametrize(("family", "replicate"), [("qwen3", 2), ("qwen3_moe", 1)])
 def test_every_rank_killed_at_every_point(tmp_path, family, replicate):
-    begun = begin(tmp_path, versions=18, family=family, replicate=replicate)
+    begun = begin(tmp_path, versions=18, family=family, ranks=2, replicate=replicate)
     (tmp_path / "whole").mkdir()
     whole, bucket = copied(begun, tmp_path / "whole"), begun
     run_starts(whole, [WHOLE])
