@@ -28,7 +28,7 @@ export function groupRows(home, rows) {
   return rows.map((row) => h("tr", {},
     h("th", { scope: "row" }, h("a", { href: groupLink(home, row) }, row.task ? clean(row.task, 90) : `${row.worker}/${row.sequence}`), row.family ? h("small", {}, clean(row.family, 40)) : null),
     h("td", { class: "number" }, reward(row.status === "gone" || row.status === "damaged" ? null : row.reward, row.reward_min, row.reward_max)),
-    h("td", { class: "number", "data-label": "trained by" }, row.trained === null ? (row.dropped === null ? h("span", { class: "quiet" }, "waiting") : h("span", { class: "bad" }, `dropped at ${number(row.dropped)}`)) : number(row.trained)),
+    h("td", { class: "number", "data-label": "trained by" }, row.trained === null ? (row.dropped === null ? h("span", { class: "quiet" }, "not used") : h("span", { class: "bad" }, `dropped at ${number(row.dropped)}`)) : number(row.trained)),
     h("td", { class: "number", "data-label": "drawn by" }, versions(row)),
     h("td", { class: "number", "data-label": "tokens" }, number(row.tokens)),
     h("td", { class: "number", "data-label": "answers" }, number(row.answers)),
