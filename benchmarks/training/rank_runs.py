@@ -184,7 +184,7 @@ def metadata_of(bucket: Bucket) -> list[CommitMetadata]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Returns a free port of this machine."""
     store = dist.TCPStore(  # type: ignore[attr-defined, unused-ignore]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )

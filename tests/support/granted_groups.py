@@ -64,11 +64,12 @@ def start_with_groups(
     train: dict[str, Any],
     group: Callable[[int], Group] = made_up_group,
     layers: int = 1,
+    sizes: BuildConfig | None = None,
     attention_dropout: float = 0.0,
     **config: Any,
 ) -> Bucket:
     """Start a run of a tiny model in ``folder / "bucket"``, with groups of a worker that lives."""
-    sizes = BuildConfig(
+    sizes = sizes or BuildConfig(
         hidden_size=32, layers=layers, head_size=16, feed_forward_size=48, context=64
     )
     model = build_model(sizes, seed=0)

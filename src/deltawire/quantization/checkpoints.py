@@ -68,7 +68,7 @@ class PackedCheckpoint:
             for path in sorted(folder.glob("*.safetensors")):
                 file = self._open.enter_context(safe_open(path, framework="pt"))
                 self._files.update(dict.fromkeys(file.keys(), file))
-        except Exception as error:  # safetensors has an error type of its own for each reader
+        except Exception as error:  # safetensors raises different types for different faults
             self._open.close()
             raise CorruptError(f"cannot read the weights in {folder}: {error}") from error
 

@@ -57,13 +57,6 @@ class PackedFormat:
         """The value of each code, float32[2^bits]."""
         return torch.tensor(self.code_values, dtype=torch.float32)
 
-    @property
-    def bits_per_weight(self) -> float:
-        """The size of a packed weight and its share of a scale, for blocks of limited size."""
-        rows, columns = self.block
-        scale = 8 * self.scale_dtype.itemsize
-        return self.bits + (scale / (rows * columns) if rows and columns else 0.0)
-
     def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Returns the shape and dtype of each part of a packed tensor of ``shape``.
 

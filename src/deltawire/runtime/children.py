@@ -58,7 +58,7 @@ class Launcher(Protocol):
 
 
 class LocalChild:
-    """A child on this machine, in a session of its own."""
+    """A child process on this machine, in a new session."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         with log.open("ab") as output:

@@ -131,16 +131,16 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     try:
         return await handler(request)
     except InputError as error:
-        return _error(400, error)
+        return error_answer(400, error)
     except RetryError as error:
-        return _error(503, error)
+        return error_answer(503, error)
     except DeltawireError as error:
-        return _error(500, error)
+        return error_answer(500, error)
     except web.HTTPException as error:
-        return _error(error.status, InputError(error.reason))
+        return error_answer(error.status, InputError(error.reason))
     except Exception as error:  # Its message may hold parts of the request: only the type is kept.
         _LOG.error("request failed: %s", type(error).__name__)
-        return _error(500, BugError("the server failed to handle this request"))
+        return error_answer(500, BugError("the server failed to handle this request"))
 
 
 def _bearer(token: str, admin_token: str) -> Any:
@@ -153,9 +153,9 @@ def _bearer(token: str, admin_token: str) -> Any:
         is_client = hmac.compare_digest(given, sampling)
         if request.path != "/health":
             if not (is_admin or is_client):
-                return _error(401, InputError("this is not a valid bearer token"))
+                return error_answer(401, InputError("this is not a valid bearer token"))
             if not is_admin and request.match_info.handler in _ADMIN:
-                return _error(403, InputError("this call needs the admin token"))
+                return error_answer(403, InputError("this call needs the admin token"))
         return await handler(request)
 
     return check
@@ -213,7 +213,7 @@ async def _proxy(request: web.Request) -> web.StreamResponse:
         finally:
             replicas.end(member)
     code = BUSY if replicas.draining else 503
-    return _error(code, RetryError("no replica takes requests now", hint="try again shortly"))
+    return error_answer(code, RetryError("no replica takes requests now", hint="try again shortly"))
 
 
 async def _exchange(
@@ -281,6 +281,7 @@ def json_answer(value: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-def _error(status: int, error: DeltawireError) -> web.Response:
+def error_answer(status: int, error: DeltawireError) -> web.Response:
+    """Answers an error as JSON: its message, its type and the status."""
     body = {"error": {"message": str(error), "type": type(error).__name__, "code": status}}
     return web.json_response(body, status=status)

@@ -202,8 +202,8 @@ class MasterWeights:
 
 
 def _master(parameter: Tensor) -> Tensor:
-    """A sharded parameter is its own master. Nobody may keep its local part: FSDP2 moves a part
-    that it pads to new memory when the model computes for the first time."""
+    """A sharded parameter is its own master. Do not keep its local part: FSDP2 moves a part that it
+    pads to new memory when the model computes for the first time."""
     return parameter if isinstance(parameter, DTensor) else parameter.detach().float().clone()
 
 

@@ -36,7 +36,7 @@ from deltawire.wire.run import Run
 EVENTS_EVERY_S = 1.0
 STATUS_EVERY_S = 2.0
 IDLE_EVERY_S = 10.0
-"""Between two reads while nobody looks."""
+"""The pause between two reads while no page is open."""
 IDLE_AFTER_S = 60.0
 INDEX_TURN_S = 1.0
 INDEX_EVERY_S = 2.0

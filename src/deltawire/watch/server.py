@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
 
-from deltawire.errors import BugError, DeltawireError, InputError, RetryError
+from deltawire.errors import InputError
+from deltawire.serving.app import answer_errors, error_answer
 from deltawire.watch.api import RUNS, Handler, WatchedRuns, add_routes
 
 STATIC: Final = Path(__file__).with_name("static")
@@ -43,13 +43,12 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain",
 }
-_LOG = logging.getLogger("deltawire.watch")
 _FILES = web.AppKey("files", dict[str, tuple[bytes, str]])
 
 
 def build_app(runs: WatchedRuns, *, token: str) -> web.Application:
     """Builds the application; it starts and closes ``runs``."""
-    app = web.Application(middlewares=[_own_host, _errors, _bearer(token)], client_max_size=0)
+    app = web.Application(middlewares=[_own_host, answer_errors, _bearer(token)], client_max_size=0)
     app.on_response_prepare.append(_set_headers)
     app[RUNS] = runs
     app[_FILES] = _read_static()
@@ -89,25 +88,8 @@ async def _own_host(request: web.Request, handler: Handler) -> web.StreamRespons
     another machine has its own."""
     name = request.headers.get("Host", "").lower()
     if name.rsplit(":", 1)[0] not in HOSTS and name not in HOSTS:
-        return _error(421, InputError("this server answers on loopback names only"))
+        return error_answer(421, InputError("this server answers on loopback names only"))
     return await handler(request)
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except InputError as error:
-        return _error(400, error)
-    except RetryError as error:
-        return _error(503, error)
-    except DeltawireError as error:
-        return _error(500, error)
-    except web.HTTPException as error:
-        return _error(error.status, InputError(error.reason))
-    except Exception as error:
-        _LOG.exception("a request of the page failed")
-        return _error(500, BugError(f"the server failed: {type(error).__name__}"))
 
 
 def _bearer(token: str) -> Any:
@@ -118,7 +100,7 @@ def _bearer(token: str) -> Any:
         if request.path.startswith("/api/"):
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(given, expected):
-                return _error(
+                return error_answer(
                     401,
                     InputError(
                         "this page was opened without the token of the server",
@@ -143,8 +125,3 @@ def _file(request: web.Request, name: str) -> web.Response:
     if found is None:
         raise web.HTTPNotFound(reason="there is no such file")
     return web.Response(body=found[0], content_type=found[1], charset="utf-8")
-
-
-def _error(status: int, error: DeltawireError) -> web.Response:
-    body = {"error": {"message": error.message, "hint": error.hint or "", "code": status}}
-    return web.json_response(body, status=status)

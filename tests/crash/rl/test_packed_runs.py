@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from granted_groups import UNCHECKED, put_group
-from heartbeats import put_heartbeat
+from granted_groups import start_with_groups
 
 from deltawire.cli.main import main
-from deltawire.config import BuildConfig, parse_config
+from deltawire.config import BuildConfig
 from deltawire.errors import InputError
 from deltawire.export.adapter import PREFIX, adapter_off, open_model
-from deltawire.export.models import fetch_model_files, load_model, save_model
+from deltawire.export.models import fetch_model_files, load_model
 from deltawire.export.source import open_source
 from deltawire.quantization.dequantize import dequantize
 from deltawire.quantization.formats import open_format
-from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.rl.trainer.verify_training import verify_training
 from deltawire.runtime.process import Process, open_run
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket
 from deltawire.sync import load_mirror, read_history, read_manifest
-from deltawire.train.build import build_model, byte_tokenizer
-from deltawire.wire.rollouts import Group, Trajectory
 
 VERSIONS = 3
 ADAPTER = {
@@ -47,22 +42,6 @@ TRAIN = {
 }
 
 
-def group(number: int) -> Group:
-    rng = np.random.default_rng(number)
-    trajectories = [
-        Trajectory(
-            rng.integers(0, 256, 6, np.int32),
-            np.full(6, -5.0, np.float32),
-            np.zeros(6, np.int32),
-            np.ones(6, np.uint8),
-            float(place % 2),
-            "stop",
-        )
-        for place in range(4)
-    ]
-    return Group("w0", "n", f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
-
-
 def start(folder: Path, **adapter: object) -> Bucket:
     sizes = BuildConfig(
         family="qwen3_moe",
@@ -75,19 +54,8 @@ def start(folder: Path, **adapter: object) -> Bucket:
         context=64,
     )
     folder.mkdir(exist_ok=True)
-    save_model(build_model(sizes, seed=0), byte_tokenizer(), folder / "model")
-    bucket = open_bucket(str(folder / "bucket"), create=True)
-    config = {
-        "name": "packed",
-        "model": {"path": str(folder / "model")},
-        "train": TRAIN | {"adapter": ADAPTER | adapter},
-        "trust": UNCHECKED,
-    }
-    start_run(bucket, parse_config(config, source="test"), folder / "model")
-    for number in range(VERSIONS):
-        put_group(bucket, number, group(number))
-    put_heartbeat(bucket, "w0", stored=VERSIONS, at=time.time())
-    return bucket
+    settings = TRAIN | {"adapter": ADAPTER | adapter}
+    return start_with_groups(folder, groups=VERSIONS, train=settings, sizes=sizes)
 
 
 def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False) -> list[str]:

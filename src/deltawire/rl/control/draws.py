@@ -12,7 +12,7 @@ that died has not returned and is not yet gone, its positions are missing in the
 
 Restarts. ``trainer.json`` carries the book, and is written after each commit. A trainer that finds
 an older one reads which groups the commits since then settled (`DrawBook.arrive`). If it is lost,
-draws continue behind the position that the newest step's commit metadata states: what was given out
+draws continue after the position that the newest step's commit metadata states: what was given out
 and not yet trained on at that step is left out of its epoch.
 """
 

@@ -31,8 +31,8 @@ def unfenced(bucket: Bucket, run: Run, epoch: int, error: FencedError) -> Deltaw
 def restartable(error: InputError) -> DeltawireError:
     """Translate an error: `ResyncError` if an object that is no manifest has a version's name.
 
-    Whoever may write can put one there, and the number is then skipped. The step that was to get it
-    is computed again under the next number, because its random numbers depend on that.
+    Any writer to the bucket can put one there, and the number is then skipped. The step that was to
+    get it is computed again under the next number, because its random numbers depend on that.
     """
     if not error.key.startswith(keys.MANIFESTS):
         return error
