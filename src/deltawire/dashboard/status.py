@@ -18,6 +18,7 @@ import msgspec
 from deltawire.config import FaultsConfig, RunConfig, parse_config
 from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.state import ProcessState, RunState
+from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.events import HeldoutScore, Life, Role
 from deltawire.reward_monitor.monitor import ProbeState
@@ -38,6 +39,8 @@ MAX_PROCESSES = 4096
 MAX_STATUS_OBJECT_BYTES = 16 << 20
 FRESH_S = 30.0
 """A stored status that is older, by this machine's clock, is not shown."""
+MAX_STREAMS_NAMED = 12
+"""Streams of events with unreadable segments that are named; the rest are counted."""
 
 State = Literal["alive", "silent", "stalled", "ended", "unknown"]
 _ROLES: tuple[Role, ...] = ("trainer", "worker", "evaluator", "reference", "warm-start")
@@ -191,9 +194,7 @@ class Watch:
         state.steps = recent(state.steps, self._window_s)
         state.published = recent(state.published, self._window_s)
         state.parity = recent(state.parity, self._window_s)
-        if self._events.unreadable:
-            count = self._events.unreadable
-            problems.append(f"{count} segments of events hold none that can be read")
+        problems += _unreadable(self._events.unreadable)
         newest = self._newest = self._newest_version(run, problems)
         problems += _alarms(fleet)
         lines = [
@@ -305,6 +306,17 @@ def _alarms(fleet: Fleet) -> list[str]:
         f"{number} {'worker passes' if number == 1 else 'workers pass'} over an object: {reason}"
         for reason, number in reasons.items()
     ]
+
+
+def _unreadable(segments: dict[str, int]) -> list[str]:
+    """Name the streams in which segments hold no event of their process, the first few of them."""
+    found = [
+        f"{safe_line(stream)}: {count} {'segment' if count == 1 else 'segments'} of events that its"
+        " process did not store, or that are damaged"
+        for stream, count in sorted(segments.items(), key=lambda one: (-one[1], one[0]))
+    ]
+    more = len(found) - MAX_STREAMS_NAMED
+    return found if more <= 0 else [*found[:MAX_STREAMS_NAMED], f"and {more} more such streams"]
 
 
 def _names(state: RunState) -> set[str]:

@@ -58,8 +58,9 @@ class RecentEvents:
         self._window_s = window_s
         self._cursors = Cursors(bucket, clock=clock)
         self._kept: dict[str, _Segment] = {}
-        self.unreadable = 0
-        """How many segments of the last read held no event."""
+        self.unreadable: dict[str, int] = {}
+        """By stream, how many of the segments read so far held no event of its process: they are
+        damaged, or somebody else stored them."""
 
     def read(self, *, everything: bool = False) -> list[Event]:
         """The events; raises `RetryError`.
@@ -70,9 +71,9 @@ class RecentEvents:
         fresh = self._cursors.refresh(everything=everything)
         _each(lambda cursor: self._follow(cursor, everything=everything), self._cursors.active)
         self._enter(fresh)
-        self.unreadable = sum(
-            not found.events for key, found in self._kept.items() if key not in before
-        )
+        for key, found in self._kept.items():
+            if key not in before and not found.events and (stream := keys.stream_of(key)):
+                self.unreadable[stream] = self.unreadable.get(stream, 0) + 1
         # Segments of streams that were archived meanwhile are older than any window.
         existing = {cursor.stream for cursor in self._cursors.active}
         entries = [one.entry for one in self._kept.values()]

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from signed_run import OTHER, OWNER, STRANGER, WORKER, SignedRun
 
+from deltawire.dashboard.status import Watch
 from deltawire.errors import CorruptError, FencedError, InputError, SignatureError
 from deltawire.events import Evaluated, Life, Step, encode_lines
 from deltawire.rl.evaluate.evaluator import evaluated_versions
@@ -358,6 +359,12 @@ def test_forged_events_are_not_believed(run):
     for reader in (run.bucket(), run.bucket(pinned=False)):
         for events in (EventTail(reader).read(everything=True), RecentEvents(reader, 1e9).read()):
             assert sorted((e.process, e.version) for e in events) == [("trainer", 1), ("w0", 2)]
+        window = RecentEvents(reader, 1e9)
+        window.read()
+        assert window.unreadable == {"trainer-00": 3, "strange": 1}
+        problems = Watch(reader).poll().problems
+        assert any(problem.startswith("trainer-00: 3 segments of events") for problem in problems)
+        assert any(problem.startswith("strange: 1 segment of events") for problem in problems)
 
 
 def test_an_evaluator_takes_no_forged_measurements(run):

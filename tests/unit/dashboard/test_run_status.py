@@ -198,7 +198,7 @@ def test_what_is_damaged_is_named_and_the_rest_shown(bucket) -> None:
         bucket.put(key, b"\x1b[31m{")
     found = look(bucket)
     assert len(found.problems) == 3
-    for word in ("trainer.json", "heartbeats/w0.json", "segments of events"):
+    for word in ("trainer.json", "heartbeats/w0.json", "w0-a: 1 segment of events"):
         assert any(word in problem for problem in found.problems)
     assert found.bytes_per_version == 1000
     assert "\x1b" not in shown(found)
