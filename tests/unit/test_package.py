@@ -23,6 +23,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 TRUST = {"--public-key", "--max-age", "--allow-rollback"}
 FLAGS = {
+    "doctor": {"--conformance", "--json"},
     "midtrain": {
         "--out",
         "--bucket",

@@ -1,6 +1,8 @@
 """The command line: thin commands over the layers below, each loading only what it needs."""
 
 COMMANDS = (
+    # "init",
+    "doctor",
     "run",
     "midtrain",
     "worker",
@@ -29,6 +31,7 @@ COMMANDS = (
     "rollouts",
     "metrics",
     "shapes",
+    # "completion",
 )
 """One module here for each command, in the order of the help.
 

@@ -12,3 +12,5 @@ DIFFERENT = 5
 """``replay`` computed bits that differ from the run's; also `launch.session.AuditError`."""
 FLAGGED = 6
 """``probes`` shows a reward that came apart from a probe."""
+UNFIT = 8
+"""``doctor`` found a problem."""

@@ -32,6 +32,14 @@ def available_bytes(device: torch.device) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
+    return available_host_bytes()
+
+
+def available_host_bytes() -> int:
+    """Returns the host memory that can still be allocated, within a container's limit.
+
+    Where neither Linux nor a limit says it, a number that is larger than any memory.
+    """
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):

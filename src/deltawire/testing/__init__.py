@@ -1,4 +1,5 @@
 """Test tools for deltawire and for stores of others: a store suite, a failing store, a tiny run.
 
-``deltawire.testing.store_suite`` needs pytest; the rest needs only what deltawire needs.
+All of it needs only what deltawire needs; servers for tests (`deltawire.testing.s3_server`) need
+their packages.
 """
