@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from deltawire.wire.coordination import DeletionIntent, Part, Refusal, RetentionFloor
+from deltawire.wire.decisions import Decision
 from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.lineage import Forgotten, Lineage
 from deltawire.wire.manifest import CompactedDelta, Manifest
 from deltawire.wire.reference_scores import ReferenceScores
 from deltawire.wire.roles import RoleGrant
@@ -30,6 +32,9 @@ OBJECTS = {
     "trainer.json": TrainerStatus,
     "challenges/": Challenge,
     "heartbeats/": Heartbeat,
+    "live/lineage/": Lineage,
+    "live/decisions/": Decision,
+    "live/forgotten/": Forgotten,
     "deltawire.step": CommitMetadata,
 }
 SEALED = (

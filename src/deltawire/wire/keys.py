@@ -30,6 +30,13 @@ ROLES = "roles/"
 ARCHIVE = "archive/"
 TINKER = "tinker/"
 TINKER_SERVER = "tinker/server.json"
+LIVE = "live/"
+LIVE_GATEWAYS = "live/gateways/"
+LIVE_CAPTURES = "live/captures/"
+LIVE_FEEDBACK = "live/feedback/"
+LIVE_LINEAGE = "live/lineage/"
+LIVE_DECISIONS = "live/decisions/"
+LIVE_FORGOTTEN = "live/forgotten/"
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
 _DEVICE = re.compile(r"(?i:CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9])\Z")
@@ -282,6 +289,36 @@ def tinker_save(name: str, digest: str) -> str:
     if not _HASH.match(digest):
         raise InputError(f"{digest[:80]!r} is not a BLAKE3 hash")
     return f"{tinker_saves(name)}{digest}.json"
+
+
+def live_gateway(name: str) -> str:
+    """The key of a gateway's state."""
+    return f"{LIVE_GATEWAYS}{_checked(name)}.json"
+
+
+def live_captures(gateway: str, number: int) -> str:
+    """The key of a gateway's ``number``-th segment of captures."""
+    return f"{LIVE_CAPTURES}{_checked(gateway)}/{_number(number)}"
+
+
+def live_feedback(gateway: str, number: int) -> str:
+    """The key of a gateway's ``number``-th segment of feedback."""
+    return f"{LIVE_FEEDBACK}{_checked(gateway)}/{_number(number)}"
+
+
+def live_lineage(worker: str, sequence: int) -> str:
+    """The key of the list of answers that a worker's ``sequence``-th group was made of."""
+    return f"{LIVE_LINEAGE}{_checked(worker)}/{_number(sequence)}"
+
+
+def live_decision(number: int) -> str:
+    """The key of the ``number``-th decision about which version serves."""
+    return f"{LIVE_DECISIONS}{_number(number)}.json"
+
+
+def live_forgotten(pseudonym: str) -> str:
+    """The key of the record of a user's erasure."""
+    return f"{LIVE_FORGOTTEN}{_checked(pseudonym)}.json"
 
 
 def trailing_number(key: str) -> int | None:

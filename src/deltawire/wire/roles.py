@@ -36,6 +36,8 @@ REFERENCE_ROLE = "reference"
 WARM_START_ROLE = "warm-start"
 SUPERVISOR_ROLE = "supervisor"
 """Starts the other processes, and records how they end."""
+GATEWAY_ROLE = "gateway"
+"""Every gateway of a deployment: signs answers, feedback, erasures and decisions."""
 PROCESS_ROLES = (TRAINER_ROLE, EVALUATOR_ROLE, REFERENCE_ROLE, WARM_START_ROLE, SUPERVISOR_ROLE)
 """Roles of processes whose name is their role; every other process is a worker."""
 
@@ -73,6 +75,10 @@ def role_for(key: str) -> str | None:
         return TRAINER_ROLE if key.endswith("/commit.json") else None
     if key.startswith(keys.REFERENCES):
         return REFERENCE_ROLE
+    if key.startswith(keys.LIVE):
+        if key.startswith(keys.LIVE_LINEAGE):
+            return worker_role(key.removeprefix(keys.LIVE_LINEAGE).partition("/")[0])
+        return GATEWAY_ROLE
     if key.startswith(keys.HEARTBEATS):
         process = keys.process_of(key)
     elif key.startswith(keys.EVENTS):

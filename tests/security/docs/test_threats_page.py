@@ -70,14 +70,20 @@ PROCESSES = [
 EVALUATORS = [key for key in PROCESSES if "evaluator" in key]
 SCORES = keys.reference("w0", 0)
 REFERENCES = [SCORES, *(key for key in PROCESSES if "reference" in key)]
+GATEWAYS = [
+    keys.live_gateway("g0"), keys.live_captures("g0", 0), keys.live_feedback("g0", 0),
+    keys.live_decision(0), keys.live_forgotten("0" * 32),
+]  # fmt: skip
+LINEAGE = keys.live_lineage("WORKER", 0)
 EVERY = [
     keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a",
     *WEIGHTS, *TRAINERS, *WORKERS, *OTHERS, *PROCESSES, SCORES, keys.TINKER_SERVER,
+    *GATEWAYS, LINEAGE,
 ]  # fmt: skip
 OWNERS = [keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a", *WEIGHTS]
 NEVER_BY_TRAINER = {
     keys.role("trainer"), keys.rollout("w0", 0), keys.rollout("WORKER", 0), SCORES,
-    keys.TINKER_SERVER,
+    keys.TINKER_SERVER, LINEAGE, *GATEWAYS,
 }  # fmt: skip
 MAY_WRITE = {
     "owner": set(OWNERS),
@@ -85,6 +91,8 @@ MAY_WRITE = {
     "worker": set(WORKERS),
     "evaluator": set(EVALUATORS),
     "reference": set(REFERENCES),
+    "gateway": set(GATEWAYS),
+    "learner": {*WORKERS, LINEAGE},
     "reader": set(),
     "viewer": set(),
 }
@@ -93,6 +101,8 @@ MAY_DELETE = {
     "worker": set(),
     "evaluator": set(),
     "reference": set(),
+    "gateway": set(),
+    "learner": set(),
     "reader": set(),
     "viewer": set(),
 }

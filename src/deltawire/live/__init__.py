@@ -1,0 +1,1 @@
+"""Learns from live users: gateway, receipts, feedback, training data, erasure, canaries."""

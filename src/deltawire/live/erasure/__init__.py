@@ -1,0 +1,1 @@
+"""Deletes what was stored of a user, and tells what was trained on it."""

@@ -1,0 +1,1 @@
+"""Takes feedback about receipts, and detects signals that nobody reports."""

@@ -1,0 +1,1 @@
+"""The gateway's HTTP side: answers, receipts, streams."""

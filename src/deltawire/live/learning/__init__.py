@@ -1,0 +1,1 @@
+"""Turns answers and feedback into groups that a trainer consumes."""

@@ -1,0 +1,171 @@
+"""Captures and feedback: batches of served answers, and of reports about them.
+
+A gateway stores both in segments, ``live/captures/<gateway>/<n>`` and
+``live/feedback/<gateway>/<n>``, numbered from 0. A segment's bytes are fixed before it is uploaded
+for the first time, so an upload may be repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from deltawire.errors import CorruptError
+from deltawire.wire.objects import FORMAT, decode_packed, encode_packed
+from deltawire.wire.receipts import MAX_SPANS, Arm, Pseudonym, Span
+from deltawire.wire.run import Identity
+
+MAX_SEGMENT_BYTES = 256 << 20
+MAX_ROWS = 1 << 16
+MAX_TEXT = 64
+
+Kind = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
+"""A kind of feedback: one of `KINDS`, ``event_…`` for an event of the product, or ``detected_…``
+for a signal that a detector found."""
+KINDS = ("accept", "reject", "thumbs", "score", "edit_distance", "kept_share")
+Source = Literal["client", "webhook", "detector"]
+_Name = Annotated[str, Meta(max_length=MAX_TEXT)]
+_Finite = Annotated[float, Meta(ge=-1e9, le=1e9)]
+
+
+class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One served answer.
+
+    ``prompt`` and ``tokens`` are int32, ``logprobs`` (nats, of the full distribution at
+    ``temperature``) float32, little-endian, as the engine stated them; ``spans`` are the versions
+    that drew the tokens. An ``unusable`` answer says why it cannot be trained on, and then has no
+    tokens. ``task`` names the kind of request where the product knows it, ``cohort`` the group of
+    users that the product puts this one in. ``first_s`` and ``total_s`` are the seconds until the
+    first token and until the end. ``text`` is the redacted conversation as JSON, empty unless the
+    deployment keeps it. ``receipt`` is the signed receipt.
+    """
+
+    answer: Identity
+    conversation: Identity
+    turn: int
+    user: Pseudonym = ""
+    cohort: _Name = ""
+    task: Annotated[str, Meta(max_length=256)] = ""
+    arm: Arm
+    propensity: Annotated[float, Meta(gt=0, le=1)]
+    at: float
+    receipt: str
+    model: Annotated[str, Meta(max_length=256)] = ""
+    finish: Annotated[str, Meta(max_length=32)] = ""
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    truncated: bool = False
+    """Sampling was restricted to likely tokens, or penalized or biased some."""
+    prompt: bytes = b""
+    tokens: bytes = b""
+    logprobs: bytes = b""
+    spans: Annotated[list[Span], Meta(max_length=MAX_SPANS)] = []
+    unusable: Annotated[str, Meta(max_length=256)] = ""
+    first_s: float = 0.0
+    total_s: float = 0.0
+    calls: int = 0
+    broken_calls: int = 0
+    text: bytes = b""
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """The prompt's tokens."""
+        return np.frombuffer(self.prompt, "<i4")
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """The answer's tokens."""
+        return np.frombuffer(self.tokens, "<i4")
+
+    @property
+    def token_logprobs(self) -> NDArray[np.float32]:
+        """The log-probability of each of the answer's tokens, in nats."""
+        return np.frombuffer(self.logprobs, "<f4")
+
+    @property
+    def token_versions(self) -> NDArray[np.int32]:
+        """The version that drew each of the answer's tokens."""
+        versions = [version for version, _ in self.spans]
+        return np.repeat(np.array(versions, np.int32), [count for _, count in self.spans])
+
+    def fault(self) -> str:
+        """The first contradiction in a usable answer; empty if there is none, or it is unusable."""
+        if self.unusable:
+            return ""
+        count = len(self.tokens) // 4
+        if not count or not self.prompt:
+            return "no tokens"
+        if len(self.tokens) % 4 or len(self.prompt) % 4 or len(self.logprobs) != 4 * count:
+            return "arrays of different lengths"
+        if sum(length for _, length in self.spans) != count:
+            return "versions that do not cover the tokens"
+        if (self.token_ids < 0).any() or (self.prompt_ids < 0).any():
+            return "a negative token"
+        if not np.isfinite(self.token_logprobs).all() or (self.token_logprobs > 1e-3).any():
+            return "log-probabilities that are none"
+        return ""
+
+
+class Feedback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One report about an answer.
+
+    ``id`` is the client's, or follows from the content; a gateway keeps one report for each.
+    ``at`` is when the reported thing happened and ``received`` when the gateway took the report,
+    both in seconds since 1970. The other members are the receipt's.
+    """
+
+    id: Annotated[str, Meta(min_length=1, max_length=128)]
+    answer: Identity
+    conversation: Identity
+    user: Pseudonym = ""
+    arm: Arm
+    kind: Kind
+    value: _Finite
+    source: Source = "client"
+    at: float
+    received: float
+    served_at: float
+    recorded: bool = True
+    note: Annotated[str, Meta(max_length=512)] = ""
+
+
+class _RowSegment(msgspec.Struct, frozen=True, kw_only=True):
+    format: int = FORMAT
+    gateway: _Name
+    number: int
+    rows: Annotated[list[msgspec.Raw], Meta(max_length=MAX_ROWS)]
+
+
+R = TypeVar("R", bound=Capture | Feedback)
+
+
+def encode_row(row: Capture | Feedback) -> bytes:
+    """Encodes one row of a segment."""
+    return encode_packed(row)
+
+
+def encode_segment(gateway: str, number: int, rows: list[bytes]) -> bytes:
+    """Encodes the object of one segment from encoded rows."""
+    raw = [msgspec.Raw(row) for row in rows]
+    return encode_packed(_RowSegment(gateway=gateway, number=number, rows=raw))
+
+
+def decode_segment(
+    data: bytes, kind: type[R], *, gateway: str, number: int, run: str, key: str
+) -> list[R]:
+    """Decodes a segment's rows; raises `CorruptError` for another gateway's or number's segment,
+    and for a capture whose arrays contradict each other."""
+    segment = decode_packed(data, _RowSegment, run=run, key=key)
+    if (segment.format, segment.gateway, segment.number) != (FORMAT, gateway, number):
+        raise CorruptError("a segment of another place or format", run=run, key=key)
+    try:
+        rows = [msgspec.msgpack.decode(row, type=kind) for row in segment.rows]
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"a row: {str(error)[:200]}", run=run, key=key) from error
+    for row in rows:
+        if isinstance(row, Capture) and (fault := row.fault()):
+            raise CorruptError(f"a capture: {fault}", run=run, key=key)
+    return rows
