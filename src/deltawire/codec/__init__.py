@@ -66,7 +66,7 @@ def encode(
     threads: int | None = None,
     columns: int | None = None,
 ) -> bytes:
-    """The delta from ``base`` to ``target``, never more than target's raw bytes and 20.
+    """Encodes the delta from ``base`` to ``target``: at most 20 bytes more than the raw target.
 
     Both are contiguous arrays or CPU tensors of COUNT elements and one dtype: of ``dtype``, a wire
     dtype, if it is given. Naming it matters for bits that are carried as integers: floats are
@@ -119,7 +119,7 @@ def decode(
     dtype: str | None = None,
     threads: int | None = None,
 ) -> Bits:
-    """The bits of the target that ``payload`` was encoded for, uint[COUNT], in new memory.
+    """Decodes the bits of the target that ``payload`` was encoded for: uint[COUNT], in new memory.
 
     ``base`` is as it was for ``encode``. Raises CorruptError if the payload is not a delta for
     such a base, InputError if ``base`` is not a contiguous array or CPU tensor of ``dtype``.
@@ -136,7 +136,9 @@ def decode_patch(
     dtype: str | None = None,
     threads: int | None = None,
 ) -> Patch:
-    """The positions and new bits that ``payload`` holds; ``base`` and errors as for ``decode``."""
+    """Decodes the positions and new bits that ``payload`` holds; ``base`` and errors as for
+    ``decode``.
+    """
     return delta.decode_patch(payload, bits_of(base, dtype), threads=threads)
 
 
@@ -161,7 +163,7 @@ def advance(
     dtype: str | None = None,
     threads: int | None = None,
 ) -> int:
-    """Turn ``base`` into the target, in place and in the memory of a few blocks; returns how many
+    """Turns ``base`` into the target, in place and in the memory of a few blocks; returns how many
     elements changed.
 
     For payloads that are known to be whole: of one that is not, some blocks may have been applied
@@ -171,7 +173,7 @@ def advance(
 
 
 def apply(patch: Patch, target: object) -> None:
-    """Write ``patch`` into ``target``, a contiguous array or CPU tensor, in place.
+    """Writes ``patch`` into ``target``, a contiguous array or CPU tensor, in place.
 
     Raises CorruptError if a position is out of bounds, and InputError if the widths differ or the
     array is read-only; then nothing has been written.

@@ -32,7 +32,7 @@ class Field(NamedTuple):
 
 
 def field_of(dtype: str, itemsize: int) -> Field:
-    """The lowest 8 bits of a float's exponent, the highest 8 of an integer."""
+    """Returns the lowest 8 bits of a float's exponent, the highest 8 of an integer."""
     layout = layout_of(dtype)
     if layout.exponent:
         return Field(layout.mantissa, min(layout.exponent, MOST_FIELD_BITS))
@@ -40,7 +40,7 @@ def field_of(dtype: str, itemsize: int) -> Field:
 
 
 def encode_full(bits: Bits, dtype: str = "", *, threads: int | None = None) -> bytes:
-    """Code ``bits``, uint[COUNT], of a wire dtype: never more than their raw bytes and 16.
+    """Codes ``bits``, uint[COUNT], of a wire dtype: never more than their raw bytes and 16.
 
     A dtype matters for floats; without one, bits are coded as integers. Raises InputError if they
     are not contiguous bits.
@@ -64,7 +64,7 @@ def decode_full(
     threads: int | None = None,
     into: Bits | None = None,
 ) -> Bits:
-    """The bits that ``encode_full`` was given: uint[count] of ``itemsize`` bytes each.
+    """Returns the bits that ``encode_full`` was given: uint[count] of ``itemsize`` bytes each.
 
     Takes memory in proportion to ``count``, whatever the payload says; with ``into``, uint[count],
     none: that is filled and returned. Raises CorruptError if the payload is not one of ``count``

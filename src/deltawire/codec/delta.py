@@ -70,19 +70,19 @@ class _Header(NamedTuple):
 
 
 def layout_of(dtype: str) -> Layout:
-    """The layout of a wire dtype."""
+    """Returns the layout of a wire dtype."""
     return LAYOUTS.get(dtype, INTEGER)
 
 
 def cores() -> int:
-    """The number of threads that may run at once."""
+    """Returns the number of threads that may run at once."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
 
 
 def block_elements(columns: int) -> int:
-    """The number of elements of a block: whole rows of ``columns``, if rows are known."""
+    """Returns the number of elements of a block: whole rows of ``columns``, if rows are known."""
     return _native.BLOCK // columns * columns if columns else _native.BLOCK
 
 
@@ -96,7 +96,7 @@ def encode(
     name: str | None = None,
     start: int = 0,
 ) -> Delta:
-    """Code what turns ``base_bits``, uint[COUNT], into ``target_bits``, uint[COUNT].
+    """Codes what turns ``base_bits``, uint[COUNT], into ``target_bits``, uint[COUNT].
 
     ``columns`` is the length of the tensor's rows, 0 if it has none. With ``name``, the digest's
     gain is that of elements ``start`` and on of the tensor of that name; else it is zero. Raises
@@ -149,7 +149,7 @@ def decode_moved(
 
 
 def advance(payload: bytes | memoryview, bits: Bits, *, threads: int | None = None) -> int:
-    """Apply ``payload`` to ``bits``, uint[COUNT], in place; returns how many elements changed.
+    """Applies ``payload`` to ``bits``, uint[COUNT], in place; returns how many elements changed.
 
     Its extra memory is that of a few blocks. Raises CorruptError as `decode_patch` does, and then
     some blocks may have been applied: use it for payloads that are known to be whole.

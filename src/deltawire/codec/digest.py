@@ -78,7 +78,7 @@ ZERO: Final = Digest(0, 0)
 
 @lru_cache(maxsize=1 << 16)
 def tensor_key(name: str) -> int:
-    """The 64-bit key of the tensor ``name``."""
+    """Returns the 64-bit key of the tensor ``name``."""
     return int.from_bytes(blake3(name.encode()).digest(8), "little")
 
 

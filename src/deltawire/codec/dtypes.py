@@ -67,21 +67,25 @@ _UNSIGNED: Final[dict[int, np.dtype[np.unsignedinteger[Any]]]] = {
 
 
 def unsigned(itemsize: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The unsigned dtype of ``itemsize`` bytes (1, 2, 4 or 8). Raises InputError for others."""
+    """Returns the unsigned dtype of ``itemsize`` bytes (1, 2, 4 or 8). Raises InputError for
+    others.
+    """
     if itemsize not in _UNSIGNED:
         raise InputError(f"elements of {itemsize} bytes are not 1, 2, 4 or 8 bytes wide")
     return _UNSIGNED[itemsize]
 
 
 def unsigned_of(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
-    """The unsigned NumPy dtype of a wire dtype's bits; raises `InputError` for unknown ones."""
+    """Returns the unsigned NumPy dtype of a wire dtype's bits; raises `InputError` for unknown
+    ones.
+    """
     if dtype not in ITEMSIZE:
         raise InputError(f"unknown dtype {dtype[:40]!r}", hint=f"known: {', '.join(ITEMSIZE)}")
     return unsigned(ITEMSIZE[dtype])
 
 
 def dtype_of(array: object) -> str:
-    """The wire dtype of a NumPy array or torch tensor.
+    """Returns the wire dtype of a NumPy array or torch tensor.
 
     Raises InputError if it is neither, or its dtype or byte order has no place on the wire.
     """
@@ -102,7 +106,8 @@ def dtype_of(array: object) -> str:
 
 
 def bits_of(array: object, dtype: str | None = None) -> Bits:
-    """The bits of a contiguous NumPy array or CPU torch tensor: uint[N], sharing its memory.
+    """Returns the bits of a contiguous NumPy array or CPU torch tensor: uint[N], sharing its
+    memory.
 
     With ``dtype``, a wire dtype, the array must be of it, or hold its bits as unsigned integers.
     Raises InputError if it does not, or if the array is not contiguous, not aligned, not on the
@@ -143,7 +148,7 @@ def require_bits(bits: object) -> Bits:
 
 
 def require_alike(base_bits: Bits, target_bits: Bits) -> None:
-    """Raise InputError unless both are bits, of one length and one width."""
+    """Raises InputError unless both are bits, of one length and one width."""
     base, target = require_bits(base_bits), require_bits(target_bits)
     if base.dtype != target.dtype or base.size != target.size:
         raise InputError(

@@ -60,14 +60,14 @@ def lanes_for(count: int) -> int:
 
 
 def odds_of(level: int) -> int:
-    """The odds, in parts of 2^15, that a level stands for."""
+    """Returns the odds, in parts of 2^15, that a level stands for."""
     size = level & 0x7F
     odds = size if size < 8 else (8 + (size & 7)) << (size >> 3) - 1
     return CERTAIN - odds if level & 0x80 else odds
 
 
 def level_of(ones: int, total: int) -> int:
-    """The level for ``ones`` of ``total``: 0 for none."""
+    """Returns the level for ``ones`` of ``total``: 0 for none."""
     if ones == 0:
         return 0
     scaled = (ones * CERTAIN + total // 2) // total
@@ -162,7 +162,7 @@ class PlaneReader:
         return bit.astype(np.int64)
 
     def finish(self) -> None:
-        """Raise CorruptError unless everything has been read."""
+        """Raises CorruptError unless everything has been read."""
         if self.words or (self.states != LOWEST).any():
             raise CorruptError("a block with more in it than its planes")
 
@@ -191,7 +191,7 @@ class Bytes:
 
 
 def pack(numbers: list[tuple[int, int]]) -> bytes:
-    """Pack numbers of the given bit widths one after another, the lowest bit first."""
+    """Packs numbers of the given bit widths one after another, the lowest bit first."""
     whole = fill = 0
     for number, width in numbers:
         whole |= number << fill
@@ -246,7 +246,7 @@ class SignMemory:
         return np.minimum(np.abs(held), LAST_SIGN_CONTEXT), (held < 0).astype(np.int64)
 
     def learn(self, step: range, falls: Ints) -> None:
-        """Take the step's signs in."""
+        """Records the step's signs."""
         if self.places is None:
             return
         for k, fall in zip(step, falls.tolist(), strict=True):
@@ -325,7 +325,7 @@ def _put_signs(writer: PlaneWriter, falls: Ints, positions: Ints, columns: int) 
 
 
 def _flag_odds(classes: Ints, changed: Ints) -> Odds:
-    """Count the elements of each class in some groups of 64 only."""
+    """Counts the elements of each class in some groups of 64 only."""
     groups = -(-len(classes) // GROUP)
     stride = 1 + groups // SAMPLED
     sampled = np.arange(len(classes)) // GROUP % stride == 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 def layout_contradiction(
     ranks: int, *, replicate: int, tensor_parallel: int, expert_parallel: int
 ) -> tuple[str, str] | None:
-    """Find a contradiction between a number of ranks and its axes: the reason and what to do."""
+    """Finds a contradiction between a number of ranks and its axes: the reason and what to do."""
     if ranks % (replicate * tensor_parallel):
         parts = [f"replicate = {replicate} copies"] if replicate > 1 else []
         parts += [f"tensor_parallel = {tensor_parallel}"] if tensor_parallel > 1 else []

@@ -93,13 +93,13 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def at_most(self, name: str, asked: float) -> float:
-        """The smaller of a run's limit and this machine's ceiling of that name."""
+        """Returns the smaller of a run's limit and this machine's ceiling of that name."""
         ceiling: float = getattr(self.ceilings, name)
         return min(asked, ceiling)
 
 
 def machine_policy() -> MachinePolicy:
-    """The policy of this machine. Raises `InputError` if its file is missing or wrong."""
+    """Returns the policy of this machine. Raises `InputError` if its file is missing or wrong."""
     named = os.environ.get(POLICY)
     path = Path(named) if named else DEFAULT_PATH
     try:

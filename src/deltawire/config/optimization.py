@@ -62,7 +62,7 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
     """The last rate, as a share of the highest."""
 
     def contradiction(self) -> tuple[str, str] | None:
-        """Find settings that contradict each other: the reason and what to do, or None."""
+        """Finds settings that contradict each other: the reason and what to do, or None."""
         if self.kind == "constant":
             if self.steps or self.decay_steps or self.floor:
                 return "schedule: a constant rate has no end", "leave out steps, or set a kind"

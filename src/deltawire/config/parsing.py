@@ -20,7 +20,7 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 def load_config(path: Path) -> RunConfig:
-    """Read and check a TOML file, or a JSON file with the same keys if its name ends in .json.
+    """Reads and checks a TOML file, or a JSON file with the same keys if its name ends in .json.
 
     Raises `InputError` naming the file, the key and the nearest valid key.
     """
@@ -28,7 +28,7 @@ def load_config(path: Path) -> RunConfig:
 
 
 def check_config(raw: dict[str, Any], *, source: str) -> RunConfig:
-    """Turn the values of a file into a `RunConfig`; raises `InputError` as `load_config` does."""
+    """Turns the values of a file into a `RunConfig`; raises `InputError` as `load_config` does."""
     if raw.get("shape"):
         raise InputError(
             f"{source}: shape is not a key of a file",
@@ -44,7 +44,7 @@ def check_config(raw: dict[str, Any], *, source: str) -> RunConfig:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Read the values of a configuration file, unchecked; raises `InputError` naming the file."""
+    """Reads the values of a configuration file, unchecked; raises `InputError` naming the file."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
@@ -67,7 +67,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
-    """Turn plain values into a `RunConfig`; raises `InputError` as `load_config` does."""
+    """Turns plain values into a `RunConfig`; raises `InputError` as `load_config` does."""
     _refuse_unknown(raw, RunConfig, "", source)
     try:
         config = msgspec.convert(raw, RunConfig)
@@ -119,7 +119,7 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
 
 
 def _reference_fault(config: RunConfig) -> tuple[str, str] | None:
-    """Find a contradiction between the loss and the reference: the reason and what to do."""
+    """Finds a contradiction between the loss and the reference: the reason and what to do."""
     loss, reference = config.train.loss, config.reference
     if loss.kl == "none":
         if reference.mode != "auto" or reference.model:
@@ -141,7 +141,7 @@ def _reference_fault(config: RunConfig) -> tuple[str, str] | None:
 
 
 def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
-    """Parse the configuration that a run at ``url`` carries.
+    """Parses the configuration that a run at ``url`` carries.
 
     Raises `InputError` as `load_config` does, and for a run without a configuration.
     """
@@ -155,7 +155,7 @@ def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
 
 
 def _hint_for(text: str) -> str:
-    """Suggest a valid value for msgspec's error; empty if the error already does."""
+    """Suggests a valid value for msgspec's error; empty if the error already does."""
     if text.startswith("Object missing required field `name`"):
         return 'give the run a name, such as name = "mine"'
     place = re.search(r"at `([^`]+)`", text)

@@ -85,7 +85,7 @@ keeps what it has."""
 
 
 def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
-    """Flatten a configuration to dotted keys and plain values."""
+    """Flattens a configuration to dotted keys and plain values."""
     flat: dict[str, Any] = {}
     for name in config.__struct_fields__:
         value = getattr(config, name)
@@ -97,7 +97,7 @@ def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
-    """List the dotted keys, outside `RESUMABLE`, in which two configurations differ."""
+    """Lists the dotted keys, outside `RESUMABLE`, in which two configurations differ."""
     return sorted(_differing(ours, theirs) - RESUMABLE.keys())
 
 
@@ -113,7 +113,7 @@ def _differing(ours: RunConfig, theirs: RunConfig) -> set[str]:
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any], *, source: str) -> RunConfig:
-    """The configuration with these settings changed.
+    """Returns the configuration with these settings changed.
 
     Raises `InputError` naming ``source`` for a key that is not in `RESUMABLE`, and for values that
     make the configuration invalid.

@@ -43,7 +43,7 @@ class BuildConfig(Section, frozen=True, kw_only=True):
     context: Count = 512
 
     def architecture(self) -> dict[str, Any]:
-        """Return the fields of a config.json that these sizes give, by transformers' names."""
+        """Returns the fields of a config.json that these sizes give, by transformers' names."""
         heads = self.hidden_size // self.head_size
         fields: dict[str, Any] = {
             "model_type": self.family,
@@ -230,7 +230,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
         return DUAL_CLIP if self.traits.dual_clip else 0.0
 
     def contradiction(self, largest_age: int) -> tuple[str, str] | None:
-        """Find settings that contradict each other, or that groups of that age rule out.
+        """Finds settings that contradict each other, or that groups of that age rule out.
 
         Returns the reason and what to do, None if there is no contradiction.
         """
@@ -371,8 +371,9 @@ class TrainConfig(Section, frozen=True, kw_only=True):
                 return self.staleness.requeue_age or 4 * self.max_staleness
 
     def layout_contradiction(self, ranks: int) -> tuple[str, str] | None:
-        """Find a contradiction between a number of ranks and the axes: the reason and what to do,
-        or None."""
+        """Finds a contradiction between a number of ranks and the axes: the reason and what to do,
+        or None.
+        """
         return layout_contradiction(
             ranks,
             replicate=self.replicate,
@@ -381,7 +382,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         )
 
     def contradiction(self) -> tuple[str, str] | None:
-        """Find a contradiction between staleness and loss: the reason and what to do, or None."""
+        """Finds a contradiction between staleness and loss: the reason and what to do, or None."""
         if self.minibatches > self.groups_per_step:
             return (
                 f"{self.minibatches} minibatches of {self.groups_per_step} groups would be empty",
@@ -568,7 +569,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return "adapter_off" if adapted else "sleeping"
 
     def device_of(self, role: Literal["trainer", "worker", "evaluator"]) -> str:
-        """Return the device that is configured for a kind of process."""
+        """Returns the device that is configured for a kind of process."""
         own = {
             "trainer": self.train.device,
             "worker": self.rollout.device,

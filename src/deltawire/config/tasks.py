@@ -94,8 +94,9 @@ class TaskConfig(Section, frozen=True, kw_only=True):
         return {name for text in texts for name in _PLACEHOLDER.findall(text)}
 
     def contradiction(self, where: str) -> tuple[str, str] | None:
-        """Find settings that contradict each other: the reason, naming ``where``, and what to do;
-        None if there is no contradiction."""
+        """Finds settings that contradict each other: the reason, naming ``where``, and what to do;
+        None if there is no contradiction.
+        """
         if self.mixture:
             names = [entry.name for entry in self.mixture]
             if len(set(names)) < len(names):
@@ -128,7 +129,7 @@ class TaskConfig(Section, frozen=True, kw_only=True):
         return None
 
     def each(self) -> Iterator[TaskConfig]:
-        """The tasks that it consists of: the mixture's, or itself."""
+        """Returns the tasks that it consists of: the mixture's, or itself."""
         yield from (entry.task for entry in self.mixture) if self.mixture else [self]
 
 
@@ -166,7 +167,7 @@ class EvaluateConfig(Section, frozen=True, kw_only=True):
     """Further sets of problems, each measured and reported under its name."""
 
     def contradiction(self) -> tuple[str, str] | None:
-        """Find settings that contradict each other: the reason and what to do, or None."""
+        """Finds settings that contradict each other: the reason and what to do, or None."""
         names = [one.name for one in self.sets]
         if len(set(names)) < len(names):
             return "evaluate.sets names a set twice", "give each its own name"

@@ -30,12 +30,14 @@ def stream_seed(seed: int, stream: str) -> int:
 
 @lru_cache(maxsize=64)
 def permuted(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of an epoch: a permutation of 0 … count − 1, int64[count]; do not change it."""
+    """Returns the order of an epoch: a permutation of 0 … count − 1, int64[count]; do not change
+    it.
+    """
     return _seeded("epoch", seed, epoch).permutation(count)
 
 
 def take(position: int, count: int, *, seed: int, shuffle: bool = True) -> tuple[int, int]:
-    """Return the epoch and the row of a position, over ``count`` rows without replacement.
+    """Returns the epoch and the row of a position, over ``count`` rows without replacement.
 
     Positions 0 … count − 1 take every row once, the next ``count`` every row once again, in another
     order, or in the same order without ``shuffle``.
@@ -46,7 +48,7 @@ def take(position: int, count: int, *, seed: int, shuffle: bool = True) -> tuple
 
 @lru_cache(maxsize=16)
 def _block(weights: tuple[float, ...], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The part of each of `BLOCK` positions, and how many of that part come before it."""
+    """Returns the part of each of `BLOCK` positions, and how many of that part come before it."""
     shares = np.array(weights) / sum(weights) * BLOCK
     counts = np.floor(shares).astype(np.int64)
     short = np.argsort(counts - shares, kind="stable")[: BLOCK - int(counts.sum())]
@@ -60,7 +62,7 @@ def _block(weights: tuple[float, ...], seed: int) -> tuple[NDArray[np.int64], ND
 
 
 def mixture_of(position: int, weights: Sequence[float], *, seed: int) -> tuple[int, int]:
-    """Return the part of a mixture that a position draws from, and the position in that part.
+    """Returns the part of a mixture that a position draws from, and the position in that part.
 
     Of every `BLOCK` positions each part has its share, in an order that ``seed`` decides; each part
     counts its own positions without a gap. Raises `InputError` if a weight is too small for that.

@@ -56,7 +56,7 @@ class Rows(Protocol):
 
 
 def open_rows(path: Path, *, split: str = "") -> Rows:
-    """Open the rows at ``path``, of one ``split`` where there are several.
+    """Opens the rows at ``path``, of one ``split`` where there are several.
 
     Raises `InputError` if there is nothing to read, if the split is missing or not unique, and
     without pyarrow where it is needed.
@@ -160,7 +160,9 @@ class _JsonLines:
 
 
 def _lines(data: mmap.mmap | bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first byte of each line that is not blank, and the byte after its last, int64 each."""
+    """Returns the first byte of each line that is not blank, and the byte after its last, int64
+    each.
+    """
     breaks = [np.zeros(0, np.int64)]
     for place in range(0, len(data), _READ_BYTES):
         piece = np.frombuffer(data[place : place + _READ_BYTES], np.uint8)
@@ -233,7 +235,7 @@ def _parquet(path: Path) -> Rows:
 
 
 def _saved(path: Path) -> Rows:
-    """The dataset that `save_to_disk` wrote into ``path``."""
+    """Returns the dataset that `save_to_disk` wrote into ``path``."""
     arrow = _arrow()
     try:
         state = json.loads((path / "state.json").read_text())

@@ -171,7 +171,7 @@ class EngineRequest:
 
 
 async def nothing_to_close() -> None:
-    """The `OpenEngine.close` of an engine that holds nothing but memory."""
+    """Returns the `OpenEngine.close` of an engine that holds nothing but memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,13 +50,15 @@ _MERGED = ".merged"
 
 
 def open_model(folder: Path, adapter: AdapterConfig) -> Any:
-    """The causal LM of a model's files with its adapter, weights unset; raises `InputError`."""
+    """Returns the causal LM of a model's files with its adapter, weights unset; raises
+    `InputError`.
+    """
     return adapted(empty_model(folder), adapter, seed=0)
 
 
 def adapted(model: Any, config: AdapterConfig, *, seed: int) -> Any:
-    """Freeze ``model`` and wrap its linear layers with a LoRA adapter, in place; or return it as it
-    is if no adapter is configured.
+    """Freezes ``model`` and wraps its linear layers with a LoRA adapter, in place; or returns it as
+    it is if no adapter is configured.
 
     A is drawn from ``seed``, B is 0: the model computes what it did before. With ``config.packed``,
     experts and the layers that it names are replaced by packed ones without values. Raises
@@ -89,8 +91,9 @@ def adapted(model: Any, config: AdapterConfig, *, seed: int) -> Any:
 
 
 def load_adapted(folder: Path, config: AdapterConfig, *, seed: int) -> Any:
-    """Load the causal LM of a directory with its adapter; its frozen experts are packed, tensor by
-    tensor, if the configuration says so. Raises `InputError`."""
+    """Loads the causal LM of a directory with its adapter; its frozen experts are packed, tensor by
+    tensor, if the configuration says so. Raises `InputError`.
+    """
     if config.packed == "none":
         return adapted(load_model(folder), config, seed=seed)
     check_directory(folder)
@@ -100,7 +103,7 @@ def load_adapted(folder: Path, config: AdapterConfig, *, seed: int) -> Any:
 
 
 def _stacks_of(config: AdapterConfig) -> list[str]:
-    """The stacks of fused experts that a configuration's targets name."""
+    """Returns the stacks of fused experts that a configuration's targets name."""
     named = [one for one in config.targets if one in (EXPERTS, *STACKS)]
     if config.packed == "none":
         return []
@@ -108,7 +111,7 @@ def _stacks_of(config: AdapterConfig) -> list[str]:
 
 
 def _wrap_linear(model: Any, config: AdapterConfig, names: Sequence[str]) -> set[str]:
-    """Wrap linear layers with PEFT's; returns their names."""
+    """Wraps linear layers with PEFT's; returns their names."""
     peft = _peft()
     targets = linear_targets(model, names)
     settings = peft.LoraConfig(
@@ -190,7 +193,7 @@ def _published(name: str) -> str:
 
 @contextmanager
 def adapter_off(model: Any) -> Iterator[None]:
-    """Let the model compute without its adapter: the frozen base."""
+    """Lets the model compute without its adapter: the frozen base."""
     layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     stacks = [module for module in model.modules() if isinstance(module, ExpertAdapter)]
     # PEFT's own switch changes requires_grad too, and a graph may be waiting for its backward pass.
@@ -251,7 +254,7 @@ def adapter_files(
 
 
 def _wrapped(model: Any) -> list[str]:
-    """The names of the layers that PEFT wrapped."""
+    """Returns the names of the layers that PEFT wrapped."""
     modules = model.named_modules()
     return [name for name, module in modules if hasattr(module, "_disable_adapters")]
 
@@ -272,7 +275,7 @@ class MergeReport(msgspec.Struct, frozen=True):
 
 
 def merge_directory(source: Path, out: Path) -> MergeReport:
-    """Write ``source``, a pulled directory with an adapter, to ``out`` as a plain model directory.
+    """Writes ``source``, a pulled directory with an adapter, to ``out`` as a plain model directory.
 
     A version that ``out`` holds already is replaced, once the new one is complete. Raises
     `InputError` if ``source`` has no adapter, or ``out`` is something else.

@@ -19,7 +19,7 @@ from deltawire.wire.seal import Signer
 
 
 def load_start(config: RunConfig, directory: Path) -> tuple[Any, WeightSource]:
-    """Load the model that a configuration starts from, with its adapter, and its exporter."""
+    """Loads the model that a configuration starts from, with its adapter, and its exporter."""
     model = load_adapted(directory, config.train.adapter, seed=config.seed)
     return model, open_source(config.train.exporter, model)
 
@@ -33,7 +33,7 @@ def publish_start(
     signer: Signer | None = None,
     run_id: str = "",
 ) -> None:
-    """Create the run and commit version 0: ``start`` is what `load_start` returned.
+    """Creates the run and commits version 0: ``start`` is what `load_start` returned.
 
     With ``signer``, the run is signed by its key; ``run_id`` is the new run's id, if it is chosen.
     """

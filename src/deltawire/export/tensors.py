@@ -19,7 +19,7 @@ _LINEAR_OR_EMBEDDING = ("lora_A", "lora_embedding_A")
 def tensors_of(
     model: Any, dtype: str | None = "bfloat16", *, keep: bool = True
 ) -> dict[str, Tensor]:
-    """Return what a checkpoint of ``model`` holds, as contiguous CPU tensors.
+    """Returns what a checkpoint of ``model`` holds, as contiguous CPU tensors.
 
     Floating-point parameters are rounded to ``dtype``, whatever the trainer holds: published in the
     float32 of a trainer's masters, every weight would change in every step. None keeps each dtype.
@@ -59,12 +59,12 @@ def tensors_of(
 
 
 def is_sharded(model: Any) -> bool:
-    """Return whether ranks hold parts of the model's parameters, which reading them gathers."""
+    """Returns whether ranks hold parts of the model's parameters, which reading them gathers."""
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the module inside the wrappers of a trainer: replicas (DDP) and compiled modules.
+    """Returns the module inside the wrappers of a trainer: replicas (DDP) and compiled modules.
 
     Raises `InputError` for wrappers whose parameters do not have the module's names and shapes.
     """
@@ -89,7 +89,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _without_adapters(model: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return the module inside PEFT's wrapper, and what its adapters add to each weight."""
+    """Returns the module inside PEFT's wrapper, and what its adapters add to each weight."""
     if not hasattr(model, "get_base_model"):
         return model, {}
     base = model.get_base_model()
@@ -109,7 +109,7 @@ def _without_adapters(model: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _check_adapter(name: str, module: Any) -> None:
-    """Raise `InputError` unless the adapters of a layer only add to its weight."""
+    """Raises `InputError` unless the adapters of a layer only add to its weight."""
     variants = getattr(module, "lora_variant", {})
     if (
         hasattr(module, "get_delta_weight")
@@ -125,8 +125,9 @@ def _check_adapter(name: str, module: Any) -> None:
 
 
 def _check_ties(base: Any) -> None:
-    """Raise `InputError` for a tied weight of which only one use has an adapter or a trained copy:
-    readers, which tie the two, would give it to both."""
+    """Raises `InputError` for a tied weight of which only one use has an adapter or a trained copy:
+    readers, which tie the two, would give it to both.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -143,8 +144,9 @@ def _check_ties(base: Any) -> None:
 
 
 def _base_name(base: Any, name: str) -> str | None:
-    """Return the name that a tensor has without PEFT's wrappers; None for an adapter's own tensor,
-    and for the original of a module that PEFT trains as a copy."""
+    """Returns the name that a tensor has without PEFT's wrappers; None for an adapter's own tensor,
+    and for the original of a module that PEFT trains as a copy.
+    """
     if ".lora_" in name or ".original_module." in name:
         return None
     before, copied, after = name.partition(".modules_to_save.")
@@ -157,7 +159,7 @@ def _base_name(base: Any, name: str) -> str | None:
 
 
 def _check_unquantized(name: str, tensor: Tensor, *, adapted: bool) -> None:
-    """Raise `InputError` for a quantized weight, which has no value to round or to add to."""
+    """Raises `InputError` for a quantized weight, which has no value to round or to add to."""
     quantized = hasattr(tensor, "quant_state") or hasattr(tensor, "tensor_impl")
     if quantized or (adapted and not tensor.is_floating_point()):
         raise InputError(

@@ -10,7 +10,7 @@ from deltawire.errors import InputError
 
 
 def check_start(config: RunConfig) -> None:
-    """Check the model, the environment and this machine's trust in it, without loading either.
+    """Checks the model, the environment and this machine's trust in it, without loading either.
 
     Raises `InputError` for the first that is missing or not allowed.
     """
@@ -21,7 +21,7 @@ def check_start(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> None:
-    """Raise `InputError` unless ``model.path`` is a Hugging Face directory, or is not set."""
+    """Raises `InputError` unless ``model.path`` is a Hugging Face directory, or is not set."""
     if not config.model.path:
         return
     path = Path(config.model.path)

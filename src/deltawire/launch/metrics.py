@@ -57,7 +57,7 @@ def export_metrics(
     window_s: float = 300.0,
     trust: ReaderTrust = ANY,
 ) -> None:
-    """Serve ``/metrics`` until interrupted; the bucket is read at most every ``every_s``."""
+    """Serves ``/metrics`` until interrupted; the bucket is read at most every ``every_s``."""
     from deltawire.dashboard.exporter import RunCollector, application, listen
 
     _check_interval(every_s)
@@ -80,7 +80,7 @@ def export_metrics(
 
 
 def _file_name(name: str) -> str:
-    """Make a part of a path from a run's name, which the bucket's writers choose."""
+    """Makes a part of a path from a run's name, which the bucket's writers choose."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".") or "run"
 
 

@@ -44,7 +44,7 @@ class ParityOptions:
 def compare_engines(
     location: str, options: ParityOptions, trust: ReaderTrust = ANY
 ) -> tuple[Comparison, str]:
-    """Draw tokens with the left engine and score them with both.
+    """Draws tokens with the left engine and scores them with both.
 
     Returns the comparison and the name of the model, and writes the plot if one is asked for.
     """

@@ -48,7 +48,7 @@ class ChildOptions:
 
 
 def pin(cpus: str) -> None:
-    """Pin this process to processors where the system can; ``cpus`` is a list such as ``0,1``."""
+    """Pins this process to processors where the system can; ``cpus`` is a list such as ``0,1``."""
     if not cpus:
         return
     try:
@@ -65,7 +65,7 @@ def pin(cpus: str) -> None:
 def read_config(
     path: Path, *, seed: int | None = None, engine: str | None = None, shape: str = ""
 ) -> RunConfig:
-    """Load a configuration and override its seed and its workers' engine if given.
+    """Loads a configuration, and overrides its seed and its workers' engine if given.
 
     ``shape`` names the training shape, or the file of its profile, that the run starts from.
     Raises `InputError` if the rest of the configuration is invalid with these.
@@ -85,7 +85,7 @@ def read_config(
 
 
 def refuse_memory(bucket: Bucket) -> None:
-    """Raise `InputError` for a bucket that no other process can read."""
+    """Raises `InputError` for a bucket that no other process can read."""
     if bucket.url.startswith("memory:"):
         raise InputError(
             "a memory bucket cannot be shared with other processes",
@@ -95,7 +95,7 @@ def refuse_memory(bucket: Bucket) -> None:
 
 
 def stay_off_the_hub() -> None:
-    """Keep model libraries from downloading, unless the machine's owner set the variable already.
+    """Keeps model libraries from downloading, unless the machine's owner set the variable already.
 
     Models and configurations come from a bucket, which must not make this machine download files
     or kernels. Call this before importing the libraries, because they read the variable on import.
@@ -112,7 +112,7 @@ def _open_process(
     signer: Signer | None = None,
     pid: int | None = None,
 ) -> Process:
-    """Open a process that signs with ``signer``, by default the key of its options.
+    """Opens a process that signs with ``signer``, by default the key of its options.
 
     Raises `InputError` if the run is signed and that is not the key granted to the process.
     """
@@ -127,7 +127,7 @@ def _open_process(
 
 
 def join_as_worker(location: str, *, name: str, patience_s: float, options: ChildOptions) -> None:
-    """Sample for a run until it ends, under ``name`` or a generated one."""
+    """Samples for a run until it ends, under ``name`` or a generated one."""
     name = name or _generated_name()
     if not valid_name(name) or len(name) > MAX_NAME:
         raise InputError(f"--id {name[:60]!r}: use at most {MAX_NAME} letters, digits, - and _")
@@ -164,7 +164,7 @@ def run_as_trainer(
     options: ChildOptions,
     command: Sequence[str] = (),
 ) -> None:
-    """Start the run of ``source`` (a configuration and a model directory), or continue one.
+    """Starts the run of ``source`` (a configuration and a model directory), or continues one.
 
     A process without a launcher whose run has several ranks starts them on this machine with
     ``command``, its own command line, and waits for them. Raises `RankError` with the error of the
@@ -183,8 +183,9 @@ def run_as_trainer(
 
 
 def _ranks_of(location: str, source: tuple[RunConfig, Path] | None) -> int:
-    """The number of ranks that the run's trainer is configured to have; 1 if there is no run that
-    can be read, which the process then refuses."""
+    """Returns the number of ranks that the run's trainer is configured to have; 1 if there is no
+    run that can be read, which the process then refuses.
+    """
     if source is not None:
         return source[0].train.ranks
     try:
@@ -196,7 +197,7 @@ def _ranks_of(location: str, source: tuple[RunConfig, Path] | None) -> int:
 def lead_trainer(
     location: str, source: tuple[RunConfig, Path] | None, options: ChildOptions
 ) -> None:
-    """Run rank 0 of a trainer, or its only process; see `run_as_trainer`."""
+    """Runs rank 0 of a trainer, or its only process; see `run_as_trainer`."""
     signer, run_id = read_signer(options.key), ""
     if signer is not None:
         bucket = open_bucket(location)
@@ -215,7 +216,7 @@ def lead_trainer(
 
 
 def _follow_trainer(location: str, options: ChildOptions) -> None:
-    """Run a rank other than 0: it has no name, no lease and no heartbeat in the run."""
+    """Runs a rank other than 0: it has no name, no lease and no heartbeat in the run."""
     signer, opened = read_signer(options.key), list[Process]()
     stay_off_the_hub()
     pin(options.cpus)
@@ -235,7 +236,7 @@ def _follow_trainer(location: str, options: ChildOptions) -> None:
 
 
 def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
-    """Measure the held-out accuracy of a run's versions until it ends."""
+    """Measures the held-out accuracy of a run's versions until it ends."""
     process = _open_process(location, "evaluator", "evaluator", options)
     from deltawire.rl.evaluate.evaluator import run_evaluator
 
@@ -245,7 +246,7 @@ def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
 
 
 def run_as_reference(location: str, *, options: ChildOptions) -> None:
-    """Score a run's groups with its reference until it ends."""
+    """Scores a run's groups with its reference until it ends."""
     process = _open_process(location, "reference", "reference", options)
     from deltawire.rl.reference.process import run_reference
 
@@ -255,7 +256,7 @@ def run_as_reference(location: str, *, options: ChildOptions) -> None:
 
 
 def make_model(config: RunConfig, out: Path, *, bucket: str, options: ChildOptions) -> bool:
-    """Make the model directory that a run starts from; returns False if it was interrupted.
+    """Makes the model directory that a run starts from; returns False if it was interrupted.
 
     Progress is recorded in ``bucket`` unless that is empty.
     """

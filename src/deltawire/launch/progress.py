@@ -28,26 +28,26 @@ class Bars:
         self._task = progress.add_task("", total=None, visible=False)
 
     def begin(self, description: str, total: int | None = None) -> None:
-        """Replace the current bar with a new one."""
+        """Replaces the current bar with a new one."""
         shown = legible(description, 80)
         self._progress.reset(self._task, description=shown, total=total, visible=True)
 
     def advance(self, count: int) -> None:
-        """Add ``count`` bytes to the bar."""
+        """Adds ``count`` bytes to the bar."""
         self._progress.advance(self._task, count)
 
     def count(self, what: str, done: int, total: int) -> None:
-        """Show ``done`` of ``total`` things that are not bytes."""
+        """Shows ``done`` of ``total`` things that are not bytes."""
         self._progress.update(
             self._task, description=f"{what} {done} of {total}", completed=0, visible=done < total
         )
 
     def hide(self) -> None:
-        """Hide the bar until the next `begin`."""
+        """Hides the bar until the next `begin`."""
         self._progress.update(self._task, visible=False)
 
     def log(self, line: str) -> None:
-        """Print a line above the bar."""
+        """Prints a line above the bar."""
         self._progress.console.print(
             safe_line(line), markup=False, emoji=False, highlight=False, soft_wrap=True
         )
@@ -55,7 +55,7 @@ class Bars:
 
 @contextmanager
 def bars(*, hidden: bool) -> Iterator[Bars]:
-    """Open bars on a terminal; lines are printed in any case."""
+    """Opens bars on a terminal; lines are printed in any case."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -70,7 +70,7 @@ def bars(*, hidden: bool) -> Iterator[Bars]:
 
 
 def parse_strides(text: str) -> tuple[int, ...]:
-    """Parse strides such as ``4,16,64``; an empty text means none."""
+    """Parses strides such as ``4,16,64``; an empty text means none."""
     try:
         return nested(tuple(int(part) for part in text.split(",") if part.strip()))
     except ValueError as error:

@@ -70,7 +70,7 @@ def publish_directories(
     idle_s: float = 0.0,
     as_json: bool = False,
 ) -> None:
-    """Publish each directory that is not a version yet, then those that the watcher finds.
+    """Publishes each directory that is not a version yet, then those that the watcher finds.
 
     With ``idle_s``, watching ends after this many seconds without a new directory.
     """
@@ -129,7 +129,7 @@ class _Session:
         self._json = as_json
 
     def publish_all(self, paths: Sequence[Path], *, backwards: bool) -> None:
-        """Publish directories in order, except those before one that is a version already."""
+        """Publishes directories in order, except those before one that is a version already."""
         known = [-1]
         if not backwards:
             for number, path in enumerate(paths):
@@ -146,7 +146,7 @@ class _Session:
                 self.publish(path)
 
     def publish(self, path: Path, *, in_name_order: bool = False) -> None:
-        """Publish one directory and report what became of it."""
+        """Publishes one directory and reports the result."""
         started = time.perf_counter()
         checkpoint = read_checkpoint(path, lent=self._lent)
         self._bar.begin(f"reading {path.name}", checkpoint.bytes)
@@ -155,7 +155,7 @@ class _Session:
         self._report(outcome, checkpoint, time.perf_counter() - started)
 
     def watch(self, watcher: CheckpointWatcher, *, idle_s: float) -> None:
-        """Publish each subfolder once it is complete, until interrupted or idle."""
+        """Publishes each subfolder once it is complete, until interrupted or idle."""
         logged = told = 0
         last = time.monotonic()
         while True:

@@ -46,7 +46,7 @@ def pull_directory(
     as_json: bool = False,
     merged: Path | None = None,
 ) -> None:
-    """Bring the directory to ``version`` (default: the newest), or to each new version as it
+    """Brings the directory to ``version`` (default: the newest), or to each new version as it
     appears.
 
     With ``merged``, also write each version there with its adapter merged, as a plain model.
@@ -95,7 +95,7 @@ class _Puller:
         self._bring(version)
 
     def verify(self) -> None:
-        """Compare the directory with its version."""
+        """Compares the directory with its version."""
         started = time.perf_counter()
         self._bar.begin("verifying")
         version, digest = self._checkout.verify()
@@ -107,7 +107,7 @@ class _Puller:
             self._bar.log(f"version {version} {digest[:16]}: every file is as published")
 
     def _finish(self) -> None:
-        """Finish a version that was begun earlier: most of it may be on disk already."""
+        """Finishes a version that was begun earlier: most of it may be on disk already."""
         unfinished = self._checkout.unfinished()
         if unfinished is None or self._checkout.version is not None:
             return
@@ -117,7 +117,7 @@ class _Puller:
             self._bar.log(f"cannot finish version {unfinished}: {error}")
 
     def follow(self) -> None:
-        """Bring each new version until interrupted."""
+        """Brings each new version until interrupted."""
         self._finish()
         answered = time.monotonic()
         warned = ""

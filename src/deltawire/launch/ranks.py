@@ -47,7 +47,7 @@ class RankError(DeltawireError):
 def rank_environment(
     rank: int, ranks: int, *, local_rank: int, address: str, port: int
 ) -> dict[str, str]:
-    """The variables that make ``deltawire trainer RUN_URL`` one rank of a trainer.
+    """Returns the variables that make ``deltawire trainer RUN_URL`` one rank of a trainer.
 
     ``address`` and ``port`` are where rank 0 listens, reachable from every rank.
 
@@ -76,7 +76,7 @@ def is_follower() -> bool:
 
 
 def run_ranks(command: Sequence[str], ranks: int, *, supervised: bool) -> None:
-    """Start ``ranks`` processes of ``command`` on this machine, and wait until all have ended.
+    """Starts ``ranks`` processes of ``command`` on this machine, and waits until all have ended.
 
     SIGTERM and SIGINT are passed on to them. Raises `RankError` with the first rank's error that is
     not the loss of another rank.
@@ -122,7 +122,7 @@ def run_ranks(command: Sequence[str], ranks: int, *, supervised: bool) -> None:
 
 
 def _first_error(failures: dict[int, Any]) -> RankError:
-    """The error of the rank that failed first, not of a rank that lost its peer."""
+    """Returns the error of the rank that failed first, not of a rank that lost its peer."""
     ordered = sorted(failures.items())
     rank, failure = next(
         (one for one in ordered if not _words_of(one[1]).startswith("LostRankError")), ordered[0]
@@ -137,7 +137,9 @@ def _first_error(failures: dict[int, Any]) -> RankError:
 
 
 def _words_of(failure: Any) -> str:
-    """The class and the text of a rank's error, as torch's handler stored them; may be empty."""
+    """Returns the class and the text of a rank's error, as torch's handler stored them; may be
+    empty.
+    """
     found = failure.error_file_data.get("message", "")
     return str(found.get("message", "") if isinstance(found, dict) else found)
 
@@ -181,7 +183,7 @@ def _end_rank(error: Exception) -> None:
 
 
 def _die_with_parent() -> None:
-    """Make this process end as soon as the agent that started it has ended, even if it hangs."""
+    """Makes this process end as soon as the agent that started it has ended, even if it hangs."""
     parent = os.getppid()
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -190,7 +192,7 @@ def _die_with_parent() -> None:
 
 
 def _stop_with_parent() -> None:
-    """Make the agent stop its ranks in order once the supervisor that started it has ended."""
+    """Makes the agent stop its ranks in order once the supervisor that started it has ended."""
     stop = (os.getppid(), lambda: os.kill(os.getpid(), signal.SIGTERM))
     threading.Thread(target=_when_orphaned, args=stop, daemon=True).start()
 

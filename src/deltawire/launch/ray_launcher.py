@@ -49,7 +49,7 @@ Bundle = dict[str, float]
 
 
 def bundles_of(config: RunConfig, *, gpus: bool) -> dict[str, Bundle]:
-    """Return what each process of a run asks of the cluster, by the process's name.
+    """Returns what each process of a run asks of the cluster, by the process's name.
 
     A process takes ``threads`` CPUs, and a GPU if the cluster has ``gpus`` and its device is not
     the CPU. The trainer takes that for each of its ranks, which lie on one machine.
@@ -83,7 +83,7 @@ class _Host:
         self._code: int | None = None
 
     def start(self, command: list[str], environment: dict[str, str], folder: str) -> int:
-        """Start the child; returns its process id."""
+        """Starts the child; returns its process id."""
         self._process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
             [sys.executable, *command[1:]],
             stdin=subprocess.DEVNULL,
@@ -122,7 +122,7 @@ class _Host:
                 self._news.notify_all()
 
     def output(self, wait_s: float) -> tuple[bytes, int | None]:
-        """Wait for output or the end; returns both, the exit code only after all output."""
+        """Waits for output or the end; returns both, the exit code only after all output."""
         with self._news:
             if not self._output and self._code is None:
                 self._news.wait(wait_s)
@@ -131,13 +131,13 @@ class _Host:
             return data, self._code
 
     def stop(self) -> None:
-        """Send the child SIGTERM."""
+        """Sends the child SIGTERM."""
         if self._process is not None and self._code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the child's group."""
+        """Kills the child's group."""
         if self._process is not None and self._code is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -196,7 +196,7 @@ class RayChild:
         threading.Timer(2.0, _end, (self._actor,)).start()
 
     def join(self) -> None:
-        """Wait for the thread of an ended child."""
+        """Waits for the thread of an ended child."""
         self._pump.join(timeout=30)
 
 
@@ -244,7 +244,7 @@ class RayLauncher:
 
     @classmethod
     def open(cls, config: RunConfig) -> RayLauncher:
-        """Connect to a cluster, or start one, and reserve what a run needs."""
+        """Connects to a cluster, or starts one, and reserves what a run needs."""
         ray = _ray()
         joined = ray.is_initialized()
         asked = sum(bundle["CPU"] for bundle in bundles_of(config, gpus=False).values())
@@ -282,7 +282,7 @@ class RayLauncher:
         return child
 
     def close(self) -> None:
-        """End the actors and the placement group, and a cluster that `open` started."""
+        """Ends the actors and the placement group, and a cluster that `open` started."""
         ray = _ray()
         for child in self._children:
             if not child.ended():
@@ -308,7 +308,7 @@ def _ray() -> Any:
 
 
 def _connect(cpus: int) -> bool:
-    """Join the cluster that Ray finds, or start one on this machine; returns whether it may grow.
+    """Joins the cluster that Ray finds, or starts one on this machine; returns whether it may grow.
 
     A new one counts at least ``cpus``: processes of a run share processors as without Ray.
     """
@@ -330,7 +330,7 @@ def _connect(cpus: int) -> bool:
 
 
 def _require_room(bundles: Mapping[str, Bundle], *, grows: bool) -> None:
-    """Raise `InputError` at once if the cluster is too small and cannot grow."""
+    """Raises `InputError` at once if the cluster is too small and cannot grow."""
     there = _ray().cluster_resources()
     for kind in ("CPU", "GPU"):
         asked = sum(bundle.get(kind, 0.0) for bundle in bundles.values())

@@ -29,7 +29,7 @@ class RelayOptions:
 def relay_run(
     source: str, destination: str, options: RelayOptions, *, follow: bool, as_json: bool
 ) -> None:
-    """Copy the versions that exist; with ``follow``, also new ones, until interrupted."""
+    """Copies the versions that exist; with ``follow``, also new ones, until interrupted."""
     with bars(hidden=as_json) as bar:
         metered = MeteredBucket(
             open_trusted(source, options.trust), lambda read, _: bar.advance(read)

@@ -26,7 +26,7 @@ from deltawire.wire.seal import Signer
 
 
 def read_signer(path: str) -> Signer | None:
-    """Read the private key in a file; None for an empty path."""
+    """Reads the private key in a file; None for an empty path."""
     if not path:
         return None
     from deltawire.wire.signing import Ed25519Signer
@@ -35,7 +35,7 @@ def read_signer(path: str) -> Signer | None:
 
 
 def grant_by_owner(location: str, role: str, public_key: str, *, owner: Path) -> Pin:
-    """Let ``public_key`` sign in ``role`` of the run at ``location``; returns the run's pin.
+    """Lets ``public_key`` sign in ``role`` of the run at ``location``; returns the run's pin.
 
     Raises `InputError` for an invalid role or key, or if there is no run.
     """
@@ -55,7 +55,7 @@ def grant_by_owner(location: str, role: str, public_key: str, *, owner: Path) ->
 
 
 def refuse_signed(bucket: Bucket, keys: RunKeys | None) -> None:
-    """Raise `InputError` if the run in the bucket is signed and ``keys`` are missing."""
+    """Raises `InputError` if the run in the bucket is signed and ``keys`` are missing."""
     run = read_run(RetryingBucket.over(bucket)) if keys is None else None
     if run is not None and run.public_key:
         raise InputError(
@@ -84,20 +84,23 @@ class RunKeys:
         self.pin = owned_run(bucket, self._owner)
 
     def arguments(self, role: str) -> list[str]:
-        """The options of a process in ``role``; makes and grants its key if it has none yet.
+        """Returns the options of a process in ``role``; makes and grants its key if it has none
+        yet.
 
         The trainer gets the owner's key, because it publishes.
         """
         return ["--public-key", str(self.pin), "--key", str(self._granted(role))]
 
     def signer(self, role: str) -> Signer:
-        """The key of ``role``, for use in this process; made and granted as by `arguments`."""
+        """Returns the key of ``role`` for use in this process; makes and grants it as `arguments`
+        does.
+        """
         from deltawire.wire.signing import Ed25519Signer
 
         return Ed25519Signer.read(self._granted(role))
 
     def _granted(self, role: str) -> Path:
-        """The file of the role's key, which is granted."""
+        """Returns the file of the role's key, which is granted."""
         from deltawire.wire.signing import Ed25519Signer
 
         path = self._owner_file

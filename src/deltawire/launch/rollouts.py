@@ -31,7 +31,7 @@ def print_samples(
     as_json: bool,
     search: str = "",
 ) -> int:
-    """Print at most ``count`` samples, with ``search`` those whose text contains it in any case;
+    """Prints at most ``count`` samples, with ``search`` those whose text contains it in any case;
     returns how many there were.
 
     Raises `InputError` if nothing was trained yet, or the named version does not exist.
@@ -64,7 +64,7 @@ def _contains(sample: Sample, search: str) -> bool:
 
 
 def print_group(bucket: Bucket, run: Run, place: str, *, as_json: bool) -> None:
-    """Print a group that is named as ``worker/number``, each answer as messages.
+    """Prints a group that is named as ``worker/number``, each answer as messages.
 
     Raises `InputError` for another form of name and a group that is not there.
     """

@@ -46,7 +46,7 @@ class ServeOptions:
 
 
 def serve_run(location: str, options: ServeOptions) -> None:
-    """Serve a run until a signal comes.
+    """Serves a run until a signal comes.
 
     Tokens that were not given are generated and printed, but only to a terminal: output that goes
     to a file must not contain them.
@@ -126,7 +126,7 @@ async def _serve(
 
 
 async def _report_changes(replicas: ReplicaSet, stopping: asyncio.Event, console: Console) -> None:
-    """Print a line for each replica that changed, until ``stopping`` is set."""
+    """Prints a line for each replica that changed, until ``stopping`` is set."""
     printed: dict[str, str] = {}
     while not stopping.is_set():
         for name, line in _lines(replicas.state()).items():

@@ -112,11 +112,11 @@ class Job:
         return json.dumps(msgspec.to_builtins(parts), sort_keys=True)
 
     def seed_arguments(self) -> list[str]:
-        """The seed for a child's command line."""
+        """Returns the seed for a child's command line."""
         return [] if self.seed is None else ["--seed", str(self.seed)]
 
     def engine_arguments(self) -> list[str]:
-        """The engine for the trainer's command line."""
+        """Returns the engine for the trainer's command line."""
         return [] if self.engine is None else ["--engine", self.engine]
 
     @property
@@ -125,21 +125,23 @@ class Job:
         return self.out / "shape.json"
 
     def write_shape(self) -> None:
-        """Write the profile that the run starts from, if there is one, for the trainer to read."""
+        """Writes the profile that the run starts from, if there is one, for the trainer to read."""
         if self.config.shape:
             self.shape_file.write_bytes(msgspec.json.encode(self.config.shape))
 
     def shape_arguments(self) -> list[str]:
-        """The training shape for the trainer's command line."""
+        """Returns the training shape for the trainer's command line."""
         return ["--shape", str(self.shape_file)] if self.config.shape else []
 
     def key_arguments(self, role: str) -> list[str]:
-        """The key and the pinned run for a child's command line; none in an unsigned run."""
+        """Returns the key and the pinned run for a child's command line; none in an unsigned
+        run.
+        """
         return [] if self.keys is None else self.keys.arguments(role)
 
 
 def open_output(out: Path, location: str) -> Bucket:
-    """Create the output folder and open the job's bucket, which lies in it by default."""
+    """Creates the output folder and opens the job's bucket, which lies in it by default."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -149,7 +151,7 @@ def open_output(out: Path, location: str) -> Bucket:
 
 @contextlib.contextmanager
 def only_one(out: Path) -> Iterator[None]:
-    """Lock ``out`` against a second ``deltawire run``; the lock ends with the process."""
+    """Locks ``out`` against a second ``deltawire run``; the lock ends with the process."""
     with os.fdopen(open_private(out / "lock", os.O_RDWR | os.O_CREAT), "w") as lock:
         if fcntl is not None:
             try:
@@ -163,7 +165,7 @@ def only_one(out: Path) -> Iterator[None]:
 
 
 def check_audit(summary: Summary) -> None:
-    """Raise `AuditError` if the run did not end as it promises."""
+    """Raises `AuditError` if the run did not end as it promises."""
     wrong = [worker.id for worker in summary.workers if worker.bit_identical is False]
     if wrong:
         raise AuditError(
@@ -182,7 +184,7 @@ def check_audit(summary: Summary) -> None:
 def execute(
     job: Job, console: Console, *, plain: bool, launcher: Launcher | None = None
 ) -> Summary | None:
-    """Run a job to its end and write its report; None if it was interrupted. ``launcher`` decides
+    """Runs a job to its end and writes its report; None if it was interrupted. ``launcher`` decides
     where its processes run, by default on this machine.
 
     On the first SIGINT or SIGTERM the processes finish their current step; the second kills them.
@@ -265,7 +267,7 @@ def _stages(
 
 
 def _make_model(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]) -> bool:
-    """Make the model directory unless it exists; False if interrupted."""
+    """Makes the model directory unless it exists; False if interrupted."""
     if not job.makes_model:
         if not job.model.is_dir():
             raise InputError(
@@ -304,8 +306,9 @@ def _make_model(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[i
 
 
 def _is_old(job: Job, status: TrainerStatus) -> bool:
-    """Return whether the trainer's status is from before this start: from an earlier end of the
-    run, or with other settings than the processes to start should read."""
+    """Returns whether the trainer's status is from before this start: from an earlier end of the
+    run, or with other settings than the processes to start should read.
+    """
     run = read_run(job.bucket)
     if status.phase == "finished" or run is None or not job.model.is_dir():
         return status.phase == "finished"
@@ -314,7 +317,7 @@ def _is_old(job: Job, status: TrainerStatus) -> bool:
 
 
 def _start_all(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]) -> None:
-    """Start the trainer, then its readers once its status is not from before this start."""
+    """Starts the trainer, then its readers once its status is not from before this start."""
     arguments = ["trainer", job.bucket.url, "--supervised", "--cpus", job.pins.trainer]
     if job.model.is_dir():
         arguments += ["--config", str(job.config_path), "--model", str(job.model)]

@@ -22,7 +22,7 @@ from deltawire.plan.resolver import SHAPE, resolve_shape, unsupported_parts
 
 
 def find_profile(shape: str) -> Profile:
-    """Read the profile of a file, or resolve a named shape.
+    """Reads the profile of a file, or resolves a named shape.
 
     Raises `InputError` if it is neither.
     """
@@ -38,7 +38,7 @@ def find_profile(shape: str) -> Profile:
 
 
 def model_of(config: RunConfig) -> Model:
-    """Describe the model of a run from its directory's config.json, or from what it builds.
+    """Describes the model of a run from its directory's config.json, or from what it builds.
 
     Raises `InputError` for a missing directory and a model that the plan does not describe.
     """
@@ -50,7 +50,7 @@ def model_of(config: RunConfig) -> Model:
 
 
 def settings_of(profile: Profile) -> dict[str, Any]:
-    """Return the settings that follow from a profile, by dotted key.
+    """Returns the settings that follow from a profile, by dotted key.
 
     Raises `InputError` for a shape that is not a trainer's, and for one with parts that the trainer
     lacks, naming them.
@@ -88,7 +88,7 @@ def settings_of(profile: Profile) -> dict[str, Any]:
 
 
 def shaped_config(values: dict[str, Any], profile: Profile, *, source: str) -> RunConfig:
-    """Check a file's values with the settings of a profile, which the configuration then carries.
+    """Checks a file's values with the settings of a profile, which the configuration then carries.
 
     Raises `InputError` for settings of the file that contradict the profile, for sequences that are
     longer than it plans for, and for a profile of another model; and as `settings_of` does.
@@ -122,7 +122,7 @@ def shaped_config(values: dict[str, Any], profile: Profile, *, source: str) -> R
 
 
 def _reference_of(config: RunConfig, profile: Profile) -> str | None:
-    """Return the value of ``reference.mode`` that the profile chooses; None if it does not decide.
+    """Returns the value of ``reference.mode`` that the profile chooses; None if it does not decide.
 
     Raises `InputError` for a mode of the configuration that the profile found not to fit.
     """
@@ -147,7 +147,7 @@ def _reference_of(config: RunConfig, profile: Profile) -> str | None:
 
 
 def _given(values: dict[str, Any], key: str) -> Any:
-    """Return a file's value of a dotted key, None if the file does not set it."""
+    """Returns a file's value of a dotted key, None if the file does not set it."""
     found: Any = values
     for name in key.split("."):
         if not isinstance(found, dict) or name not in found:
@@ -157,7 +157,7 @@ def _given(values: dict[str, Any], key: str) -> Any:
 
 
 def _require_context(config: RunConfig, profile: Profile, *, source: str) -> None:
-    """Raise `InputError` if the run's sequences may be longer than the shape's."""
+    """Raises `InputError` if the run's sequences may be longer than the shape's."""
     longest = profile.layout.context
     key, asked = "rollout.context", config.rollout.context
     if config.midtrain is not None:
@@ -171,7 +171,7 @@ def _require_context(config: RunConfig, profile: Profile, *, source: str) -> Non
 
 
 def _require_model(config: RunConfig, profile: Profile, *, source: str) -> None:
-    """Raise `InputError` unless the shape was planned for the run's model."""
+    """Raises `InputError` unless the shape was planned for the run's model."""
     model = model_of(config)
     if model.fingerprint != profile.architecture:
         raise InputError(

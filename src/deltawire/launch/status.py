@@ -27,7 +27,7 @@ def show_status(
     as_json: bool,
     trust: ReaderTrust = ANY,
 ) -> None:
-    """Print a run's status; with ``watch`` again and again until the run is over."""
+    """Prints a run's status; with ``watch`` again and again until the run is over."""
     for flag, value in (("--window", window_s), ("--every", every_s)):
         if not 0 < value <= 1e9:
             raise InputError(f"{flag} {value} is not a number of seconds above 0")
@@ -71,7 +71,7 @@ def _screen(console: Console, source: Watch, every_s: float) -> None:
 
 
 def _read_again(source: Watch, before: RunStatus) -> RunStatus:
-    """Read the status; while the store does not answer, repeat the last one with the error."""
+    """Reads the status; while the store does not answer, returns the last one with the error."""
     try:
         return source.poll()
     except RetryError as error:

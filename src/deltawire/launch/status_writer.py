@@ -42,7 +42,7 @@ class StatusWriter(threading.Thread):
         self._closed = threading.Event()
 
     def run(self) -> None:
-        """Store the status until `close`."""
+        """Stores the status until `close`."""
         pause_s = EVERY_S
         while not self._closed.wait(pause_s):
             began = time.monotonic()
@@ -51,7 +51,7 @@ class StatusWriter(threading.Thread):
             pause_s = max(EVERY_S, time.monotonic() - began)
 
     def write(self) -> bool:
-        """Store the present status, if the run has many processes; returns whether it did.
+        """Stores the present status, if the run has many processes; returns whether it did.
 
         Raises `DeltawireError`, such as `InputError` if there is no run yet.
         """
@@ -63,7 +63,7 @@ class StatusWriter(threading.Thread):
         return True
 
     def close(self) -> None:
-        """End the thread, and delete what it stored: it would show a run that continues."""
+        """Ends the thread, and deletes what it stored: it would show a run that continues."""
         self._closed.set()
         if self.is_alive():
             self.join()

@@ -40,8 +40,9 @@ class TinkerLaunch:
 
 
 def serve_tinker(location: str, launch: TinkerLaunch) -> None:
-    """Serve until a signal comes. Raises `InputError` for a bucket or a model that cannot be
-    used."""
+    """Serves until a signal comes. Raises `InputError` for a bucket or a model that cannot be
+    used.
+    """
     try:
         import google.protobuf  # noqa: F401
         from aiohttp import web  # noqa: F401

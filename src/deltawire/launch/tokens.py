@@ -13,7 +13,7 @@ MAX_TOKEN_BYTES = 4096
 
 
 def read_token(path: str, variable: str = TOKEN_VARIABLE) -> str:
-    """Read the bearer token from a file or the environment; empty if neither has one."""
+    """Reads the bearer token from a file or the environment; empty if neither has one."""
     if not path:
         return os.environ.get(variable, "")
     try:

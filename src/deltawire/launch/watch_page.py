@@ -34,7 +34,7 @@ class PageOptions:
 
 
 def cache_folder(given: str = "") -> Path:
-    """The folder of the indexes of groups."""
+    """Returns the folder of the indexes of groups."""
     if given:
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -43,7 +43,7 @@ def cache_folder(given: str = "") -> Path:
 
 
 def show_page(locations: Sequence[str], options: PageOptions) -> None:
-    """Serve the page of these runs until interrupted, and open it in a browser.
+    """Serves the page of these runs until interrupted, and opens it in a browser.
 
     The link contains the token of this start. It is printed to standard output, like the page's
     content, for the user who started the command.
@@ -71,8 +71,9 @@ async def serve_page(
     announce: Callable[[str], None],
     stopping: asyncio.Event | None = None,
 ) -> None:
-    """Serve until ``stopping`` is set, or without it until a signal comes; ``announce`` gets the
-    link."""
+    """Serves until ``stopping`` is set, or without it until a signal comes; ``announce`` gets the
+    link.
+    """
     from aiohttp import web
 
     from deltawire.watch.api import WatchedRuns

@@ -44,7 +44,7 @@ class ProbeTail:
         self._read_at = float("-inf")
 
     def read(self, *, now: bool = False) -> None:
-        """Read the probes if they are due, or ``now``."""
+        """Reads the probes if they are due, or ``now``."""
         if not now and time.monotonic() - self._read_at < PROBES_EVERY_S:
             return
         self._read_at = time.monotonic()
@@ -78,13 +78,13 @@ class Watcher:
         self.live = None if plain else Live(console=console, auto_refresh=False, transient=True)
 
     def start(self) -> None:
-        """Start reading events in the background, until `close`."""
+        """Starts reading events in the background, until `close`."""
         self._feed.start()
         if self.live is not None:
             self.live.start()
 
     def tick(self) -> None:
-        """Show new events, then sleep for `TICK_S`."""
+        """Shows new events, then sleeps for `TICK_S`."""
         self._add(self._feed.poll())
         if self.live is not None:
             self.live.update(self.view.render(self.state), refresh=True)
@@ -99,17 +99,17 @@ class Watcher:
         time.sleep(TICK_S)
 
     def end_view(self) -> None:
-        """Remove the live view, so that lines can be printed."""
+        """Removes the live view, so that lines can be printed."""
         if self.live is not None:
             self.live.stop()
 
     def close(self) -> None:
-        """Stop the background thread and add the events it still had."""
+        """Stops the background thread and adds the events it still had."""
         self._feed.close()
         self._add(self._feed.poll())
 
     def read(self) -> None:
-        """Read all events and the probes now, in the caller's thread."""
+        """Reads all events and the probes now, in the caller's thread."""
         self._probes.read(now=True)
         self._add(self._tail.read(everything=True))
 
@@ -136,7 +136,7 @@ def _time_of(event: Event) -> float:
 def summary_of(
     config: RunConfig, bucket: Bucket, watcher: Watcher, verdicts: list[Attestation]
 ) -> Summary:
-    """Summarize a run from its events, its workers' attestations and an audit of its bucket."""
+    """Summarizes a run from its events, its workers' attestations and an audit of its bucket."""
     return summarize(
         watcher.state,
         workers=[

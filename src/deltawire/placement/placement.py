@@ -333,7 +333,7 @@ class _Table:
         found: dict[tuple[int, tuple[str, ...]], list[AffineMap]],
         live_dtype: str,
     ) -> None:
-        """Record the part of a write that was not overwritten later."""
+        """Records the part of a write that was not overwritten later."""
         origin = write.origin
         if isinstance(origin, Mixed):
             self._give_up(origin, origin.why)

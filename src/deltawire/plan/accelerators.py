@@ -57,7 +57,7 @@ Table = Annotated[list[Accelerator], msgspec.Meta(min_length=1, max_length=1000)
 
 
 def decode_accelerators(raw: bytes, *, where: str) -> dict[str, Accelerator]:
-    """Decode a JSON list of accelerators, by name.
+    """Decodes a JSON list of accelerators, by name.
 
     Raises `InputError`, naming ``where``, for too many bytes, wrong or unknown fields and names
     that occur twice.
@@ -79,13 +79,13 @@ def decode_accelerators(raw: bytes, *, where: str) -> dict[str, Accelerator]:
 
 @lru_cache(maxsize=1)
 def shipped_accelerators() -> dict[str, Accelerator]:
-    """Return the accelerators that deltawire ships, by name."""
+    """Returns the accelerators that deltawire ships, by name."""
     file = Path(__file__).with_name("accelerators.json")
     return decode_accelerators(file.read_bytes(), where=str(file))
 
 
 def read_accelerators(path: Path | None = None) -> dict[str, Accelerator]:
-    """Return the shipped accelerators and those of a file, which take precedence.
+    """Returns the shipped accelerators and those of a file, which take precedence.
 
     Raises `InputError` if the file cannot be read or is not a table.
     """
@@ -101,7 +101,7 @@ def read_accelerators(path: Path | None = None) -> dict[str, Accelerator]:
 
 
 def accelerator_named(name: str, table: dict[str, Accelerator]) -> Accelerator:
-    """Return one accelerator. Raises `InputError` with the known names if there is none."""
+    """Returns one accelerator. Raises `InputError` with the known names if there is none."""
     if (found := table.get(name)) is None:
         raise InputError(
             f"no accelerator is called {name!r}",

@@ -76,7 +76,7 @@ class _Setting:
 
 
 def layer_activations(layer: DecoderLayer, hidden: int, layout: TrainingLayout) -> LayerActivations:
-    """Return the bytes that one layer's activations take under a layout.
+    """Returns the bytes that one layer's activations take under a layout.
 
     Tensor parallelism splits the heads of grouped attention, feed-forward widths and the experts of
     a layer, and leaves norms, other attention and the residual whole (no sequence parallelism).
@@ -126,7 +126,7 @@ def _derive(layer: DecoderLayer, setting: _Setting, tokens: int) -> LayerActivat
 
 
 def _operations(layer: DecoderLayer, setting: _Setting) -> Iterator[Operation]:
-    """Yield a layer's operations in forward order: norm, attention, norm, feed-forward."""
+    """Yields a layer's operations in forward order: norm, attention, norm, feed-forward."""
     yield _norm(setting.hidden * layer.streams, setting)
     kind = layer.attention.kind
     if kind == "linear":
@@ -163,7 +163,7 @@ def _project(
     shared: bool = False,
     held: float = 0,
 ) -> Operation:
-    """A linear layer: saves its input, unless another saved it, for its weight's gradient.
+    """Returns a linear layer: saves its input, unless another saved it, for its weight's gradient.
 
     With LoRA the adapter saves the input and its low-rank product (2r), and has gradients of
     r·(inputs + outputs) values; selective checkpointing keeps its two products as well.
@@ -265,7 +265,9 @@ def _linear_attention(shape: Attention, setting: _Setting) -> Iterator[Operation
 
 
 def _gated(width: float, setting: _Setting) -> Iterator[Operation]:
-    """A gated MLP. Saved: its input (2H), gate, its activation, up and their product (2F each)."""
+    """Returns a gated MLP. Saved: its input (2H), gate, its activation, up and their product (2F
+    each).
+    """
     hidden, inner = setting.hidden, width / setting.tensor
     yield _project(setting, hidden, inner)
     yield Operation(saved=2 * inner, held=4 * inner + 2 * hidden, out=4 * inner)
@@ -344,7 +346,7 @@ def _mixture(shape: FeedForward, setting: _Setting) -> Iterator[Operation]:
 
 
 def _shared(width: float, setting: _Setting) -> Iterator[Operation]:
-    """The shared expert is a gated MLP whose input the router saved already."""
+    """Returns the shared expert is a gated MLP whose input the router saved already."""
     first, *rest = _gated(width, setting)
     yield Operation(
         saved=first.saved - 2 * setting.hidden,

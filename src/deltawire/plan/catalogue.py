@@ -34,7 +34,7 @@ class CatalogueModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: ArchitectureConfig
 
     def describe(self) -> Model:
-        """Describe the model."""
+        """Describes the model."""
         return describe(self.config, name=self.name)
 
 
@@ -52,20 +52,20 @@ class PublishedShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @lru_cache(maxsize=1)
 def catalogue() -> dict[str, CatalogueModel]:
-    """Return the shipped models by name."""
+    """Returns the shipped models by name."""
     raw = Path(__file__).with_name("models.json").read_bytes()
     return {model.name: model for model in msgspec.json.decode(raw, type=list[CatalogueModel])}
 
 
 @lru_cache(maxsize=1)
 def published_shapes() -> list[PublishedShape]:
-    """Return the published shapes that the documentation compares with."""
+    """Returns the published shapes that the documentation compares with."""
     raw = Path(__file__).with_name("published.json").read_bytes()
     return msgspec.json.decode(raw, type=list[PublishedShape])
 
 
 def find_model(name: str) -> tuple[Model, Packing]:
-    """Describe a model of the catalogue, a config.json or a model directory.
+    """Describes a model of the catalogue, a config.json or a model directory.
 
     Also returns how its checkpoint packs experts. Raises `InputError` if it does not exist.
     """
@@ -83,6 +83,6 @@ def find_model(name: str) -> tuple[Model, Packing]:
 
 @lru_cache(maxsize=1)
 def shipped_profiles() -> tuple[Profile, ...]:
-    """Return the pinned profiles: every model in every mode on the fewest of one accelerator."""
+    """Returns the pinned profiles: every model in every mode on the fewest of one accelerator."""
     raw = Path(__file__).with_name("profiles.json").read_bytes()
     return tuple(msgspec.json.decode(raw, type=list[Profile]))

@@ -96,7 +96,7 @@ class ArchitectureConfig(msgspec.Struct, frozen=True):
 
 
 def decode_config(raw: bytes, *, where: str) -> ArchitectureConfig:
-    """Decode the bytes of a config.json and return its language model's part.
+    """Decodes the bytes of a config.json and returns its language model's part.
 
     Raises `InputError`, naming ``where``, if the bytes are too many, no JSON object, or hold a
     field of the wrong type or beyond its bounds.
@@ -120,7 +120,7 @@ def decode_config(raw: bytes, *, where: str) -> ArchitectureConfig:
 
 
 def read_config(path: Path) -> ArchitectureConfig:
-    """Read a config.json, or the one in a model directory.
+    """Reads a config.json, or the one in a model directory.
 
     Raises `InputError` if there is none or it is not usable.
     """

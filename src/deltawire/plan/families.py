@@ -20,7 +20,7 @@ from deltawire.plan.configuration import ArchitectureConfig
 
 
 def describe(config: ArchitectureConfig, *, name: str) -> Model:
-    """Describe the model of a configuration.
+    """Describes the model of a configuration.
 
     Raises `InputError` for an unknown family, and for missing or contradictory fields.
     """
@@ -153,7 +153,7 @@ def _latent(fields: _Fields) -> tuple[list[Matrix], int, Attention]:
 def _dense(
     fields: _Fields, intermediate: int, *, bias: bool = False
 ) -> tuple[list[Matrix], FeedForward]:
-    """A gated MLP: gate, up and down."""
+    """Returns a gated MLP: gate, up and down."""
     hidden = fields.hidden
     return [
         Matrix("dense_mlp", hidden, intermediate, copies=2, bias=intermediate * bias),

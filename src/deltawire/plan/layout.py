@@ -82,7 +82,7 @@ class TrainingLayout:
 
 
 def check_layout(model: Model, layout: TrainingLayout) -> None:
-    """Raise `InputError` if the layout contradicts itself or does not divide the model."""
+    """Raises `InputError` if the layout contradicts itself or does not divide the model."""
     axes = ("data", "replicate", "tensor", "expert", "pipeline", "context_parallel")
     for name in (*axes, "context", "sequences"):
         if getattr(layout, name) < 1:

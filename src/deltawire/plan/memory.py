@@ -106,7 +106,7 @@ def optimizer_bytes(values: float, matrices: float, layout: TrainingLayout) -> f
 
 
 def _layer_bytes(layer: DecoderLayer, layout: TrainingLayout) -> _LayerBytes:
-    """Derive a layer's static and communicated bytes.
+    """Derives a layer's static and communicated bytes.
 
     Dense matrices are split by tensor parallelism and sharded by FSDP2; norms, routers, and
     attention whose heads the trainer does not divide (`_undivided`) are only sharded. Of an
@@ -219,7 +219,7 @@ class _PipelineStage:
         yield self._step()
 
     def _ahead(self, cost: _LayerBytes) -> float:
-        """The all-gather output of a layer; one rank copies without one."""
+        """Returns the all-gather output of a layer; one rank copies without one."""
         return cost.ahead if self.layout.shards > 1 else 0.0
 
     def _outstanding(self) -> float:
@@ -227,7 +227,7 @@ class _PipelineStage:
         return self.in_flight * sum(self.kept(act) for act in self.acts)
 
     def _forward(self) -> Breakdown:
-        """The last layer's forward.
+        """Returns the last layer's forward.
 
         An all-gather keeps its own output and the previous layer's until it is copied into
         parameters, so three copies of a layer exist for a moment, and two while it computes.
@@ -308,7 +308,7 @@ class _PipelineStage:
                 done += GRADIENT * cost.trained
 
     def _embedding(self) -> Breakdown:
-        """The embedding's gradient and the reduction of the group outside layers.
+        """Returns the embedding's gradient and the reduction of the group outside layers.
 
         At the end of the backward the bf16 gradients of embedding and head coexist with their
         gathered parameters and the first layer's reduce-scatter input; then the parameters are
@@ -340,7 +340,7 @@ class _PipelineStage:
         )
 
     def _step(self) -> Breakdown:
-        """The optimizer's step: all gradients, and for offloaded moments two layers' worth.
+        """Returns the optimizer's step: all gradients, and for offloaded moments two layers' worth.
 
         The fused AdamW updates in place. Muon orthogonalizes one whole matrix at a time: in bf16
         the matrix, its square and a product, 3·2 bytes per value of the largest one.
@@ -358,7 +358,7 @@ class _PipelineStage:
 
 
 def predict_memory(model: Model, layout: TrainingLayout) -> Breakdown:
-    """Return the phase with the largest peak on the most loaded rank.
+    """Returns the phase with the largest peak on the most loaded rank.
 
     Raises `InputError` for a layout that does not divide the model.
 
@@ -371,7 +371,7 @@ def predict_memory(model: Model, layout: TrainingLayout) -> Breakdown:
 
 
 def all_phases(model: Model, layout: TrainingLayout) -> list[Breakdown]:
-    """Return every phase of every pipeline stage."""
+    """Returns every phase of every pipeline stage."""
     check_layout(model, layout)
     size = -(-len(model.layers) // layout.pipeline)
     stages = range(-(-len(model.layers) // size))

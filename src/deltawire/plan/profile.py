@@ -108,17 +108,17 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parts of the layout that deltawire's trainer does not support yet."""
 
     def as_layout(self) -> TrainingLayout:
-        """Return the layout that the memory model takes."""
+        """Returns the layout that the memory model takes."""
         return TrainingLayout(mode=self.mode, **msgspec.structs.asdict(self.layout))
 
 
 def encode_profile(profile: Profile) -> bytes:
-    """Encode a profile as indented JSON."""
+    """Encodes a profile as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(profile), indent=2)
 
 
 def decode_profile(raw: bytes, *, where: str) -> Profile:
-    """Decode a profile. Raises `InputError`, naming ``where``, for invalid bytes and for another
+    """Decodes a profile. Raises `InputError`, naming ``where``, for invalid bytes and for another
     version.
     """
     if len(raw) > MAX_BYTES:
@@ -141,7 +141,7 @@ class _ProfileVersion(msgspec.Struct):
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile from a file. Raises `InputError` if it cannot be read or is not a profile."""
+    """Reads a profile from a file. Raises `InputError` if it cannot be read or is not a profile."""
     try:
         with path.open("rb") as opened:
             raw = opened.read(MAX_BYTES + 1)

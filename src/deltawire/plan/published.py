@@ -76,7 +76,7 @@ class PublishedComparison:
 
 
 def compare_row(row: PublishedShape) -> PublishedComparison:
-    """Resolve one published shape on its own accelerators."""
+    """Resolves one published shape on its own accelerators."""
     entry, kind = catalogue()[row.model], shipped_accelerators()[row.accelerator]
     model = entry.describe()
     wish = Wish(
@@ -96,6 +96,6 @@ def compare_row(row: PublishedShape) -> PublishedComparison:
 
 
 def published_table() -> str:
-    """Return the comparison of every published shape as a Markdown table."""
+    """Returns the comparison of every published shape as a Markdown table."""
     head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     return "\n".join([*head, *(compare_row(row).line for row in published_shapes())])

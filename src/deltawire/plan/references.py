@@ -35,7 +35,7 @@ def price_references(
     accelerator: Accelerator,
     process: TrainingLayout | None = None,
 ) -> list[ReferencePrice]:
-    """Price every way to compute the reference of a policy's layout; the first is the choice.
+    """Prices every way to compute the reference of a policy's layout; the first is the choice.
 
     ``process`` is the layout of the smallest reference process, None if none fits. The choice is
     the way that fits with the fewest further accelerators; ties go to the fastest, then to the one
@@ -123,7 +123,7 @@ def _on_trainer(
     note: str,
     price: ReferencePrice,
 ) -> ReferencePrice:
-    """Complete a price with a note, and with whether trainer and reference fit together."""
+    """Completes a price with a note, and with whether trainer and reference fit together."""
     peak = max(phase.with_allowance for phase in all_phases(model, layout)) + price.device_bytes
     host = host_bytes(model, layout) + price.host_bytes
     obstacle = ""
@@ -144,7 +144,7 @@ def _on_trainer(
 
 
 def forward_only(layout: TrainingLayout) -> TrainingLayout:
-    """Return the same ranks and micro-batch for a forward pass of a frozen model."""
+    """Returns the same ranks and micro-batch for a forward pass of a frozen model."""
     return dataclasses.replace(
         layout,
         mode="reference",
@@ -159,7 +159,7 @@ def forward_only(layout: TrainingLayout) -> TrainingLayout:
 def _rise(
     model: Model, layout: TrainingLayout, *, held: float = 0.0, streamed: float = 0.0
 ) -> float:
-    """Return the bytes by which a reference raises the peak of a rank.
+    """Returns the bytes by which a reference raises the peak of a rank.
 
     ``held`` bytes are there all the time. During the reference's pass there are ``streamed`` bytes
     too, its own workspace, and of the policy parameters, optimizer states and gradients, but no

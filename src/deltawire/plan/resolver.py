@@ -126,7 +126,7 @@ class Candidate:
         return values * device > self.kind.usable_bytes or values * host > self.kind.host_bytes
 
     def obstacle(self) -> str:
-        """Say why it does not fit, or return an empty string."""
+        """Says why it does not fit, or returns an empty string."""
         needed, usable = self.peak.with_allowance, self.kind.usable_bytes
         if needed > usable:
             return (
@@ -157,7 +157,7 @@ def resolve_training_profile(
     name: str = "",
     alternatives: bool = True,
 ) -> Profile:
-    """Return the fastest layout that fits, with its bytes and its alternatives; with ``startable``
+    """Returns the fastest layout that fits, with its bytes and its alternatives; with ``startable``
     among those that deltawire's trainer can start.
 
     Raises `InputError` if a value is out of range, or nothing fits: with the reason and the
@@ -213,7 +213,7 @@ def resolve_training_profile(
 
 
 def resolve_shape(name: str) -> Profile:
-    """Resolve a named shape such as ``qwen3-30b-a3b-lora-8xh200``.
+    """Resolves a named shape such as ``qwen3-30b-a3b-lora-8xh200``.
 
     Experts are packed as the published checkpoint packs them. Raises `InputError` for a name of
     another form, an unknown model or accelerator, and a shape that does not fit.
@@ -248,14 +248,14 @@ def resolve_shape(name: str) -> Profile:
 
 
 def default_context(model: Model) -> int:
-    """Return the context to plan for when none is requested."""
+    """Returns the context to plan for when none is requested."""
     return min(model.context or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
 
 def best_layout(
     model: Model, wish: Wish, accelerators: Accelerators
 ) -> tuple[Candidate | None, Candidate]:
-    """Return the fastest candidate that fits, and the fastest one regardless of memory.
+    """Returns the fastest candidate that fits, and the fastest one regardless of memory.
 
     If none fits, the second is the one that takes the least device memory instead. Raises
     `InputError` if the accelerators divide no layout.
@@ -278,13 +278,13 @@ def best_layout(
 
 
 def shape_name(model: str, mode: Mode, context: int, accelerators: Accelerators) -> str:
-    """Return the name of a shape."""
+    """Returns the name of a shape."""
     length = f"-{context // 1024}k" if context % 1024 == 0 else f"-{context}t"
     return f"{model}-{mode}{length}-{accelerators.count}x{accelerators.kind.name}"
 
 
 def smallest_count(model: Model, wish: Wish, kind: Accelerator) -> int | None:
-    """Return the smallest power of two of accelerators that fits, or None up to the limit."""
+    """Returns the smallest power of two of accelerators that fits, or None up to the limit."""
     count = 1
     while count <= MOST_ACCELERATORS:
         best, _ = best_layout(model, wish, Accelerators(kind, count))
@@ -314,7 +314,7 @@ def unsupported_parts(layout: TrainingLayout) -> list[str]:
 def _reference_process(
     model: Model, wish: Wish, accelerators: Accelerators
 ) -> TrainingLayout | None:
-    """Return the layout of the smallest reference process, None if none fits."""
+    """Returns the layout of the smallest reference process, None if none fits."""
     if wish.mode == "reference":
         return None
     own = Wish(mode="reference", context=wish.context, packing=wish.packing, lora_rank=0)
@@ -355,7 +355,7 @@ def _powers(limit: int) -> Iterator[int]:
 
 
 def _layouts(model: Model, wish: Wish, accelerators: Accelerators) -> Iterator[TrainingLayout]:
-    """Yield every layout that divides the model and the accelerators."""
+    """Yields every layout that divides the model and the accelerators."""
     if wish.mode == "reference":
         policies: tuple[Checkpointing, ...] = ("none",)
         offloads: tuple[Offload, ...] = ("none",)
@@ -374,7 +374,7 @@ def _layouts(model: Model, wish: Wish, accelerators: Accelerators) -> Iterator[T
 
 
 def _axes(model: Model, wish: Wish, accelerators: Accelerators) -> Iterator[TrainingLayout]:
-    """Yield layouts that differ in their axes only."""
+    """Yields layouts that differ in their axes only."""
     count, node = accelerators.count, accelerators.kind.per_node
     heads = [layer.attention.heads for layer, _ in model.kinds]
     experts = [layer.feed_forward.experts for layer, _ in model.kinds if layer.feed_forward.experts]
@@ -420,7 +420,7 @@ def _candidates(model: Model, wish: Wish, accelerators: Accelerators) -> Iterato
 
 
 def _least(model: Model, wish: Wish, accelerators: Accelerators) -> Candidate:
-    """Return the candidate that takes the least device memory.
+    """Returns the candidate that takes the least device memory.
 
     More checkpointing, offload and sharding and a smaller micro-batch never take more, so only
     layouts with the most of them are compared.
@@ -445,8 +445,9 @@ _NO_TIME = StepTime(compute=1, communication=0, host=0, tokens=1)
 def _nothing_fits(
     model: Model, wish: Wish, accelerators: Accelerators, least: Candidate
 ) -> InputError:
-    """Make the error for a model that does not fit, with the smallest hardware that would
-    suffice."""
+    """Makes the error for a model that does not fit, with the smallest hardware that would
+    suffice.
+    """
     options = []
     kinds = {accelerators.kind.name: accelerators.kind, **shipped_accelerators()}
     for kind in kinds.values():
@@ -464,7 +465,7 @@ def _nothing_fits(
 
 
 def _binding(best: Candidate, fastest: Candidate) -> str:
-    """Say what keeps the layout from being faster."""
+    """Says what keeps the layout from being faster."""
     if best is not fastest:
         return f"{fastest.obstacle()} for the faster layout {summarize(fastest.layout)}"
     time = best.time
@@ -475,7 +476,7 @@ def _binding(best: Candidate, fastest: Candidate) -> str:
 
 
 def _cheaper(model: Model, wish: Wish, accelerators: Accelerators) -> Alternative:
-    """Describe the next smaller number of accelerators."""
+    """Describes the next smaller number of accelerators."""
     count = accelerators.count // 2
     if count < 1:
         return Alternative(accelerators=0, note="one accelerator is the minimum")
@@ -489,7 +490,7 @@ def _cheaper(model: Model, wish: Wish, accelerators: Accelerators) -> Alternativ
 
 
 def _faster(model: Model, wish: Wish, accelerators: Accelerators, now: Candidate) -> Alternative:
-    """Describe the next larger number of accelerators."""
+    """Describes the next larger number of accelerators."""
     count = accelerators.count * 2
     if count > MOST_ACCELERATORS:
         return Alternative(accelerators=count, note="more accelerators than the plan supports")
@@ -530,7 +531,7 @@ def _data(layout: TrainingLayout) -> LayoutData:
 
 
 def summarize(layout: TrainingLayout) -> str:
-    """Describe a layout in a few words."""
+    """Describes a layout in a few words."""
     words = [f"data {layout.data}"]
     axes = ("replicate", "tensor", "expert", "pipeline", "context_parallel")
     words.extend(

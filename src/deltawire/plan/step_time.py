@@ -95,7 +95,7 @@ def step_flops(model: Model, layout: TrainingLayout) -> float:
 
 
 def estimate_step(model: Model, layout: TrainingLayout, accelerator: Accelerator) -> StepTime:
-    """Estimate one step.
+    """Estimates one step.
 
     Communication per rank: FSDP2 gathers a stage's bf16 parameters once per pass and reduces fp32
     gradients; tensor parallelism reduces two hidden arrays per layer and pass; expert parallelism

@@ -37,7 +37,7 @@ def catalogue_rows() -> list[dict[str, str]]:
 
 
 def needs_rows(model: Model, packing: Packing, context: int | None) -> list[dict[str, str]]:
-    """Return the fewest accelerators of each shipped kind that hold a model in each mode."""
+    """Returns the fewest accelerators of each shipped kind that hold a model in each mode."""
     rows = []
     for mode in MODES:
         for name, kind in shipped_accelerators().items():
@@ -66,7 +66,7 @@ def needs_rows(model: Model, packing: Packing, context: int | None) -> list[dict
 def smallest_profile(
     model: Model, mode: Mode, packing: Packing, accelerator: str, context: int | None = None
 ) -> Profile | None:
-    """Resolve the profile with the fewest accelerators of one shipped kind, if any number does."""
+    """Resolves the profile with the fewest accelerators of one shipped kind, if any number does."""
     kind = shipped_accelerators()[accelerator]
     packed: Packing = packing if mode != "full" else "none"
     length = context or default_context(model)
@@ -90,7 +90,7 @@ def smallest_profile(
 
 
 def make_catalogue_profiles(accelerator: str) -> Iterator[Profile]:
-    """Resolve every model of the catalogue in every mode on the fewest of one accelerator."""
+    """Resolves every model of the catalogue in every mode on the fewest of one accelerator."""
     for entry in catalogue().values():
         for mode in MODES:
             found = smallest_profile(entry.describe(), mode, entry.native_packing, accelerator)
@@ -99,7 +99,7 @@ def make_catalogue_profiles(accelerator: str) -> Iterator[Profile]:
 
 
 def profile_lines(profile: Profile) -> list[str]:
-    """Describe one profile in lines of text."""
+    """Describes one profile in lines of text."""
     memory = (
         f"{profile.peak_with_allowance / GIB:,.1f} of {profile.usable_bytes / GIB:,.1f} GiB on the "
         f"most loaded rank (predicted; {profile.peak_bytes / GIB:,.1f} without the allowance for "
@@ -132,7 +132,7 @@ def profile_lines(profile: Profile) -> list[str]:
 
 
 def _reference_lines(profile: Profile) -> list[str]:
-    """A table of the ways to compute a reference, the choice first."""
+    """Returns a table of the ways to compute a reference, the choice first."""
     if not profile.references:
         return []
     lines = ["  reference     GiB a rank  host GiB  accelerators  s a micro-batch (estimate)"]

@@ -131,7 +131,9 @@ class PackedCheckpoint:
         return parts
 
     def _parts_of(self, name: str) -> dict[str, str]:
-        """The parts of a packed weight whose codes have this name; empty for other names."""
+        """Returns the parts of a packed weight whose codes have this name; empty for other
+        names.
+        """
         if self.form is None:
             return {}
         if name.endswith(".weight_packed"):

@@ -37,11 +37,11 @@ class ChildProcess(Protocol):
         ...
 
     def ask_to_stop(self) -> None:
-        """Send it SIGTERM. Does not wait."""
+        """Sends it SIGTERM. Does not wait."""
         ...
 
     def kill(self) -> None:
-        """Kill it and every process in its group. Does not wait."""
+        """Kills it and every process in its group. Does not wait."""
         ...
 
 
@@ -49,11 +49,11 @@ class Launcher(Protocol):
     """Starts children; `close` releases what it holds for them, after they have ended."""
 
     def start(self, name: str, command: Sequence[str], log: Path) -> ChildProcess:
-        """Start a child whose output is appended to ``log``."""
+        """Starts a child whose output is appended to ``log``."""
         ...
 
     def close(self) -> None:
-        """Release everything."""
+        """Releases everything."""
         ...
 
 

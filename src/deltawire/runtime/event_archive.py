@@ -82,13 +82,13 @@ class EventArchiver(threading.Thread):
         self._closed = threading.Event()
 
     def run(self) -> None:
-        """Archive every `EVERY_S` until `close`."""
+        """Archives every `EVERY_S` until `close`."""
         while not self._closed.wait(EVERY_S):
             with contextlib.suppress(DeltawireError):
                 self.archive()
 
     def archive(self) -> int:
-        """Archive what is due; returns the number of streams that were archived whole.
+        """Archives what is due; returns the number of streams that were archived whole.
 
         Raises `RetryError`.
         """
@@ -106,7 +106,7 @@ class EventArchiver(threading.Thread):
         return len(due)
 
     def close(self) -> None:
-        """End the thread once its last request is answered."""
+        """Ends the thread once its last request is answered."""
         self._closed.set()
         if self.is_alive():
             self.join()
@@ -115,7 +115,9 @@ class EventArchiver(threading.Thread):
         return [number_of(entry) for entry in segments(self._bucket, stream)]
 
     def _old_numbers(self, stream: str) -> list[int]:
-        """The segments of a living stream to archive: old by the store's clock, and many."""
+        """Returns the segments of a living stream to archive: old by the store's clock, and
+        many.
+        """
         listed = segments(self._bucket, stream)
         if len(listed) < self._compact_segments:
             return []
@@ -128,7 +130,7 @@ class EventArchiver(threading.Thread):
         return old if len(old) >= self._compact_segments else []
 
     def _store_all(self, streams: Iterator[tuple[str, list[int]]]) -> None:
-        """Archive these segments, many streams in one object."""
+        """Archives these segments, many streams in one object."""
         batch: list[ArchivedSegment] = []
         size = 0
         with ThreadPoolExecutor(READERS, "event-archiver") as readers:
@@ -148,7 +150,7 @@ class EventArchiver(threading.Thread):
                 self._store(batch, readers)
 
     def _read(self, named: tuple[str, int]) -> ArchivedSegment | None:
-        """Read a segment, None if it is gone; one that is too large to be one has no bytes."""
+        """Reads a segment, None if it is gone; one that is too large to be one has no bytes."""
         try:
             data = self._bucket.get(keys.events(*named), limit=TARGET_BYTES)
         except CorruptError:
@@ -171,7 +173,7 @@ class EventArchiver(threading.Thread):
         list(deleters.map(self._bucket.delete, deleted))
 
     def _delete_old(self) -> None:
-        """Delete archives that are too old, by the store's clock, once the floor is above them."""
+        """Deletes archives that are too old, by the store's clock, once the floor is above them."""
         if not self._keep_s:
             return
         floor, listed = read_retained(self._bucket).archives, _archives(self._bucket)
@@ -196,7 +198,7 @@ def _is_fixed(stream: str) -> bool:
 
 
 def _archives(bucket: Bucket) -> dict[int, float]:
-    """The time, by the store's clock, at which each archive was stored."""
+    """Returns the time, by the store's clock, at which each archive was stored."""
     return {
         number: entry.modified.timestamp()
         for entry in bucket.list_objects(keys.ARCHIVE)
@@ -206,19 +208,20 @@ def _archives(bucket: Bucket) -> dict[int, float]:
 
 
 def _without_gaps(numbers: Container[int], floor: int) -> list[int]:
-    """The numbers from ``floor`` up to the first one that is missing: a key that anybody wrote with
-    a large number is no archive."""
+    """Returns the numbers from ``floor`` up to the first one that is missing: a key that anybody
+    wrote with a large number is no archive.
+    """
     return list(takewhile(lambda number: number in numbers, count(floor)))
 
 
 def next_archive(bucket: Bucket) -> int:
-    """The number that the next archive gets: the first free one from the floor on."""
+    """Returns the number that the next archive gets: the first free one from the floor on."""
     floor = read_retained(bucket).archives
     return floor + len(_without_gaps(_archives(bucket), floor))
 
 
 def read_archive(bucket: Bucket, number: int) -> list[ArchivedSegment] | None:
-    """The segments of one archive, None if it does not exist; none for a damaged one."""
+    """Returns the segments of one archive, None if it does not exist; none for a damaged one."""
     key = keys.archive(number)
     try:
         data = bucket.get(key, limit=MAX_ARCHIVE_BYTES)
@@ -230,7 +233,7 @@ def read_archive(bucket: Bucket, number: int) -> list[ArchivedSegment] | None:
 
 
 def archived_segments(bucket: Bucket) -> Iterator[ArchivedSegment]:
-    """The segments in all archives that retention kept."""
+    """Returns the segments in all archives that retention kept."""
     for number in count(read_retained(bucket).archives):
         found = read_archive(bucket, number)
         if found is None:

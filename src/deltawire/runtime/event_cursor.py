@@ -66,7 +66,8 @@ class Cursors:
         self._names_due_at = float("-inf")
 
     def refresh(self, *, everything: bool = False) -> list[str]:
-        """List the streams, if it is time to; return those that `add` was not called for yet.
+        """Lists the streams if a listing is due, and returns those for which `add` was not called
+        yet.
 
         Cursors of streams that are gone become inactive.
         """
@@ -80,7 +81,7 @@ class Cursors:
         return sorted(found - self._active.keys())
 
     def add(self, stream: str, *, number: int = 0) -> None:
-        """Follow a stream from this number on, or from where it was read to before."""
+        """Follows a stream from this number on, or from where it was read to before."""
         number = max(number, self._read.get(stream, 0))
         # A stream of which nothing was read yet may begin with a gap.
         gap_due_at = self._clock() + QUIET_S if number else float("-inf")
@@ -92,11 +93,11 @@ class Cursors:
         return list(self._active.values())
 
     def position(self, stream: str) -> int:
-        """The number of the segment that is read next in a stream, active or not."""
+        """Returns the number of the segment that is read next in a stream, active or not."""
         return self._read.get(stream, 0)
 
     def advance(self, stream: str, number: int) -> None:
-        """Record that segment ``number`` of a stream was read, or cannot be read."""
+        """Records that segment ``number`` of a stream was read, or cannot be read."""
         self._read[stream] = max(number + 1, self._read.get(stream, 0))
         cursor = self._active.get(stream)
         if cursor is not None:
@@ -110,7 +111,7 @@ class Cursors:
         everything: bool = False,
         before: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Move to the first segment after a gap, if there is one; True if the cursor moved.
+        """Moves to the first segment after a gap, if there is one; True if the cursor moved.
 
         Checked only for streams that were quiet for `QUIET_S`, and for new ones. ``before`` is
         called first if there is a gap: it may read what is missing from an archive.
@@ -129,12 +130,12 @@ class Cursors:
 
 
 def number_of(segment: ObjectMeta) -> int:
-    """A segment's number in its stream."""
+    """Returns a segment's number in its stream."""
     return keys.trailing_number(segment.key) or 0
 
 
 def segments(bucket: Bucket, stream: str, after: int = -1) -> list[ObjectMeta]:
-    """List a stream's segments with numbers above ``after``, in order."""
+    """Lists a stream's segments with numbers above ``after``, in order."""
     start = keys.events(stream, after) if after >= 0 else None
     found = bucket.list_objects(f"{keys.EVENTS}{stream}/", after=start)
     return sorted(
@@ -144,7 +145,7 @@ def segments(bucket: Bucket, stream: str, after: int = -1) -> list[ObjectMeta]:
 
 
 def newest_segment(bucket: Bucket, stream: str) -> ObjectMeta | None:
-    """Find the newest segment of a stream, None if it has none."""
+    """Finds the newest segment of a stream, None if it has none."""
     newest = bucket.head(keys.events(stream, 0))
     if newest is None:
         listed = segments(bucket, stream)
@@ -159,7 +160,7 @@ def newest_segment(bucket: Bucket, stream: str) -> ObjectMeta | None:
 
 
 def first_since(bucket: Bucket, stream: str, newest: int, since_s: float) -> int:
-    """Find the first number from which on segments are not older than ``since_s``.
+    """Finds the first number from which on segments are not older than ``since_s``.
 
     Ages are by the store's clock, which is assumed to run forward; ``newest`` is a number that is
     not older.
@@ -191,7 +192,7 @@ def follow(
     everything: bool = False,
     before_gap: Callable[[], None] = lambda: None,
 ) -> Iterator[Found]:
-    """Yield ``fetch`` of each new segment's key until it returns None.
+    """Yields ``fetch`` of each new segment's key until it returns None.
 
     ``before_gap`` is called before the cursor skips segments that are missing. A segment counts as
     read once the next one is asked for; if the caller stops before that, because the store did not

@@ -25,8 +25,9 @@ READERS = 16
 
 
 def read_segment(bucket: Bucket, key: str) -> list[Event] | None:
-    """The events of a segment, None if it does not exist; none for an object of another kind, or
-    one that its process did not sign in a signed run."""
+    """Returns the events of a segment, None if it does not exist; none for an object of another
+    kind, or one that its process did not sign in a signed run.
+    """
     try:
         data = bucket.get(key, limit=MAX_SEGMENT_BYTES)
     except CorruptError:
@@ -35,8 +36,9 @@ def read_segment(bucket: Bucket, key: str) -> list[Event] | None:
 
 
 def own_events(stream: str, data: bytes) -> list[Event]:
-    """The events in a segment of ``stream`` that name the process that writes it. Only a supervisor
-    records events of other processes: how they ended."""
+    """Returns the events in a segment of ``stream`` that name the process that writes it. Only a
+    supervisor records events of other processes: how they ended.
+    """
     events, process = decode_lines(data), keys.process_of_stream(stream)
     if process == SUPERVISOR_ROLE:
         return events
@@ -72,8 +74,10 @@ class EventTail:
         return [event for events in self.batches(everything=everything) for event in events]
 
     def batches(self, *, everything: bool = False) -> Iterator[list[Event]]:
-        """The events of `read`, a segment or an archive at a time: a reader of a long run need not
-        hold them all. The next call may repeat the last batch of a reader that stopped early."""
+        """Returns the events of `read`, a segment or an archive at a time: a reader of a long run
+        need not hold them all. The next call may repeat the last batch of a reader that stopped
+        early.
+        """
         fill: list[list[Event]] = []
         with contextlib.suppress(RetryError):
             yield from self._archived()
@@ -114,7 +118,7 @@ class EventTail:
             yield fresh
 
     def _read_ahead(self, cursors: list[Cursor]) -> dict[str, Future[list[Event] | None]]:
-        """Ask for the next segment of each stream, `READERS` at a time.
+        """Asks for the next segment of each stream, `READERS` at a time.
 
         Most streams have none, and a look must not wait for one answer after another.
         """
@@ -152,7 +156,7 @@ class EventFeed(threading.Thread):
         self.error: DeltawireError | None = None
 
     def run(self) -> None:
-        """Read until `close`."""
+        """Reads until `close`."""
         while not self._closed.wait(self._every_s):
             try:
                 self._fresh.put(self._tail.read())
@@ -171,7 +175,7 @@ class EventFeed(threading.Thread):
         return fresh
 
     def close(self) -> None:
-        """End the thread once its last request is answered."""
+        """Ends the thread once its last request is answered."""
         self._closed.set()
         if self.is_alive():
             self.join()

@@ -63,7 +63,7 @@ class RecentEvents:
         damaged, or somebody else stored them."""
 
     def read(self, *, everything: bool = False) -> list[Event]:
-        """The events; raises `RetryError`.
+        """Returns the events; raises `RetryError`.
 
         Segments after a gap may come with a later call, unless ``everything`` asks for them now.
         """
@@ -88,7 +88,7 @@ class RecentEvents:
             self._keep(entry)
 
     def _enter(self, streams: Sequence[str]) -> None:
-        """Start to follow streams, each near its end.
+        """Starts to follow streams, each near its end.
 
         If the store does not answer meanwhile, they stay new, and segments that were read are not
         read again.
@@ -127,7 +127,7 @@ class RecentEvents:
 
 
 def recent(entries: Iterable[ObjectMeta], window_s: float) -> list[ObjectMeta]:
-    """Choose the segments that a read returns, the newest first."""
+    """Chooses the segments that a read returns, the newest first."""
     streams: dict[str, list[ObjectMeta]] = {}
     for entry in entries:
         if (name := keys.stream_of(entry.key)) is not None:
@@ -156,7 +156,7 @@ def recent(entries: Iterable[ObjectMeta], window_s: float) -> list[ObjectMeta]:
 
 
 def _each(action: Callable[[_T], _V], items: Sequence[_T]) -> list[_V]:
-    """Call ``action`` for each item, several at a time; raises the first error at the end."""
+    """Calls ``action`` for each item, several at a time; raises the first error at the end."""
     if len(items) < 2:
         return [action(item) for item in items]
     with ThreadPoolExecutor(READERS) as threads:

@@ -58,7 +58,7 @@ class Fleet:
         self._polled_at = float("-inf")
 
     def poll(self, *, every_s: float = 0.0) -> None:
-        """Read all heartbeats, unless they were read less than ``every_s`` ago."""
+        """Reads all heartbeats, unless they were read less than ``every_s`` ago."""
         now = self._clock()
         elapsed_s = now - self._polled_at
         if elapsed_s < every_s:
@@ -90,7 +90,7 @@ class Fleet:
             return error
 
     def forget(self, name: str) -> None:
-        """Drop a process whose heartbeat was removed."""
+        """Drops a process whose heartbeat was removed."""
         for table in (self.heartbeats, self.states, self._judges):
             table.pop(name, None)
 
@@ -146,7 +146,7 @@ def known_trainer(bucket: Bucket) -> TrainerStatus | None:
 
 
 def next_epoch(bucket: Bucket, run: Run, version: int) -> int:
-    """Return the epoch of a trainer that continues a run at ``version``.
+    """Returns the epoch of a trainer that continues a run at ``version``.
 
     It exceeds that of the version and that of the trainer before, which may have published
     nothing: credits and versions of both are then told apart from the new trainer's.
@@ -157,7 +157,7 @@ def next_epoch(bucket: Bucket, run: Run, version: int) -> int:
 
 
 def read_trainer(bucket: Bucket) -> TrainerStatus | None:
-    """Read ``trainer.json``, None if there is none yet.
+    """Reads ``trainer.json``, None if there is none yet.
 
     Raises `CorruptError` if it is damaged at every attempt: a network may cut an answer short, and
     a caller that reads this every second must not stop for that.

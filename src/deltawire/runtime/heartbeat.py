@@ -96,7 +96,7 @@ class HeartbeatWriter:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Take the name from its previous holder, and write heartbeats from now on."""
+        """Takes the name from its previous holder, and writes heartbeats from now on."""
         patient = RetryingBucket(self._bucket)
         before = read_heartbeat(patient, self._name) or read_tombstone(patient, self._name)
         self.predecessor = before
@@ -109,14 +109,14 @@ class HeartbeatWriter:
         self._thread.start()
 
     def progress(self, doing: str) -> None:
-        """Mark progress of the main thread; raises `FencedError` once the process is replaced."""
+        """Marks progress of the main thread; raises `FencedError` once the process is replaced."""
         self._progress = Progress(time.monotonic(), doing, self.faults.stall_s)
         if error := self.lease.error or self._error:
             raise error
 
     @contextlib.contextmanager
     def long_task(self, doing: str) -> Iterator[None]:
-        """Allow the body `SLOWDOWN` times as long as its kind has taken so far."""
+        """Allows the body `SLOWDOWN` times as long as its kind has taken so far."""
         self.progress(doing)
         began = time.monotonic()
         longest = self._longest.get(doing)
@@ -129,12 +129,13 @@ class HeartbeatWriter:
         self.progress(doing)
 
     def count_finished(self) -> None:
-        """Count a piece of work that is finished and stored; the supervisor then keeps restarting
-        this process."""
+        """Counts a piece of work that is finished and stored; the supervisor then keeps restarting
+        this process.
+        """
         self._finished += 1
 
     def close(self) -> None:
-        """Write the last heartbeat, which states that the process ended in order, and stop."""
+        """Writes the last heartbeat, which states that the process ended in order, and stops."""
         if not self.lease.held:
             return
         self._closed.set()
@@ -186,8 +187,9 @@ class HeartbeatWriter:
 
 
 def check_heartbeat(bucket: Bucket, key: str, process: str) -> Heartbeat | None:
-    """The heartbeat at ``key``, None if there is none; raises `CorruptError` for a damaged one,
-    and for one of another process than ``process``."""
+    """Returns the heartbeat at ``key``, None if there is none; raises `CorruptError` for a damaged
+    one, and for one of another process than ``process``.
+    """
     data = bucket.get(key, limit=MAX_STATUS_BYTES)
     if data is None:
         return None
@@ -198,7 +200,7 @@ def check_heartbeat(bucket: Bucket, key: str, process: str) -> Heartbeat | None:
 
 
 def read_heartbeat(bucket: Bucket, process: str) -> Heartbeat | None:
-    """A process's heartbeat, None if there is none that can be read."""
+    """Returns a process's heartbeat, None if there is none that can be read."""
     try:
         return check_heartbeat(bucket, keys.heartbeat(process), process)
     except CorruptError:
@@ -206,7 +208,9 @@ def read_heartbeat(bucket: Bucket, process: str) -> Heartbeat | None:
 
 
 def read_tombstone(bucket: Bucket, process: str) -> Heartbeat | None:
-    """The last heartbeat of a process that is gone, None if there is none that can be read."""
+    """Returns the last heartbeat of a process that is gone, None if there is none that can be
+    read.
+    """
     try:
         return check_heartbeat(bucket, keys.tombstone(process), process)
     except CorruptError:
@@ -214,7 +218,9 @@ def read_tombstone(bucket: Bucket, process: str) -> Heartbeat | None:
 
 
 def impatient(bucket: Bucket) -> Bucket:
-    """The same bucket with short timeouts: a request that hangs must not outlive the outage."""
+    """Returns the same bucket with short timeouts: a request that hangs must not outlive the
+    outage.
+    """
     if isinstance(bucket, SignedBucket):
         return bucket.over(impatient(bucket.inner))
     if bucket.local:

@@ -30,7 +30,7 @@ _HINT = "set XDG_STATE_HOME to a folder of this user"
 
 
 def state_folder() -> Path:
-    """The folder for what deltawire remembers on this machine; raises `InputError`."""
+    """Returns the folder for what deltawire remembers on this machine; raises `InputError`."""
     base = os.environ.get("XDG_STATE_HOME", "")
     try:
         home = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"  # noqa: PTH117
@@ -60,7 +60,7 @@ class HighestVersion:
         self._lock = threading.Lock()
 
     def read(self) -> int:
-        """The highest version seen, -1 if none was.
+        """Returns the highest version seen, -1 if none was.
 
         Raises `InputError` if the file is another user's, a link, or damaged.
         """
@@ -76,7 +76,7 @@ class HighestVersion:
         return int(text)
 
     def check(self, newest: int, *, seen: int, allow_rollback: bool) -> None:
-        """Note ``newest``, the newest version in the bucket (-1: none).
+        """Records ``newest``, the newest version in the bucket (-1: none).
 
         ``seen`` is what `read` returned before the bucket was asked: other readers on this machine
         note newer ones meanwhile. Raises `SignatureError` if ``newest`` is older, unless
@@ -99,7 +99,7 @@ class HighestVersion:
             self._noted = newest
 
     def note(self, version: int) -> None:
-        """Remember ``version`` if it is higher than all seen before."""
+        """Remembers ``version`` if it is higher than all seen before."""
         with self._lock:
             if version <= self._noted:
                 return

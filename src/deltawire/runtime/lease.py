@@ -50,7 +50,7 @@ class Lease:
         """The lowest number that a successor's lease may have."""
 
     def acquire(self, first: int) -> None:
-        """Create the lease with the lowest free number from ``first`` on."""
+        """Creates the lease with the lowest free number from ``first`` on."""
         self.number = first
         while not self._create():
             self.number += 1
@@ -72,7 +72,7 @@ class Lease:
         return time.monotonic() - self._checked_at <= FRESH_S
 
     def check(self, bucket: Bucket | None = None) -> None:
-        """Look for a later lease; sets ``error`` if there is one.
+        """Looks for a later lease; sets ``error`` if there is one.
 
         In a signed run, numbers that the name's key did not sign are no leases and are skipped.
         """
@@ -116,7 +116,9 @@ class Lease:
         return False
 
     def _newest_holder(self, bucket: Bucket) -> int:
-        """The highest number that the name was held with, by its leases and last heartbeats."""
+        """Returns the highest number that the name was held with, by its leases and last
+        heartbeats.
+        """
         numbers = [-1]
         for listed in reversed(bucket.list(keys.leases_of(self._name))[-MAX_SKIPPED:]):
             number = keys.trailing_number(listed)
@@ -130,7 +132,7 @@ class Lease:
         return max(numbers)
 
     def confirm(self, *, fresh: bool = False) -> None:
-        """Raise `FencedError` if another process holds the name now.
+        """Raises `FencedError` if another process holds the name now.
 
         Relies on a check that is at most `FRESH_S` old, unless ``fresh`` asks for a new one. A
         process that was stopped for longer therefore checks before it writes. Does nothing until

@@ -37,7 +37,7 @@ class OrphanTracker:
     started: int = 0
 
     def end(self) -> int:
-        """Kill the processes that are left; returns how many there were."""
+        """Kills the processes that are left; returns how many there were."""
         if not self.started:
             return 0
         killed: set[int] = set()
@@ -69,7 +69,7 @@ _watching = False
 
 @contextlib.contextmanager
 def track_orphans() -> Iterator[OrphanTracker]:
-    """Mark every process that the body starts."""
+    """Marks every process that the body starts."""
     _watch()
     tracker = OrphanTracker()
     token = _tracker.set(tracker)

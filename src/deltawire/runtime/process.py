@@ -82,7 +82,7 @@ class Process:
         return self.heartbeat.lease
 
     def handle_signals(self) -> None:
-        """Treat SIGTERM and SIGINT as requests to stop. Call it from the main thread."""
+        """Treats SIGTERM and SIGINT as requests to stop. Call it from the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -102,7 +102,7 @@ class Process:
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """Ask the process to stop."""
+        """Asks the process to stop."""
         self._stop.set()
 
     def wait(self, seconds: float) -> None:
@@ -111,7 +111,7 @@ class Process:
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
-        """Hold the process's name and write heartbeats while the body runs.
+        """Holds the process's name and writes heartbeats while the body runs.
 
         Raises `FencedError` if an unsupervised worker's name belongs to a process that is alive;
         any other process takes its name over.
@@ -125,7 +125,7 @@ class Process:
             self.heartbeat.close()
 
     def refuse_live_namesake(self) -> None:
-        """Raise `FencedError` if a process of this name is alive; takes two heartbeats at most."""
+        """Raises `FencedError` if a process of this name is alive; takes two heartbeats at most."""
         liveness = Liveness(silence_s=HEARTBEAT_S)
         before = read_heartbeat(self.bucket, self.name)
         if before is None or liveness.observe(before, 0.0) == "ended":
@@ -141,7 +141,7 @@ class Process:
             )
 
     def record_life(self, what: Any, detail: str = "") -> None:
-        """Record that the process started or stopped, and flush the events."""
+        """Records that the process started or stopped, and flushes the events."""
         self.events.record(
             Life(
                 process=self.name,
@@ -160,7 +160,8 @@ class Process:
 def open_run(
     bucket: Bucket, *, wait_s: float = 0.0, stopping: Callable[[], bool] = lambda: False
 ) -> tuple[Run, RunConfig]:
-    """The run in a bucket and its configuration, with the settings that its trainer changed.
+    """Returns the run in a bucket and its configuration, with the settings that its trainer
+    changed.
 
     Waits up to ``wait_s`` for the run to appear; raises `InputError` if there is none.
     """

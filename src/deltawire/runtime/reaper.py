@@ -46,7 +46,7 @@ class Reaper:
         self._gone_at: dict[str, float] = {}
 
     def run(self, fleet: Fleet, is_settled: Callable[[str], bool]) -> list[str]:
-        """Remove what is due, of at most `MAX_REAPED` workers; returns them. Raises `RetryError`.
+        """Removes what is due, of at most `MAX_REAPED` workers; returns them. Raises `RetryError`.
 
         A worker of which ``is_settled`` is false left groups that are still needed, and stays. A
         worker that returned since the fleet was polled loses one heartbeat, and writes the next.
@@ -71,7 +71,7 @@ class Reaper:
         return due
 
     def _remove(self, last: Heartbeat) -> None:
-        """Store the tombstone, then delete the heartbeat and the leases up to its own."""
+        """Stores the tombstone, then deletes the heartbeat and the leases up to its own."""
         name = last.process
         self._bucket.put(keys.tombstone(name), encode_json(last))
         self._bucket.delete(keys.heartbeat(name))

@@ -12,7 +12,7 @@ from deltawire.wire.retained import MAX_RETAINED_BYTES, Retained
 
 
 def read_retained(bucket: Bucket) -> Retained:
-    """Read which objects were deleted on purpose; none if ``retained.json`` cannot be read."""
+    """Reads which objects were deleted on purpose; none if ``retained.json`` cannot be read."""
     try:
         data = bucket.get(keys.RETAINED, limit=MAX_RETAINED_BYTES)
         if data is None:
@@ -39,7 +39,7 @@ class RetainedFile:
         self._lock = threading.Lock()
 
     def raise_to(self, *, rollouts: int = 0, archives: int = 0) -> None:
-        """Store the higher of these floors and the present ones; raises `RetryError`."""
+        """Stores the higher of these floors and the present ones; raises `RetryError`."""
         with self._lock:
             now = read_retained(self._bucket)
             raised = Retained(

@@ -122,7 +122,7 @@ class SignedBucket(DelegatingBucket):
         self._state = _State(pin, signer, role, max_age_s, clock)
 
     def over(self, inner: Bucket) -> SignedBucket:
-        """The same keys and facts over another way to the same bucket."""
+        """Returns the same keys and facts over another way to the same bucket."""
         other = SignedBucket(inner)
         other._state = self._state
         return other
@@ -156,7 +156,7 @@ class SignedBucket(DelegatingBucket):
         return self._state.pin
 
     def check_writer(self) -> None:
-        """Raise `InputError` unless this process may sign in its role, or the run is unsigned."""
+        """Raises `InputError` unless this process may sign in its role, or the run is unsigned."""
         state, trust = self._state, self.trust
         if trust is None:
             if state.signer is not None:
@@ -271,7 +271,7 @@ class SignedBucket(DelegatingBucket):
         return cached is None or monotonic() - cached.read_at > after_s
 
     def _granted(self, trust: Trust, role: str, key: str, *, again: bool = False) -> str:
-        """The public key of a role; raises `SignatureError` if none is granted."""
+        """Returns the public key of a role; raises `SignatureError` if none is granted."""
         state = self._state
         with state.lock:
             cached = state.grants.get(role)
@@ -297,7 +297,7 @@ class SignedBucket(DelegatingBucket):
         return cached.grant.public_key
 
     def _noted(self, key: str, data: bytes | None) -> bytes | None:
-        """Check ``run.json`` against the pin, and note the versions whose manifests are read."""
+        """Checks ``run.json`` against the pin, and notes the versions whose manifests are read."""
         state = self._state
         if key == keys.RUN:
             if data is not None and state.pin is not None:
@@ -318,7 +318,7 @@ class SignedBucket(DelegatingBucket):
         check_signature(data, public_key=pin.public_key, verify=verify, run=self.url, key=keys.RUN)
 
     def _note_manifest(self, key: str, data: bytes) -> None:
-        """Remember a version that the owner signed; whoever reads it refuses any other."""
+        """Remembers a version that the owner signed; whoever reads it refuses any other."""
         state, trust, version = self._state, self.trust, keys.trailing_number(key)
         if trust is None or version is None or version <= state.newest[0]:
             return
@@ -336,8 +336,8 @@ class SignedBucket(DelegatingBucket):
             state.highest.note(version)
 
     def remember(self, *, allow_rollback: bool) -> None:
-        """Refuse a bucket whose newest version is older than one that this machine saw before,
-        unless ``allow_rollback``, and note every version read from now on.
+        """Refuses a bucket whose newest version is older than one that this machine saw before,
+        unless ``allow_rollback``, and notes every version read from now on.
 
         Does nothing without a pin. Raises `SignatureError` for an older version, or for a newest
         one beyond ``max_age_s``.
@@ -364,7 +364,7 @@ class SignedBucket(DelegatingBucket):
 def grant_role(
     bucket: Bucket, owner: Signer, *, run_id: str, role: str, public_key: str
 ) -> RoleGrant:
-    """Let ``public_key`` sign in ``role`` from now on, and no other key, signed by the owner.
+    """Lets ``public_key`` sign in ``role`` from now on, and no other key, signed by the owner.
 
     A grant of the same key that is there already stays. Returns the grant.
     """

@@ -124,7 +124,7 @@ class Supervisor:
         self._watchdog = Watchdog(bucket, self._children, silence_s, self._events.flush)
 
     def start(self) -> None:
-        """Record that a session of the run starts, which proves that the bucket is writable."""
+        """Records that a session of the run starts, which proves that the bucket is writable."""
         now = self._events.now()
         life = Life(
             process="supervisor", at=now, role="supervisor", what="started", pid=os.getpid()
@@ -134,7 +134,7 @@ class Supervisor:
         self._watchdog.start()
 
     def add(self, name: str, role: Role, arguments: Sequence[str]) -> None:
-        """Start a child with these arguments, and restart it whenever it dies."""
+        """Starts a child with these arguments, and restarts it whenever it dies."""
         child = Child(name, role, arguments)
         self._children.append(child)
         self._start(child)
@@ -142,7 +142,9 @@ class Supervisor:
     def run(
         self, name: str, role: Role, arguments: Sequence[str], tick: Callable[[], None]
     ) -> None:
-        """Run one child to its end and call ``tick`` meanwhile; raises `ChildError` if it fails."""
+        """Runs one child to its end and calls ``tick`` meanwhile; raises `ChildError` if it
+        fails.
+        """
         child = Child(name, role, arguments)
         self._children.append(child)
         self._start(child)
@@ -153,7 +155,7 @@ class Supervisor:
             raise self._error(child, code)
 
     def check(self) -> bool:
-        """Restart children that died; True once the trainer has ended by itself.
+        """Restarts children that died; True once the trainer has ended by itself.
 
         Raises `ChildError` if a child cannot be kept running.
         """
@@ -178,7 +180,9 @@ class Supervisor:
         return any(not child.done for child in self._children)
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Ask every child to stop and wait; kill those that do not stop, or all if in a hurry."""
+        """Asks every child to stop and waits; kills those that do not stop, or all if in a
+        hurry.
+        """
         for child in self._children:
             if child.process is not None and self._exit_code(child) is None:
                 child.process.ask_to_stop()
@@ -198,7 +202,7 @@ class Supervisor:
             self._events.flush()
 
     def _exit_code(self, child: Child) -> int | None:
-        """A child's exit code, None while it runs."""
+        """Returns a child's exit code, None while it runs."""
         if child.process is None:
             return 1
         with self._watchdog.lock:
@@ -235,13 +239,15 @@ class Supervisor:
         child.retry_at = time.monotonic() + pause
 
     def _last_error(self, child: Child) -> str:
-        """The error that a child reported last since it was started, empty if it reported none."""
+        """Returns the error that a child reported last since it was started, empty if it reported
+        none.
+        """
         lines = _end_of(self._logs / f"{child.name}.log", child.log_from)
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return errors[-1] if errors else ""
 
     def _last_words(self, child: Child) -> str:
-        """The reported error, or the last line of the log, such as that of a traceback."""
+        """Returns the reported error, or the last line of the log, such as that of a traceback."""
         lines = _end_of(self._logs / f"{child.name}.log", child.log_from)
         return (self._last_error(child) or next(filter(None, reversed(lines)), ""))[:MAX_WORDS]
 
@@ -271,7 +277,7 @@ class Supervisor:
 
 
 def _end_of(log: Path, since: int) -> list[str]:
-    """The last lines that were written to a log after position ``since``."""
+    """Returns the last lines that were written to a log after position ``since``."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(since, log.stat().st_size - MAX_LOG_BYTES))
         return file.read(MAX_LOG_BYTES).decode(errors="replace").splitlines()

@@ -36,7 +36,7 @@ ANY = ReaderTrust()
 def open_trusted(
     location: str, trust: ReaderTrust = ANY, *, signer: Signer | None = None, role: str = ""
 ) -> SignedBucket:
-    """Open a run's bucket to read it, and with ``signer`` to write to it in ``role``.
+    """Opens a run's bucket to read it, and with ``signer`` to write to it in ``role``.
 
     Raises `InputError` for a wrong location, and `SignatureError` for a bucket that does not hold
     the pinned run, or holds only an older state of it.
@@ -57,8 +57,8 @@ def trusted(
 
 
 def owned_run(bucket: Bucket, owner: Signer, pin: Pin | None = None) -> Pin:
-    """The pin of the run that ``owner`` owns here; for a run that does not exist yet, with its
-    future id: that of ``pin``, or a new one.
+    """Returns the pin of the run that ``owner`` owns here; for a run that does not exist yet, with
+    its future id: that of ``pin``, or a new one.
 
     Raises `InputError` if ``pin`` names another key, and `SignatureError` if the run in the bucket
     is not the owner's, or not the pinned one.
@@ -75,8 +75,8 @@ def owned_run(bucket: Bucket, owner: Signer, pin: Pin | None = None) -> Pin:
 
 
 def open_as_trainer(bucket: Bucket, owner: Signer | None, trust: ReaderTrust = ANY) -> SignedBucket:
-    """The bucket of a run's trainer that is this process: in a signed run, ``owner`` is the key of
-    the run's owner, which signs in the trainer's role too.
+    """Returns the bucket of a run's trainer that is this process: in a signed run, ``owner`` is the
+    key of the run's owner, which signs in the trainer's role too.
 
     Raises `InputError` if the run is signed and ``owner`` is None, or if it is not signed and there
     is one, and `SignatureError` if another key owns it.

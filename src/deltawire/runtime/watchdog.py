@@ -71,7 +71,7 @@ class Watchdog(threading.Thread):
         self._closed = threading.Event()
 
     def run(self) -> None:
-        """Check all children until `close`."""
+        """Checks all children until `close`."""
         while not self._closed.wait(WATCH_S):
             for child in list(self._children):
                 # The watchdog must continue, whatever the store answers.
@@ -81,7 +81,7 @@ class Watchdog(threading.Thread):
                 self._each_round()
 
     def check(self, child: Child) -> None:
-        """Read one child's heartbeat, and kill the child if it is silent or stalled."""
+        """Reads one child's heartbeat, and kills the child if it is silent or stalled."""
         process = child.process
         if process is None or child.done or child.killed_for or not process.pid:
             return
@@ -107,7 +107,7 @@ class Watchdog(threading.Thread):
                     process.kill()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stops watching."""
         self._closed.set()
         if self.is_alive():
             self.join(timeout=2 * REQUEST_S)

@@ -33,7 +33,7 @@ _ELSEWHERE = (
 
 
 def read_profile(*, credentials: bool = True) -> dict[str, str]:
-    """Return the store options of the current profile that the environment does not set.
+    """Returns the store options of the current profile that the environment does not set.
 
     The profile is the one that ``AWS_PROFILE`` names, or else ``default``. Access key, secret and
     session token are taken together or not at all; the environment's come first.

@@ -69,7 +69,7 @@ class Bucket:
         return 0.02 if self.local else 0.5
 
     def get(self, key: str, *, limit: int) -> bytes | None:
-        """Return an object's bytes, or None if there is no such object.
+        """Returns an object's bytes, or None if there is no such object.
 
         Raises `CorruptError` if the object is larger than ``limit`` bytes, before reading it.
         """
@@ -83,7 +83,7 @@ class Bucket:
             return bytes(result.bytes())
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
-        """Return the bytes of each ``(start, length)``, or None if there is no such object.
+        """Returns the bytes of each ``(start, length)``, or None if there is no such object.
 
         Ranges are read in parallel, and neighboring ones together; none may be empty. Raises
         `CorruptError` if the object ends within one of them, `RetryError` if the answer does.
@@ -111,7 +111,7 @@ class Bucket:
         return views
 
     def put(self, key: str, data: bytes) -> None:
-        """Store or replace an object, all of it or nothing."""
+        """Stores or replaces an object, all of it or nothing."""
         with self._errors("write", key):
             obstore.put(
                 self.store,
@@ -122,7 +122,7 @@ class Bucket:
             )
 
     def create(self, key: str, data: bytes) -> bool:
-        """Store an object if there is none of that key; return False if there is.
+        """Stores an object unless its key exists; returns whether it was stored.
 
         S3 answers 409 while another conditional write to the key is under way: that decides
         nothing, and the write is tried again.
@@ -143,16 +143,16 @@ class Bucket:
         raise RetryError("cannot write: another write is under way", run=self.url, key=key)
 
     def exists(self, key: str) -> bool:
-        """Return whether there is such an object."""
+        """Returns whether there is such an object."""
         return self.head(key) is not None
 
     def size(self, key: str) -> int | None:
-        """Return an object's size in bytes, or None if there is no such object."""
+        """Returns an object's size in bytes, or None if there is no such object."""
         found = self.head(key)
         return None if found is None else found.bytes
 
     def head(self, key: str) -> ObjectMeta | None:
-        """Return size and age of an object, or None if there is no such object."""
+        """Returns size and age of an object, or None if there is no such object."""
         with self._errors("read", key):
             try:
                 return _meta(obstore.head(self.store, key))
@@ -160,7 +160,9 @@ class Bucket:
                 return None
 
     def list(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """List all keys under ``prefix``, sorted; with ``after``, only those that sort after it."""
+        """Lists all keys under ``prefix``, sorted; with ``after``, only those that sort after
+        it.
+        """
         return [found.key for found in self.list_objects(prefix, after=after)]
 
     def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[ObjectMeta]:
@@ -183,7 +185,7 @@ class Bucket:
             yield from map(_meta, batch)
 
     def _list_around(self, prefix: str) -> Iterator[ObjectMeta]:
-        """List folder by folder. An empty segment deeper down then belongs to one folder only.
+        """Lists folder by folder. An empty segment deeper down then belongs to one folder only.
 
         Directly below a folder, a key with one sorts before all names of deltawire's keys, which
         begin with a letter or a digit: the listing starts after it.
@@ -203,7 +205,7 @@ class Bucket:
             yield from found
 
     def list_prefixes(self, prefix: str) -> Sequence[str]:
-        """List the names directly under ``prefix``, which ends with a slash, that have keys below.
+        """Lists the names directly under ``prefix``, which ends with a slash, that have keys below.
 
         They are sorted; a folder lists emptied ones too. The keys below are not listed, however
         many there are.
@@ -217,7 +219,7 @@ class Bucket:
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
 
     def delete(self, key: str) -> None:
-        """Remove an object; it is no error if there is none."""
+        """Removes an object; it is no error if there is none."""
         with self._errors("delete", key):
             try:
                 obstore.delete(self.store, key)
@@ -233,7 +235,7 @@ class Bucket:
             )
 
     def _check_covers(self, key: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Raise `CorruptError` if the object is there and ends within one of ``ranges``."""
+        """Raises `CorruptError` if the object is there and ends within one of ``ranges``."""
         size = self.size(key)
         if size is not None and size < max(start + length for start, length in ranges):
             raise CorruptError(
@@ -241,7 +243,7 @@ class Bucket:
             )
 
     def _check_bucket_exists(self, error: Exception, key: str) -> None:
-        """Raise if the whole bucket is missing, as opposed to the object only.
+        """Raises if the whole bucket is missing, as opposed to the object only.
 
         Otherwise a reader of a misspelled bucket would wait for its first version for ever.
         """
@@ -267,7 +269,7 @@ def _meta(meta: Any) -> ObjectMeta:
 
 
 def require_bucket(given: Any) -> None:
-    """Raise `InputError` unless ``given`` is a bucket: its location is easily passed instead."""
+    """Raises `InputError` unless ``given`` is a bucket: its location is easily passed instead."""
     if isinstance(given, Bucket):
         return
     if isinstance(given, str | PurePath):

@@ -33,7 +33,7 @@ class DelegatingBucket(Bucket):
         self.inner = inner
 
     def _call(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:  # noqa: ARG002
-        """Run one operation on ``inner`` and return its result."""
+        """Runs one operation on ``inner`` and returns its result."""
         return operation()
 
     def get(self, key: str, *, limit: int) -> bytes | None:

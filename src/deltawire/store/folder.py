@@ -110,7 +110,7 @@ class FolderBucket(Bucket):
             return made
 
     def _path(self, key: str) -> Path:
-        """Return the file of a key; raises `ValueError` for what is not one."""
+        """Returns the file of a key; raises `ValueError` for what is not one."""
         parts = key.rstrip("/").split("/")
         if not all(map(_is_key_part, parts)) or _TEMPORARY.search(key):
             raise ValueError(key)
@@ -119,7 +119,7 @@ class FolderBucket(Bucket):
         return self.folder.joinpath(*parts)
 
     def _check_case(self, key: str, parts: Sequence[str]) -> None:
-        """Raise `InputError` if the file system would take another key's file for this one's."""
+        """Raises `InputError` if the file system would take another key's file for this one's."""
         folder = self.folder
         for part in parts:
             if not folder.is_dir():
@@ -140,7 +140,7 @@ class FolderBucket(Bucket):
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
-        """Open an object for reading: its descriptor and size, None if it does not exist.
+        """Opens an object for reading: its descriptor and size, None if it does not exist.
 
         Without ``O_NONBLOCK``, opening a named pipe would wait for a writer for ever.
         """
@@ -169,7 +169,7 @@ class FolderBucket(Bucket):
 
     @contextmanager
     def _temporary(self, path: Path, data: bytes) -> Iterator[Path]:
-        """Write ``data`` to a new file next to ``path`` that is removed on the way out."""
+        """Writes ``data`` to a new file next to ``path`` that is removed on the way out."""
         self._prepare(path.parent)
         temporary = path.with_name(f"{path.name}#{secrets.randbelow(10**15)}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -188,7 +188,7 @@ class FolderBucket(Bucket):
             temporary.unlink(missing_ok=True)
 
     def _prepare(self, folder: Path) -> None:
-        """Make a folder, and remove what killed processes left in it."""
+        """Makes a folder, and removes what killed processes left in it."""
         if folder in self._prepared and folder.is_dir():
             return
         make_folder(folder, durable=self.durable)
@@ -201,13 +201,15 @@ class FolderBucket(Bucket):
         self._prepared.add(folder)
 
     def _flush_folder(self, folder: Path) -> None:
-        """Flush a folder's names to the disk."""
+        """Flushes a folder's names to the disk."""
         if self.durable:
             flush_folder(folder)
 
 
 def ignores_case(folder: Path) -> bool:
-    """Return whether a folder's file system ignores case, as macOS's and Windows' do by default."""
+    """Returns whether a folder's file system ignores case, as macOS's and Windows' do by
+    default.
+    """
     for path in (folder.absolute(), *folder.absolute().parents):
         other = path.with_name(path.name.swapcase()) if path.name else path
         if other != path and path.exists():
@@ -216,7 +218,7 @@ def ignores_case(folder: Path) -> bool:
 
 
 def make_folder(folder: Path, *, durable: bool) -> None:
-    """Make a folder and its parents; with ``durable``, so that a power cut leaves them there."""
+    """Makes a folder and its parents; with ``durable``, so that a power cut leaves them there."""
     if not folder.is_dir():
         make_folder(folder.parent, durable=durable)
         try:
@@ -229,7 +231,7 @@ def make_folder(folder: Path, *, durable: bool) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the names that a folder holds to the disk, where the system can do that."""
+    """Flushes the names that a folder holds to the disk, where the system can do that."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:  # Windows cannot open folders; its file system flushes their names.
@@ -245,7 +247,7 @@ def _is_key_part(part: str) -> bool:
 
 
 def _read(descriptor: int, start: int, length: int) -> bytes:
-    """Read exactly ``length`` bytes; raises `OSError` if the file was cut meanwhile."""
+    """Reads exactly ``length`` bytes; raises `OSError` if the file was cut meanwhile."""
     os.lseek(descriptor, start, os.SEEK_SET)
     parts = []
     while length:

@@ -36,7 +36,7 @@ def open_bucket(
     durable: bool | None = None,
     **options: Any,
 ) -> Bucket:
-    """Open ``location``: a folder, or a ``file://``, ``memory://``, ``s3://``, ``gs://`` or
+    """Opens ``location``: a folder, or a ``file://``, ``memory://``, ``s3://``, ``gs://`` or
     ``az://`` URL.
 
     ``create`` makes a missing folder. ``durable`` says whether writes to a folder survive a power
@@ -89,7 +89,7 @@ def open_bucket(
 
 
 def _remote_options(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return ``options`` completed with deltawire's defaults."""
+    """Returns ``options`` completed with deltawire's defaults."""
     chosen = dict(options)
     chosen.setdefault("retry_config", {"max_retries": 4, "retry_timeout": timedelta(seconds=20)})
     client: dict[str, Any] = {

@@ -13,7 +13,7 @@ PROBES = "store-probes/"
 
 
 def overwrites_on_create(bucket: Bucket, key: str) -> bool:
-    """Return whether a create of an existing object overwrites it.
+    """Returns whether a create of an existing object overwrites it.
 
     Leaves the object as it is: what would overwrite it are its own bytes, so only immutable objects
     may be tried. False too if the caller may not write there, or the object is missing.
@@ -29,7 +29,7 @@ def overwrites_on_create(bucket: Bucket, key: str) -> bool:
 
 
 def check_create_if_absent(bucket: Bucket) -> None:
-    """Raise `InputError` if a second create of one key overwrites the first.
+    """Raises `InputError` if a second create of one key overwrites the first.
 
     Stores that ignore ``If-None-Match: *`` do that: two publishers would both believe that they
     committed a version, and readers would follow either. Costs four requests; local buckets are

@@ -33,7 +33,9 @@ class RetryPolicy:
     sleep: Callable[[float], None] = time.sleep
 
     def run(self, operation: Callable[[], T]) -> T:
-        """Call ``operation``; on `RetryError` call it again, at most ``retries`` more times."""
+        """Calls ``operation``, and after a `RetryError` calls it again, at most ``retries``
+        times.
+        """
         pause_s = FIRST_PAUSE_S if self.first_pause_s is None else self.first_pause_s
         for attempt in range(self.retries + 1):
             try:
@@ -68,7 +70,7 @@ class RetryingBucket(DelegatingBucket):
 
     @classmethod
     def over(cls, bucket: Bucket) -> Bucket:
-        """Return ``bucket`` if it retries already, by whichever policy, else one that wraps it."""
+        """Returns ``bucket`` if it retries already, by whichever policy, else one that wraps it."""
         layer = bucket
         while isinstance(layer, DelegatingBucket):
             if isinstance(layer, RetryingBucket):

@@ -55,23 +55,23 @@ _STATUSES = {
 
 
 def means_no_bucket(error: BaseException) -> bool:
-    """Return whether an error says that the whole bucket does not exist, not only an object."""
+    """Returns whether an error says that the whole bucket does not exist, not only an object."""
     return bool(_NO_BUCKET.search(str(error)))
 
 
 def means_conflict(error: BaseException) -> bool:
-    """Return whether an error is S3's 409 to a conditional write: nothing is decided yet."""
+    """Returns whether an error is S3's 409 to a conditional write: nothing is decided yet."""
     status = _STATUS.search(str(error))
     return status is not None and status[1] == "409"
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic of the store's library, which is no `Exception`."""
+    """Returns whether an error is a panic of the store's library, which is no `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 def translate(error: BaseException, verb: str, url: str, key: str) -> DeltawireError:
-    """Return the error to raise for ``error``, met while doing ``verb`` with ``key``."""
+    """Returns the error to raise for ``error``, met while doing ``verb`` with ``key``."""
     text = str(error)
     if means_no_bucket(error):
         return InputError(

@@ -63,7 +63,7 @@ class TokenBatch:
 
 
 def collate(groups: Sequence[Group], chosen: Sequence[tuple[int, int]] | None = None) -> TokenBatch:
-    """Pad groups of one temperature into a batch; the arrays are copied.
+    """Pads groups of one temperature into a batch; the arrays are copied.
 
     ``chosen`` are the (group, trajectory) to take, in ``members_N``'s terms and in the groups'
     order; all without it. Raises `BugError` if no episode is to be trained on.
@@ -128,8 +128,9 @@ def _pad_prompts(prompts: Sequence[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
 def _pad_tokens(
     trajectories: Sequence[Trajectory],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Pad tokens, their mask, the loss mask, the sampler's log-probabilities and the versions to
-    [N, C] each."""
+    """Pads tokens, their mask, the loss mask, the sampler's log-probabilities and the versions to
+    [N, C] each.
+    """
     length = max(len(t.tokens_T) for t in trajectories)
     tokens = torch.zeros(len(trajectories), length, dtype=torch.long)
     token_mask = torch.zeros(len(trajectories), length, dtype=torch.long)

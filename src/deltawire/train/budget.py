@@ -52,7 +52,7 @@ def divide(
     packed: bool = True,
     chosen: Sequence[int] | None = None,
 ) -> list[list[list[Member]]]:
-    """Return the members of each rank's micro-batches: [rank][micro-batch].
+    """Returns the members of each rank's micro-batches: [rank][micro-batch].
 
     ``packed`` counts tokens as a packed row has them, else as padded rows have. ``chosen`` are the
     indices of the groups to divide, all without it. With more ranks than parts, some micro-batches
@@ -74,7 +74,7 @@ def divide(
 
 
 def _parts(number: int, group: Group, budget: int, *, packed: bool) -> list[MicroBatchPart]:
-    """The group as one part, or as several of whole episodes if it exceeds the budget."""
+    """Returns the group as one part, or as several of whole episodes if it exceeds the budget."""
     episodes: dict[int, list[tuple[int, Trajectory]]] = {}
     for place, episode, trajectory in group.trained():
         episodes.setdefault(episode, []).append((place, trajectory))
@@ -113,7 +113,7 @@ def _part(number: int, group: Group, rows: Sequence[tuple[int, Trajectory]]) -> 
 
 
 def _balanced(parts: Sequence[MicroBatchPart], budget: int, ranks: int) -> list[_Slot]:
-    """The most expensive part first, each into the cheapest slot that has room.
+    """Returns the most expensive part first, each into the cheapest slot that has room.
 
     Slots are as few as that allows, a multiple of the ranks.
     """

@@ -23,8 +23,8 @@ BYTES = 256
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer with one token per byte, whose id is the byte's value, and two more for the end
-    and for padding.
+    """Returns a tokenizer with one token per byte, whose id is the byte's value, and two more for
+    the end and for padding.
 
     It is saved as an ordinary ``tokenizer.json``, which any Hugging Face program reads.
     """
@@ -39,15 +39,16 @@ def byte_tokenizer() -> Any:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers use for each byte: printable Latin-1
-    characters represent themselves, the others are mapped to code points from 256 on."""
+    """Returns the printable character that byte-level tokenizers use for each byte: printable
+    Latin-1 characters represent themselves, the others are mapped to code points from 256 on.
+    """
     own = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(BYTES, 2 * BYTES))
     return [chr(byte) if byte in own else chr(next(spare)) for byte in range(BYTES)]
 
 
 def build_model(config: BuildConfig, *, seed: int) -> Any:
-    """Build a causal LM with random float32 weights, which are a function of ``seed``.
+    """Builds a causal LM with random float32 weights, which are a function of ``seed``.
 
     Raises `InputError` if the sizes contradict each other.
     """

@@ -107,9 +107,9 @@ class CheckpointWriter:
         digest: str,
         keep: int = KEPT,
     ) -> None:
-        """Copy ``state`` and store it in the background as that of a committed version; then remove
-        all but the last ``keep`` (0 removes none). Waits for the previous save, and raises its
-        error.
+        """Copies ``state`` and stores it in the background as that of a committed version; then
+        removes all but the last ``keep`` (0 removes none). Waits for the previous save, and raises
+        its error.
         """
         self.flush()
         self._stage(state)
@@ -125,7 +125,7 @@ class CheckpointWriter:
 
     @torch.no_grad()
     def _stage(self, state: Mapping[str, Tensor]) -> None:
-        """Copy this rank's parts into memory that is kept from save to save."""
+        """Copies this rank's parts into memory that is kept from save to save."""
         pairs = []
         for name, tensor in state.items():
             local = local_part(tensor)
@@ -163,13 +163,13 @@ class CheckpointWriter:
             raise _cause_of(error) from error
 
     def flush(self) -> None:
-        """Wait for the current save; raises its error."""
+        """Waits for the current save; raises its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the current save and end the threads."""
+        """Waits for the current save and ends the threads."""
         try:
             self.flush()
         finally:
@@ -187,7 +187,7 @@ def save_checkpoint(
     keep: int = KEPT,
     run: str = "",
 ) -> None:
-    """Store the state of a single process and wait for it; see `CheckpointWriter.save`."""
+    """Stores the state of a single process and waits for it; see `CheckpointWriter.save`."""
     writer = CheckpointWriter(bucket, None, run=run)
     try:
         writer.save(state, ledger, version=version, digest=digest, keep=keep)
@@ -196,19 +196,19 @@ def save_checkpoint(
 
 
 def keep_checkpoint(bucket: Bucket, version: int) -> None:
-    """Keep the state of a version, stored already or soon, until `release_checkpoint`."""
+    """Keeps the state of a version, stored already or soon, until `release_checkpoint`."""
     bucket.put(keys.checkpoint_kept(version), b"")
 
 
 def release_checkpoint(bucket: Bucket, version: int, *, keep: int = KEPT) -> None:
-    """Undo `keep_checkpoint`: the state is removed unless it is one of the last ``keep``."""
+    """Undoes `keep_checkpoint`: the state is removed unless it is one of the last ``keep``."""
     bucket = RetryingBucket.over(bucket)
     bucket.delete(keys.checkpoint_kept(version))
     _remove_old(bucket, keep)
 
 
 def _remove_old(bucket: Bucket, keep: int) -> None:
-    """Remove everything older than what is kept, commits first.
+    """Removes everything older than what is kept, commits first.
 
     That includes parts without a commit, left by an interrupted removal.
     """
@@ -230,7 +230,7 @@ def load_checkpoint(
     mesh: TrainerMesh | None = None,
     run: str = "",
 ) -> Commit | None:
-    """Fill ``state`` with the newest complete state of a version at or before ``newest``.
+    """Fills ``state`` with the newest complete state of a version at or before ``newest``.
 
     A damaged one, or one that does not fit, is passed over for an older one; ``state`` then holds
     a mixture until the next is loaded. None if there is none. All ranks call this together, and
@@ -291,13 +291,13 @@ def _load(bucket: Bucket, state: Mapping[str, Tensor], version: int, *, run: str
 
 
 def _cause_of(error: CheckpointException) -> BaseException:
-    """The error of one rank, which torch wraps; a `DeltawireError` if there is one."""
+    """Returns the error of one rank, which torch wraps; a `DeltawireError` if there is one."""
     causes: Iterable[BaseException] = [failure[0] for failure in error.failures.values()]
     return next((one for one in causes if isinstance(one, DeltawireError)), next(iter(causes)))
 
 
 def checkpoint_versions(bucket: Bucket) -> list[int]:
-    """List the versions with a commit, oldest first."""
+    """Lists the versions with a commit, oldest first."""
     found = []
     for key in bucket.list(keys.CHECKPOINTS):
         parts = key.split("/")

@@ -146,7 +146,7 @@ class BucketWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Put this rank's shards, in parts of about `PART_BYTES`."""
+        """Puts this rank's shards, in parts of about `PART_BYTES`."""
         results: list[WriteResult] = []
         held: list[memoryview] = []
         start, number = 0, self._rank
@@ -172,7 +172,7 @@ class BucketWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the table of all ranks' shards."""
+        """Makes the table of all ranks' shards."""
         tensors = {}
         chunks: dict[str, list[StoredShard]] = {}
         for result in (one for of_rank in results for one in of_rank):
@@ -204,7 +204,7 @@ class BucketReader(StorageReader):
         del checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Describe the tensors to torch."""
+        """Describes the tensors to torch."""
         del args, kwargs
         return Metadata(
             {
@@ -235,7 +235,7 @@ class BucketReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every shard that the plan touches, once."""
+        """Reads every shard that the plan touches, once."""
         wanted: dict[MetadataIndex, list[Any]] = {}
         for item in plan.items:
             wanted.setdefault(item.storage_index, []).append(item)

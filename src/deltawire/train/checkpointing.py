@@ -45,7 +45,7 @@ _PRODUCTS: Final = frozenset(
 
 @contextmanager
 def checkpointed(model: Any, policy: Checkpointing) -> Iterator[None]:
-    """Apply a policy to the model's decoder layers; forward and backward pass lie inside.
+    """Applies a policy to the model's decoder layers; forward and backward pass lie inside.
 
     ``full`` keeps each layer's input and computes the layer again; ``selective`` also keeps the
     results of matrix products and attention; ``offloaded`` is ``full`` with the inputs in host
@@ -77,7 +77,7 @@ def _layers(model: Any) -> list[nn.Module]:
 def _again(
     forward: Callable[..., Any], policy: Checkpointing, kept: frozenset[str]
 ) -> Callable[..., Any]:
-    """A layer's forward that keeps only what the policy says."""
+    """Returns a layer's forward that keeps only what the policy says."""
 
     def choose(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if operation.name().partition(".")[0] in kept:

@@ -46,7 +46,7 @@ class LogitTransform(NamedTuple):
     cap: float = 0.0
 
     def __call__(self, z: Tensor) -> Tensor:
-        """Transform logits, out of place."""
+        """Transforms logits, out of place."""
         z = z * self.scale
         return torch.tanh(z / self.cap) * self.cap if self.cap else z
 
@@ -60,7 +60,7 @@ class TokenTerms(NamedTuple):
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Return how many tokens pass a head of this vocabulary at a time."""
+    """Returns how many tokens pass a head of this vocabulary at a time."""
     return max(_LEAST, min(_MOST, CHUNK_ELEMENTS // vocabulary // 64 * 64))
 
 
@@ -115,13 +115,14 @@ class _VocabularyPart(NamedTuple):
 
     @classmethod
     def of(cls, weight_VH: DTensor) -> _VocabularyPart:
-        """The part of a weight that is divided evenly by rows."""
+        """Returns the part of a weight that is divided evenly by rows."""
         mesh = weight_VH.device_mesh
         return cls(mesh.get_group(), mesh.get_local_rank() * len(weight_VH.to_local()))
 
     def own(self, targets_T: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-        """The targets' positions among this rank's ``entries``, and a mask of those that are on
-        this rank."""
+        """Returns the targets' positions among this rank's ``entries``, and a mask of those that
+        are on this rank.
+        """
         places = targets_T - self.first
         inside = (places >= 0) & (places < entries)
         return places.clamp(0, entries - 1), inside
@@ -244,7 +245,8 @@ def _logit_gradient(
     of_entropy: Tensor,
     settings: _Settings,
 ) -> Tensor:
-    """The gradient of one chunk's head output; reuses ``z``, the logits before the temperature.
+    """Returns the gradient of one chunk's head output; reuses ``z``, the logits before the
+    temperature.
 
     With y = z / temperature and p = softmax(y): ∂ log p_t / ∂y = onehot(t) − p, and
     ∂ entropy / ∂y = −p · (log p + entropy).
@@ -277,7 +279,7 @@ _found: WeakKeyDictionary[nn.Module, LogitTransform] = WeakKeyDictionary()
 
 
 def head_of(model: Any) -> OutputHead:
-    """Return the model's head; takes a forward pass over one token for the first time.
+    """Returns the model's head; takes a forward pass over one token for the first time.
 
     Raises `InputError` for a head that is not one linear layer, or whose output the model changes
     in a way that is not a scale and a cap.
@@ -318,7 +320,7 @@ def _probed(model: Any, module: nn.Linear) -> LogitTransform:
 
 
 def _fitted(seen: Tensor, values: Tensor) -> LogitTransform | None:
-    """The transform that gives ``seen`` for ``values``; None if there is none."""
+    """Returns the transform that gives ``seen`` for ``values``; None if there is none."""
     if seen.shape != values.shape:
         return None
     scale = float(seen[_SMALL] / values[_SMALL])

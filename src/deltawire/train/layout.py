@@ -39,7 +39,7 @@ class BatchLayout:
 
 
 def lay_out(batch: TokenBatch, *, packed: bool) -> BatchLayout:
-    """Arrange a batch; tensors are on the batch's device."""
+    """Arranges a batch; tensors are on the batch's device."""
     prompts_N = batch.prompts_N.tolist()
     lengths_G = batch.prompt_mask_GP.sum(1).tolist()
     counts_N = batch.token_mask_NC.sum(1).tolist()
@@ -89,7 +89,7 @@ def lay_out_sequences(
     *,
     packed: bool,
 ) -> BatchLayout:
-    """Arrange whole sequences, int64[L] each: one packed row, or a row for each.
+    """Arranges whole sequences, int64[L] each: one packed row, or a row for each.
 
     Every position predicts its targets, int64[L] or int64[L, K].
     """

@@ -79,7 +79,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self, settings: StepSettings | None = None) -> float:
-        """Take a step on the model's gradients and clear them; returns their norm before clipping.
+        """Takes a step on the model's gradients and clears them; returns their norm before
+        clipping.
 
         If the norm is not finite, only the count of steps changes. ``settings`` replace the
         configuration's for this step. All ranks call this together.
@@ -117,7 +118,7 @@ class MasterWeights:
         return {name: shard.bits for name, shard in shards.items()}
 
     def digest(self) -> Digest:
-        """The digest that a version published now would have, from all ranks."""
+        """Returns the digest that a version published now would have, from all ranks."""
         if self.mesh.ranks == 1:
             return codec.digest_model(bits_of(self.source))
         dtypes = {spec.name: spec.dtype for spec in self.source.specs()}
@@ -131,7 +132,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def reset(self, mirror: Mirror) -> None:
-        """Set the masters to a published version, and the optimizer to its start.
+        """Sets the masters to a published version, and the optimizer to its start.
 
         ``mirror`` holds at least what `wanted_of` names. Raises as `WeightSource.restore` does.
         """
@@ -142,7 +143,7 @@ class MasterWeights:
         self.restart_optimizer()
 
     def restart_optimizer(self) -> None:
-        """Set the optimizer to its start; the masters keep their values."""
+        """Sets the optimizer to its start; the masters keep their values."""
         self._optimizer = self._open_optimizer()
         self.steps = 0
 
@@ -153,7 +154,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_frozen(self, mirror: Mirror) -> None:
-        """Set frozen parameters to those of a published version; masters keep their values."""
+        """Sets frozen parameters to those of a published version; masters keep their values."""
         kept = {name: local_part(master).clone() for name, master in self._masters.items()}
         self.source.restore(mirror)
         for name, master in self._masters.items():
@@ -175,7 +176,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a `state`; raises `CorruptError` if it does not fit this model."""
+        """Restores a `state`; raises `CorruptError` if it does not fit this model."""
         for name, master in self._masters.items():
             saved = state.get(f"master/{name}")
             if saved is None or saved.shape != master.shape:
@@ -194,7 +195,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def _round(self) -> None:
-        """Set parameters that are not the masters themselves to the published values."""
+        """Sets parameters that are not the masters themselves to the published values."""
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, DTensor):
                 values = self._masters.get(name, parameter)
@@ -202,8 +203,9 @@ class MasterWeights:
 
 
 def _master(parameter: Tensor) -> Tensor:
-    """A sharded parameter is its own master. Do not keep its local part: FSDP2 moves a part that it
-    pads to new memory when the model computes for the first time."""
+    """Returns a sharded parameter is its own master. Do not keep its local part: FSDP2 moves a part
+    that it pads to new memory when the model computes for the first time.
+    """
     return parameter if isinstance(parameter, DTensor) else parameter.detach().float().clone()
 
 

@@ -71,8 +71,9 @@ class DocumentStream:
         mixture_of(0, self._weights, seed=seed)
 
     def pieces(self, position: int) -> list[NDArray[np.int32]]:
-        """The document at a position as token ids, cut to ``sequence_length`` where it is longer;
-        empty if it has no two tokens."""
+        """Returns the document at a position as token ids, cut to ``sequence_length`` where it is
+        longer; empty if it has no two tokens.
+        """
         number, place = mixture_of(position, self._weights, seed=self._seed)
         stream, rows = self._config.streams[number], self._rows[number]
         _, row = take(place, len(rows), seed=self._seed + number, shuffle=stream.shuffle)
@@ -87,7 +88,7 @@ class DocumentStream:
         return [np.array(piece, np.int32) for piece in cut if len(piece) > 1]
 
     def batch(self, position: int) -> DocumentBatch:
-        """The documents of the step that begins at a position: as many as fit into
+        """Returns the documents of the step that begins at a position: as many as fit into
         ``tokens_per_step``, and at least one.
 
         Raises `InputError` if a whole epoch has no document of two tokens.
@@ -129,7 +130,7 @@ class MidtrainResult:
 def midtrain_step(
     masters: MasterWeights, documents: Sequence[NDArray[np.int32]], config: RunConfig
 ) -> MidtrainResult:
-    """Take one optimizer step on the mean cross-entropy of every token after a document's first.
+    """Takes one optimizer step on the mean cross-entropy of every token after a document's first.
 
     The same inputs, threads and ranks give the same bits. Every rank gets all documents and
     computes its share.
@@ -159,7 +160,9 @@ def midtrain_step(
 
 
 def _as_group(document: NDArray[np.int32]) -> Group:
-    """A document as the forward pass takes it: its first token is the prompt of the rest."""
+    """Returns a document as the forward pass takes it: its first token is the prompt of the
+    rest.
+    """
     count = len(document) - 1
     rest = Trajectory(
         document[1:],
@@ -173,6 +176,7 @@ def _as_group(document: NDArray[np.int32]) -> Group:
 
 
 def seed_document_step(config: RunConfig, position: int, *, rank: int = 0) -> None:
-    """Seed torch's random numbers for the step that begins at a position, for dropout, on a rank
-    that computes separate micro-batches."""
+    """Seeds torch's random numbers for the step that begins at a position, for dropout, on a rank
+    that computes separate micro-batches.
+    """
     torch.manual_seed((config.seed << 32) + position + (rank << 48))

@@ -50,7 +50,7 @@ class Block(NamedTuple):
 
 
 def shares_prompt(prompt: int, completions: Sequence[int]) -> bool:
-    """Return whether completions of these lengths are cheaper after one computation of their
+    """Returns whether completions of these lengths are cheaper after one computation of their
     prompt than each after its own.
 
     Sharing saves the prompt's tokens. It costs pairs: with a prefix, attention is masked rather
@@ -63,7 +63,9 @@ def shares_prompt(prompt: int, completions: Sequence[int]) -> bool:
 
 
 def cost_of(prompt: int, completions: Sequence[int], *, shared: bool) -> float:
-    """The cost of a prompt and its completions, in tokens. The last token is never an input."""
+    """Returns the cost of a prompt and its completions, in tokens. The last token is never an
+    input.
+    """
     rest = [count - 1 for count in completions]
     if shared:
         tokens = prompt + sum(rest)
@@ -75,7 +77,7 @@ def cost_of(prompt: int, completions: Sequence[int], *, shared: bool) -> float:
 
 
 def tokens_of(prompt: int, completions: Sequence[int]) -> int:
-    """The number of tokens that a prompt and its completions take in a row."""
+    """Returns the number of tokens that a prompt and its completions take in a row."""
     copies = 1 if shares_prompt(prompt, completions) else len(completions)
     return copies * prompt + sum(completions) - len(completions)
 
@@ -97,7 +99,8 @@ class AttentionBucket:
     _masks: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def mask(self, window: int) -> Tensor | None:
-        """The keys that a query attends to, bool[B, 1, Q, K]; None for an ordinary causal mask.
+        """Returns the keys that a query attends to, bool[B, 1, Q, K]; None for an ordinary causal
+        mask.
 
         ``window`` is the number of tokens, itself included, that a query reaches back; 0 for all.
         """
@@ -140,13 +143,13 @@ class PackingProbe:
         self.windows: list[int | None] = []
 
     def record(self, query: Tensor, value: Tensor, window: int | None) -> Tensor:
-        """Note a call; returns zeros of the result's shape."""
+        """Notes a call; returns zeros of the result's shape."""
         self.windows.append(window)
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def pack(blocks: Sequence[Block], device: torch.device | str = "cpu") -> Packing:
-    """Plan the attention of a row of blocks, which cover it in order."""
+    """Plans the attention of a row of blocks, which cover it in order."""
     groups = [sorted(group) for group in bucketed([(b.tokens, b.prefix_tokens) for b in blocks])]
     buckets = tuple(_bucket([blocks[n] for n in group], device) for group in groups)
     places = torch.empty(sum(block.tokens for block in blocks), dtype=torch.long)
@@ -175,7 +178,7 @@ def pack(blocks: Sequence[Block], device: torch.device | str = "cpu") -> Packing
 
 
 def bucketed(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Divide blocks of (own, prefix) tokens into buckets; returns their numbers.
+    """Divides blocks of (own, prefix) tokens into buckets; returns their numbers.
 
     Blocks with a prefix are kept from those without, which need no mask. Largest first, a block
     joins the last bucket while the padding of all its blocks costs less than one more call.
@@ -281,7 +284,7 @@ AttentionInterface.register(PACKED, attend)
 
 
 def takes_varlen(query: Tensor, value: Tensor) -> bool:
-    """Return whether torch's variable-length flash attention computes these tensors."""
+    """Returns whether torch's variable-length flash attention computes these tensors."""
     half = query.dtype in {torch.bfloat16, torch.float16}
     return query.is_cuda and half and query.shape[-1] == value.shape[-1]
 
@@ -310,8 +313,9 @@ def _varlen(
 def _gathered(
     q: Tensor, k: Tensor, v: Tensor, bucket: AttentionBucket
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A bucket's queries, keys and values: [B, heads, Q or K, size], keys repeated for grouped
-    queries."""
+    """Returns a bucket's queries, keys and values: [B, heads, Q or K, size], keys repeated for
+    grouped queries.
+    """
     shape_q, shape_k = bucket.queries_BQ.shape, bucket.keys_BK.shape
     if bucket.contiguous >= 0:
         rows = slice(bucket.contiguous, bucket.contiguous + bucket.queries_BQ.numel())

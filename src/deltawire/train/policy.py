@@ -52,7 +52,7 @@ class TrainedPolicy:
 
     @classmethod
     def of(cls, model: Any, config: TrainConfig) -> TrainedPolicy:
-        """The policy that a configuration describes."""
+        """Returns the policy that a configuration describes."""
         return cls(
             model,
             packing=config.packing == "auto",
@@ -68,7 +68,8 @@ class TrainedPolicy:
 
     @contextmanager
     def terms(self, batch: TokenBatch, replay: RouteReplay | None = None) -> Iterator[TokenTerms]:
-        """Log π(token | everything before it) at the batch's temperature, and entropies: [N, C].
+        """Returns log π(token | everything before it) at the batch's temperature, and entropies:
+        [N, C].
 
         Entries where ``loss_mask_NC`` is 0 are 0. ``replay`` compares the sampler's expert choices
         with the model's own, and uses them if it is configured to. Call ``backward`` inside the
@@ -95,7 +96,7 @@ class TrainedPolicy:
     def sequence_terms(
         self, sequences: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> Iterator[list[TokenTerms]]:
-        """Log π(target | its sequence up to that row) at temperature 1, and entropies.
+        """Returns log π(target | its sequence up to that row) at temperature 1, and entropies.
 
         Each sequence is int64[L], its targets int64[L] or int64[L, K]; results have the targets'
         shape. No sequence sees another one. Call ``backward`` inside the context.
@@ -168,7 +169,7 @@ def token_logprobs(model: Any, batch: TokenBatch, replay: RouteReplay | None = N
 
 
 def packable(model: Any) -> bool:
-    """Return whether a packed row gives this model's results; a forward pass finds out once.
+    """Returns whether a packed row gives this model's results; a forward pass finds out once.
 
     Every layer has to compute causal attention through transformers' interface, over all tokens or
     a window that it states. Recurrent layers, convolutions and masks of a layer's own do not.
@@ -207,7 +208,7 @@ def _probed(model: Any) -> bool:
 
 @contextmanager
 def _attention(model: Any) -> Iterator[None]:
-    """Let the model compute packed attention; other users of the model must wait."""
+    """Lets the model compute packed attention; other users of the model must wait."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = PACKED
@@ -218,7 +219,9 @@ def _attention(model: Any) -> Iterator[None]:
 
 
 def _routes(batch: TokenBatch, layout: BatchLayout, replay: RouteReplay) -> Tensor:
-    """The batch's recorded expert choices as the forward pass reads them, int32[1, R·S, L, K]."""
+    """Returns the batch's recorded expert choices as the forward pass reads them, int32[1, R·S, L,
+    K].
+    """
     lengths = batch.prompt_mask_GP.sum(1)[batch.prompts_N].tolist()
     counts = batch.token_mask_NC.sum(1).tolist()
     sizes = list(zip(lengths, counts, strict=True))

@@ -142,8 +142,9 @@ class _LayerStream:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep embeddings, norms and the head on the device, and move each layer there when it is
-        called."""
+        """Keeps embeddings, norms and the head on the device, and moves each layer there when it is
+        called.
+        """
         for parameter in self._rest:
             parameter.data = self._copy(self._home[parameter])
         try:

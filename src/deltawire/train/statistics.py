@@ -31,7 +31,7 @@ class GroupStatistics:
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> GroupStatistics:
-        """The figures of these groups."""
+        """Returns the figures of these groups."""
         lengths: list[int] = []
         cut: list[bool] = []
         spreads: list[float] = []

@@ -71,7 +71,7 @@ def train_step(
     reference: Reference | None = None,
     version: int | None = None,
 ) -> StepResult:
-    """Run one training step on these groups, in this order.
+    """Runs one training step on these groups, in this order.
 
     The same inputs and the same number of threads give the same bits. ``reference`` is that
     of ``train.loss.kl``, None without a penalty. ``version`` is the one that the masters
@@ -90,7 +90,7 @@ def train_step(
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Make torch choose algorithms whose sums have a fixed order, where it has a choice.
+    """Makes torch choose algorithms whose sums have a fixed order, where it has a choice.
 
     Experts scatter and gather tokens by index; with several threads their gradients would add up
     in the order in which threads arrive.
@@ -105,7 +105,7 @@ def deterministic() -> Iterator[None]:
 
 
 def totals_of(groups: Sequence[Group], config: RunConfig) -> Totals:
-    """The denominators of an optimizer step on these groups."""
+    """Returns the denominators of an optimizer step on these groups."""
     rollout = config.rollout
     trained = [list(group.trained()) for group in groups]
     return Totals(
@@ -116,7 +116,7 @@ def totals_of(groups: Sequence[Group], config: RunConfig) -> Totals:
 
 
 def advantages_of(groups: Sequence[Group], config: RunConfig) -> Advantages:
-    """The advantage of every episode, relative to its whole group."""
+    """Returns the advantage of every episode, relative to its whole group."""
     rewards = {
         (number, episode): trajectory.reward
         for number, group in enumerate(groups)
@@ -214,7 +214,7 @@ class _TrainingStep:
         reference: Reference | None,
         version: int | None,
     ) -> _TrainingStep:
-        """Divide the groups into minibatches and micro-batches."""
+        """Divides the groups into minibatches and micro-batches."""
         policy = TrainedPolicy.of(masters.model, config.train)
         mesh = masters.mesh
         minibatches = []
@@ -250,7 +250,7 @@ class _TrainingStep:
         )
 
     def look_back(self) -> None:
-        """Compute the log-probabilities before the first optimizer step, and check parity."""
+        """Computes the log-probabilities before the first optimizer step, and checks parity."""
         for minibatch in self.minibatches:
             for batch in minibatch.batches:
                 with torch.no_grad(), self.policy.terms(batch, self.replay) as terms:
@@ -261,7 +261,9 @@ class _TrainingStep:
         self.parity = self._judged()
 
     def optimize(self, minibatch: _Minibatch) -> None:
-        """Compute the gradients of a minibatch and take an optimizer step, unless parity stops."""
+        """Computes the gradients of a minibatch and takes an optimizer step, unless parity
+        stops.
+        """
         for number, batch in enumerate(minibatch.batches):
             # Before the policy's pass: they may share the model.
             reference_NC = self._reference(batch)
@@ -327,7 +329,7 @@ class _TrainingStep:
         return None if self.reference is None else self.reference.logprobs(batch)
 
     def result(self) -> StepResult:
-        """The sums as measurements."""
+        """Returns the sums as measurements."""
         assert self.parity is not None
         tokens = sum(minibatch.totals.tokens for minibatch in self.minibatches)
         parts = [(part, totals.tokens / tokens) for part, totals in self.parts]

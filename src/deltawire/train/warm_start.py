@@ -34,7 +34,7 @@ def warm_start(
     report: Callable[[WarmStartProgress], None],
     stopping: Callable[[], bool],
 ) -> WarmStartProgress:
-    """Minimize the cross-entropy of the answers with AdamW.
+    """Minimizes the cross-entropy of the answers with AdamW.
 
     Ends when ``check`` reaches the configured accuracy, after ``max_steps``, or when ``stopping``
     returns True; returns the last state. ``draw(step)`` returns the pairs of a step, and ``report``
@@ -64,7 +64,7 @@ def warm_start(
 
 
 def answer_loss(model: Any, pairs: Sequence[Pair]) -> torch.Tensor:
-    """Compute the mean cross-entropy of the answers' tokens, in nats."""
+    """Computes the mean cross-entropy of the answers' tokens, in nats."""
     length = max(len(prompt) + len(answer) for prompt, answer in pairs)
     tokens = torch.zeros(len(pairs), length, dtype=torch.long)
     labels = torch.full((len(pairs), length), -100)

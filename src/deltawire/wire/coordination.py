@@ -83,7 +83,7 @@ class Refusal(
 
 
 def decode_intent(data: bytes, *, table: Run, run: str, key: str) -> DeletionIntent:
-    """Parse a deletion intent; raises `CorruptError`."""
+    """Parses a deletion intent; raises `CorruptError`."""
     intent = unseal(data, DeletionIntent, run=run, key=key, what="deletion intent")
     if intent.run != table.id:
         raise CorruptError("a deletion intent of another run", run=run, key=key)
@@ -91,7 +91,7 @@ def decode_intent(data: bytes, *, table: Run, run: str, key: str) -> DeletionInt
 
 
 def decode_refusal(data: bytes, *, version: int, table: Run, run: str, key: str) -> Refusal:
-    """Parse a rank's refusal; raises `CorruptError`."""
+    """Parses a rank's refusal; raises `CorruptError`."""
     refusal = unseal(data, Refusal, run=run, key=key)
     if (refusal.run, refusal.version) != (table.id, version):
         raise CorruptError("a refusal of another run or version", run=run, key=key)
@@ -99,7 +99,7 @@ def decode_refusal(data: bytes, *, version: int, table: Run, run: str, key: str)
 
 
 def decode_part(data: bytes, *, version: int, rank: int, table: Run, run: str, key: str) -> Part:
-    """Parse a part; its pieces are checked when the manifest is made of them."""
+    """Parses a part; its pieces are checked when the manifest is made of them."""
     part = unseal(data, Part, run=run, key=key)
     if (part.run, part.version, part.rank) != (table.id, version, rank):
         raise CorruptError("a part of another run, version or rank", run=run, key=key)

@@ -66,20 +66,20 @@ def _checked(name: str) -> str:
 
 
 def manifest(version: int) -> str:
-    """The key whose creation commits ``version``."""
+    """Returns the key whose creation commits ``version``."""
     return f"{MANIFESTS}{_number(version)}.json"
 
 
 def blob(digest: str) -> str:
-    """The key of the blob whose BLAKE3 is ``digest`` (64 hex digits)."""
+    """Returns the key of the blob whose BLAKE3 is ``digest`` (64 hex digits)."""
     if not _HASH.match(digest):
         raise InputError(f"{digest[:80]!r} is not a BLAKE3 hash")
     return f"{BLOBS}{digest}"
 
 
 def compacted(base: int | None, target: int) -> str:
-    """The key of the compacted delta from ``base`` to ``target``, or of a later anchor if ``base``
-    is None.
+    """Returns the key of the compacted delta from ``base`` to ``target``, or of a later anchor if
+    ``base`` is None.
 
     The target comes first, so that a listing after the version held shows what leads on from it.
     """
@@ -107,32 +107,34 @@ def compacted_after(version: int) -> str:
 
 
 def retention_floor(version: int) -> str:
-    """The key whose creation closes every version below ``version`` permanently."""
+    """Returns the key whose creation closes every version below ``version`` permanently."""
     return f"{RETENTION_FLOORS}{_number(version)}.json"
 
 
 def deletion_intent(token: str) -> str:
-    """The key under which retention announces the blobs that it is about to delete."""
+    """Returns the key under which retention announces the blobs that it is about to delete."""
     return f"{DELETION_INTENTS}{_checked(token)}.json"
 
 
 def part(version: int, token: str, rank: int) -> str:
-    """The key under which ``rank`` announces its part of ``version``, in the attempt ``token``."""
+    """Returns the key under which ``rank`` announces its part of ``version``, in the attempt
+    ``token``.
+    """
     return f"{parts_of(version, token)}{_number(rank)}.json"
 
 
 def parts_of(version: int, token: str) -> str:
-    """The prefix of all parts of one attempt at ``version``."""
+    """Returns the prefix of all parts of one attempt at ``version``."""
     return f"{PARTS}{_number(version)}-{_checked(token)}/"
 
 
 def refusal(version: int, token: str) -> str:
-    """The key under which a rank says why this attempt at ``version`` fails."""
+    """Returns the key under which a rank says why this attempt at ``version`` fails."""
     return f"{parts_of(version, token)}refused.json"
 
 
 def rollout(worker: str, sequence: int) -> str:
-    """The key of a worker's ``sequence``-th finished group, counted from 0."""
+    """Returns the key of a worker's ``sequence``-th finished group, counted from 0."""
     return f"{ROLLOUTS}{_checked(worker)}/{_number(sequence)}"
 
 
@@ -146,68 +148,70 @@ def group_of(key: str) -> tuple[str, int] | None:
 
 
 def rollouts_of(worker: str) -> str:
-    """The prefix of all of a worker's groups."""
+    """Returns the prefix of all of a worker's groups."""
     return f"{ROLLOUTS}{_checked(worker)}/"
 
 
 def reference(worker: str, sequence: int) -> str:
-    """The key of the reference's log-probabilities of a worker's ``sequence``-th group."""
+    """Returns the key of the reference's log-probabilities of a worker's ``sequence``-th group."""
     return f"{references_of(worker)}{_number(sequence)}.json"
 
 
 def references_of(worker: str) -> str:
-    """The prefix of the log-probabilities of all of a worker's groups."""
+    """Returns the prefix of the log-probabilities of all of a worker's groups."""
     return f"{REFERENCES}{_checked(worker)}/"
 
 
 def heartbeat(process: str) -> str:
-    """The key of a process's heartbeat."""
+    """Returns the key of a process's heartbeat."""
     return f"{HEARTBEATS}{_checked(process)}.json"
 
 
 def tombstone(process: str) -> str:
-    """The key of the last heartbeat of a process that is gone."""
+    """Returns the key of the last heartbeat of a process that is gone."""
     return f"{TOMBSTONES}{_checked(process)}.json"
 
 
 def challenge(worker: str) -> str:
-    """The key of the secret that the trainer gives a worker."""
+    """Returns the key of the secret that the trainer gives a worker."""
     return f"{CHALLENGES}{_checked(worker)}.json"
 
 
 def lease(process: str, number: int) -> str:
-    """The key whose creation gives a process its name, as the ``number``-th holder."""
+    """Returns the key whose creation gives a process its name, as the ``number``-th holder."""
     return f"{LEASES}{_checked(process)}/{_number(number)}"
 
 
 def leases_of(process: str) -> str:
-    """The prefix of all leases of a process's name."""
+    """Returns the prefix of all leases of a process's name."""
     return f"{LEASES}{_checked(process)}/"
 
 
 def process_of(key: str) -> str | None:
-    """The process that a heartbeat's key names, None for any other key."""
+    """Returns the process that a heartbeat's key names, None for any other key."""
     name = key.removeprefix(HEARTBEATS).removesuffix(".json")
     return name if key == f"{HEARTBEATS}{name}.json" and valid_name(name) else None
 
 
 def checkpoint_commit(version: int) -> str:
-    """The key of the object that commits the trainer's state at ``version``."""
+    """Returns the key of the object that commits the trainer's state at ``version``."""
     return f"{CHECKPOINTS}{_number(version)}/commit.json"
 
 
 def checkpoint_part(version: int, number: int) -> str:
-    """The key of one part of the trainer's state at ``version``."""
+    """Returns the key of one part of the trainer's state at ``version``."""
     return f"{CHECKPOINTS}{_number(version)}/state-{_number(number)}.bin"
 
 
 def checkpoint_kept(version: int) -> str:
-    """The key whose object keeps the trainer's state at ``version`` from being removed."""
+    """Returns the key whose object keeps the trainer's state at ``version`` from being removed."""
     return f"{CHECKPOINTS}{_number(version)}/kept"
 
 
 def role(name: str) -> str:
-    """The key of the grant of a role: a lower-case word, and perhaps ``-`` and a worker's name."""
+    """Returns the key of the grant of a role: a lower-case word, and perhaps ``-`` and a worker's
+    name.
+    """
     word, _, worker = name.partition("-")
     if not (word.isascii() and word.isalpha() and word.islower() and len(word) <= 32):
         raise InputError(f"{name[:80]!r} cannot name a role", hint="use trainer, or worker-NAME")
@@ -215,19 +219,20 @@ def role(name: str) -> str:
 
 
 def events(stream: str, segment: int) -> str:
-    """The key of one segment of a stream of events."""
+    """Returns the key of one segment of a stream of events."""
     return f"{EVENTS}{_checked(stream)}/{_number(segment)}.jsonl"
 
 
 def stream_of(key: str) -> str | None:
-    """The stream that a segment of events belongs to, None for any other key."""
+    """Returns the stream that a segment of events belongs to, None for any other key."""
     stream, _, _ = key.removeprefix(EVENTS).partition("/")
     return stream if key.startswith(f"{EVENTS}{stream}/") and valid_name(stream) else None
 
 
 def process_of_stream(stream: str) -> str | None:
-    """The process that writes a stream of events, ``<process>-<nonce>``; None for a name that no
-    stream has."""
+    """Returns the process that writes a stream of events, ``<process>-<nonce>``; None for a name
+    that no stream has.
+    """
     if not valid_name(stream):
         return None
     process = stream.rpartition("-")[0]
@@ -235,57 +240,57 @@ def process_of_stream(stream: str) -> str | None:
 
 
 def archive(number: int) -> str:
-    """The key of one archive of events."""
+    """Returns the key of one archive of events."""
     return f"{ARCHIVE}{_number(number)}"
 
 
 def tinker_session(session: str) -> str:
-    """The key of a session of Tinker's SDK."""
+    """Returns the key of a session of Tinker's SDK."""
     return f"{TINKER}sessions/{_checked(session)}.json"
 
 
 def tinker_sampler(session: str, number: int) -> str:
-    """The key of a session's ``number``-th sampling session."""
+    """Returns the key of a session's ``number``-th sampling session."""
     return f"{TINKER}samplers/{_checked(session)}/{_number(number)}.json"
 
 
 def tinker_models() -> str:
-    """The prefix of everything that belongs to models of Tinker's SDK."""
+    """Returns the prefix of everything that belongs to models of Tinker's SDK."""
     return f"{TINKER}models/"
 
 
 def tinker_model(name: str) -> str:
-    """The key of the description of a model."""
+    """Returns the key of the description of a model."""
     return f"{tinker_models()}{_checked(name)}/model.json"
 
 
 def tinker_requests(name: str) -> str:
-    """The prefix of a model's accepted requests."""
+    """Returns the prefix of a model's accepted requests."""
     return f"{tinker_models()}{_checked(name)}/requests/"
 
 
 def tinker_request(name: str, number: int) -> str:
-    """The key of the request that a client numbered ``number``."""
+    """Returns the key of the request that a client numbered ``number``."""
     return f"{tinker_requests(name)}{_number(number)}"
 
 
 def tinker_results(name: str) -> str:
-    """The prefix of the results of a model's requests."""
+    """Returns the prefix of the results of a model's requests."""
     return f"{tinker_models()}{_checked(name)}/results/"
 
 
 def tinker_result(name: str, number: int) -> str:
-    """The key of the result of a request."""
+    """Returns the key of the result of a request."""
     return f"{tinker_results(name)}{_number(number)}"
 
 
 def tinker_saves(name: str) -> str:
-    """The prefix of a model's named checkpoints."""
+    """Returns the prefix of a model's named checkpoints."""
     return f"{tinker_models()}{_checked(name)}/saves/"
 
 
 def tinker_save(name: str, digest: str) -> str:
-    """The key of a named checkpoint, by the BLAKE3 of its kind and name (64 hex digits)."""
+    """Returns the key of a named checkpoint, by the BLAKE3 of its kind and name (64 hex digits)."""
     if not _HASH.match(digest):
         raise InputError(f"{digest[:80]!r} is not a BLAKE3 hash")
     return f"{tinker_saves(name)}{digest}.json"
@@ -322,6 +327,8 @@ def live_forgotten(pseudonym: str) -> str:
 
 
 def trailing_number(key: str) -> int | None:
-    """The version or sequence in a manifest's, rollout's or segment's key, None if it has none."""
+    """Returns the version or sequence in a manifest's, rollout's or segment's key, None if it has
+    none.
+    """
     stem = key.rsplit("/", 1)[-1].split(".", 1)[0]
     return int(stem) if len(stem) == 10 and stem.isascii() and stem.isdigit() else None

@@ -33,7 +33,7 @@ class Ledger(msgspec.Struct):
     above: dict[str, list[Sequence]] = {}
 
     def settle(self, worker: str, sequence: int) -> None:
-        """Count a group as consumed or dropped; a repeated call changes nothing."""
+        """Counts a group as consumed or dropped; a repeated call changes nothing."""
         if self.settled(worker, sequence):
             return
         above = {*self.above.get(worker, []), sequence}
@@ -53,7 +53,7 @@ class Ledger(msgspec.Struct):
         return self.below.get(worker, 0) + len(self.above.get(worker, []))
 
     def copy(self) -> Ledger:
-        """An independent copy."""
+        """Returns an independent copy."""
         return Ledger(
             dict(self.below), {worker: list(above) for worker, above in self.above.items()}
         )
@@ -83,20 +83,21 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Annotated[int, Meta(ge=0, le=65536)] = 0
 
     def dropped_groups(self) -> Iterator[tuple[str, int]]:
-        """The dropped groups, each as (worker, sequence)."""
+        """Returns the dropped groups, each as (worker, sequence)."""
         for worker, first, count in self.dropped:
             for sequence in range(first, first + count):
                 yield worker, sequence
 
     def settled_groups(self) -> Iterator[tuple[str, int]]:
-        """The consumed groups, then the dropped ones."""
+        """Returns the consumed groups, then the dropped ones."""
         yield from self.consumed
         yield from self.dropped_groups()
 
     @classmethod
     def of(cls, values: Mapping[str, Any], *, run: str, version: int) -> CommitMetadata:
-        """Check the record `STEP_RECORD` of a manifest's metadata; raises `CorruptError`. A
-        version without the record consumed nothing."""
+        """Checks the record `STEP_RECORD` of a manifest's metadata; raises `CorruptError`. A
+        version without the record consumed nothing.
+        """
         key = keys.manifest(version)
         try:
             metadata = msgspec.convert(values.get(STEP_RECORD, {}), cls)
@@ -115,12 +116,12 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
         return metadata
 
     def to_dict(self) -> dict[str, Any]:
-        """The manifest's metadata with this record only."""
+        """Returns the manifest's metadata with this record only."""
         return {STEP_RECORD: msgspec.to_builtins(self)}
 
 
 def ranges_of(groups: Iterable[tuple[str, int]]) -> list[DroppedRange]:
-    """Join groups, each named as (worker, sequence), to ranges of consecutive numbers."""
+    """Joins groups, each named as (worker, sequence), to ranges of consecutive numbers."""
     ordered = sorted(groups)
     runs = itertools.groupby(
         enumerate(ordered), key=lambda item: (item[1][0], item[1][1] - item[0])

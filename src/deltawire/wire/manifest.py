@@ -109,7 +109,7 @@ def encode_compacted(compacted: CompactedDelta, *, signer: Signer | None = None)
 
 
 def decode_manifest(data: bytes, *, version: int, table: Run, run: str, key: str) -> Manifest:
-    """Parse a manifest and check it against the run; raises `CorruptError`.
+    """Parses a manifest and checks it against the run; raises `CorruptError`.
 
     Payloads whose piece table is a blob are checked when that is read (see `check_payload`).
     """
@@ -126,7 +126,7 @@ def decode_manifest(data: bytes, *, version: int, table: Run, run: str, key: str
 def decode_compacted(
     data: bytes, *, base: int | None, version: int, table: Run, run: str, key: str
 ) -> CompactedDelta:
-    """Parse a compacted delta and check it against the run; raises `CorruptError`."""
+    """Parses a compacted delta and checks it against the run; raises `CorruptError`."""
     compacted = unseal(data, CompactedDelta, run=run, key=key, what="compacted delta")
     fault = _identity_fault(compacted, version, table)
     if not fault and compacted.base != base:
@@ -142,7 +142,7 @@ def decode_compacted(
 def check_payload(
     stated: Manifest | CompactedDelta, ref: PayloadRef, payload: Payload, table: Run, *, run: str
 ) -> None:
-    """Raise `CorruptError` unless ``payload``, read whole, matches ``stated``.
+    """Raises `CorruptError` unless ``payload``, read whole, matches ``stated``.
 
     Every piece must lie inside its tensor, its chunk and its blob, an anchor must cover every
     tensor, pieces ascend and do not overlap, and their sums must lead from the base's digest to

@@ -24,8 +24,9 @@ def encode_json(value: msgspec.Struct) -> bytes:
 
 
 def decode_json(data: bytes, kind: type[T], *, run: str, key: str, what: str = "") -> T:
-    """Decode and check an object, called ``what`` in messages; raises `CorruptError` naming run
-    and key."""
+    """Decodes and checks an object, called ``what`` in messages; raises `CorruptError` naming run
+    and key.
+    """
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -33,8 +34,9 @@ def decode_json(data: bytes, kind: type[T], *, run: str, key: str, what: str = "
 
 
 def check_members(data: bytes, what: str, *, run: str, key: str) -> None:
-    """Raise `CorruptError` for JSON that states no ``format``, another one than this release
-    reads, or a member twice: readers would differ in which of the two they take."""
+    """Raises `CorruptError` for JSON that states no ``format``, another one than this release
+    reads, or a member twice: readers would differ in which of the two they take.
+    """
     found = decode_json(data, _Format, run=run, key=key, what=what).format
     if found != FORMAT:
         raise CorruptError(
@@ -50,8 +52,9 @@ def check_members(data: bytes, what: str, *, run: str, key: str) -> None:
 
 
 def check_raw(raw: msgspec.Raw, limit: int, name: str, *, run: str, key: str) -> None:
-    """Refuse a free-form member of more than ``limit`` bytes before objects are made of it: a
-    byte of JSON can become thirty of Python. Raises `CorruptError`."""
+    """Refuses a free-form member of more than ``limit`` bytes before objects are made of it: a byte
+    of JSON can become thirty of Python. Raises `CorruptError`.
+    """
     if len(raw) > limit:
         raise CorruptError(f"{name} has {len(raw)} bytes, the limit is {limit}", run=run, key=key)
 
@@ -62,7 +65,7 @@ def encode_packed(value: msgspec.Struct) -> bytes:
 
 
 def decode_packed(data: bytes, kind: type[T], *, run: str, key: str) -> T:
-    """Decode and check an object; raises `CorruptError` naming run and key."""
+    """Decodes and checks an object; raises `CorruptError` naming run and key."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

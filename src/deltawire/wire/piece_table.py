@@ -294,7 +294,7 @@ def _encode_pieces(pieces: Sequence[Piece], table: Run) -> bytes:
 
 
 def _following(tensors: Sequence[TensorSpec], tensor: int, default: int | None = None) -> int:
-    """The next tensor that has elements."""
+    """Returns the next tensor that has elements."""
     for number in range(tensor + 1, len(tensors)):
         if tensors[number].count:
             return number

@@ -39,13 +39,14 @@ class ReferenceScores(
 
 
 def encode_scores(scores: ReferenceScores, *, key: str, signer: Signer | None = None) -> bytes:
-    """The sealed object at ``key``."""
+    """Returns the sealed object at ``key``."""
     return seal(scores, key=key, signer=signer)
 
 
 def decode_scores(data: bytes, *, run: str, key: str) -> ReferenceScores:
-    """Check and decode scores; raises `CorruptError`, also for values that are no
-    log-probabilities."""
+    """Checks and decodes scores; raises `CorruptError`, also for values that are no
+    log-probabilities.
+    """
     scores = unseal(data, ReferenceScores, run=run, key=key, what="reference")
     for bits in scores.logprobs:
         fault = "a number of bytes that is no float32" if len(bits) % 4 else ""
@@ -59,5 +60,5 @@ def decode_scores(data: bytes, *, run: str, key: str) -> ReferenceScores:
 
 
 def arrays_of(scores: ReferenceScores) -> list[NDArray[np.float32]]:
-    """The log-probabilities of each trajectory: float32[T], or [0]."""
+    """Returns the log-probabilities of each trajectory: float32[T], or [0]."""
     return [np.frombuffer(bits, "<f4") for bits in scores.logprobs]

@@ -51,17 +51,17 @@ _PIN = re.compile(r"([0-9a-f]{64})(?::([0-9a-f]{32}))?")
 
 
 def worker_role(worker: str) -> str:
-    """The role in which a worker signs its heartbeats and groups."""
+    """Returns the role in which a worker signs its heartbeats and groups."""
     return f"worker-{worker}"
 
 
 def role_of(process: str) -> str:
-    """The role in which a process of this name signs."""
+    """Returns the role in which a process of this name signs."""
     return process if process in PROCESS_ROLES else worker_role(process)
 
 
 def role_for(key: str) -> str | None:
-    """The role that signs the object at ``key`` in a signed run.
+    """Returns the role that signs the object at ``key`` in a signed run.
 
     None for objects that are sealed (weights and grants, which the owner signs), that are covered
     by another object's hash (states of checkpoints), or that readers of a signed run do not read
@@ -142,11 +142,11 @@ class Pin:
         return cls(found[1], found[2] or "")
 
     def __str__(self) -> str:
-        """The text that `parse` takes."""
+        """Returns the text that `parse` takes."""
         return f"{self.public_key}:{self.run_id}" if self.run_id else self.public_key
 
     def check(self, public_key: str, run_id: str, *, run: str) -> None:
-        """Raise `SignatureError` unless the run with this owner and id is the pinned one."""
+        """Raises `SignatureError` unless the run with this owner and id is the pinned one."""
         if public_key != self.public_key:
             raise SignatureError(
                 "the run is signed by another key" if public_key else "the run is not signed",
@@ -164,7 +164,7 @@ class Pin:
 
 
 def pin_of(run: Run) -> str:
-    """The pin of a signed run as text, empty if the run is not signed."""
+    """Returns the pin of a signed run as text, empty if the run is not signed."""
     return str(Pin(run.public_key, run.id)) if run.public_key else ""
 
 
@@ -181,7 +181,7 @@ class Trust:
     """The bucket's URL, for messages."""
 
     def key_of(self, role: str, *, key: str) -> str:
-        """The public key of a role; raises `SignatureError` if none was granted."""
+        """Returns the public key of a role; raises `SignatureError` if none was granted."""
         found = self.owner if role == OWNER else self.grants.get(role)
         if found is None:
             raise SignatureError(
@@ -199,7 +199,7 @@ def encode_grant(grant: RoleGrant, *, signer: Signer) -> bytes:
 
 
 def decode_grant(data: bytes, role: str, *, trust: Trust) -> RoleGrant:
-    """Parse a grant and check that the run's owner gave it; raises `CorruptError`."""
+    """Parses a grant and checks that the run's owner gave it; raises `CorruptError`."""
     key = keys.role(role)
     grant = unseal(data, RoleGrant, run=trust.run, key=key, what="grant")
     _check_signed(data, trust, key, OWNER)
@@ -267,8 +267,9 @@ def _check_signed(data: bytes, trust: Trust, key: str, role: str) -> None:
 def check_age(
     signed_at: float, max_age_s: float | None, *, run: str, key: str, now: float | None = None
 ) -> None:
-    """Raise `SignatureError` if the time of signing (seconds since 1970) lies more than
-    ``max_age_s`` ago, or too far in the future."""
+    """Raises `SignatureError` if the time of signing (seconds since 1970) lies more than
+    ``max_age_s`` ago, or too far in the future.
+    """
     age_s = (time.time() if now is None else now) - signed_at
     if age_s < -CLOCKS_DIFFER_S:
         raise SignatureError(

@@ -109,7 +109,7 @@ def encode_run(run: Run, *, signer: Signer | None = None) -> bytes:
 
 
 def decode_run(data: bytes, *, run: str, key: str) -> Run:
-    """Parse and check ``run.json``; raises `CorruptError`."""
+    """Parses and checks ``run.json``; raises `CorruptError`."""
     check_seal(data, "run", run=run, key=key)
     outline = decode_json(data, _Outline, run=run, key=key, what="run")
     check_raw(outline.config, MAX_CONFIG_BYTES, "config", run=run, key=key)

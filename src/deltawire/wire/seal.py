@@ -44,19 +44,20 @@ class Signer(Protocol):
         """The public half: 64 hexadecimal digits."""
 
     def sign(self, message: bytes) -> bytes:
-        """The signature of ``message``: 64 bytes."""
+        """Returns the signature of ``message``: 64 bytes."""
 
 
 class Verifier(Protocol):
     """A function that checks a signature."""
 
     def __call__(self, public_key: str, signature: bytes, message: bytes) -> bool:
-        """Return whether ``signature`` signs ``message`` under ``public_key``."""
+        """Returns whether ``signature`` signs ``message`` under ``public_key``."""
 
 
 def seal_json(body: bytes, *, key: str, signer: Signer | None = None, role: str = OWNER) -> bytes:
-    """Seal ``body``, a JSON object of at least one member, for the object at ``key``; with
-    ``signer``, signed in the given role."""
+    """Seals ``body``, a JSON object of at least one member, for the object at ``key``; with
+    ``signer``, signed in the given role.
+    """
     body = body.rstrip().removesuffix(b"}")
     if signer is not None:
         body += b',"signer":"%s"' % role.encode()
@@ -72,7 +73,7 @@ def seal(
 
 
 def unseal(data: bytes, kind: type[T], *, run: str, key: str, what: str = "") -> T:
-    """Check the seal, the format and the members of ``data`` and decode it; `check_signature`
+    """Checks the seal, the format and the members of ``data`` and decodes it; `check_signature`
     checks the signature. Messages call the object ``what``.
 
     Raises `CorruptError` for one flipped bit anywhere.
@@ -84,7 +85,7 @@ def unseal(data: bytes, kind: type[T], *, run: str, key: str, what: str = "") ->
 
 
 def check_seal(data: bytes, what: str, *, run: str, key: str) -> None:
-    """Raise `CorruptError` unless ``data``, a ``what``, is a sealed object."""
+    """Raises `CorruptError` unless ``data``, a ``what``, is a sealed object."""
     found = _SEAL.search(data, max(len(data) - _SEAL_BYTES, 0))
     if found is None or blake3(data[: found.start()]).hexdigest().encode() != found[1]:
         raise CorruptError(
@@ -98,8 +99,9 @@ def check_seal(data: bytes, what: str, *, run: str, key: str) -> None:
 def check_signature(
     data: bytes, *, public_key: str, verify: Verifier, run: str, key: str, role: str = OWNER
 ) -> None:
-    """Raise `SignatureError` unless the sealed ``data`` is signed for this very ``key`` of the
-    bucket by the owner of ``public_key``, in the given role."""
+    """Raises `SignatureError` unless the sealed ``data`` is signed for this very ``key`` of the
+    bucket by the owner of ``public_key``, in the given role.
+    """
     body = data[: max(len(data) - _SEAL_BYTES, 0)]
     found = _SIGNATURE.search(body, max(len(body) - _SIGNATURE_BYTES, 0))
     if found is None:

@@ -32,12 +32,12 @@ class Ed25519Signer:
 
     @classmethod
     def generate(cls) -> Ed25519Signer:
-        """Make a new key."""
+        """Makes a new key."""
         return cls(_ed25519().Ed25519PrivateKey.generate().private_bytes_raw())
 
     @classmethod
     def read(cls, path: Path) -> Ed25519Signer:
-        """Read the key in a file that `write` wrote; raises `InputError` if there is none."""
+        """Reads the key in a file that `write` wrote; raises `InputError` if there is none."""
         try:
             with path.open("rb") as file:
                 text = file.read(MAX_KEY_FILE_BYTES).decode("ascii")
@@ -59,7 +59,7 @@ class Ed25519Signer:
         return cls(secret)
 
     def write(self, path: Path) -> None:
-        """Write the key to a new file that only its owner can read.
+        """Writes the key to a new file that only its owner can read.
 
         Raises `InputError` if the file exists or cannot be made.
         """

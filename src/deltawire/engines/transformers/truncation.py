@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def kept_tokens(logprobs_NV: Tensor, top_p_N: Tensor, top_k_N: Tensor, min_p_N: Tensor) -> Tensor:
-    """Return which tokens may be drawn: bool[N, V], at least one of each row.
+    """Returns which tokens may be drawn: bool[N, V], at least one of each row.
 
     In vLLM's order: ``min_p`` keeps tokens of at least that share of the likeliest one's
     probability; ``top_k`` keeps the k likeliest of those (0: all); ``top_p`` keeps the smallest

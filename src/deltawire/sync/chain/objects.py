@@ -337,5 +337,5 @@ def _get_in_ranges(bucket: Bucket, key: str, size: int) -> bytearray | None:
 
 
 def files_of(run: Run, manifest: Manifest) -> list[ModelFile]:
-    """Return the other files of a version's directory."""
+    """Returns the other files of a version's directory."""
     return run.model_files if manifest.model_files is None else manifest.model_files

@@ -44,7 +44,7 @@ WHOLE = 0.5
 
 
 def store_payload(bucket: Bucket, run: Run, payload: Payload, *, version: int) -> PayloadRef:
-    """Put a payload's piece table, unless it is inline, and return what a manifest states of it.
+    """Puts a payload's piece table, unless it is inline, and returns what a manifest states of it.
 
     Raises `InputError` for a payload that is larger than readers take, `RetryError` if the store
     does not answer.

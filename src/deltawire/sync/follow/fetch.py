@@ -225,7 +225,7 @@ def decode_anchor(
 
 
 def check_base(bucket: Bucket, step: Manifest | CompactedDelta, mirror: Mirror) -> None:
-    """Raise `CorruptError` unless the step builds on exactly what the mirror holds."""
+    """Raises `CorruptError` unless the step builds on exactly what the mirror holds."""
     if step.base != mirror.version:
         raise CorruptError(
             f"the step builds on version {step.base}, but version {mirror.version} is held",

@@ -32,7 +32,7 @@ class ReadAhead(DelegatingBucket):
         self._threads: ThreadPoolExecutor | None = None
 
     def expect(self, blobs: Iterable[BlobRef]) -> None:
-        """Request these blobs, in this order, and drop all others that were requested."""
+        """Requests these blobs, in this order, and drops all others that were requested."""
         wanted = [(keys.blob(ref.hash), ref.bytes) for ref in blobs if ref.bytes <= LARGEST_BYTES]
         wanted = wanted[:READERS]
         names = {key for key, _ in wanted}

@@ -110,8 +110,9 @@ class Checkout:
         return None
 
     def newest(self) -> int | None:
-        """Return the newest version that can be read if it is newer than the directory's, else
-        None."""
+        """Returns the newest version that can be read if it is newer than the directory's, else
+        None.
+        """
         held = self.version
         found = self._poller.newer(-1 if held is None else held)
         return None if found is None else found.version
@@ -127,7 +128,7 @@ class Checkout:
         return self._poller.alarm
 
     def bring_to(self, version: int) -> str:
-        """Make the directory show ``version``, and return its digest.
+        """Makes the directory show ``version``, and returns its digest.
 
         A version whose files are there already is compared with its manifest first, and built again
         if it differs. Raises `CorruptError` if the run has no such version or it cannot be read any
@@ -152,7 +153,7 @@ class Checkout:
         return True
 
     def verify(self) -> tuple[int, str]:
-        """Compare every file that the directory shows with its version; nothing is changed.
+        """Compares every file that the directory shows with its version; nothing is changed.
 
         Returns the version and its digest. Raises `CorruptError` naming what differs, `InputError`
         if the directory shows no version.
@@ -165,7 +166,7 @@ class Checkout:
         return version, manifest.digest
 
     def _compare(self, version: int, manifest: Manifest) -> None:
-        """Raise `CorruptError` unless the files of a version are what its manifest says."""
+        """Raises `CorruptError` unless the files of a version are what its manifest says."""
         folder = self._store / _name(version)
         listed = files_of(self.run, manifest)
         for file in listed:
@@ -184,7 +185,9 @@ class Checkout:
 
     @contextmanager
     def _writing(self, hint: str) -> Iterator[None]:
-        """Translate what the file system refuses, and free what an unfinished build occupies."""
+        """Translates the file system's errors, and deletes an unfinished build when the disk is
+        full.
+        """
         try:
             yield
         except OSError as error:
@@ -195,7 +198,7 @@ class Checkout:
             ) from error
 
     def unfinished(self) -> int | None:
-        """Return the version that an earlier process was building when it ended, or None."""
+        """Returns the version that an earlier process was building when it ended, or None."""
         with suppress(OSError, ValueError):
             return int((self._store / "building.version").read_text(encoding="ascii"))
         return None
@@ -238,7 +241,7 @@ class Checkout:
         (self._store / "building.version").unlink(missing_ok=True)
 
     def _begin(self, version: int, plans: list[FilePlan]) -> None:
-        """Make the files at their full size, or continue those of a process that ended."""
+        """Creates the files at their full size, or continues those of a process that ended."""
         older = any(held < version for held in self._versions())
         self._resuming = not older and self.unfinished() == version and _made(self._building, plans)
         if self._resuming:
@@ -260,7 +263,7 @@ class Checkout:
         _write(self._store / "building.version", str(version).encode())
 
     def _copy_held(self, target: Mirror, version: int) -> None:
-        """Begin with the newest version before ``version`` that is here undamaged."""
+        """Begins with the newest version before ``version`` that is here undamaged."""
         for held in sorted((v for v in self._versions() if v < version), reverse=True):
             manifest = read_manifest(self.bucket, self.run, held)
             if manifest is None:
@@ -308,7 +311,7 @@ class Checkout:
         flush_folder(self.directory.parent)
 
     def _prune(self, version: int) -> None:
-        """Keep the version that is shown, and one more for readers that have opened it."""
+        """Keeps the version that is shown, and one more for readers that have opened it."""
         others = sorted((v for v in self._versions() if v != version), reverse=True)
         before = [v for v in others if v < version] or others
         for number in others:
@@ -347,7 +350,7 @@ def _check_free(directory: Path) -> None:
 
 
 def _made(folder: Path, plans: list[FilePlan]) -> bool:
-    """Return whether a folder holds the planned safetensors files, by their sizes and headers."""
+    """Returns whether a folder holds the planned safetensors files, by their sizes and headers."""
     try:
         for plan in plans:
             with (folder / plan.name).open("rb") as file:
@@ -364,7 +367,7 @@ def _made(folder: Path, plans: list[FilePlan]) -> bool:
 def _mapped(
     folder: Path, plans: list[FilePlan], run: Run, *, writable: bool = True
 ) -> Iterator[Mirror]:
-    """Map the safetensors files of a folder as a mirror that holds no version.
+    """Maps the safetensors files of a folder as a mirror that holds no version.
 
     On the way out, what could not be a view (a tensor that is not aligned in its file, the second
     name of a tied one) is written, and everything is flushed to the disk.
@@ -410,7 +413,7 @@ def _mapped(
 
 
 def _digest_files(folder: Path, plans: list[FilePlan], run: Run) -> Digest:
-    """Compute the model's digest from its files; names of tied tensors must hold the same bits.
+    """Computes the model's digest from its files; names of tied tensors must hold the same bits.
 
     Raises `CorruptError` if they do not, or a file is shorter than planned.
     """
@@ -435,7 +438,7 @@ def _digest_files(folder: Path, plans: list[FilePlan], run: Run) -> Digest:
 
 
 def _hash_of(path: Path) -> str:
-    """Return the BLAKE3 of a small file, empty if it cannot be read."""
+    """Returns the BLAKE3 of a small file, empty if it cannot be read."""
     try:
         return blake3(path.read_bytes()).hexdigest()
     except OSError:
@@ -443,7 +446,7 @@ def _hash_of(path: Path) -> str:
 
 
 def _reserve(file: IO[bytes], size: int) -> None:
-    """Allocate the room now: a full disk met in mapped memory would end the process."""
+    """Allocates the room now: a full disk met in mapped memory would end the process."""
     file.flush()
     file.truncate(size)
     if size and hasattr(os, "posix_fallocate"):

@@ -78,7 +78,7 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def model_files(self) -> list[ModelFile]:
-        """List the files as a run or a manifest does."""
+        """Lists the files as a run or a manifest does."""
         return [
             ModelFile(name, blake3(data).hexdigest(), len(data))
             for name, data in sorted(self.files.items())
@@ -87,7 +87,7 @@ class Checkpoint:
     def digest(
         self, *, threads: int | None = None, progress: Callable[[int], None] | None = None
     ) -> Digest:
-        """Compute the digest of its weights in one pass; ``progress`` gets each number of bytes.
+        """Computes the digest of its weights in one pass; ``progress`` gets each number of bytes.
 
         Raises `CheckpointDirError` if a file is cut meanwhile.
         """
@@ -113,7 +113,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, *, lent: Mapping[str, bytes] = NO_FILES) -> Checkpoint:
-    """Read a directory's headers and other files; ``lent`` are files that it may lack.
+    """Reads a directory's headers and other files; ``lent`` are files that it may lack.
 
     Raises `CheckpointDirError` if it is no complete Hugging Face directory, or one that could not
     be written again byte for byte.
@@ -131,7 +131,7 @@ def read_checkpoint(path: Path, *, lent: Mapping[str, bytes] = NO_FILES) -> Chec
 
 
 def lent_files(folder: Path) -> dict[str, bytes]:
-    """Read the files of a model directory that others may lack: all that is carried but weights.
+    """Reads the files of a model directory that others may lack: all that is carried but weights.
 
     Raises `InputError` if it has no config.json.
     """
@@ -172,7 +172,7 @@ def _read_checkpoint(path: Path, lent: Mapping[str, bytes]) -> Checkpoint:
 
 
 def weight_files(path: Path) -> list[str]:
-    """List a directory's safetensors files in order: those of its index if it has one.
+    """Lists a directory's safetensors files in order: those of its index if it has one.
 
     Raises `InputError` if there are none, one is missing, a name is invalid, or numbered shards
     (``-00001-of-00004``) come without an index that names all of them.
@@ -205,7 +205,7 @@ def weight_files(path: Path) -> list[str]:
 
 
 def _check_shards(path: Path, names: list[str], *, indexed: bool) -> None:
-    """Raise `InputError` unless numbered shards are all there and an index names them."""
+    """Raises `InputError` unless numbered shards are all there and an index names them."""
     numbers = [(int(found[1]), int(found[2])) for n in names if (found := _SHARD.search(n))]
     if not numbers:
         return
@@ -223,7 +223,7 @@ def _check_shards(path: Path, names: list[str], *, indexed: bool) -> None:
 
 
 def check_alike(checkpoint: Checkpoint, run: Run, *, url: str = "") -> None:
-    """Raise `CheckpointDirError`, naming the first tensor that is not the run's, if one is not."""
+    """Raises `CheckpointDirError`, naming the first tensor that is not the run's, if one is not."""
     there = {spec.name: spec for spec in checkpoint.specs}
     wanted = {spec.name: spec for spec in run.tensors}
     for name in sorted(there.keys() | wanted.keys()):
@@ -246,13 +246,13 @@ def check_alike(checkpoint: Checkpoint, run: Run, *, url: str = "") -> None:
 
 
 def put_files(bucket: Bucket, files: Mapping[str, bytes]) -> None:
-    """Store a directory's other files as blobs."""
+    """Stores a directory's other files as blobs."""
     for data in files.values():
         put_blob(bucket, data)
 
 
 def read_files(bucket: Bucket, files: list[ModelFile], *, version: int) -> dict[str, bytes]:
-    """Fetch and check a version's other files.
+    """Fetches and checks a version's other files.
 
     Raises `CorruptError` for a name that is invalid or not carried, before anything is fetched.
     """
@@ -278,14 +278,14 @@ def read_files(bucket: Bucket, files: list[ModelFile], *, version: int) -> dict[
 
 
 def plans_of(run: Run, files: Mapping[str, bytes], *, url: str) -> list[FilePlan]:
-    """Plan the safetensors files that a version's directory has; raises `CorruptError`."""
+    """Plans the safetensors files that a version's directory has; raises `CorruptError`."""
     if LAYOUT in files:
         return decode_layout(files[LAYOUT], table=run, run=url, key=LAYOUT)
     return plan_files(default_layout(run), run)
 
 
 def _header(path: Path) -> str:
-    """Read the text of a safetensors header; it is checked when the tensors are found."""
+    """Reads the text of a safetensors header; it is checked when the tensors are found."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -300,5 +300,5 @@ def _header(path: Path) -> str:
 
 
 def same_files(left: list[ModelFile], right: list[ModelFile]) -> bool:
-    """Return whether two lists hold the same files, in any order."""
+    """Returns whether two lists hold the same files, in any order."""
     return {(file.name, file.blob) for file in left} == {(file.name, file.blob) for file in right}

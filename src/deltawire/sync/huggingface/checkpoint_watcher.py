@@ -71,7 +71,7 @@ class CheckpointWatcher:
         self._last: tuple[int, str] | None = None
 
     def ready(self) -> Iterator[Path]:
-        """Yield the subfolders that are complete by now and were not yielded before, in order."""
+        """Yields the subfolders that are complete by now and were not yielded before, in order."""
         now = self._clock()
         found = [_checkpoint_in(path) for path in _subfolders(self.folder)]
         self._marked = self._marked or any((path / MARKER).exists() for path in found)
@@ -98,7 +98,7 @@ class CheckpointWatcher:
             yield path
 
     def _fault(self, path: Path) -> str:
-        """Say why a subfolder is not a complete checkpoint; empty if it is one."""
+        """Says why a subfolder is not a complete checkpoint; empty if it is one."""
         try:
             if self._marked and not (path / MARKER).exists():
                 return f"it has no {MARKER}, which others here have; is it still being written?"
@@ -113,19 +113,19 @@ class CheckpointWatcher:
 
 
 def checkpoint_name(path: Path) -> str:
-    """Return the name of a checkpoint's folder among others: that which has its number."""
+    """Returns the name of a checkpoint's folder among others: that which has its number."""
     return path.parent.name if path.name == NESTED else path.name
 
 
 def checkpoint_order(path: Path) -> tuple[int, str]:
-    """Return a checkpoint's place among others: the last number in its name, then the name."""
+    """Returns a checkpoint's place among others: the last number in its name, then the name."""
     name = checkpoint_name(path)
     numbers = re.findall(r"[0-9]+", name)
     return (int(numbers[-1]) if numbers else -1, name)
 
 
 def fingerprint_of(path: Path) -> Fingerprint:
-    """Return name, size and modification time of every file of a directory."""
+    """Returns name, size and modification time of every file of a directory."""
     found = []
     try:
         for file in sorted(path.iterdir()):
@@ -137,7 +137,7 @@ def fingerprint_of(path: Path) -> Fingerprint:
 
 
 def _checkpoint_in(path: Path) -> Path:
-    """Return the folder within a subfolder that is its checkpoint, or the subfolder itself."""
+    """Returns the folder within a subfolder that is its checkpoint, or the subfolder itself."""
     nested = path / NESTED
     try:
         return nested if nested.is_dir() and not any(path.glob("*.safetensors")) else path
@@ -146,7 +146,7 @@ def _checkpoint_in(path: Path) -> Path:
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """List subfolders, except hidden ones and those whose name marks them as unfinished.
+    """Lists subfolders, except hidden ones and those whose name marks them as unfinished.
 
     A link to another subfolder, such as ``latest``, is that subfolder and not one more.
     """

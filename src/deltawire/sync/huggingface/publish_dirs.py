@@ -155,13 +155,13 @@ class CheckpointPublisher:
         self.close()
 
     def close(self) -> None:
-        """End the publisher's threads; raises what the version under way failed with."""
+        """Ends the publisher's threads; raises what the version under way failed with."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()
 
     def find(self, path: Path) -> int | None:
-        """Return the newest version that a directory's weights are, None if they are none."""
+        """Returns the newest version that a directory's weights are, None if they are none."""
         if not self._versions:
             return None
         digest = self._digest(read_checkpoint(path, lent=self._lent)).hex()
@@ -169,7 +169,7 @@ class CheckpointPublisher:
         return max(found, default=None)
 
     def publish(self, path: Path, *, in_name_order: bool = False) -> DirectoryResult:
-        """Publish a directory, unless it is a version already; returns when it is committed.
+        """Publishes a directory, unless it is a version already; returns when it is committed.
 
         With ``in_name_order`` it is skipped as ``older`` if a directory was published whose name
         comes later (see `checkpoint_order`).
@@ -211,7 +211,9 @@ class CheckpointPublisher:
         return max(self._versions, default=-1)
 
     def _digest(self, checkpoint: Checkpoint) -> Digest:
-        """Read a directory's weights for their digest, unless nothing changed since it was read."""
+        """Reads a directory's weights for their digest, unless nothing changed since it was
+        read.
+        """
         fingerprint = fingerprint_of(checkpoint.path)
         known = self._digests.get(checkpoint.path)
         if known is None or not fingerprint or known[0] != fingerprint:
@@ -220,7 +222,7 @@ class CheckpointPublisher:
         return known[1]
 
     def _match(self, digest: str, files: list[ModelFile]) -> int | None:
-        """Return the version that a directory is, None if it must be published.
+        """Returns the version that a directory is, None if it must be published.
 
         The newest version's weights with other files make a new version; older weights with other
         files do not, because they would become the newest.
@@ -239,7 +241,7 @@ class CheckpointPublisher:
         return any(checkpoint_order(path) < checkpoint_order(name) for name in names)
 
     def _settle(self) -> None:
-        """Count versions of our own that were committed although an earlier call failed."""
+        """Counts versions of our own that were committed although an earlier call failed."""
         publisher = self._publisher
         if publisher is None or self.run is None:
             return
@@ -332,7 +334,7 @@ def _version_of(run: Run, manifest: Manifest) -> _Version:
 def _read_versions(
     bucket: Bucket, run: Run, report: Callable[[int, int], None]
 ) -> dict[int, _Version]:
-    """Read the identity of every version; ``report`` gets the numbers of those done and of all.
+    """Reads the identity of every version; ``report`` gets the numbers of those done and of all.
 
     Damaged manifests are skipped: the publisher continues from the newest that can be read.
     """

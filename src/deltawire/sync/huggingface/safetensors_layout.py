@@ -66,12 +66,12 @@ class FilePlan:
 
 
 def encode_layout(layout: SafetensorsLayout) -> bytes:
-    """Return the content of the model file."""
+    """Returns the content of the model file."""
     return msgspec.json.encode(layout) + b"\n"
 
 
 def plan_files(layout: SafetensorsLayout, table: Run) -> list[FilePlan]:
-    """Plan the files that a layout describes.
+    """Plans the files that a layout describes.
 
     Raises `CorruptError` unless together they hold every tensor of the run once (under its own name
     or that of one tied to it, or both), in its shape and dtype, without a gap.
@@ -91,7 +91,7 @@ def plan_files(layout: SafetensorsLayout, table: Run) -> list[FilePlan]:
 
 
 def decode_layout(data: bytes, *, table: Run, run: str, key: str) -> list[FilePlan]:
-    """Parse a layout and compare it with the run's table; raises `CorruptError`."""
+    """Parses a layout and compares it with the run's table; raises `CorruptError`."""
     layout = decode_json(data, SafetensorsLayout, run=run, key=key)
     if layout.format != FORMAT:
         raise CorruptError(f"layout: format {layout.format}", run=run, key=key)
@@ -102,7 +102,7 @@ def decode_layout(data: bytes, *, table: Run, run: str, key: str) -> list[FilePl
 
 
 def default_layout(table: Run) -> SafetensorsLayout:
-    """Lay out all tensors in one file, in the order of the table, for a run without directories.
+    """Lays out all tensors in one file, in the order of the table, for a run without directories.
 
     Tied tensors are written under each of their names, because loaders differ in which they want.
     """
@@ -112,7 +112,7 @@ def default_layout(table: Run) -> SafetensorsLayout:
 
 
 def weight_file(name: str, tensors: Mapping[str, TensorSpec]) -> WeightFile:
-    """Lay out tensors in one file, in this order, under the names that they are given here."""
+    """Lays out tensors in one file, in this order, under the names that they are given here."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for written, spec in tensors.items():

@@ -109,7 +109,7 @@ class CommitStats:
         upload_ms: float,
         compaction_error: str,
     ) -> CommitStats:
-        """Describe what ``manifest`` committed; ``changed`` counts the elements of its delta."""
+        """Describes what ``manifest`` committed; ``changed`` counts the elements of its delta."""
         elements = sum(tensor.count for tensor in run.tensors)
         return cls(
             version=manifest.version,
@@ -142,7 +142,7 @@ class AnchorSchedule:
     _anchor_bytes: int = 0
 
     def due(self, version: int) -> bool:
-        """Return whether ``version`` should be an anchor."""
+        """Returns whether ``version`` should be an anchor."""
         if self.every and version % self.every == 0:
             return True
         return bool(self.share and self._anchor_bytes) and (
@@ -150,14 +150,14 @@ class AnchorSchedule:
         )
 
     def count(self, manifest: Manifest) -> None:
-        """Take a committed version into account."""
+        """Takes a committed version into account."""
         if manifest.anchor is not None:
             self._since, self._anchor_bytes = 0, manifest.anchor.bytes
         elif manifest.delta is not None:
             self._since += manifest.delta.bytes
 
     def resume(self, bucket: Bucket, run: Run, head: Manifest) -> None:
-        """Count what earlier publishers committed, from the newest anchor up to ``head``."""
+        """Counts what earlier publishers committed, from the newest anchor up to ``head``."""
         chain = [head]
         while self.share and chain[-1].anchor is None and chain[-1].base is not None:
             try:
@@ -239,7 +239,7 @@ class VersionWriter:
         return self.baseline.version + 1 + self._skipped
 
     def skip_unreadable(self) -> None:
-        """Pass over numbers above the baseline that damaged or foreign manifests occupy.
+        """Passes over numbers above the baseline that damaged or foreign manifests occupy.
 
         No reader can use them, so the run continues from the baseline at the next free number.
         """
@@ -252,7 +252,7 @@ class VersionWriter:
                 break
 
     def check_metadata(self, metadata: dict[str, Any] | None) -> dict[str, Any]:
-        """Return ``metadata``, or raise `InputError` if readers would refuse so much of it."""
+        """Returns ``metadata``, or raises `InputError` if readers would refuse so much of it."""
         found = metadata or {}
         size = len(msgspec.json.encode(found))
         if size > MAX_METADATA_BYTES:
@@ -265,7 +265,7 @@ class VersionWriter:
         return found
 
     def check_head(self) -> None:
-        """Check once that the run's manifest at the baseline's version is what this writer holds.
+        """Checks once that the run's manifest at the baseline's version is what this writer holds.
 
         Raises `FencedError` if it is not, or if a later epoch wrote it.
         """
@@ -283,7 +283,7 @@ class VersionWriter:
         self.head_checked = True
 
     def encode(self) -> Encoded:
-        """Encode and upload the staged weights as a delta, and as an anchor if one is due."""
+        """Encodes and uploads the staged weights as a delta, and as an anchor if one is due."""
         whole = self.first or bool(self._skipped) or self._schedule.due(self.next_version)
         return self._encode(whole=whole)
 
@@ -305,7 +305,7 @@ class VersionWriter:
         return Encoded(delta, anchor, sums, changed)
 
     def part(self, encoded: Encoded, *, rank: int, ranks: int) -> Part:
-        """Describe this writer's share of the next version, whose piece tables are stored."""
+        """Describes this writer's share of the next version, whose piece tables are stored."""
         version = self.next_version
 
         def store(payload: Payload | None) -> PayloadRef | None:
@@ -337,7 +337,7 @@ class VersionWriter:
         metadata: dict[str, Any],
         files: list[ModelFile] | None = None,
     ) -> tuple[Manifest, bytes]:
-        """Build the manifest that commits all ``parts``, and the bytes that it is sealed in.
+        """Builds the manifest that commits all ``parts``, and the bytes that it is sealed in.
 
         Raises `InputError` for whatever a reader would refuse: see `merge_parts`, and limits.
         """
@@ -357,14 +357,15 @@ class VersionWriter:
         return manifest, data
 
     def find(self, version: int) -> Manifest | None:
-        """Read the manifest at a version, None if there is none; a damaged answer twice."""
+        """Reads the manifest at a version, None if there is none; a damaged answer twice."""
         try:
             return read_manifest(self.bucket, self.run, version)
         except CorruptError:
             return read_manifest(self.bucket, self.run, version)
 
     def confirm(self, manifest: Manifest, encoded: Encoded) -> None:
-        """Check after the commit that retention has neither closed the version nor taken its blobs.
+        """Checks after the commit that retention has neither closed the version nor taken its
+        blobs.
 
         Raises `FencedError` if the version was closed; missing blobs are uploaded again.
         """
@@ -383,7 +384,7 @@ class VersionWriter:
         keep_blobs(self.bucket, self.run, refs, again)
 
     def advance(self, manifest: Manifest, encoded: Encoded) -> None:
-        """Make the staged weights the baseline: ``manifest`` commits them."""
+        """Makes the staged weights the baseline: ``manifest`` commits them."""
         self.staging.finish(manifest.version, Digest.from_hex(manifest.digest), encoded.digest)
         self.baseline, self.staging = self.staging, self.baseline
         before, self._sums = self._sums, encoded.sums
@@ -393,7 +394,7 @@ class VersionWriter:
         self.head_checked = True
 
     def restart_from(self, mirror: Mirror) -> None:
-        """Make another mirror the baseline."""
+        """Makes another mirror the baseline."""
         self.baseline = mirror
         self.differing = set(mirror.tensors)
         self._sums = digest_chunks(self.chunks, mirror, threads=self._threads)
@@ -401,7 +402,7 @@ class VersionWriter:
         self.head_checked = False
 
     def fence(self, version: int, what: str) -> FencedError:
-        """Make the error of a publisher that may write no more."""
+        """Makes the error of a publisher that may write no more."""
         return FencedError(
             what,
             hint="only one trainer may write to a run; this one stops",
@@ -414,7 +415,7 @@ class VersionWriter:
         return codec.ZERO.hex() if self.first else self.baseline.digest.hex()
 
     def _check_sums(self) -> None:
-        """Raise `InputError` unless the baseline's bits are those of its digest.
+        """Raises `InputError` unless the baseline's bits are those of its digest.
 
         For a writer of ranges that is checked when the parts are merged, unless it states the
         digest of what it holds.
@@ -445,8 +446,8 @@ def merge_parts(
     files: list[ModelFile] | None = None,
     stored: Mapping[PayloadRef, Payload] | None = None,
 ) -> tuple[Manifest, list[Payload]]:
-    """Build the manifest that commits all ``parts`` of a version, checked as a reader checks it,
-    and return it with its payloads, whose piece tables are stored. Payloads in ``stored`` are not
+    """Builds the manifest that commits all ``parts`` of a version, checked as a reader checks it,
+    and returns it with its payloads, whose piece tables are stored. Payloads in ``stored`` are not
     read again.
 
     Raises `InputError` if parts overlap, leave a gap, build on different bases, or do not lead from
@@ -509,7 +510,7 @@ def _merged(
     refs: list[PayloadRef | None],
     stored: Mapping[PayloadRef, Payload],
 ) -> Payload:
-    """Merge the parts' payloads: pieces ascend, and refer to their blobs by the new numbers."""
+    """Merges the parts' payloads: pieces ascend, and refer to their blobs by the new numbers."""
     blobs: list[BlobRef] = []
     pieces: list[Piece] = []
     for ref in refs:
@@ -525,7 +526,8 @@ def _merged(
 
 
 def create_manifest(writer: VersionWriter, manifest: Manifest, data: bytes) -> Manifest:
-    """Create the manifest; return the one that is stored then, this writer's or another's.
+    """Creates the manifest, and returns the one that the bucket then holds: this writer's or
+    another's.
 
     A create that failed may still have happened, so the answer is read back. Raises `RetryError`
     if the store does not answer, `InputError` if an object that cannot be read has the name.

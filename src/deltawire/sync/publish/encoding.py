@@ -46,7 +46,7 @@ class Chunk:
 
 
 def chunks_of(run: Run, mirror: Mirror) -> list[Chunk]:
-    """List the chunks of everything a mirror holds, in the order of the run's tensor table."""
+    """Lists the chunks of everything a mirror holds, in the order of the run's tensor table."""
     found = []
     for number, spec in enumerate(run.tensors):
         bits = mirror.tensors.get(spec.name)
@@ -60,7 +60,7 @@ def chunks_of(run: Run, mirror: Mirror) -> list[Chunk]:
 
 
 def bits_at(mirror: Mirror, chunk: Chunk) -> Bits:
-    """Return the memory of a chunk that the mirror holds."""
+    """Returns the memory of a chunk that the mirror holds."""
     bits = mirror.find(chunk.name, chunk.start, chunk.count)
     assert bits is not None
     return bits
@@ -102,7 +102,7 @@ class BlobWriter:
         self._pool.shutdown(cancel_futures=True)
 
     def add(self, chunk: Chunk, payload: bytes, total: Digest) -> None:
-        """Append a piece; ``total`` is what it adds to the digest.
+        """Appends a piece; ``total`` is what it adds to the digest.
 
         Raises the error of an earlier upload that failed.
         """
@@ -117,7 +117,7 @@ class BlobWriter:
             self._close_blob()
 
     def finish(self) -> Payload:
-        """Wait for all uploads and return the payload; raises the error of one that failed."""
+        """Waits for all uploads and returns the payload; raises the error of one that failed."""
         if self._parts:
             self._close_blob()
         refs = [upload.result() for upload in self._uploads]
@@ -141,7 +141,7 @@ def upload_delta(
     threads: int | None = None,
     blob_bytes: int = BLOB_BYTES,
 ) -> tuple[Payload, dict[Chunk, Digest], int]:
-    """Encode and upload the difference from ``base`` to ``target``.
+    """Encodes and uploads the difference from ``base`` to ``target``.
 
     ``sums`` holds the base's digests by chunk; the target's are returned with the payload, and
     the number of elements that changed.
@@ -165,7 +165,7 @@ def upload_anchor(
     threads: int | None = None,
     blob_bytes: int = BLOB_BYTES,
 ) -> Payload:
-    """Encode and upload all of ``target``."""
+    """Encodes and uploads all of ``target``."""
     with BlobWriter(bucket, blob_bytes=blob_bytes) as writer:
         for coded in encode_anchors(chunks, run, target, threads=threads):
             assert coded.payload is not None
@@ -176,7 +176,7 @@ def upload_anchor(
 def keep_blobs(
     bucket: Bucket, run: Run, refs: Sequence[BlobRef], again: Callable[[], None]
 ) -> None:
-    """Ensure that the blobs ``refs``, which a manifest has just committed, are not deleted.
+    """Ensures that the blobs ``refs``, which a manifest has just committed, are not deleted.
 
     If retention took one (see `gc_intents`), ``again`` encodes and uploads them once more, under
     the same names: encoding is deterministic. Raises `RetryError` if the store does not answer.
@@ -197,7 +197,7 @@ def encode_deltas(
     *,
     threads: int | None = None,
 ) -> Iterator[EncodedChunk]:
-    """Encode each chunk's change from ``base`` to ``target``; ``sums`` are the base's digests."""
+    """Encodes each chunk's change from ``base`` to ``target``; ``sums`` are the base's digests."""
     count = threads_of(threads)
 
     def encode(chunk: Chunk) -> EncodedChunk:
@@ -208,7 +208,7 @@ def encode_deltas(
 
 
 def encode_chunk(run: Run, chunk: Chunk, old: Bits, new: Bits, old_digest: Digest) -> EncodedChunk:
-    """Encode the change of one chunk from the bits ``old`` to ``new``."""
+    """Encodes the change of one chunk from the bits ``old`` to ``new``."""
     spec = run.tensors[chunk.tensor]
     coded = codec.encode_named(
         chunk.name,
@@ -226,7 +226,7 @@ def encode_chunk(run: Run, chunk: Chunk, old: Bits, new: Bits, old_digest: Diges
 def encode_anchors(
     chunks: Iterable[Chunk], run: Run, target: Mirror, *, threads: int | None = None
 ) -> Iterator[EncodedChunk]:
-    """Encode every chunk of ``target`` whole; ``change`` is the chunk's digest."""
+    """Encodes every chunk of ``target`` whole; ``change`` is the chunk's digest."""
     count = threads_of(threads)
 
     def encode(chunk: Chunk) -> EncodedChunk:
@@ -242,7 +242,7 @@ def encode_anchors(
 def digest_chunks(
     chunks: Iterable[Chunk], mirror: Mirror, *, threads: int | None = None
 ) -> dict[Chunk, Digest]:
-    """Compute the digest of every chunk of a mirror."""
+    """Computes the digest of every chunk of a mirror."""
 
     def one(chunk: Chunk) -> tuple[Chunk, Digest]:
         return chunk, codec.digest_bits(chunk.name, bits_at(mirror, chunk), chunk.start)

@@ -14,7 +14,7 @@ MemoryKey = tuple[int, tuple[int, ...], str]
 
 
 def memory_key(tensor: Any) -> MemoryKey | None:
-    """Return where a contiguous tensor begins, its shape and dtype: tied tensors have the same.
+    """Returns where a contiguous tensor begins, its shape and dtype: tied tensors have the same.
 
     None for an empty tensor, and for one that is not contiguous: a transposed view begins where the
     tensor that it transposes does, and may have its shape. Raises `InputError` for a dtype that
@@ -33,7 +33,7 @@ def memory_key(tensor: Any) -> MemoryKey | None:
 
 
 def check_mapping(tensors: Any) -> None:
-    """Raise `InputError` unless ``tensors`` maps names to tensors; for a module, say how to."""
+    """Raises `InputError` unless ``tensors`` maps names to tensors; for a module, say how to."""
     if hasattr(tensors, "named_parameters"):
         raise InputError(
             "tensors is a module; give a mapping of names to tensors",
@@ -47,7 +47,7 @@ def check_mapping(tensors: Any) -> None:
 
 
 def check_names(tensors: Any) -> None:
-    """Raise `InputError` for what `check_mapping` refuses, and for names of PEFT's wrapper."""
+    """Raises `InputError` for what `check_mapping` refuses, and for names of PEFT's wrapper."""
     check_mapping(tensors)
     for name in tensors:
         if name.startswith("base_model.model.") or ".base_layer." in name or ".lora_" in name:

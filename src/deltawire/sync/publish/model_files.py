@@ -25,7 +25,7 @@ _DEVICE = re.compile(r"(CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9])\Z")
 
 
 def portable_name(name: str) -> bool:
-    """Return whether ``name`` is one word that every system takes for a file's name.
+    """Returns whether ``name`` is one word that every system takes for a file's name.
 
     Names of Windows' devices, such as ``con.json``, are not.
     """
@@ -34,12 +34,12 @@ def portable_name(name: str) -> bool:
 
 
 def may_be_carried(name: str) -> bool:
-    """Return whether a file of this name goes through a run."""
+    """Returns whether a file of this name goes through a run."""
     return portable_name(name) and name.endswith(SUFFIXES) and name not in LEFT_OUT
 
 
 def other_files(path: Path, weights: Collection[str]) -> tuple[dict[str, bytes], list[str]]:
-    """Read the carried files of a directory by name, and list what is left out.
+    """Reads the carried files of a directory by name, and lists what is left out.
 
     ``weights`` are the names of its weight files. Raises `InputError` for a file that is too large,
     or whose name differs from another one in case only.

@@ -31,7 +31,7 @@ class Copier:
         self._pool: ThreadPoolExecutor | None = None
 
     def copy(self, pairs: Iterable[tuple[Bits, Bits | StoredTensor]]) -> None:
-        """Copy the second of each pair, uint[N], into the first.
+        """Copies the second of each pair, uint[N], into the first.
 
         When this returns or raises, no thread writes any more.
         """
@@ -57,13 +57,13 @@ class Copier:
         return self._pool
 
     def close(self) -> None:
-        """End the threads."""
+        """Ends the threads."""
         if self._pool is not None:
             self._pool.shutdown()
 
 
 def _copy_part(target: Bits, source: Bits | StoredTensor, start: int, stop: int) -> None:
-    """Copy elements ``start`` to ``stop``."""
+    """Copies elements ``start`` to ``stop``."""
     if isinstance(source, StoredTensor):
         source.read_into(target[start:stop], start)
     else:
@@ -71,7 +71,7 @@ def _copy_part(target: Bits, source: Bits | StoredTensor, start: int, stop: int)
 
 
 def _finish(running: list[Future[None]]) -> None:
-    """Wait for all; an interrupt meanwhile drops those that have not begun."""
+    """Waits for all; an interrupt meanwhile drops those that have not begun."""
     try:
         wait(running)
     except BaseException:

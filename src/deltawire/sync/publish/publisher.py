@@ -168,7 +168,7 @@ class Publisher:
         files: list[ModelFile] | None = None,
         expected: Digest | None = None,
     ) -> int:
-        """Copy ``tensors``, commit them in the background, and return their version number.
+        """Copies ``tensors``, commits them in the background, and returns their version number.
 
         ``tensors`` maps names to contiguous arrays or CPU tensors of the run's shapes and dtypes;
         of tied ones, any name or all. With ``partial``, tensors that are left out keep their bits,
@@ -194,7 +194,7 @@ class Publisher:
         return step.version
 
     def holds(self, tensors: Mapping[str, Any]) -> bool:
-        """Return whether the newest version has the bits of ``tensors``, some or all of the run's.
+        """Returns whether the newest version has the bits of ``tensors``, some or all of the run's.
 
         Waits for the version under way, and raises what it failed with.
         """
@@ -211,7 +211,7 @@ class Publisher:
         return self.version >= 0
 
     def flush(self) -> None:
-        """Wait until the version under way is committed; raises what it failed with."""
+        """Waits until the version under way is committed; raises what it failed with."""
         if self._fenced is not None:
             self._pending = None
             raise self._fenced
@@ -224,7 +224,7 @@ class Publisher:
                     self._pending = None
 
     def settle(self) -> None:
-        """Find out whether a commit that was never answered took place; if so, count it.
+        """Finds out whether a commit that was never answered took place, and counts it if so.
 
         `publish` does this first. Raises `FencedError` if another publisher has taken the run.
         """
@@ -244,7 +244,9 @@ class Publisher:
         self._unanswered = None
 
     def close(self) -> None:
-        """Wait for the version under way and the compactions that are due, and end the threads."""
+        """Waits for the version under way and the compactions that are due, and ends the
+        threads.
+        """
         try:
             if self._pending is not None:
                 self.flush()
@@ -256,8 +258,9 @@ class Publisher:
     def _pairs(
         self, tensors: Mapping[str, Any], *, partial: bool
     ) -> list[tuple[Bits, Bits | StoredTensor]]:
-        """Check all tensors and pair each with its place in the staging buffers, and those left out
-        with the baseline's bits if the staged ones may be others."""
+        """Checks all tensors and pairs each with its place in the staging buffers. Tensors left out
+        are paired with the baseline's bits if the staged ones may differ.
+        """
         staging, differing = self._writer.staging, self._writer.differing
         given: dict[str, Any] = {}
         tied: list[tuple[str, Any]] = []
@@ -356,7 +359,7 @@ class Publisher:
             )
 
     def _check_mine(self, found: Manifest, manifest: Manifest) -> None:
-        """Raise unless ``found``, read from the bucket, is the manifest that was just created."""
+        """Raises unless ``found``, read from the bucket, is the manifest that was just created."""
         if found.nonce == manifest.nonce:
             return
         if found.nonce in self._nonces:
@@ -372,7 +375,7 @@ class Publisher:
         raise self._writer.fence(manifest.version, "another publisher has committed this version")
 
     def _adopt(self, found: Manifest) -> None:
-        """Move the baseline to an earlier attempt's manifest by reading what it committed."""
+        """Moves the baseline to an earlier attempt's manifest by reading what it committed."""
         mirror = load_mirror(self.bucket, self.run, at=found.version)
         if mirror is None:
             raise CorruptError("a committed version is gone", version=found.version)

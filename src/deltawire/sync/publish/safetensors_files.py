@@ -50,7 +50,7 @@ class StoredTensor:
         return self.spec.count * codec.ITEMSIZE[self.spec.dtype]
 
     def read(self, start: int = 0, count: int | None = None) -> Bits:
-        """Read ``count`` elements from ``start`` on (all) as unsigned bits, uint[count]."""
+        """Reads ``count`` elements from ``start`` on (all) as unsigned bits, uint[count]."""
         found = np.empty(
             self.size - start if count is None else count, codec.unsigned_of(self.spec.dtype)
         )
@@ -58,7 +58,7 @@ class StoredTensor:
         return found
 
     def read_into(self, target: Bits, start: int = 0) -> None:
-        """Fill ``target`` with elements from ``start`` on.
+        """Fills ``target`` with elements from ``start`` on.
 
         Raises `CheckpointDirError` if the file ends before they do.
         """
@@ -82,7 +82,7 @@ class StoredTensor:
 
 
 def read_safetensors(directory: Path) -> dict[str, Bits]:
-    """Read the tensors of a directory of ``*.safetensors`` files into memory.
+    """Reads the tensors of a directory of ``*.safetensors`` files into memory.
 
     They come as unsigned bits in their shapes; the dtypes are `safetensors_table`'s. Raises
     `InputError` for a directory that has none, a name in two files, or a damaged file.
@@ -92,7 +92,7 @@ def read_safetensors(directory: Path) -> dict[str, Bits]:
 
 
 def safetensors_table(directory: Path) -> list[TensorSpec]:
-    """Return the tensor table of a directory of ``*.safetensors`` files, in name order.
+    """Returns the tensor table of a directory of ``*.safetensors`` files, in name order.
 
     Raises as `read_safetensors` does.
     """
@@ -101,7 +101,9 @@ def safetensors_table(directory: Path) -> list[TensorSpec]:
 
 
 def safetensors_in(files: Sequence[Path]) -> list[StoredTensor]:
-    """Find the tensors of some safetensors files of one directory; raises as `read_safetensors`."""
+    """Finds the tensors of some safetensors files of one directory; raises as
+    `read_safetensors`.
+    """
     found = [tensor for path in files for tensor in _tensors_of(path)]
     seen: set[str] = set()
     for tensor in found:

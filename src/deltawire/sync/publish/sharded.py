@@ -162,7 +162,7 @@ class ShardPublisher:
         keys.part(0, session, rank)  # A session that cannot name an object is refused now.
 
     def _check_pieces(self) -> None:
-        """Raise `InputError` if a version of all ranks could exceed what readers take.
+        """Raises `InputError` if a version of all ranks could exceed what readers take.
 
         Every range of a rank that begins inside a chunk divides a piece in two; the other ranks
         are taken to have as many of these as this one.
@@ -202,7 +202,7 @@ class ShardPublisher:
         partial: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> int:
-        """Copy this rank's ``shards`` and commit them with the other ranks' as the next version.
+        """Copies this rank's ``shards`` and commits them with the other ranks' as the next version.
 
         ``shards`` maps names to contiguous flat or shaped arrays or CPU tensors, of as many
         elements as the mirror holds. With ``partial``, shards that are left out keep their bits,
@@ -220,7 +220,7 @@ class ShardPublisher:
         return version
 
     def flush(self) -> None:
-        """Wait until the version under way is committed; raises what it failed with."""
+        """Waits until the version under way is committed; raises what it failed with."""
         if self._failure is not None:
             raise self._failure
         if self._pending is None:
@@ -234,7 +234,7 @@ class ShardPublisher:
         self._pending = None
 
     def close(self) -> None:
-        """Wait for the version under way and end the threads."""
+        """Waits for the version under way and ends the threads."""
         try:
             if self._failure is None:
                 self.flush()
@@ -302,7 +302,7 @@ class ShardPublisher:
             )
 
     def _refuse(self, version: int, error: Exception) -> None:
-        """Tell the other ranks at once why this one fails, unless one of them said so before."""
+        """Tells the other ranks at once why this one fails, unless one of them said so before."""
         key = keys.refusal(version, self._session)
         reason = error.message if isinstance(error, DeltawireError) else str(error)
         refusal = Refusal(
@@ -315,7 +315,7 @@ class ShardPublisher:
             self.bucket.create(key, seal(refusal, key=key, signer=self._writer.signer))
 
     def _check_refusal(self, version: int) -> None:
-        """Raise `ResyncError` if another rank said that it cannot take part in this version.
+        """Raises `ResyncError` if another rank said that it cannot take part in this version.
 
         Raises `FencedError` instead if another publisher has taken the run: that rank may have been
         the first to notice.

@@ -39,7 +39,7 @@ from deltawire.wire.seal import Signer
 def table_of(
     tensors: Mapping[str, Any], *, stored: Collection[str] = ()
 ) -> tuple[list[TensorSpec], dict[str, str]]:
-    """Return the tensor table of a mapping, in name order, and the aliases of its tied tensors.
+    """Returns the tensor table of a mapping, in name order, and the aliases of its tied tensors.
 
     Tensors are tied if they are the same contiguous memory in the same shape. One name of them is
     kept: one in ``stored``, or else the first in the mapping's order, which is the checkpoints'
@@ -76,7 +76,7 @@ def open_publisher(
     run_id: str = "",
     **options: Any,
 ) -> Publisher:
-    """Open a publisher of models like ``tensors``: of the run in the bucket, or of a new one.
+    """Opens a publisher of models like ``tensors``: of the run in the bucket, or of a new one.
 
     ``bucket`` may be its location; a folder is made. ``tensors`` maps names to arrays or CPU
     tensors; ``deltawire.tensors_of(model)`` gives those of a module.
@@ -130,7 +130,7 @@ def open_publisher(
 def continue_publisher(
     bucket: Bucket, *, signer: Signer | None = None, **options: Any
 ) -> Publisher:
-    """Open a publisher of the run in the bucket, from its newest version, with the next epoch.
+    """Opens a publisher of the run in the bucket, from its newest version, with the next epoch.
 
     ``options`` go to `Publisher`. Raises `InputError` if there is no run.
     """
@@ -142,7 +142,7 @@ def continue_publisher(
 def _continued(
     bucket: Bucket, run: Run, signer: Signer | None, options: dict[str, Any]
 ) -> Publisher:
-    """Open a publisher that continues a run from its newest version, if it has one."""
+    """Opens a publisher that continues a run from its newest version, if it has one."""
     newest = newest_readable(bucket, run)
     mirror = load_mirror(bucket, run)
     epochs = [manifest.epoch for manifest in (newest, _head(bucket, run, mirror)) if manifest]
@@ -165,7 +165,7 @@ def _describe(
     name: str,
     chunk: int | None,
 ) -> Run:
-    """Describe a new run of these tensors."""
+    """Describes a new run of these tensors."""
     return Run(
         name=name,
         created_at=time.time(),
@@ -177,7 +177,7 @@ def _describe(
 
 
 def stored_files(bucket: Bucket, directory: Path) -> list[ModelFile]:
-    """Store the other files of a model directory; raises `InputError` if it has no config.json."""
+    """Stores the other files of a model directory; raises `InputError` if it has no config.json."""
     if not (directory / "config.json").is_file():
         raise InputError(
             f"{directory} has no config.json", hint="give a Hugging Face model directory"
@@ -197,7 +197,7 @@ def _check_same_model(
     specs: list[TensorSpec],
     aliases: dict[str, str],
 ) -> None:
-    """Raise `InputError` unless a publisher of ``tensors`` can continue or start ``run``."""
+    """Raises `InputError` unless a publisher of ``tensors`` can continue or starts ``run``."""
     same = run.tensors == specs and run.aliases == aliases
     if same and newest_version(bucket) is None:
         same = run.digest == _digest_of(tensors, specs).hex()
@@ -206,7 +206,7 @@ def _check_same_model(
 
 
 def _digest_of(tensors: Mapping[str, Any], specs: Sequence[TensorSpec]) -> Digest:
-    """Compute the digest of a model, reading tensors that lie in files one at a time."""
+    """Computes the digest of a model, reading tensors that lie in files one at a time."""
     total = codec.ZERO
     for spec in specs:
         value = tensors[spec.name]

@@ -19,7 +19,7 @@ from deltawire.train.loss.inputs import (
 
 
 def correction_weights(inputs: LossInputs, corrections: Sequence[CorrectionConfig]) -> Tensor:
-    """The product of all corrections' weights, without a gradient: float[N, C].
+    """Returns the product of all corrections' weights, without a gradient: float[N, C].
 
     With w = exp(log π_old − log μ) of a token, a correction is a level and an action:
 

@@ -36,8 +36,8 @@ class PolicyLoss:
 
 @cache
 def surrogate_named(name: str) -> Surrogate:
-    """The function that `deltawire.config.SURROGATES` registers under ``name``, or the one that
-    ``module:function`` names.
+    """Returns the function that `deltawire.config.SURROGATES` registers under ``name``, or the one
+    that ``module:function`` names.
 
     Raises `InputError` for a module that this machine does not trust, or without that function.
     """
@@ -54,7 +54,7 @@ def surrogate_named(name: str) -> Surrogate:
 
 
 def _token_losses(config: LossConfig, inputs: LossInputs) -> TokenLosses:
-    """Call the surrogate; raises `InputError` if a custom one raises or returns something else."""
+    """Calls the surrogate; raises `InputError` if a custom one raises or returns something else."""
     bounds = ClipBounds(*config.clip_bounds, config.dual_clip_bound)
     surrogate = surrogate_named(config.surrogate)
     if config.surrogate in SURROGATES:

@@ -31,7 +31,7 @@ def rules_of(
     *,
     not_matrices: AbstractSet[str] = frozenset(),
 ) -> dict[str, Rule]:
-    """Return the rule of each parameter, by name.
+    """Returns the rule of each parameter, by name.
 
     Muon takes whole matrices: 2-D parameters, and 3-D stacks of one matrix per expert. AdamW takes
     the rest, and what only looks like a matrix: ``not_matrices`` (embeddings and the head, whose

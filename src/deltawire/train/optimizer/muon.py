@@ -22,7 +22,7 @@ EPSILON = 1e-7
 
 
 def orthogonalize(update: Tensor) -> Tensor:
-    """Return the nearest semi-orthogonal matrix, roughly: singular values within 0.7 to 1.2.
+    """Returns the nearest semi-orthogonal matrix, roughly: singular values within 0.7 to 1.2.
 
     ``update`` is [out, in], or a stack [E, out, in] of separate matrices; the result is bf16.
     """
@@ -41,8 +41,9 @@ def orthogonalize(update: Tensor) -> Tensor:
 
 
 def scaled_rate(rate: float, shape: torch.Size, scale: str) -> float:
-    """The rate for one matrix: ``match_rms_adamw`` makes updates as large as AdamW's (Liu et al.
-    2025, eq. 4: 0.2·√max(out, in)), ``original`` is √max(1, out/in)."""
+    """Returns the rate for one matrix: ``match_rms_adamw`` makes updates as large as AdamW's (Liu
+    et al. 2025, eq. 4: 0.2·√max(out, in)), ``original`` is √max(1, out/in).
+    """
     rows, columns = shape[-2:]
     if scale == "original":
         return rate * math.sqrt(max(1, rows / columns))
@@ -59,7 +60,7 @@ def muon_step(
     beta: float,
     scale: str,
 ) -> None:
-    """Move ``master`` in place, and its ``momentum``, which holds this rank's elements only.
+    """Moves ``master`` in place, and its ``momentum``, which holds this rank's elements only.
 
     ``master`` and ``gradient`` are of one layout: plain, or DTensors of the same placements. All
     ranks of a sharded matrix must call this together.
@@ -72,7 +73,9 @@ def muon_step(
 
 
 def _orthogonal_shard(update: Tensor, like: Tensor) -> Tensor:
-    """Orthogonalize this rank's ``update``, gathered first where a rank holds no whole matrices."""
+    """Orthogonalizes this rank's ``update``, gathered first where a rank holds no whole
+    matrices.
+    """
     if not isinstance(like, DTensor) or _holds_whole_matrices(like):
         return orthogonalize(update) if update.numel() else update
     whole = orthogonalize(placed_like(like, update).full_tensor())

@@ -45,7 +45,7 @@ def open_optimizer(
     *,
     not_matrices: AbstractSet[str] = frozenset(),
 ) -> Optimizer:
-    """Open the optimizer that ``config`` names on float32 parameters, plain or DTensors.
+    """Opens the optimizer that ``config`` names on float32 parameters, plain or DTensors.
 
     ``not_matrices`` are names of embeddings and of the head, which Muon does not take. Raises
     `InputError` if parameter groups and parameters do not fit.
@@ -91,7 +91,8 @@ class Optimizer:
         *,
         settings: StepSettings | None = None,
     ) -> None:
-        """Make the ``number``-th step, counted from 1; parameters without a gradient do not change.
+        """Makes the ``number``-th step, counted from 1; parameters without a gradient do not
+        change.
 
         Gradients are expected to be clipped already. ``settings`` replace the configuration's
         rates, decay and Adam's constants, and the schedule, for this step.
@@ -148,7 +149,7 @@ class Optimizer:
             )
 
     def state(self) -> dict[str, Tensor]:
-        """Return the states themselves, by stable names: ``adam/exp_avg/NAME`` and the like.
+        """Returns the states themselves, by stable names: ``adam/exp_avg/NAME`` and the like.
 
         States of DTensors are DTensors of the same placements.
         """
@@ -161,7 +162,7 @@ class Optimizer:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a `state` into this one; raises `CorruptError` if it does not fit."""
+        """Copies a `state` into this one; raises `CorruptError` if it does not fit."""
         for label, own in self.state().items():
             saved = state.get(label)
             if saved is None or saved.shape != own.shape:
@@ -186,5 +187,5 @@ def _buckets(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _placed(parameter: Tensor, state: Tensor) -> Tensor:
-    """The state as the parameter is placed."""
+    """Returns the state as the parameter is placed."""
     return placed_like(parameter, state) if isinstance(parameter, DTensor) else state

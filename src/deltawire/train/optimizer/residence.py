@@ -30,11 +30,11 @@ class DeviceStates:
         self.held: States = {}
 
     def add(self, name: str, key: str, like: Tensor) -> None:
-        """Make a state of zeros."""
+        """Makes a state of zeros."""
         self.held.setdefault(name, {})[key] = torch.zeros_like(like)
 
     def over(self, buckets: Sequence[Sequence[str]]) -> Iterator[States]:
-        """Yield the states of each bucket in turn, to be changed in place."""
+        """Yields the states of each bucket in turn, to be changed in place."""
         for names in buckets:
             yield {name: self.held[name] for name in names}
 
@@ -48,14 +48,16 @@ class HostStates:
         self._streams: dict[torch.device, Any] = {}
 
     def add(self, name: str, key: str, like: Tensor) -> None:
-        """Make a state of zeros, pinned if a GPU is to read it."""
+        """Makes a state of zeros, pinned if a GPU is to read it."""
         pinned = like.device.type == "cuda"
         state = torch.zeros(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
         self.held.setdefault(name, {})[key] = state
         self._devices[name] = like.device
 
     def over(self, buckets: Sequence[Sequence[str]]) -> Iterator[States]:
-        """Yield copies of each bucket's states on the device in turn, and store them afterwards."""
+        """Yields copies of each bucket's states on the device in turn, and stores them
+        afterwards.
+        """
         coming = self._fetch(buckets[0]) if buckets else {}
         leaving: States = {}
         for number, names in enumerate(buckets):
@@ -78,7 +80,7 @@ class HostStates:
         return found
 
     def _await_copies(self, states: States) -> None:
-        """Let the main stream wait for the states, and keep their memory until it is done."""
+        """Lets the main stream wait for the states, and keeps their memory until it is done."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         for name, ones in states.items():
@@ -87,7 +89,7 @@ class HostStates:
                     state.record_stream(torch.cuda.current_stream(state.device))
 
     def _store(self, names: Sequence[str], states: States, *, after: States) -> States:
-        """Copy a bucket back once it is updated; ``after`` is the bucket before, now released."""
+        """Copies a bucket back once it is updated; ``after`` is the bucket before, now released."""
         after.clear()
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -105,7 +107,8 @@ class HostStates:
         return torch.cuda.stream(self._streams[device])
 
     def _finish(self) -> None:
-        """Wait until all states are in host memory: the next reader may be the CPU, for a
-        checkpoint."""
+        """Waits until all states are in host memory: the next reader may be the CPU, for a
+        checkpoint.
+        """
         for stream in self._streams.values():
             stream.synchronize()

@@ -8,7 +8,7 @@ from deltawire.config import ScheduleConfig
 
 
 def rate_factor(config: ScheduleConfig, step: int) -> float:
-    """The factor on every group's learning rate in the ``step``-th optimizer step, from 1.
+    """Returns the factor on every group's learning rate in the ``step``-th optimizer step, from 1.
 
     It rises linearly to 1 over ``warmup_steps``, follows the schedule until ``steps``, and stays at
     ``floor`` from there on. ``wsd`` (warm-up, stable, decay; Hu et al. 2024, MiniCPM) stays at 1

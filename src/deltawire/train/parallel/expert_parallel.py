@@ -32,8 +32,9 @@ from deltawire.train.parallel.mesh import TrainerMesh
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
-    """The model's stacks of experts, by name: modules of transformers' experts interface, which
-    take hidden states [T, H], chosen experts [T, K] and their weights [T, K]."""
+    """Returns the model's stacks of experts, by name: modules of transformers' experts interface,
+    which take hidden states [T, H], chosen experts [T, K] and their weights [T, K].
+    """
     return {
         name: module
         for name, module in model.named_modules()
@@ -85,7 +86,7 @@ def _divide(name: str, module: Any, over: DeviceMesh) -> None:
 
 
 def _dispatched(module: Any, mesh: TrainerMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The module's forward for experts that are divided over ranks."""
+    """Returns the module's forward for experts that are divided over ranks."""
     own_forward: Callable[[Tensor, Tensor, Tensor], Tensor] = module.forward
     tensor, held = mesh.tensor, module.num_experts
     width = 1 if tensor is None else tensor.size()
@@ -119,8 +120,9 @@ def _dispatched(module: Any, mesh: TrainerMesh) -> Callable[[Tensor, Tensor, Ten
 def _computed(
     forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows_RH: Tensor, experts_R: Tensor
 ) -> Tensor:
-    """The experts' results, not weighed. No rows at all become one whose result is dropped: every
-    rank computes, so that every parameter has a gradient."""
+    """Returns the experts' results, not weighed. No rows at all become one whose result is dropped:
+    every rank computes, so that every parameter has a gradient.
+    """
     count = len(rows_RH)
     if not count:
         rows_RH = torch.cat([rows_RH, rows_RH.new_zeros(1, rows_RH.shape[1])])

@@ -49,13 +49,14 @@ def compute_on_parts(module: Any, gradients: Sequence[Placement] | None = None) 
 
 
 def copied(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tensor itself, which all ranks of ``mesh`` hold, as the input of a part that each rank
-    computes differently: its gradient is the sum over them."""
+    """Returns the tensor itself, which all ranks of ``mesh`` hold, as the input of a part that each
+    rank computes differently: its gradient is the sum over them.
+    """
     shared = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return shared.to_local(grad_placements=[Partial()])
 
 
 def added(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of all ranks' tensors; each gets the sum's gradient."""
+    """Returns the sum of all ranks' tensors; each gets the sum's gradient."""
     summands = DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
     return summands.redistribute(placements=[Replicate()]).to_local()

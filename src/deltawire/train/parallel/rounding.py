@@ -47,7 +47,7 @@ class RoundedShard(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values32: Tensor, through: torch.dtype) -> RoundedShard:
-        """Wrap a plain tensor, which is not copied."""
+        """Wraps a plain tensor, which is not copied."""
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls,
             values32.size(),
@@ -74,7 +74,7 @@ class RoundedShard(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation on the fp32 values."""
+        """Runs an operation on the fp32 values."""
         through: list[torch.dtype] = []
 
         def unwrap(one: RoundedShard) -> Tensor:

@@ -66,7 +66,7 @@ def divide_layers(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _planned(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
-    """The modules that the plan names, without embedding and head: name, module, style.
+    """Returns the modules that the plan names, without embedding and head: name, module, style.
 
     Raises `InputError` for a style that is not known here.
     """
@@ -89,7 +89,7 @@ def _planned(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _check_heads(model: Any, planned: list[tuple[str, nn.Module, str]], ranks: int) -> None:
-    """Raise `InputError` unless whole heads are divided."""
+    """Raises `InputError` unless whole heads are divided."""
     if not any("attn" in name and style == "colwise" for name, _, style in planned):
         return
     config = model.config.get_text_config()
@@ -128,7 +128,7 @@ def _divide(name: str, module: Any, style: str, mesh: DeviceMesh) -> None:
 
 
 def _divide_vocabulary(model: Any, mesh: DeviceMesh) -> None:
-    """Divide embedding and head by entries of the vocabulary; leave both if it does not divide."""
+    """Divides embedding and head by vocabulary entries; leaves both whole if it does not divide."""
     embedding = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -146,7 +146,7 @@ def _divide_vocabulary(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _whole_logits(head: Any, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """A head's forward where its result is wanted whole, as by a probe of the model."""
+    """Returns a head's forward where its result is wanted whole, as by a probe of the model."""
 
     def forward(hidden: Tensor) -> Tensor:
         shared = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
@@ -158,7 +158,9 @@ def _whole_logits(head: Any, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 
 
 def _placed(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
-    """The parameter divided along a dimension, or held by all ranks; every rank has it already."""
+    """Returns the parameter divided along a dimension, or held by all ranks; every rank has it
+    already.
+    """
     placement = Replicate() if dim is None else Shard(dim)
     placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     return nn.Parameter(placed, requires_grad=parameter.requires_grad)
