@@ -23,6 +23,8 @@ Activity = Literal["start", "wait", "sample", "train", "publish", "swap", "evalu
 MAX_LINE = 64 * 1024
 MAX_STEP_GROUPS = 1 << 20
 """The most groups of a step that a reader expands from counts."""
+_LARGEST_EXPONENT = 700.0
+"""The exponential of more is not a float."""
 
 
 class _Event(msgspec.Struct, tag_field="event", frozen=True, kw_only=True):
@@ -175,6 +177,36 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     sets: dict[str, HeldoutScore] = {}
 
 
+class SourceLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean cross-entropy in nats a token over ``tokens`` of ``documents``, and its exponential;
+    None if it was not finite."""
+
+    loss: float | None
+    perplexity: float | None
+    tokens: int
+    documents: int
+
+    @classmethod
+    def of(cls, total: float, *, tokens: int, documents: int) -> SourceLoss:
+        """Divide a sum over the tokens."""
+        loss = total / tokens
+        perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+        return cls(
+            loss=known(loss), perplexity=known(perplexity), tokens=tokens, documents=documents
+        )
+
+
+class HeldoutLoss(_Event, tag="heldout_loss", frozen=True, kw_only=True):
+    """The loss of one version on held-out documents: over the tokens of all ``sources`` together,
+    and of each by its name."""
+
+    at: float
+    version: int
+    total: SourceLoss
+    sources: dict[str, SourceLoss]
+    seconds: float
+
+
 class Diverged(_Event, tag="diverged", frozen=True, kw_only=True):
     """Reward and a probe diverged in a family of tasks (``*`` for all together).
 
@@ -289,6 +321,7 @@ Event = (
     | Swapped
     | Generated
     | Evaluated
+    | HeldoutLoss
     | WarmStep
     | Parity
     | Diverged

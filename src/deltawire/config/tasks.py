@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -190,6 +191,37 @@ class DocumentStreamConfig(Section, frozen=True, kw_only=True):
     weight: Positive = 1.0
     """Its share of the documents."""
     shuffle: bool = True
+    name: Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,39})?\Z")] = ""
+    """Its name among the held-out losses; otherwise that of the file or folder."""
+    heldout_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """The share of its rows that is never trained on, and on which the loss is measured. No seed
+    changes which rows these are."""
+
+    @property
+    def source(self) -> str:
+        """The name of its held-out loss."""
+        return self.name or re.sub(r"[^A-Za-z0-9_.-]", "-", PurePath(self.path).stem)[:40]
+
+
+class HeldoutStreamConfig(Section, frozen=True, kw_only=True):
+    """Documents that are only measured on, never trained on."""
+
+    name: SetName
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    split: Annotated[str, Meta(max_length=128)] = ""
+    column: Annotated[str, Meta(min_length=1, max_length=128)] = "text"
+
+
+class HeldoutLossConfig(Section, frozen=True, kw_only=True):
+    """Mean cross-entropy on documents that are not trained on, at version 0, every so many
+    versions, and at the last."""
+
+    every: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 20
+    """0 measures nothing."""
+    tokens: Count = 262_144
+    """The most tokens of each source: a fixed sample of its documents where it has more."""
+    streams: Annotated[list[HeldoutStreamConfig], Meta(max_length=100)] = []
+    """Documents in addition to the ``heldout_share`` of the streams that are trained on."""
 
 
 class MidtrainConfig(Section, frozen=True, kw_only=True):
@@ -200,3 +232,16 @@ class MidtrainConfig(Section, frozen=True, kw_only=True):
     tokens_per_step: Count = 65_536
     sequence_length: Annotated[int, Meta(ge=2, le=1_000_000_000)] = 4096
     """Longer documents are cut into pieces of this many tokens."""
+    heldout: HeldoutLossConfig = HeldoutLossConfig()
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """Find settings that contradict each other: the reason and what to do, or None."""
+        names = [one.source for one in self.streams if one.heldout_share]
+        names += [one.name for one in self.heldout.streams]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            return (
+                f"two held-out sources of midtrain have the name {twice}",
+                "give each a name of its own, as midtrain.streams.name",
+            )
+        return None

@@ -23,7 +23,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from deltawire.dashboard.figures import FIGURES, Figure
+from deltawire.dashboard.figure import Figure
+from deltawire.dashboard.figures import FIGURES
 from deltawire.dashboard.status import RunStatus, Watch
 from deltawire.display import legible
 from deltawire.errors import DeltawireError, InputError

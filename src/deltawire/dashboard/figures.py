@@ -14,58 +14,14 @@ To add a figure, add a row here. Exporter and trackers then have it, if it names
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final, Literal, TypeVar
 
+from deltawire.dashboard.figure import Figure, Unit
 from deltawire.dashboard.state import RunState
-from deltawire.dashboard.wording import MISSING, byte_size, duration, milliseconds, percent
-from deltawire.dashboard.wording import figure as significant
 from deltawire.events import Gaps, Generated, Parity, Published, Step
 
-Unit = Literal["", "share", "bytes", "ms", "s", "versions", "1/min", "1/s", "nats"]
-Labels = tuple[tuple[str, str], ...]
-
 _E = TypeVar("_E", Generated, Parity, Published, Step)
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A row of the table; ``of`` returns None where nothing was measured.
-
-    ``metric`` and ``labels`` name the gauge, ``tracked`` the series of a tracker; a figure without
-    one is not exported there. A dot in the name leads into a nested part of the status.
-
-    Example::
-
-        Figure("reward", "", "Mean reward of the newest step's groups", lambda state: ...)
-    """
-
-    name: str
-    unit: Unit
-    help: str
-    of: Callable[[RunState], float | None]
-    metric: str = ""
-    labels: Labels = ()
-    tracked: str = ""
-
-    def text(self, value: float | None) -> str:
-        """Write a value for people, by the unit."""
-        match self.unit:
-            case _ if value is None:
-                return MISSING
-            case "share":
-                return percent(value)
-            case "bytes":
-                return byte_size(value)
-            case "ms":
-                return milliseconds(value)
-            case "s":
-                return duration(value)
-            case _ if isinstance(value, int):
-                return f"{value:,}"
-            case _:
-                return significant(value)
 
 
 def _of_step(
@@ -209,6 +165,17 @@ def _heldout(
     )
 
 
+def _heldout_loss(
+    part: Literal["loss", "perplexity"], at: Callable[[Iterable[int]], int] = max
+) -> Callable[[RunState], float | None]:
+    """A figure of the newest held-out loss, or with ``min`` of the first."""
+    return lambda state: (
+        getattr(state.heldout_losses[at(state.heldout_losses)].total, part)
+        if state.heldout_losses
+        else None
+    )
+
+
 def _numeric(of: Callable[[Gaps], float]) -> Callable[[RunState], Iterable[float]]:
     """Values over the batches that have tokens of the trained version itself."""
     return lambda state: (of(b.numeric) for b in state.parity.values() if b.numeric.tokens)
@@ -284,6 +251,36 @@ FIGURES: Final = (
         "share",
         "Held-out accuracy of greedy answers, first measured",
         _heldout("greedy", min),
+    ),
+    Figure(
+        "heldout_loss",
+        "nats",
+        "Loss on held-out documents a token, newest measured",
+        _heldout_loss("loss"),
+        metric="heldout_loss_nats",
+        tracked="heldout/loss",
+    ),
+    Figure(
+        "heldout_loss_first",
+        "nats",
+        "Loss on held-out documents a token, first measured",
+        _heldout_loss("loss", min),
+    ),
+    Figure(
+        "heldout_perplexity",
+        "",
+        "Perplexity on held-out documents, newest measured",
+        _heldout_loss("perplexity"),
+        metric="heldout_perplexity",
+        tracked="heldout/perplexity",
+    ),
+    Figure(
+        "heldout_loss_version",
+        "",
+        "The version that the held-out loss was measured at",
+        lambda state: max(state.heldout_losses) if state.heldout_losses else None,
+        metric="heldout_loss_version",
+        tracked="heldout/loss_version",
     ),
     _of_step("loss", "", "Loss of the newest step", lambda step: step.loss),
     _of_step("grad_norm", "", "Gradient norm of the newest step", lambda step: step.grad_norm),

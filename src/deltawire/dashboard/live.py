@@ -17,7 +17,7 @@ from rich.text import Text
 from deltawire.dashboard.figures import text, value, whole
 from deltawire.dashboard.probes import flags, summary_of_streams
 from deltawire.dashboard.state import ProcessState, RunState
-from deltawire.dashboard.summary import Summary, WorkerVerdict
+from deltawire.dashboard.summary import HeldoutLosses, Summary, WorkerVerdict
 from deltawire.dashboard.wording import (
     MISSING,
     byte_size,
@@ -113,7 +113,11 @@ class LiveView:
         parts = [f"version {state.version or 0}/{self.target_versions}"]
         if state.evaluated:
             parts.append(f"held-out {text('heldout', state)} (from {text('heldout_first', state)})")
-        if state.steps:
+        if state.heldout_losses:
+            first = text("heldout_loss_first", state)
+            parts.append(f"held-out loss {text('heldout_loss', state)} (from {first})")
+            parts.append(f"loss {text('loss', state)}")
+        elif state.steps:
             parts.append(f"reward {text('reward', state)}")
         if (most := whole("staleness.total.max", state)) is not None:
             mean = text("staleness_newest", state)
@@ -183,15 +187,8 @@ class LiveView:
         grid.add_column(no_wrap=True, min_width=9)
         grid.add_column(no_wrap=True, ratio=5)
         grid.add_column(no_wrap=True, ratio=4)
-        curve = state.accuracy_curve
         rewards = [reward for _, reward in state.reward_curve]
-        first = f"from {text('heldout_first', state)} at {curve[0][0]}" if len(curve) > 1 else ""
-        grid.add_row(
-            "held-out accuracy",
-            Text(text("heldout", state), "bold green"),
-            Text(first, "dim"),
-            Sparkline([accuracy for _, accuracy in curve], "green"),
-        )
+        grid.add_row(*_heldout_row(state))
         grid.add_row(
             "training reward",
             Text(text("reward", state), "bold"),
@@ -297,7 +294,9 @@ def _closing_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
     pace = f" · {figure(summary.steps_per_minute)} a minute" if summary.steps_per_minute else ""
     swap = milliseconds(summary.swap_ms)
     rows: list[tuple[str, RenderableType]] = [
-        (
+        _closing_losses(summary.heldout_loss)
+        if summary.heldout_loss
+        else (
             "held-out accuracy",
             Text.assemble(
                 percent(heldout.first),
@@ -357,6 +356,19 @@ def _closing_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
     return [*rows, *_verdict_rows(summary.workers)]
 
 
+def _closing_losses(losses: HeldoutLosses) -> tuple[str, RenderableType]:
+    first, last, perplexity = (
+        MISSING if number is None else figure(number)
+        for number in (losses.first, losses.last, losses.perplexity)
+    )
+    tokens = sum(one.tokens for one in losses.sources.values())
+    words = f"   nats a token on {tokens:,} tokens; perplexity {perplexity}"
+    return (
+        "held-out loss",
+        Text.assemble(first, (" → ", "dim"), (last, "bold green"), (words, "dim")),
+    )
+
+
 def _proof_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
     proof = summary.proof
     if proof is None:
@@ -408,6 +420,19 @@ def _mark(good: bool | None) -> tuple[str, str]:
 
 def _number(value: int | None) -> Text:
     return Text(MISSING if value is None else str(value), "dim" if value is None else "")
+
+
+def _heldout_row(state: RunState) -> tuple[RenderableType, ...]:
+    """Render held-out accuracy, or the loss on held-out documents where that is measured."""
+    losses = state.heldout_loss_curve
+    name, curve = ("heldout_loss", losses) if losses else ("heldout", state.accuracy_curve)
+    first = f"from {text(f'{name}_first', state)} at {curve[0][0]}" if len(curve) > 1 else ""
+    return (
+        "held-out loss" if losses else "held-out accuracy",
+        Text(text(name, state), "bold green"),
+        Text(first, "dim"),
+        Sparkline([value_ for _, value_ in curve], "green"),
+    )
 
 
 def _parity_columns(parity: Parity) -> tuple[Text, Text, Text]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from deltawire.dashboard.state import ProcessState, RunState
@@ -36,6 +36,7 @@ _WIDE, _HALF = 9.6, 4.6  # inches; the page sets both at 1.5 CSS pixels a point
 _FINEST = 2000  # columns across the timeline
 _MAX_BARS = 9000  # about 70 bytes each
 _MAX_ROWS = 40
+_MAX_SOURCES = 8
 _MAX_POINTS = 2000
 LABEL_SHARE = 0.04
 """Room of a version's label on the timeline, as a share of its width: five digits at 8 points."""
@@ -45,6 +46,7 @@ class Charts(NamedTuple):
     """One ``<svg>`` element for each chart; empty without data."""
 
     accuracy: str
+    losses: str
     staleness: str
     bytes: str
     timeline: str
@@ -61,7 +63,7 @@ class Bar(NamedTuple):
 
 
 def charts(state: RunState, bound: int) -> Charts:
-    """Draw all four with matplotlib, which is imported here."""
+    """Draw all of them with matplotlib, which is imported here."""
     from matplotlib import rc_context
 
     settings: Any = {
@@ -82,6 +84,7 @@ def charts(state: RunState, bound: int) -> Charts:
         warnings.filterwarnings("ignore", message="Glyph")
         return Charts(
             accuracy=_accuracy(state),
+            losses=_losses(state),
             staleness=_staleness(state, bound),
             bytes=_bytes(state),
             timeline=_timeline(state),
@@ -129,8 +132,8 @@ def _extent(share: dict[Activity, float], activity: Activity) -> tuple[float, fl
 
 def _accuracy(state: RunState) -> str:
     curve, rewards = state.accuracy_curve, state.reward_curve
-    if not curve and not rewards:
-        return ""
+    if not curve and (not rewards or state.heldout_losses):
+        return ""  # A run on documents has no rewards.
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = _figure(_WIDE, 2.9, left=0.058, right=0.985, bottom=0.135)
@@ -166,6 +169,45 @@ def _accuracy(state: RunState) -> str:
     return _svg(figure, "accuracy")
 
 
+def _losses(state: RunState) -> str:
+    curve = state.heldout_loss_curve
+    if not curve:
+        return ""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = _figure(_WIDE, 2.9, left=0.058, right=0.985, bottom=0.135)
+    newest = state.newest_heldout_loss
+    names = sorted(newest.sources)[:_MAX_SOURCES] if newest else []
+    for name in names if len(names) > 1 else ():
+        points = [
+            (version, loss)
+            for version, _ in curve
+            if (one := state.heldout_losses[version].sources.get(name)) is not None
+            and (loss := one.loss) is not None
+        ]
+        if not points:
+            continue
+        at, level = [version for version, _ in points], [loss for _, loss in points]
+        axes.plot(at, level, color=_PAINT["second"], lw=1, alpha=0.75)
+        axes.annotate(
+            legible(name, 24),
+            (at[-1], level[-1]),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="right",
+            color=_PAINT["second"],
+        )
+    at, level = [version for version, _ in curve], [loss for _, loss in curve]
+    dots = {"marker": "o", "markersize": 3.4} if len(curve) <= 80 else {}
+    axes.plot(at, level, color=_PAINT["accent"], lw=2, solid_capstyle="round", **dots)
+    _mark_ends(axes, at, level, "{:.3f}".format)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.margins(x=0.07, y=0.1)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.set_xlabel("version")
+    return _svg(figure, "losses")
+
+
 def _keep_to_shares(axes: Any) -> None:
     """Label an axis in percent, and leave out most of what is below 0 and above 100 %."""
     low, high = axes.get_ylim()
@@ -176,11 +218,20 @@ def _keep_to_shares(axes: Any) -> None:
     )
 
 
-def _mark_ends(axes: Any, at: Sequence[int], level: Sequence[float]) -> None:
-    """Write the first and the last accuracy at their points."""
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _mark_ends(
+    axes: Any,
+    at: Sequence[int],
+    level: Sequence[float],
+    write: Callable[[float], str] = _percent,
+) -> None:
+    """Write the first and the last value at their points."""
     for index, side in ((0, "right"), (-1, "left"))[-min(2, len(at)) :]:
         axes.annotate(
-            f"{100 * level[index]:.1f} %",
+            write(level[index]),
             (at[index], level[index]),
             xytext=(7 if side == "left" else -7, 0),
             textcoords="offset points",

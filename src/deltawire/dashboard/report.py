@@ -116,11 +116,19 @@ def _heads(summary: Summary) -> str:
     audit = f"; {left} left before" if left else ", against the trainer's"
     pace = f"{figure(summary.steps_per_minute)} a minute"
     problems = f"{heldout.problems} problems" if heldout.problems else "not evaluated"
+    accuracy = (
+        "Held-out accuracy",
+        f"{percent(heldout.first)}{arrow}{percent(heldout.last)}",
+        f"first to last evaluated version, {problems}",
+    )
+    losses = summary.heldout_loss
     heads = [
-        (
-            "Held-out accuracy",
-            f"{percent(heldout.first)}{arrow}{percent(heldout.last)}",
-            f"first to last evaluated version, {problems}",
+        accuracy
+        if losses is None
+        else (
+            "Held-out loss",
+            f"{_nats(losses.first)}{arrow}{_nats(losses.last)}",
+            f"nats a token, first to last measured version; perplexity {_nats(losses.perplexity)}",
         ),
         ("Versions", f"{summary.versions}", f"of {summary.target_versions} planned, {pace}"),
         (
@@ -152,6 +160,10 @@ def _heads(summary: Summary) -> str:
     return f'<dl class="heads">{cells}</dl>'
 
 
+def _nats(number: float | None) -> str:
+    return MISSING if number is None else figure(number)
+
+
 def _mark(good: bool | None) -> str:
     if good is None:
         return ""
@@ -166,6 +178,14 @@ def _chart_cards(drawn: Charts, summary: Summary, state: RunState) -> list[str]:
         "each version was trained on.",
         drawn.accuracy,
         _legend(("accent", "held-out accuracy"), ("second", "training reward"), stroke=True),
+        wide=True,
+    )
+    losses = _card(
+        "Held-out loss",
+        "Mean cross-entropy on documents that are never trained on, in nats a token: over all of "
+        "them, and by source.",
+        drawn.losses,
+        "",
         wide=True,
     )
     staleness = _card(
@@ -194,7 +214,7 @@ def _chart_cards(drawn: Charts, summary: Summary, state: RunState) -> list[str]:
         wide=True,
     )
     pair = f'<div class="pair">{staleness}{size}</div>' if staleness or size else ""
-    return [accuracy, pair, timeline]
+    return [losses, accuracy, pair, timeline]
 
 
 def _card(title: str, caption: str, chart: str, legend: str, *, wide: bool = False) -> str:
@@ -292,12 +312,33 @@ def _figures(summary: Summary, state: RunState) -> str:
             )
             for name, score in summary.heldout_sets.items()
         ),
+        *_source_losses(summary),
         ("Groups consumed", f"{summary.groups_consumed:,}"),
         *_proof(summary),
         (BY_NAME["groups_dropped_total"].help, f"{summary.groups_dropped:,}"),
         *_policy_cost(summary.policy_cost),
     ]
     return f'<section class="card"><h2>Figures</h2>{_pairs(rows)}</section>'
+
+
+def _source_losses(summary: Summary) -> list[tuple[str, str]]:
+    """Render rows on the held-out documents; none where none were measured."""
+    losses = summary.heldout_loss
+    if losses is None:
+        return []
+    rows = [
+        (
+            "Held-out loss, nats a token, and perplexity",
+            f"{_nats(losses.first)} → {_nats(losses.last)}; {_nats(losses.perplexity)}",
+        )
+    ]
+    return rows + [
+        (
+            f"· {_safe(name)}: loss, perplexity, tokens",
+            f"{_nats(one.loss)}, {_nats(one.perplexity)}, {one.tokens:,}",
+        )
+        for name, one in losses.sources.items()
+    ]
 
 
 def _policy_cost(cost: PolicyCost) -> list[tuple[str, str]]:

@@ -22,6 +22,8 @@ TRACKED = {row.tracked: row for row in FIGURES if row.tracked}
 
 HELDOUT_SET = "heldout/set/"
 """Prefix of the accuracy on a named held-out set."""
+HELDOUT_SOURCE = "heldout/source/"
+"""Prefix of the loss on a held-out source of documents."""
 STALENESS_MIN = "staleness/min"
 ANSWERED = "at"
 """The time at which a version was published, in seconds since the epoch."""
@@ -50,15 +52,16 @@ def series(
 
     Unknown names have no column. Evaluated versions are chosen apart, since they are few.
     """
-    known = sorted(state.steps.keys() | state.published.keys() | state.evaluated.keys())
+    measured = state.evaluated.keys() | state.heldout_losses.keys()
+    known = sorted(state.steps.keys() | state.published.keys() | measured)
     inside = known[bisect_left(known, first) : None if last is None else bisect_right(known, last)]
     stride = max(1, -(-len(inside) // points))
-    evaluated = [version for version in inside if version in state.evaluated]
+    evaluated = [version for version in inside if version in measured]
     chosen = set(inside[::-1][::stride])
     chosen.update(evaluated[:: max(1, -(-len(evaluated) // points))])
     versions = sorted(chosen)
     wanted = [name for name in names if name in TRACKED or name in (STALENESS_MIN, ANSWERED)]
-    wanted += [name for name in names if name.startswith(HELDOUT_SET)]
+    wanted += [name for name in names if name.startswith((HELDOUT_SET, HELDOUT_SOURCE))]
     columns: dict[str, list[float | None]] = {name: [] for name in wanted}
     swaps = any("swap" in name for name in wanted)
     for version in versions:
@@ -83,6 +86,10 @@ def _value(name: str, version: int, part: RunState) -> float | None:
         return min(ages, default=None)
     if name == ANSWERED:
         return part.published[version].at if version in part.published else None
+    if name.startswith(HELDOUT_SOURCE):
+        losses = part.newest_heldout_loss
+        source = losses.sources.get(name.removeprefix(HELDOUT_SOURCE)) if losses else None
+        return source.loss if source else None
     score = (
         part.evaluated[version].sets.get(name.removeprefix(HELDOUT_SET)) if part.evaluated else None
     )
@@ -248,6 +255,12 @@ def _life(process: ProcessState, life: Life) -> Note:
     return Note(
         at=life.at, process=process.name, text=f"{life.what}{detail}", bad=life.what == "died"
     )
+
+
+def heldout_sources(state: RunState) -> list[str]:
+    """The names of the sources of the newest held-out losses."""
+    newest = state.newest_heldout_loss
+    return sorted(newest.sources) if newest else []
 
 
 def heldout_sets(state: RunState) -> list[str]:

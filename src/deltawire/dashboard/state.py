@@ -33,6 +33,7 @@ from deltawire.events import (
     Evaluated,
     Event,
     Generated,
+    HeldoutLoss,
     Life,
     NoProgress,
     Parity,
@@ -63,7 +64,16 @@ _LATELY_S = 3.0
 _SPECIFIC: tuple[Role, ...] = ("trainer", "evaluator", "reference", "worker", "warm-start")
 
 _Timed = TypeVar(
-    "_Timed", Evaluated, Generated, Parity, Published, SettingsChanged, Step, Swapped, WarmStep
+    "_Timed",
+    Evaluated,
+    Generated,
+    HeldoutLoss,
+    Parity,
+    Published,
+    SettingsChanged,
+    Step,
+    Swapped,
+    WarmStep,
 )
 
 
@@ -226,6 +236,7 @@ class RunState:
         """Keyed by the version that the step made."""
         self.published: dict[int, Published] = {}
         self.evaluated: dict[int, Evaluated] = {}
+        self.heldout_losses: dict[int, HeldoutLoss] = {}
         self.warm: dict[int, WarmStep] = {}
         self.no_progress: NoProgress | None = None
         """The latest alarm that steps move nothing."""
@@ -289,6 +300,9 @@ class RunState:
                 process.imply("evaluator")
                 process.holds(event.version)
                 _keep_latest(self.evaluated, event.version, event)
+            case HeldoutLoss():
+                process.imply("trainer")
+                _keep_latest(self.heldout_losses, event.version, event)
             case WarmStep():
                 process.imply("warm-start")
                 _keep_latest(self.warm, event.step, event)
@@ -338,6 +352,20 @@ class RunState:
     def newest_evaluation(self) -> Evaluated | None:
         """The evaluation of the newest version that was measured."""
         return self.evaluated[max(self.evaluated)] if self.evaluated else None
+
+    @property
+    def heldout_loss_curve(self) -> list[tuple[int, float]]:
+        """(version, loss on held-out documents), in order of version."""
+        return [
+            (version, loss)
+            for version in sorted(self.heldout_losses)
+            if (loss := self.heldout_losses[version].total.loss) is not None
+        ]
+
+    @property
+    def newest_heldout_loss(self) -> HeldoutLoss | None:
+        """The losses of the newest version that was measured."""
+        return self.heldout_losses[max(self.heldout_losses)] if self.heldout_losses else None
 
     @property
     def reward_curve(self) -> list[tuple[int, float]]:
@@ -397,6 +425,7 @@ class RunState:
             (part.steps, self.steps),
             (part.published, self.published),
             (part.evaluated, self.evaluated),
+            (part.heldout_losses, self.heldout_losses),
             (part.parity, self.parity),
         ):
             if version in own:

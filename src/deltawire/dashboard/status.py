@@ -20,7 +20,7 @@ from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError, ResyncError
-from deltawire.events import HeldoutScore, Life, Role
+from deltawire.events import HeldoutScore, Life, Role, SourceLoss
 from deltawire.reward_monitor.monitor import ProbeState
 from deltawire.reward_monitor.watch import describe_flag, excesses, flagged_in, read_probes
 from deltawire.runtime.event_window import RecentEvents
@@ -112,6 +112,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     heldout_reward: float | None
     heldout_version: int | None
     heldout_sets: dict[str, HeldoutScore]
+    heldout_loss: float | None
+    heldout_perplexity: float | None
+    heldout_loss_version: int | None
+    heldout_sources: dict[str, SourceLoss]
     staleness: StalenessSplit
     trainer_idle: float | None
     workers_idle: float | None
@@ -252,6 +256,7 @@ class Watch:
             groups_in_flight=_in_flight(trainer, beats, lines),
             groups_stored=sum(beat.worker.stored for beat in beats.values() if beat.worker),
             heldout_sets=tested.sets if (tested := state.newest_evaluation) else {},
+            heldout_sources=lost.sources if (lost := state.newest_heldout_loss) else {},
             settings=trainer.settings if trainer else {},
             failures=failures_by_cause(state),
             probes=excesses(probes),

@@ -35,6 +35,8 @@ def view(status: RunStatus) -> RenderableType:
         ),
         _processes(status),
     ]
+    if status.heldout_sources:
+        parts += [Text(), _sources(status)]
     if status.heldout_sets:
         parts += [Text(), _sets(status.heldout_sets)]
     if status.failures:
@@ -199,6 +201,31 @@ def _sets(scores: dict[str, HeldoutScore]) -> Table:
             figure(score.reward),
             str(score.problems),
         )
+    return table
+
+
+def _sources(status: RunStatus) -> Table:
+    """The held-out losses of the newest version that was measured."""
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
+    at = "" if status.heldout_loss_version is None else f" at version {status.heldout_loss_version}"
+    table.add_column(f"held-out loss{at}", no_wrap=True)
+    for heading in ("nats a token", "perplexity", "tokens", "documents"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    sources = list(status.heldout_sources.items())
+    for name, one in sources[:MAX_ROWS]:
+        table.add_row(
+            Text(legible(name)),
+            MISSING if one.loss is None else figure(one.loss),
+            MISSING if one.perplexity is None else figure(one.perplexity),
+            f"{one.tokens:,}",
+            f"{one.documents:,}",
+        )
+    if len(sources) > 1:
+        tokens, documents = (
+            sum(getattr(one, part) for _, one in sources) for part in ("tokens", "documents")
+        )
+        total = (_text("heldout_loss", status), _text("heldout_perplexity", status))
+        table.add_row(Text("together", "dim"), *total, f"{tokens:,}", f"{documents:,}")
     return table
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from deltawire.dashboard.figures import value, whole
 from deltawire.dashboard.state import RunState
-from deltawire.events import HeldoutScore
+from deltawire.events import HeldoutScore, SourceLoss
 from deltawire.reward_monitor.watch import ProbeFigures
 from deltawire.rl.control.drop_bias import PolicyCost, cost_of
 from deltawire.rl.evaluate.audit import Consumption
@@ -51,6 +51,17 @@ class Heldout(msgspec.Struct, frozen=True, kw_only=True):
     problems: int | None
     samples: int | None
     curve: list[tuple[int, float]]
+
+
+class HeldoutLosses(msgspec.Struct, frozen=True, kw_only=True):
+    """The loss on held-out documents at the first and the last version that was measured, in nats a
+    token, the curve between, and the last of each source."""
+
+    first: float | None
+    last: float | None
+    perplexity: float | None
+    curve: list[tuple[int, float]]
+    sources: dict[str, SourceLoss]
 
 
 class DeltaSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,6 +178,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     settings_changed: list[ChangedSetting] = []
     heldout_sets: dict[str, HeldoutScore] = {}
     """The newest evaluation of each named set."""
+    heldout_loss: HeldoutLosses | None = None
+    """Null where no held-out documents were measured."""
     last_step: dict[str, float | None] = {}
     """The figures of `LAST_STEP`, by name."""
 
@@ -222,7 +235,21 @@ def summarize(
         probes=state.probes,
         settings_changed=_settings(state),
         heldout_sets=newest.sets if (newest := state.newest_evaluation) else {},
+        heldout_loss=_heldout_losses(state),
         last_step={name: value(name, state) for name in LAST_STEP},
+    )
+
+
+def _heldout_losses(state: RunState) -> HeldoutLosses | None:
+    newest = state.newest_heldout_loss
+    if newest is None:
+        return None
+    return HeldoutLosses(
+        first=value("heldout_loss_first", state),
+        last=newest.total.loss,
+        perplexity=newest.total.perplexity,
+        curve=state.heldout_loss_curve,
+        sources=newest.sources,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from deltawire.dashboard.figures import FIGURES
 from deltawire.dashboard.state import RunState
 from deltawire.errors import InputError
-from deltawire.events import Evaluated
+from deltawire.events import Evaluated, HeldoutLoss
 
 HELDOUT = "heldout/"
 
@@ -119,6 +119,7 @@ class Forwarder:
         self._tracker = tracker
         self._version = 0
         self._evaluated: set[int] = set()
+        self._measured: set[int] = set()
 
     def forward(self, state: RunState, *, over: bool = False) -> int:
         """Forward complete versions; with ``over`` all of them. Returns the last version."""
@@ -134,6 +135,11 @@ class Forwarder:
                     self._evaluated.add(measured)
                     figures |= tracked(state.at(measured), HELDOUT)
                     figures |= set_figures(state.evaluated[measured])
+            for measured in sorted(state.heldout_losses.keys() - self._measured):
+                if measured <= version:
+                    self._measured.add(measured)
+                    figures |= tracked(state.at(measured), HELDOUT)
+                    figures |= source_figures(state.heldout_losses[measured])
             if figures:
                 self._tracker.log(version, finite(figures))
             self._version = version
@@ -159,6 +165,16 @@ def set_figures(evaluated: Evaluated) -> dict[str, float]:
             ("greedy", score.greedy),
             ("reward", score.reward),
         )
+    }
+
+
+def source_figures(losses: HeldoutLoss) -> dict[str, float]:
+    """The figures of each source of held-out documents."""
+    return {
+        f"{HELDOUT}{name}/{part}": value
+        for name, one in losses.sources.items()
+        for part, value in (("loss", one.loss), ("perplexity", one.perplexity))
+        if value is not None
     }
 
 

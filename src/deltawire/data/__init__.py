@@ -1,6 +1,15 @@
 """Rows of data files by number, and the order in which they are drawn; knows no models."""
 
-from deltawire.data.order import mixture_of, permuted, stream_seed, take
+from deltawire.data.order import heldout_rows, mixture_of, permuted, stream_seed, take
 from deltawire.data.rows import Rows, open_rows, require_columns
 
-__all__ = ["Rows", "mixture_of", "open_rows", "permuted", "require_columns", "stream_seed", "take"]
+__all__ = [
+    "Rows",
+    "heldout_rows",
+    "mixture_of",
+    "open_rows",
+    "permuted",
+    "require_columns",
+    "stream_seed",
+    "take",
+]

@@ -46,6 +46,21 @@ def take(position: int, count: int, *, seed: int, shuffle: bool = True) -> tuple
     return epoch, int(permuted(count, seed, epoch)[place]) if shuffle else place
 
 
+def heldout_rows(count: int, share: float) -> NDArray[np.int64]:
+    """The rows of ``count`` that are held out, int64[H], in a fixed random order: at least one and
+    not all.
+
+    Raises `InputError` for fewer than two rows.
+    """
+    if count < 2:
+        raise InputError(
+            f"{count} row cannot be divided into held-out and training rows",
+            hint="set heldout_share = 0, or give more rows",
+        )
+    held = min(max(1, round(share * count)), count - 1)
+    return _seeded("heldout", count).permutation(count)[:held]
+
+
 @lru_cache(maxsize=16)
 def _block(weights: tuple[float, ...], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns the part of each of `BLOCK` positions, and how many of that part come before it."""

@@ -12,7 +12,7 @@ from functools import partial
 
 from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.events import Event, decode_lines
-from deltawire.runtime.event_archive import read_archive
+from deltawire.runtime.event_archive import archived_segments, read_archive
 from deltawire.runtime.event_cursor import QUIET_S, Cursor, Cursors, follow
 from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket
@@ -43,6 +43,20 @@ def own_events(stream: str, data: bytes) -> list[Event]:
     if process == SUPERVISOR_ROLE:
         return events
     return [event for event in events if event.process in (process, stream)]
+
+
+def events_of(bucket: Bucket, process: str) -> list[Event]:
+    """All events that a process of this name has recorded, in any of its lives."""
+    events: list[Event] = []
+    for stream in bucket.list_prefixes(keys.EVENTS):
+        if keys.process_of_stream(stream) == process:
+            for key in bucket.list(f"{keys.EVENTS}{stream}/"):
+                events += read_segment(bucket, key) or []
+    # Segments are archived before they are deleted, so archives are read last.
+    for segment in archived_segments(bucket):
+        if keys.process_of_stream(segment.stream) == process:
+            events += own_events(segment.stream, segment.data)
+    return events
 
 
 class EventTail:

@@ -11,6 +11,7 @@ model allows it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,18 @@ from numpy.typing import NDArray
 
 from deltawire.chat.text import Text
 from deltawire.config import MidtrainConfig, RunConfig
-from deltawire.data import Rows, mixture_of, open_rows, require_columns, take
+from deltawire.config.tasks import DocumentStreamConfig, HeldoutStreamConfig
+from deltawire.data import (
+    Rows,
+    heldout_rows,
+    mixture_of,
+    open_rows,
+    permuted,
+    require_columns,
+    take,
+)
 from deltawire.errors import InputError
+from deltawire.events import SourceLoss
 from deltawire.train.batch import collate
 from deltawire.train.budget import divide
 from deltawire.train.masters import MasterWeights
@@ -64,10 +75,13 @@ class DocumentStream:
         self._seed = seed
         self._weights = [stream.weight for stream in config.streams]
         self._rows: list[Rows] = []
+        self._kept: list[NDArray[np.int64] | None] = []
+        """The rows of each stream that are trained on; None for all."""
         for stream in config.streams:
-            rows = open_rows(Path(stream.path), split=stream.split)
-            require_columns(rows, [stream.column], source=stream.path)
+            rows = _open(stream)
             self._rows.append(rows)
+            held = _heldout_of(stream, rows)
+            self._kept.append(np.setdiff1d(np.arange(len(rows)), held) if len(held) else None)
         mixture_of(0, self._weights, seed=seed)
 
     def pieces(self, position: int) -> list[NDArray[np.int32]]:
@@ -75,17 +89,11 @@ class DocumentStream:
         longer; empty if it has no two tokens.
         """
         number, place = mixture_of(position, self._weights, seed=self._seed)
-        stream, rows = self._config.streams[number], self._rows[number]
-        _, row = take(place, len(rows), seed=self._seed + number, shuffle=stream.shuffle)
-        content = rows[row].get(stream.column)
-        if not isinstance(content, str):
-            raise InputError(f"row {row} of {stream.path} has no text in column {stream.column!r}")
-        tokens = self._text.begin(content)
-        if self._text.end is not None:
-            tokens.append(self._text.end)
-        length = self._config.sequence_length
-        cut = [tokens[start : start + length] for start in range(0, len(tokens), length)]
-        return [np.array(piece, np.int32) for piece in cut if len(piece) > 1]
+        stream, kept = self._config.streams[number], self._kept[number]
+        count = len(self._rows[number]) if kept is None else len(kept)
+        _, row = take(place, count, seed=self._seed + number, shuffle=stream.shuffle)
+        row = row if kept is None else int(kept[row])
+        return _pieces(self._rows[number], row, stream, self._text, self._config.sequence_length)
 
     def batch(self, position: int) -> DocumentBatch:
         """Returns the documents of the step that begins at a position: as many as fit into
@@ -114,6 +122,152 @@ class DocumentStream:
 
 
 _MOST_EMPTY = 10_000
+
+
+def _open(stream: DocumentStreamConfig | HeldoutStreamConfig) -> Rows:
+    rows = open_rows(Path(stream.path), split=stream.split)
+    require_columns(rows, [stream.column], source=stream.path)
+    return rows
+
+
+def _heldout_of(stream: DocumentStreamConfig, rows: Rows) -> NDArray[np.int64]:
+    """The rows of a stream that are not trained on, int64[H], in the order of the sample."""
+    if not stream.heldout_share:
+        return np.zeros(0, np.int64)
+    return heldout_rows(len(rows), stream.heldout_share)
+
+
+def _pieces(
+    rows: Rows,
+    row: int,
+    stream: DocumentStreamConfig | HeldoutStreamConfig,
+    text: Text,
+    length: int,
+) -> list[NDArray[np.int32]]:
+    """A document's token ids in pieces of at most ``length``, each int32[L] with L ≥ 2."""
+    content = rows[row].get(stream.column)
+    if not isinstance(content, str):
+        raise InputError(f"row {row} of {stream.path} has no text in column {stream.column!r}")
+    tokens = text.begin(content)
+    if text.end is not None:
+        tokens.append(text.end)
+    cut = [tokens[start : start + length] for start in range(0, len(tokens), length)]
+    return [np.array(piece, np.int32) for piece in cut if len(piece) > 1]
+
+
+class HeldoutDocuments:
+    """The documents of each held-out source of a configuration, by its name.
+
+    Of a source with more than ``midtrain.heldout.tokens`` tokens it takes the first documents of a
+    fixed random order, and at least one. Nothing is read before `losses` is called for the first
+    time. Raises as `DocumentStream` does.
+
+    Example::
+
+        heldout = HeldoutDocuments(config, text)
+        if heldout.due(version):
+            total, sources = heldout.losses(masters)
+    """
+
+    def __init__(self, config: RunConfig, text: Text) -> None:
+        assert config.midtrain is not None
+        self._config, self._midtrain, self._text = config, config.midtrain, text
+        self._documents: dict[str, list[NDArray[np.int32]]] = {}
+        shared = [stream for stream in self._midtrain.streams if stream.heldout_share]
+        self._sources: list[DocumentStreamConfig | HeldoutStreamConfig]
+        self._sources = [*shared, *self._midtrain.heldout.streams]
+        for stream in self._sources:
+            _open(stream)
+
+    def due(self, version: int) -> bool:
+        """Returns whether the loss of this version is to be measured."""
+        every = self._midtrain.heldout.every
+        if not every or not self._sources:
+            return False
+        return version % every == 0 or version == self._config.train.versions
+
+    def losses(self, masters: MasterWeights) -> tuple[SourceLoss, dict[str, SourceLoss]]:
+        """Measure the loss over the tokens of all sources, and of each. All ranks call this
+        together, and get the same numbers."""
+        if not self._documents:
+            self._documents = dict(map(self._sample, self._sources))
+        documents = [one for source in self._documents.values() for one in source]
+        sums = iter(document_losses(masters, documents, self._config))
+        sources = {
+            name: SourceLoss.of(
+                sum(next(sums) for _ in source),
+                tokens=sum(len(one) - 1 for one in source),
+                documents=len(source),
+            )
+            for name, source in self._documents.items()
+        }
+        return _together(sources), sources
+
+    def _sample(
+        self, stream: DocumentStreamConfig | HeldoutStreamConfig
+    ) -> tuple[str, list[NDArray[np.int32]]]:
+        """The name of a source, and the documents that are measured on."""
+        rows = _open(stream)
+        if isinstance(stream, DocumentStreamConfig):
+            name, order = stream.source, _heldout_of(stream, rows)
+        else:
+            name, order = stream.name, permuted(len(rows), 0, 0)
+        found: list[NDArray[np.int32]] = []
+        total = 0
+        for row in order.tolist():
+            pieces = _pieces(rows, row, stream, self._text, self._midtrain.sequence_length)
+            total += sum(map(len, pieces))
+            if found and total > self._midtrain.heldout.tokens:
+                break
+            found += pieces
+        if not found:
+            raise InputError(
+                f"no held-out document of {stream.path} has two tokens",
+                hint="check midtrain.heldout, or hold more out",
+            )
+        return name, found
+
+
+def _together(sources: dict[str, SourceLoss]) -> SourceLoss:
+    tokens = sum(one.tokens for one in sources.values())
+    known = [one.loss * one.tokens for one in sources.values() if one.loss is not None]
+    return SourceLoss.of(
+        sum(known) if len(known) == len(sources) else math.nan,
+        tokens=tokens,
+        documents=sum(one.documents for one in sources.values()),
+    )
+
+
+def document_losses(
+    masters: MasterWeights, documents: Sequence[NDArray[np.int32]], config: RunConfig
+) -> list[float]:
+    """The cross-entropy of each document's tokens after its first, summed, in nats.
+
+    Computed as a step computes it, without dropout and without a gradient; neither weights nor
+    random numbers change. All ranks call this together: each computes its share and gets all.
+    """
+    model, mesh = masters.model, masters.mesh
+    policy = TrainedPolicy.of(model, config.train)
+    groups = [_as_group(document) for document in documents]
+    budget = config.train.max_tokens_per_batch
+    divided = divide(groups, budget=budget, ranks=mesh.data_ranks, packed=policy.packs)
+    sums = torch.zeros(len(documents), dtype=torch.float64)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with deterministic(), torch.no_grad():
+            for members in divided[mesh.data_rank]:
+                # Ranks gather weights together, so one without documents makes a pass too.
+                batch = collate(groups, members or [(0, 0)]).to(mesh.device)
+                with policy.terms(batch) as terms:
+                    found = -(terms.logprobs * batch.loss_mask_NC).double().sum(1).cpu()
+                if members:
+                    sums[[number for number, _ in batch.members_N]] = found
+    finally:
+        for module in training:
+            module.training = True
+    total: list[float] = mesh.sum_data(sums).tolist()
+    return total
 
 
 @dataclass(frozen=True)

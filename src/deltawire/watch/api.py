@@ -41,6 +41,7 @@ from deltawire.dashboard.series import (
     Timeline,
     figure_values,
     heldout_sets,
+    heldout_sources,
     notes,
     series,
     timeline,
@@ -96,6 +97,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     figures: list[FigureValue]
     notes: list[Note]
     heldout_sets: list[str]
+    heldout_sources: list[str]
     complete: bool
     revision: int
     error: str
@@ -202,6 +204,7 @@ def overview(reader: RunReader) -> Overview:
         figures=reader.ask("figures", figure_values),
         notes=reader.ask("notes", notes),
         heldout_sets=reader.ask("sets", heldout_sets),
+        heldout_sources=reader.ask("sources", heldout_sources),
         complete=reader.complete,
         revision=reader.revision,
         error=reader.error,

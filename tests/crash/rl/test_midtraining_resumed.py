@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from math import exp
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,12 @@ import torch
 
 from deltawire.cli.main import main
 from deltawire.config import BuildConfig, parse_config
+from deltawire.dashboard.report import page
+from deltawire.dashboard.series import series
+from deltawire.dashboard.state import RunState
+from deltawire.dashboard.summary import summarize
 from deltawire.errors import CorruptError
-from deltawire.events import Step
+from deltawire.events import HeldoutLoss, Step
 from deltawire.export.models import empty_model, fetch_model_files, save_model
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.midtraining import Midtrainer
@@ -32,6 +38,8 @@ def begun(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("midtrain")
     rows = "".join(json.dumps({"text": f"number {n} " * (n % 5 + 1)}) + "\n" for n in range(11))
     (folder / "docs.jsonl").write_text(rows)
+    rows = "".join(json.dumps({"text": f"other {n} " * (n % 3 + 1)}) + "\n" for n in range(5))
+    (folder / "other.jsonl").write_text(rows)
     sizes = BuildConfig(hidden_size=32, layers=1, head_size=16, feed_forward_size=48, context=64)
     model = build_model(sizes, seed=0)
     model.config.attention_dropout = 0.3
@@ -43,6 +51,10 @@ def begun(tmp_path_factory) -> Path:
             "streams": [{"path": str(folder / "docs.jsonl")}],
             "tokens_per_step": 120,
             "sequence_length": 32,
+            "heldout": {
+                "every": 2,
+                "streams": [{"name": "other", "path": str(folder / "other.jsonl")}],
+            },
         },
         "train": {
             "versions": VERSIONS,
@@ -86,20 +98,94 @@ def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False) -> list[str]
     return [manifest.digest for manifest in found]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(begun, tmp_path_factory) -> list[str]:
-    place = tmp_path_factory.mktemp("whole") / "bucket"
-    shutil.copytree(begun / "bucket", place)
-    found = train(open_bucket(str(place)))
-    assert len(set(found)) == VERSIONS + 1
+def losses(bucket: Bucket) -> dict[int, float | None]:
+    """The held-out loss by version; measurements of one version agree to the bit."""
+    found: dict[int, float | None] = {}
+    for event in EventTail(bucket).read(everything=True):
+        if isinstance(event, HeldoutLoss):
+            assert found.setdefault(event.version, event.total.loss) == event.total.loss
+            assert event.sources == {"other": event.total}
     return found
 
 
+@pytest.fixture(scope="module")
+def whole(begun, tmp_path_factory) -> Bucket:
+    place = tmp_path_factory.mktemp("whole") / "bucket"
+    shutil.copytree(begun / "bucket", place)
+    found = open_bucket(str(place))
+    assert len(set(train(found))) == VERSIONS + 1
+    return found
+
+
+@pytest.fixture
+def uninterrupted(whole) -> list[str]:
+    run = read_run(whole)
+    return [read_manifest(whole, run, 0).digest, *(m.digest for m in read_history(whole, run))]
+
+
+def test_the_held_out_loss_is_in_every_view(whole, capsys) -> None:
+    found = losses(whole)
+    assert sorted(found) == [0, 2, 4, 6, 7]
+    assert found[7] < found[0]
+    folder = whole.url.removeprefix("file://")
+    assert main(["status", folder, "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["heldout_loss"], status["heldout_loss_version"]) == (found[7], 7)
+    source = status["heldout_sources"]["other"]
+    assert (source["loss"], source["documents"]) == (found[7], 5)
+    assert source["perplexity"] == status["heldout_perplexity"] == pytest.approx(exp(found[7]))
+    assert main(["status", folder]) == 0
+    assert "held-out loss at version 7" in capsys.readouterr().out
+    state = RunState()
+    state.add(EventTail(whole).read(everything=True))
+    curve = series(state, ["heldout/loss", "heldout/source/other"], points=100)
+    expected = [found.get(version) for version in curve.versions]
+    assert curve.columns == {"heldout/loss": expected, "heldout/source/other": expected}
+    summary = summarize(
+        state, workers=[], wall_s=1.0, bound=1, target_versions=7, name="mid", seed=0
+    )
+    assert summary.heldout_loss is not None
+    assert summary.heldout_loss.curve == sorted(found.items())
+    html = page(summary, state)
+    assert "<h2>Held-out loss</h2>" in html
+    assert "<h2>Held-out accuracy</h2>" not in html
+    assert "Held-out loss" in str(heads_of(html))
+
+
+def heads_of(html: str) -> list[str]:
+    return re.findall(r"<dt>([^<]*)</dt>", html)
+
+
+def test_a_lost_measurement_is_made_again(bucket, whole, monkeypatch) -> None:
+    """The newest version is committed, and the trainer dies before it measures it."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Midtrainer, "_measure_if_due", lambda self: None)
+        train(bucket, to=4, die=True)
+    assert losses(bucket) == {}
+    train(bucket, to=5, die=True)
+    expected = losses(whole)
+    # Version 5 was the last of that start; versions 0 and 2 were measured by nobody.
+    found = losses(bucket)
+    assert sorted(found) == [4, 5]
+    assert found[4] == expected[4]
+
+
+def test_measuring_changes_no_bit(begun, tmp_path, uninterrupted, monkeypatch) -> None:
+    shutil.copytree(begun / "bucket", tmp_path / "bucket")
+    monkeypatch.setattr(Midtrainer, "_measure_if_due", lambda self: None)
+    assert train(open_bucket(str(tmp_path / "bucket"))) == uninterrupted
+
+
 @pytest.mark.parametrize("crashes", [(2,), (4,), (1, 3, 5)])
-def test_after_a_crash_the_same_bits_and_the_same_documents(bucket, uninterrupted, crashes) -> None:
+def test_after_a_crash_the_same_bits_and_the_same_documents(
+    bucket, whole, uninterrupted, crashes
+) -> None:
     for version in crashes:
         train(bucket, to=version, die=True)
     assert train(bucket) == uninterrupted
+    # A start that ends earlier has another last version.
+    found = losses(bucket)
+    assert {version: found[version] for version in losses(whole)} == losses(whole)
     status = read_trainer(bucket)
     assert (status.phase, status.version) == ("finished", VERSIONS)
     run = read_run(bucket)

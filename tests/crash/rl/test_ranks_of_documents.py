@@ -8,7 +8,7 @@ from rank_runs import begin, digests, metadata_of
 
 from benchmarks.training.rank_runs import Start, run_starts
 from deltawire.config import parse_config
-from deltawire.events import Step
+from deltawire.events import HeldoutLoss, Step
 from deltawire.rl.reference.process import GroupScorer
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.runtime.event_tail import EventTail
@@ -20,6 +20,11 @@ from deltawire.store import open_bucket
 def losses(bucket):
     steps = [event for event in EventTail(bucket).read() if isinstance(event, Step)]
     return {step.version: step.loss for step in steps}
+
+
+def heldout(bucket):
+    events = [event for event in EventTail(bucket).read() if isinstance(event, HeldoutLoss)]
+    return {event.version: event.total.loss for event in events}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +41,10 @@ def documents(tmp_path_factory):
             "streams": [{"path": str(folder / "docs.jsonl")}],
             "tokens_per_step": 120,
             "sequence_length": 32,
+            "heldout": {
+                "every": 2,
+                "streams": [{"name": "same", "path": str(folder / "docs.jsonl")}],
+            },
         },
         "train": {
             "versions": 5,
@@ -51,7 +60,7 @@ def documents(tmp_path_factory):
 
 
 def test_two_ranks_train_on_the_same_documents_and_resume_exactly(documents, tmp_path):
-    found = {}
+    found, measured = {}, {}
     for name, starts in {
         "alone": [Start(ranks=1)],
         "both": [Start()],
@@ -61,6 +70,7 @@ def test_two_ranks_train_on_the_same_documents_and_resume_exactly(documents, tmp
         bucket = open_bucket(str(tmp_path / name))
         run_starts(bucket, starts)
         assert read_trainer(bucket).phase == "finished"
+        measured[name] = heldout(bucket)
         found[name] = (digests(bucket), [one.position for one in metadata_of(bucket)])
         if len(starts) == 1:  # Events of the last moments die with a rank that is killed.
             record = losses(bucket)
@@ -68,6 +78,10 @@ def test_two_ranks_train_on_the_same_documents_and_resume_exactly(documents, tmp
             found[name, "losses"] = [record[version] for version in range(1, 6)]
     assert found["killed"] == found["both"]
     assert found["alone"][1] == found["both"][1], "the same documents"
+    assert sorted(measured["alone"]) == sorted(measured["both"]) == [0, 2, 4, 5]
+    assert measured["killed"] == measured["both"], "to the bit, each due version once"
+    for version, loss in measured["alone"].items():
+        assert measured["both"][version] == pytest.approx(loss, abs=1e-4)
     assert found["alone", "losses"] == pytest.approx(found["both", "losses"], abs=1e-4)
 
 

@@ -52,6 +52,10 @@ STATUS = RunStatus(
     heldout_reward=0.4,
     heldout_version=6,
     heldout_sets={},
+    heldout_loss=2.5,
+    heldout_perplexity=12.2,
+    heldout_loss_version=5,
+    heldout_sources={},
     staleness=StalenessSplit(
         bound=3,
         total=Spread(mean=1.5, max=3),

@@ -16,12 +16,10 @@ from deltawire.events import Evaluated, HeldoutScore
 from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy, swap
-from deltawire.runtime.event_archive import archived_segments
-from deltawire.runtime.event_tail import own_events, read_segment
+from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.sync import Follower
-from deltawire.wire import keys
 
 
 async def measure(
@@ -97,15 +95,7 @@ def named_sets(served: ServedPolicy, config: RunConfig) -> dict[str, TaskSource]
 
 def evaluated_versions(process: Process) -> set[int]:
     """Versions that an evaluator of this run measured before."""
-    bucket, events = process.bucket, []
-    for stream in bucket.list_prefixes(keys.EVENTS):
-        if keys.process_of_stream(stream) == process.name:
-            for key in bucket.list(f"{keys.EVENTS}{stream}/"):
-                events += read_segment(bucket, key) or []
-    # Segments are archived before they are deleted, so archives are read last.
-    for segment in archived_segments(bucket):
-        if keys.process_of_stream(segment.stream) == process.name:
-            events += own_events(segment.stream, segment.data)
+    events = events_of(process.bucket, process.name)
     return {event.version for event in events if isinstance(event, Evaluated)}
 
 

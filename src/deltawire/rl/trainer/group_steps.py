@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from deltawire.config import RunConfig
+from deltawire.errors import BugError
 from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
 from deltawire.rl.reference.reader import ReferenceReader
 from deltawire.rl.trainer.orders import Train
+from deltawire.rl.trainer.rank import Losses
 from deltawire.rl.trainer.resume import Resumed, recompute_step, reference_for, resume, seed_step
 from deltawire.store import Bucket
 from deltawire.train.masters import MasterWeights
@@ -51,3 +53,8 @@ class GroupSteps:
             reference=reference_for(self.reference, groups),
             version=order.base,
         )
+
+    def measure(self, masters: MasterWeights) -> Losses:
+        """See `StepKind.measure`; an evaluator measures what is held out."""
+        del masters
+        raise BugError("a trainer on rollouts was asked for a loss on documents")

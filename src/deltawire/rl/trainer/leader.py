@@ -15,8 +15,18 @@ from deltawire.errors import InputError
 from deltawire.events import Published
 from deltawire.rl.control.credits import CreditIssuer
 from deltawire.rl.control.draws import DrawBook
-from deltawire.rl.trainer.orders import End, Order, PublishShards, Save, Start, Train, Wait, send
-from deltawire.rl.trainer.rank import Rank, StepKind
+from deltawire.rl.trainer.orders import (
+    End,
+    Measure,
+    Order,
+    PublishShards,
+    Save,
+    Start,
+    Train,
+    Wait,
+    send,
+)
+from deltawire.rl.trainer.rank import Losses, Rank, StepKind
 from deltawire.rl.trainer.settings import announce_settings
 from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.fleet import known_trainer, next_epoch
@@ -174,6 +184,14 @@ class Leader(Generic[R]):
         self._arrived()
         self.version = self.rank.version
         self.process.heartbeat.count_finished()
+
+    def _measure(self) -> Losses:
+        """Measure the loss on held-out data, on all ranks."""
+        with self.process.heartbeat.long_task("evaluate"):
+            self._order(Measure())
+            found = self.rank.measure()
+        self._arrived()
+        return found
 
     def _save(self, ledger: Ledger) -> bool:
         """Store a checkpoint on all ranks; returns whether there was anything to store."""

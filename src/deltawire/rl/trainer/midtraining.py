@@ -16,10 +16,11 @@ import torch
 from deltawire.chat.text import Text
 from deltawire.config import RunConfig
 from deltawire.errors import CorruptError
-from deltawire.events import Step, known
+from deltawire.events import HeldoutLoss, Step, known
 from deltawire.export.models import fetch_model_files, load_tokenizer
 from deltawire.rl.trainer.leader import Leader
 from deltawire.rl.trainer.orders import Train
+from deltawire.rl.trainer.rank import Losses
 from deltawire.rl.trainer.resume import (
     Resumed,
     metadata_at,
@@ -28,12 +29,14 @@ from deltawire.rl.trainer.resume import (
     settings_of_step,
     threads_of,
 )
+from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.process import Process
 from deltawire.store import Bucket
 from deltawire.train.masters import MasterWeights
 from deltawire.train.midtrain import (
     DocumentBatch,
     DocumentStream,
+    HeldoutDocuments,
     MidtrainResult,
     midtrain_step,
     seed_document_step,
@@ -41,6 +44,9 @@ from deltawire.train.midtrain import (
 from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
+
+REPEAT_S = 60.0
+"""How often the newest held-out losses are recorded again."""
 
 
 class DocumentSteps:
@@ -53,6 +59,7 @@ class DocumentSteps:
         with fetch_model_files(bucket, run) as folder:
             text = Text(load_tokenizer(Path(folder)))
         self._stream = DocumentStream(config.midtrain, text, seed=config.seed)
+        self.heldout = HeldoutDocuments(config, text)
         self.position = 0
 
     def next_batch(self) -> DocumentBatch:
@@ -84,6 +91,10 @@ class DocumentSteps:
     ) -> MidtrainResult:
         """See `StepKind.train`; ``given`` is the batch of `next_batch`."""
         return self._train(masters, self._config, order.metadata, given)
+
+    def measure(self, masters: MasterWeights) -> Losses:
+        """See `StepKind.measure`."""
+        return self.heldout.losses(masters)
 
     def _train(
         self,
@@ -121,11 +132,15 @@ class Midtrainer(Leader[MidtrainResult]):
         self._steps = DocumentSteps(process.bucket, run, config)
         super().__init__(process, run, config, model, self._steps, signer=signer)
         self.credits = self._open_credits(Ledger(), {})
+        self._measured = self._known_losses()
+        self._repeated_at = 0.0
 
     def loop(self) -> None:
         """Train until the last version, or until asked to stop."""
         try:
             self.credits.write("training")
+            if self._measured is None or self._measured.version != self.version:
+                self._measure_if_due()
             while self.version < self.config.train.versions and not self.process.stopping:
                 self._step()
             self._finish()
@@ -150,9 +165,51 @@ class Midtrainer(Leader[MidtrainResult]):
         self._publish(order)
         done = events.span("publish", trained)
         self._record(batch, result, at=done, seconds=trained - started)
+        self._repeat_losses()
+        self._measure_if_due()
         if self.version % self.config.train.checkpoint_every == 0:
+            started = events.now()
             self._checkpoint()
-            events.span("checkpoint", done)
+            events.span("checkpoint", started)
+
+    def _known_losses(self) -> HeldoutLoss | None:
+        """The newest held-out losses that an earlier life of this trainer has measured, at a
+        version that is committed."""
+        found = [
+            event
+            for event in events_of(self.bucket, self.process.name)
+            if isinstance(event, HeldoutLoss) and event.version <= self.version
+        ]
+        return max(found, key=lambda event: (event.version, event.at), default=None)
+
+    def _measure_if_due(self) -> None:
+        """Measure the current version's held-out loss if it is due, and store it before the next
+        version exists: a version that is due and has a successor has been measured."""
+        events = self.process.events
+        if not self._steps.heldout.due(self.version):
+            return
+        started = events.now()
+        total, sources = self._measure()
+        done = events.span("evaluate", started)
+        self._measured = HeldoutLoss(
+            process=self.process.name,
+            at=done,
+            version=self.version,
+            total=total,
+            sources=sources,
+            seconds=done - started,
+        )
+        self._repeated_at = done
+        events.record(self._measured)
+        events.flush()
+
+    def _repeat_losses(self) -> None:
+        """Record the newest held-out losses again from time to time: some readers read only the
+        last minutes of events."""
+        now = self.process.events.now()
+        if self._measured is not None and now - self._repeated_at >= REPEAT_S:
+            self._repeated_at = now
+            self.process.events.record(self._measured)
 
     def _record(
         self, batch: DocumentBatch, result: MidtrainResult, *, at: float, seconds: float

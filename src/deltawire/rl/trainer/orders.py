@@ -48,6 +48,10 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
     """Store a checkpoint of the version that was published last."""
 
 
+class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
+    """Measure the loss on held-out documents."""
+
+
 class Wait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
     """Nothing to do yet: rank 0 is alive."""
 
@@ -58,7 +62,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     save: bool
 
 
-Order = Start | Train | PublishShards | Save | Wait | End
+Order = Start | Train | PublishShards | Save | Measure | Wait | End
 
 _decoder = msgspec.msgpack.Decoder(Order)
 

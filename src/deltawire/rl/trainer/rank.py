@@ -17,8 +17,18 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from deltawire.config import RunConfig
 from deltawire.errors import BugError, DeltawireError, FencedError, InputError, ResyncError
+from deltawire.events import SourceLoss
 from deltawire.rl.trainer.fencing import restartable, unfenced
-from deltawire.rl.trainer.orders import End, PublishShards, Save, Start, Train, Wait, receive
+from deltawire.rl.trainer.orders import (
+    End,
+    Measure,
+    PublishShards,
+    Save,
+    Start,
+    Train,
+    Wait,
+    receive,
+)
 from deltawire.rl.trainer.resume import Resumed
 from deltawire.store import Bucket
 from deltawire.sync import COMPACTION_STRIDES, CommitStats, Publisher, ShardPublisher, load_mirror
@@ -30,6 +40,8 @@ from deltawire.train.parallel.ranks import lost_ranks
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
+
+Losses = tuple[SourceLoss, dict[str, SourceLoss]]
 
 R_co = TypeVar("R_co", covariant=True)
 LongTask = Callable[[str], AbstractContextManager[None]]
@@ -48,6 +60,11 @@ class StepKind(Protocol[R_co]):
 
     def train(self, masters: MasterWeights, order: Train, given: Any = None) -> R_co:
         """Compute a step. ``given`` is what rank 0 has read already."""
+        ...
+
+    def measure(self, masters: MasterWeights) -> Losses:
+        """Measure the loss on held-out data, in total and by source; all ranks call this together.
+        Raises `BugError` for a kind of step that an evaluator measures."""
         ...
 
 
@@ -116,6 +133,12 @@ class Rank(Generic[R_co]):
         self.agree_to_stop()
         return result
 
+    def measure(self) -> Losses:
+        """Measure the loss on held-out data, which changes nothing."""
+        found = self.steps.measure(self.masters)
+        self.agree_to_stop()
+        return found
+
     def agree_to_stop(self) -> None:
         """Set ``stop_asked`` on all ranks once any of them was asked to stop."""
         self.stop_asked = bool(self.mesh.sum([float(self._stopping())])[0])
@@ -180,6 +203,8 @@ class Rank(Generic[R_co]):
                     self.publish(order.version)
                 case Save():
                     self.save(Ledger())
+                case Measure():
+                    self.measure()
                 case Wait():
                     self.agree_to_stop()
                 case End() as order:

@@ -7,7 +7,7 @@ import { MISSING, number } from "./format.js";
 
 const COLORS = ["accent", "second", "evaluate", "train", "swap", "checkpoint", "publish", "alarm"];
 const CURVES = [
-  ["reward", "Training reward", "", {}], ["heldout/accuracy", "Held-out accuracy", "share", { share: true }], ["staleness/mean", "Staleness, mean", "versions", { zero: true }], ["bytes/delta", "Bytes a version", "bytes", { log: true }],
+  ["reward", "Training reward", "", {}], ["heldout/accuracy", "Held-out accuracy", "share", { share: true }], ["heldout/loss", "Held-out loss", "nats", {}], ["staleness/mean", "Staleness, mean", "versions", { zero: true }], ["bytes/delta", "Bytes a version", "bytes", { log: true }],
   ["parity/k3", "Parity (k3)", "nats", { zero: true }], ["entropy", "Entropy", "nats", {}], ["completion/length", "Tokens of an answer", "", {}], ["step_seconds", "Seconds a step", "", { zero: true }],
 ];
 

@@ -5,14 +5,14 @@ import { curveCard, timelineCard } from "./charts.js";
 import { buttons, card, clean, csv, download, empty, h, replace, say, state } from "./dom.js";
 import { MISSING, age, bytes, clock, duration, ms, number, percent, when, withUnit } from "./format.js";
 
-const SERIES = ["reward", "heldout/accuracy", "staleness/mean", "staleness/max", "staleness/min", "bytes/delta", "bytes/anchor", "parity/k3", "parity/ratio_max", "entropy", "completion/length", "loss", "grad_norm", "bytes/changed", "step_seconds"];
+const SERIES = ["reward", "heldout/accuracy", "heldout/loss", "staleness/mean", "staleness/max", "staleness/min", "bytes/delta", "bytes/anchor", "parity/k3", "parity/ratio_max", "entropy", "completion/length", "loss", "grad_norm", "bytes/changed", "step_seconds"];
 const SET_COLORS = ["second", "evaluate", "train", "swap", "checkpoint", "publish"];
 const OVER = new Set(["finished", "stopped"]);
 
 export function overviewView(context) {
   const { base, query, setQuery, signal } = context;
   let range = query.get("from") && query.get("to") ? [Number(query.get("from")), Number(query.get("to"))] : null;
-  let charts = null, sets = "", shown = null, bound = null;
+  let charts = null, sets = "", sources = "", shown = null, bound = null;
   const problems = h("div", { class: "problems" });
   const heads = h("dl", { class: "heads" });
   const rangeBar = h("div", { class: "range", hidden: true });
@@ -33,12 +33,15 @@ export function overviewView(context) {
     refreshCurves().catch(() => {});
   }
 
-  function build(names, limit) {
+  function build(names, parts, limit) {
     const common = { onRange };
-    const heldout = [{ key: "heldout/accuracy", label: "all", color: "accent", sparse: true }, ...names.map((name, place) => ({ key: `heldout/set/${name}`, label: clean(name, 30), color: SET_COLORS[place % SET_COLORS.length], sparse: true }))];
+    const colored = (name, place, prefix) => ({ key: `${prefix}${name}`, label: clean(name, 30), color: SET_COLORS[place % SET_COLORS.length], sparse: true });
+    const losses = [{ key: "heldout/loss", label: "all", color: "accent", sparse: true }, ...(parts.length > 1 ? parts.map((name, place) => colored(name, place, "heldout/source/")) : [])];
+    const heldout = [{ key: "heldout/accuracy", label: "all", color: "accent", sparse: true }, ...names.map((name, place) => colored(name, place, "heldout/set/"))];
     charts = [
       curveCard({ id: "reward", title: "Training reward", caption: "Mean reward of the groups that each version was trained on, and its running mean.", series: [{ key: "reward", label: "reward", color: "second", smooth: true }], ...common }),
       curveCard({ id: "heldout", title: "Held-out accuracy", caption: "On problems that training never sees, answers drawn as in training (pass@1).", unit: "share", share: true, series: heldout, ...common }),
+      curveCard({ id: "heldout-loss", title: "Held-out loss", caption: "Mean cross-entropy on documents that training never sees.", unit: "nats", series: losses, ...common }),
       curveCard({ id: "staleness", title: "Staleness", caption: "How many versions older than the trainer the groups of a step were: smallest to largest, and the mean.", unit: "versions", zero: true, series: [
         { key: "staleness/max", label: "largest", color: "accent", low: "staleness/min", invisible: true, quiet: true }, { key: "staleness/min", label: "smallest", color: "accent", invisible: true, quiet: true },
         { key: "staleness/mean", label: "mean", color: "accent", smooth: true },
@@ -53,7 +56,7 @@ export function overviewView(context) {
   }
 
   async function refreshCurves() {
-    const names = [...SERIES, ...(sets ? sets.split("\n").map((name) => `heldout/set/${name}`) : [])];
+    const names = [...SERIES, ...(sets ? sets.split("\n").map((name) => `heldout/set/${name}`) : []), ...(sources ? sources.split("\n").map((name) => `heldout/source/${name}`) : [])];
     const found = await get(`${base}/series`, { names: names.join(","), from: range?.[0], to: range?.[1], points: 900 }, signal);
     const columns = { ...found.columns, "bytes/anchor": (found.columns["bytes/anchor"] || []).map((value) => value || null), "heldout/accuracy": found.columns["heldout/accuracy"] };
     for (const chart of charts) chart.update({ x: found.versions, columns });
@@ -64,11 +67,13 @@ export function overviewView(context) {
   async function refresh(first) {
     const found = await get(`${base}/overview`, {}, signal);
     const key = found.heldout_sets.filter((name) => !name.includes(",")).join("\n");
-    const rebuilt = !charts || key !== sets || found.bound !== bound;
+    const measured = found.heldout_sources.join("\n");
+    const rebuilt = !charts || key !== sets || measured !== sources || found.bound !== bound;
     if (rebuilt) {
       sets = key;
+      sources = measured;
       bound = found.bound;
-      build(key ? key.split("\n") : [], found.bound);
+      build(key ? key.split("\n") : [], measured ? found.heldout_sources : [], found.bound);
     }
     const over = found.status && OVER.has(found.status.phase);
     context.setLive(!found.complete ? "busy" : over ? "over" : found.error ? "bad" : "on", !found.complete ? "reading…" : over ? found.status.phase : found.error ? "store does not answer" : "live");
@@ -121,7 +126,8 @@ function showHeads(place, found) {
   const left = target && version !== null && status.steps_per_minute ? 60 * (target - version) / status.steps_per_minute : null;
   const cells = [
     ["Version", [number(version), target ? h("span", { class: "of" }, ` of ${number(target)}`) : null], status?.steps_per_minute ? `${number(status.steps_per_minute)} a minute${left > 0 ? `, ${duration(left)} left` : ""}` : "no recent step", target && version !== null ? version / target : null],
-    ["Held-out accuracy", value("heldout") === null ? MISSING : value("heldout_first") === value("heldout") ? text("heldout") : arrow(text("heldout_first"), text("heldout")), value("heldout_version") === null ? "not evaluated" : `first to newest, at version ${number(value("heldout_version"))}`],
+    value("heldout_loss") !== null ? ["Held-out loss", value("heldout_loss_version") === 0 ? text("heldout_loss") : arrow(text("heldout_loss_first"), text("heldout_loss")), `nats a token, at version ${number(value("heldout_loss_version"))}; perplexity ${text("heldout_perplexity")}`]
+      : ["Held-out accuracy", value("heldout") === null ? MISSING : value("heldout_first") === value("heldout") ? text("heldout") : arrow(text("heldout_first"), text("heldout")), value("heldout_version") === null ? "not evaluated" : `first to newest, at version ${number(value("heldout_version"))}`],
     ["Reward", value("reward_last") === null ? MISSING : arrow(text("reward_first"), text("reward_last")), "means of the first and the last tenth"],
     ["Staleness, at most", [number(most), within === null ? null : h("span", { class: within ? "good" : "bad" }, within ? " ✓" : " ✗")], found.bound === null ? "versions" : `bound ${found.bound}, mean ${text("staleness.total.mean")}`],
     ["Bytes a version", text("bytes_per_version"), full && delta ? `${number(full / delta)}× smaller than ${bytes(full)}` : "no version yet"],
@@ -191,8 +197,9 @@ function showFigures(place, found, { home }) {
   const status = found.status;
   const failures = Object.entries(status?.failures || {});
   const sets = Object.entries(status?.heldout_sets || {});
+  const sources = Object.entries(status?.heldout_sources || {});
   const measured = found.figures.filter((one) => one.value !== null);
-  const key = JSON.stringify([failures, sets, measured.map((one) => one.text), found.notes.length, found.notes[0], status?.probes, status?.settings]);
+  const key = JSON.stringify([failures, sets, sources, measured.map((one) => one.text), found.notes.length, found.notes[0], status?.probes, status?.settings]);
   if (place.dataset.key === key) return;
   place.dataset.key = key;
   const open = new Set([...place.querySelectorAll("details[open]")].map((one) => one.id));
@@ -200,6 +207,8 @@ function showFigures(place, found, { home }) {
   replace(place,
     sets.length ? card("Held-out sets", { id: "sets", caption: "The newest evaluation of each named set." }, h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Set", "Solved", "Greedy", "Reward", "Problems"].map((name, at) => h("th", { scope: "col", class: at ? "number" : null }, name)))),
       h("tbody", {}, sets.map(([name, one]) => h("tr", {}, h("th", { scope: "row" }, clean(name, 60)), h("td", { class: "number" }, percent(one.accuracy)), h("td", { class: "number" }, percent(one.greedy)), h("td", { class: "number" }, number(one.reward)), h("td", { class: "number" }, number(one.problems)))))))) : null,
+    sources.length ? card("Held-out documents", { id: "sources", caption: "The newest loss on each source, in nats a token." }, h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Source", "Loss", "Perplexity", "Tokens", "Documents"].map((name, at) => h("th", { scope: "col", class: at ? "number" : null }, name)))),
+      h("tbody", {}, sources.map(([name, one]) => h("tr", {}, h("th", { scope: "row" }, clean(name, 60)), ["loss", "perplexity", "tokens", "documents"].map((part) => h("td", { class: "number" }, number(one[part]))))))))) : null,
     failures.length ? card("Failures", { id: "failures", caption: "By cause, over the last minutes." }, pairs(failures.slice(0, 40).map(([cause, count]) => [cause.startsWith("episode: ") ? h("a", { href: `${home}/rollouts?${new URLSearchParams({ cause: cause.slice(9) })}` }, clean(cause, 120)) : clean(cause, 120), number(count)]))) : null,
     card("Journal", { id: "journal", caption: "Starts, ends, restarts, alarms and changed settings, the newest first.", tools: buttons(["CSV", "Download the journal", () => download("journal.csv", csv([["time", "process", "event"], ...found.notes.map((one) => [when(one.at), one.process, one.text])]))]) },
       found.notes.length ? h("ol", { class: "journal", tabindex: 0, "aria-label": "Journal" }, found.notes.map((one) => h("li", { class: one.bad ? "bad" : null }, h("time", {}, clock(one.at)), h("b", {}, clean(one.process, 40)), h("span", {}, clean(one.text, 300))))) : empty("Nothing yet.")),
