@@ -1,19 +1,23 @@
 """Runs of a trainer over ranks for measurements and tests: a run with groups enough, and ranks that
 are started again and again, and killed or asked to stop at chosen points.
 
-Ranks are forks of one process, which imports torch once for all of them; otherwise they start and
-end as under torch's elastic agent: once one has died, the others are killed.
+Ranks are forks of one server process, which imports torch once for all of them; otherwise they
+start and end as under torch's elastic agent: once one has died, the others are killed.
 
-Run as a script with a bucket's URL and a JSON list of starts, it prints the exit codes of each.
+    this process ── one line: a bucket's URL and its starts ──▶ server ── fork ──▶ ranks
+                 ◀── one line: the exit codes of each start ──
+
+The server runs this module as a script. It has one thread, and it ends with its stdin.
 """
 
 from __future__ import annotations
 
-import json
+import atexit
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +61,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     point: str = ""
     version: int = -1
     signal: int = signal.SIGKILL
+
+
+class _Request(msgspec.Struct, frozen=True):
+    """A line for the server."""
+
+    url: str
+    starts: list[Start]
 
 
 class Point(NamedTuple):
@@ -198,28 +209,70 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": path}
 
 
-def run_starts(bucket: Bucket, starts: Sequence[Start]) -> list[list[int]]:
-    """Start ranks one time after another, in a process that is made for it; returns the exit codes
-    of each start.
+class RankServer:
+    """The process whose forks are ranks; every run of this process shares one (`shared`).
 
-    Raises `AssertionError` if a rank did not end as its start says.
+    Example::
+
+        server = RankServer()
+        codes = server.run(bucket.url, [Start(ranks=2)])
+        server.close()
     """
-    arguments = [bucket.url, msgspec.json.encode(starts).decode()]
-    done = subprocess.run(  # noqa: S603 - our own interpreter and module
-        [sys.executable, "-m", "benchmarks.training.rank_runs", *arguments],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
-    for start, codes in zip(starts, found, strict=True):
-        killed = start.rank >= 0 and start.signal == signal.SIGKILL
-        expected = -signal.SIGKILL if killed else 0
-        assert codes[max(start.rank, 0)] == expected, (start, codes, done.stderr[-4000:])
-    return found
+
+    _shared: RankServer | None = None
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.training.rank_runs"],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+
+    @classmethod
+    def shared(cls) -> RankServer:
+        """Returns the server of this process, which ends with it."""
+        if cls._shared is None:
+            cls._shared = cls()
+            atexit.register(cls._shared.close)
+        return cls._shared
+
+    def run(self, url: str, starts: Sequence[Start]) -> list[list[int]]:
+        """Start ranks one time after another; returns the exit codes of each start.
+
+        Raises `AssertionError` if the server died or a rank did not end as its start says.
+        """
+        before = self._errors.seek(0, os.SEEK_END)
+        pipe_in, pipe_out = self._process.stdin, self._process.stdout
+        assert pipe_in is not None
+        assert pipe_out is not None
+        pipe_in.write(msgspec.json.encode(_Request(url, list(starts))) + b"\n")
+        pipe_in.flush()
+        line = pipe_out.readline()
+        self._errors.seek(before)
+        said = self._errors.read().decode(errors="replace")[-4000:]
+        assert line, f"the server of ranks died: {said}"
+        found = msgspec.json.decode(line, type=list[list[int]])
+        for start, codes in zip(starts, found, strict=True):
+            killed = start.rank >= 0 and start.signal == signal.SIGKILL
+            expected = -signal.SIGKILL if killed else 0
+            assert codes[max(start.rank, 0)] == expected, (start, codes, said)
+        return found
+
+    def close(self) -> None:
+        """End the server."""
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            if pipe is not None:
+                pipe.close()
+        self._process.wait()
+
+
+def run_starts(bucket: Bucket, starts: Sequence[Start]) -> list[list[int]]:
+    """Start ranks one time after another, as forks of this process's server; see
+    `RankServer.run`."""
+    return RankServer.shared().run(bucket.url, starts)
 
 
 def _strike(start: Start) -> None:
@@ -284,6 +337,16 @@ def _run_start(url: str, start: Start) -> list[int]:
     return [codes[pid] for pid in children]
 
 
+def _serve() -> None:
+    """Answer requests until stdin closes. What ranks print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    for line in sys.stdin.buffer:
+        request = msgspec.json.decode(line, type=_Request)
+        codes = [_run_start(request.url, one) for one in request.starts]
+        answers.write(msgspec.json.encode(codes) + b"\n")
+        answers.flush()
+
+
 if __name__ == "__main__":
-    _starts = msgspec.json.decode(sys.argv[2], type=list[Start])
-    sys.stdout.write(json.dumps([_run_start(sys.argv[1], one) for one in _starts]) + "\n")
+    _serve()

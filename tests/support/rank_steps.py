@@ -1,19 +1,22 @@
 """One trainer rank: makes training steps on seeded groups, and writes what rank 0 saw.
 
-Run as a script with a JSON list of tasks, which are run one after another: ``model`` (a key of
-`MODELS`), ``first`` and ``last`` step, ``train`` (keys of the section), ``out`` (rank 0 writes
-``out.json`` and ``out.npz`` there), and ``bucket`` to load a checkpoint of step ``first`` from, if
-there is one, or to save that of step ``last``; ``publish`` is a bucket to publish the result in,
-and to load it from again.
+Run as a script with a JSON list of tasks, which are run one after another, and the number of ranks,
+which are forks of the script. A task has ``model`` (a key of `MODELS`), ``first`` and ``last``
+step, ``train`` (keys of the section), ``out`` (rank 0 writes ``out.json`` and ``out.npz`` there),
+and ``bucket`` to load a checkpoint of step ``first`` from, if there is one, or to save that of step
+``last``; ``publish`` is a bucket to publish the result in, and to load it from again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import families
@@ -217,41 +220,50 @@ def main(tasks):
         torch.distributed.destroy_process_group()
 
 
+def fork_ranks(tasks, ranks):
+    """Runs tasks in ranks that are forks of this process, which has imported torch for all."""
+    port, children = free_port(), []
+    for rank in range(ranks):
+        if (pid := os.fork()) == 0:
+            os.environ |= {
+                "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            }  # fmt: skip
+            code = 1
+            try:
+                main(tasks)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(pid)
+    for _ in range(ranks):
+        _, status = os.wait()
+        if code := os.waitstatus_to_exitcode(status):
+            for pid in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            sys.exit(abs(code))
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
 
 
-def start_ranks(script, arguments, ranks):
-    """Processes of one group, as a launcher starts them."""
-    port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            env={
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks),
-                "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-
-
 def run_tasks(folder, ranks, tasks):
     """Runs tasks by name in ``ranks`` processes of this script, one after another; returns rank 0's
     records and first gradients, by name."""
     listed = [{**task, "out": str(folder / name)} for name, task in tasks.items()]
-    started = start_ranks(__file__, [json.dumps(listed)], ranks)
-    try:
-        outputs = [one.communicate(timeout=280)[0] for one in started]
-    finally:
-        for one in started:
-            one.kill()
-            one.wait()
-    assert [one.returncode for one in started] == [0] * ranks, "\n".join(outputs)[-6000:]
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(listed), str(ranks)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
     return {
         name: (
             json.loads((folder / f"{name}.json").read_text()),
@@ -267,4 +279,4 @@ def run_steps(out, ranks, **task):
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    fork_ranks(json.loads(sys.argv[1]), int(sys.argv[2]))
