@@ -6,7 +6,8 @@
 BIN := .venv/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 # A file's tests share servers and models, so a file stays in one process.
-PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder --strict-skips
+# Tests that start processes wait a third of their time, so two cores keep three of them busy.
+PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder --strict-skips
 
 .PHONY: setup demo test drills test-engines engines lint format bench fuzz clean
 

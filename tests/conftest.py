@@ -4,6 +4,8 @@ import os
 
 # Read by torch when it is first imported; the codec's tests never import it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads that wait for each other spin by default, on processors that other tests need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Runs of tests need not survive a power cut; the tests of that say so themselves.
 os.environ.setdefault("DELTAWIRE_DURABLE", "0")
 # Libraries that report their use do so in a thread that outlives a test.

@@ -1,11 +1,14 @@
 """A run's trainer under torchrun: each rank publishes its part, and one commit makes a version."""
 
+import pytest
 from rank_runs import VERSIONS, begin, digests, metadata_of, train
 
 from deltawire.rl.evaluate.audit import audit_fates
 from deltawire.runtime.fleet import read_trainer
 from deltawire.sync import load_mirror, read_run
 from deltawire.train.checkpoint import checkpoint_versions
+
+pytestmark = pytest.mark.drills
 
 
 def test_two_ranks_of_torchrun_train_and_publish_one_run(tmp_path):

@@ -137,7 +137,8 @@ def test_model_directory_without_weights(
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     config = tmp_path / "c.toml"
-    config.write_text(f'name = "x"\n[model]\npath = "{model}"\n')
+    few = "[rollout]\nworkers = 1\n[evaluate]\nevery = 0\n"
+    config.write_text(f'name = "x"\n[model]\npath = "{model}"\n{few}')
     line = fail(capsys, "run", str(config), "--out", str(tmp_path / "out"), "--plain")
     assert "has no weights" in line
     assert str(model) in line

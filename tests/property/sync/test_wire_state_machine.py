@@ -382,11 +382,21 @@ def _time_flies(monkeypatch):
 
 
 @pytest.mark.usefixtures("_time_flies")
-def test_any_order_of_events(drill_seed):
+def test_any_order_of_events():
+    run_wire(seed=0, examples=3)
+
+
+@pytest.mark.drills
+@pytest.mark.usefixtures("_time_flies")
+def test_any_order_of_many_events(drill_seed):
+    run_wire(seed=1 + drill_seed, examples=12)
+
+
+def run_wire(*, seed, examples):
     run_state_machine_as_test(
-        hypothesis.seed(drill_seed)(Wire),
+        hypothesis.seed(seed)(Wire),
         settings=settings(
-            max_examples=12,
+            max_examples=examples,
             stateful_step_count=25,
             deadline=None,
             database=None,

@@ -49,5 +49,5 @@ def test_dpo(model, tmp_path):
 def test_distill(model, tmp_path):
     load("sft").main(str(model), str(tmp_path / "teacher"), 40)
     student, teacher = str(tmp_path / "student"), str(tmp_path / "teacher")
-    divergences = load("distill").main(str(model), student, teacher, 20)
+    divergences = load("distill").main(str(model), student, teacher, 12)
     assert divergences[-1] < divergences[0]
