@@ -122,6 +122,8 @@ class Published(_Event, tag="published", frozen=True, kw_only=True):
     blocked_ms: float
     encode_ms: float
     upload_ms: float
+    bytes_reused: int = 0
+    """Bytes of the anchor that were stored for the anchor before it."""
 
 
 class Swapped(_Event, tag="swapped", frozen=True, kw_only=True):

@@ -21,7 +21,8 @@ from deltawire.sync.chain.payloads import store_payload
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.sync.huggingface.publish_dirs import CheckpointPublisher
-from deltawire.sync.publish.encoding import chunks_of, upload_anchor
+from deltawire.sync.publish.anchors import upload_anchor
+from deltawire.sync.publish.encoding import chunks_of
 from deltawire.testing.tiny import TENSORS, weights
 from deltawire.wire import keys
 from deltawire.wire.coordination import DeletionIntent, Part

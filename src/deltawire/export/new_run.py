@@ -47,9 +47,10 @@ def publish_start(
         for name, data in contents.items()
         for ref in [put_blob(bucket, data)]
     ]
+    tensors = source.tensors()
     open_publisher(
         bucket,
-        source.tensors(),
+        tensors,
         specs=specs,
         name=config.name,
         config=msgspec.to_builtins(config),
@@ -57,4 +58,5 @@ def publish_start(
         signer=signer,
         run_id=run_id,
         compaction_strides=(),
+        frozen=tensors.keys() - source.trained().keys(),
     ).close()

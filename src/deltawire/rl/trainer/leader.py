@@ -156,6 +156,7 @@ class Leader(Generic[R]):
                 blocked_ms=receipt.blocked_ms,
                 encode_ms=receipt.encode_ms,
                 upload_ms=receipt.upload_ms,
+                bytes_reused=receipt.bytes_reused,
             )
         )
 

@@ -40,7 +40,7 @@ from functools import partial
 
 from deltawire.errors import CorruptError, RetryError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, RetryPolicy
-from deltawire.sync.chain.objects import check_signed
+from deltawire.sync.chain.objects import check_signed, missing_blobs
 from deltawire.wire import keys
 from deltawire.wire.coordination import (
     MAX_INTENT_BLOBS,
@@ -127,13 +127,13 @@ def blobs_stay(
     they then stay. Raises `RetryError` if the store does not answer.
     """
     bucket = RetryingBucket.over(bucket)
-    sizes = {keys.blob(ref.hash): ref.bytes for ref in refs}
-    if not sizes:
+    blobs = {keys.blob(ref.hash): ref for ref in refs}
+    if not blobs:
         return True
     for entry in bucket.list_objects(keys.DELETION_INTENTS):
-        if sizes.keys() & _named_by(bucket, run, entry, unsigned=unsigned):
+        if blobs.keys() & _named_by(bucket, run, entry, unsigned=unsigned):
             _wait_for(bucket, entry)
-    return all(bucket.size(key) == size for key, size in sizes.items())
+    return not missing_blobs(bucket, list(blobs.values()))
 
 
 def _named_by(bucket: Bucket, run: Run, entry: ObjectMeta, *, unsigned: bool) -> set[str]:

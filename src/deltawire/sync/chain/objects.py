@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import blake3
@@ -295,6 +296,23 @@ def put_blob(bucket: Bucket, data: bytes) -> BlobRef:
     digest = blake3.blake3(data).hexdigest()
     RetryingBucket.over(bucket).put(keys.blob(digest), data)
     return BlobRef(hash=digest, bytes=len(data))
+
+
+LOOKUPS = 16
+"""Lookups of sizes under way at once."""
+
+
+def missing_blobs(bucket: Bucket, refs: Sequence[BlobRef]) -> list[BlobRef]:
+    """Returns the blobs that are not stored with their size."""
+
+    def is_missing(ref: BlobRef) -> bool:
+        return bucket.size(keys.blob(ref.hash)) != ref.bytes
+
+    if len(refs) <= LOOKUPS:
+        return [ref for ref in refs if is_missing(ref)]
+    with ThreadPoolExecutor(LOOKUPS, thread_name_prefix="lookup") as pool:
+        missing = list(pool.map(is_missing, refs))
+    return [ref for ref, lost in zip(refs, missing, strict=True) if lost]
 
 
 RANGE_BYTES = 8 << 20

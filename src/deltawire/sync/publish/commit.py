@@ -13,7 +13,7 @@ version that failed is encoded again from what readers hold.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,13 +31,13 @@ from deltawire.sync.chain.objects import (
 )
 from deltawire.sync.chain.payloads import read_table, store_payload, table_blobs
 from deltawire.sync.follow.mirror import Mirror
+from deltawire.sync.publish.anchors import NOTHING, find_anchor, restore_anchor, upload_anchor
 from deltawire.sync.publish.encoding import (
     BLOB_BYTES,
     Chunk,
     chunks_of,
     digest_chunks,
     keep_blobs,
-    upload_anchor,
     upload_delta,
 )
 from deltawire.wire import keys
@@ -82,6 +82,8 @@ class Encoded(NamedTuple):
 class CommitStats:
     """Sizes and times of one committed version; the trainer waited for ``blocked_ms``.
 
+    ``bytes_reused`` of ``bytes_anchor`` are blobs of the previous anchor, which were not uploaded
+    again.
     ``compaction_error`` is why compacted deltas could not be made lately, empty if all could.
     """
 
@@ -96,6 +98,7 @@ class CommitStats:
     encode_ms: float
     upload_ms: float
     compaction_error: str = ""
+    bytes_reused: int = 0
 
     @classmethod
     def of(
@@ -108,6 +111,7 @@ class CommitStats:
         encode_ms: float,
         upload_ms: float,
         compaction_error: str,
+        bytes_reused: int = 0,
     ) -> CommitStats:
         """Describes what ``manifest`` committed; ``changed`` counts the elements of its delta."""
         elements = sum(tensor.count for tensor in run.tensors)
@@ -125,6 +129,7 @@ class CommitStats:
             encode_ms=encode_ms,
             upload_ms=upload_ms,
             compaction_error=compaction_error,
+            bytes_reused=bytes_reused,
         )
 
 
@@ -178,7 +183,8 @@ class VersionWriter:
     of it; ``staging`` has the same shape and takes the next weights. A mirror at version -1 belongs
     to a run that has no version yet. ``epoch`` must exceed that of every manifest already there.
     Where the ``newest`` version cannot be reached any more, the mirror holds an older one: the next
-    version comes after both, and is stored whole for readers of either.
+    version comes after both, and is stored whole for readers of either. Tensors named in ``frozen``
+    are not expected to change: anchors keep them apart from the others, and upload them once.
 
     Raises `InputError` if the store does not keep create-if-absent.
     """
@@ -195,6 +201,7 @@ class VersionWriter:
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
         newest: int = -1,
+        frozen: Collection[str] = (),
     ) -> None:
         check_signer(bucket, run, signer)
         self.bucket = RetryingBucket.over(bucket)
@@ -205,6 +212,13 @@ class VersionWriter:
         self._schedule = schedule
         self._threads = threads
         self._blob_bytes = blob_bytes
+        self._frozen = frozenset(frozen)
+        self._anchor: Payload | None = None
+        """This writer's part of the newest anchor, None until it is needed."""
+        self._listed: set[str] = set()
+        """The blobs of the newest anchor of all parts."""
+        self.bytes_reused = 0
+        """Bytes of the anchor built last that were stored for the anchor before it."""
         if mirror.version < 0:
             # Touch the memory now: first writes to fresh pages would slow the trainer's copy.
             for bits in mirror.tensors.values():
@@ -300,9 +314,18 @@ class VersionWriter:
         if whole:
             anchor = upload_anchor(
                 self.bucket, self.run, self.chunks, self.staging,
+                sums=sums, before=self._previous_anchor(), frozen=self._frozen,
                 threads=self._threads, blob_bytes=self._blob_bytes,
             )  # fmt: skip
         return Encoded(delta, anchor, sums, changed)
+
+    def _previous_anchor(self) -> Payload:
+        if self._anchor is None:
+            self._anchor = NOTHING
+            if not self.first:
+                self._anchor = find_anchor(self.bucket, self.run, newest=self.baseline.version)
+                self._listed = {ref.hash for ref in self._anchor.blobs}
+        return self._anchor
 
     def part(self, encoded: Encoded, *, rank: int, ranks: int) -> Part:
         """Describes this writer's share of the next version, whose piece tables are stored."""
@@ -352,6 +375,10 @@ class VersionWriter:
             files=files,
             stored=self._stored,
         )
+        anchors = self._merged[-1:] if manifest.anchor is not None else []
+        self.bytes_reused = sum(
+            ref.bytes for one in anchors for ref in one.blobs if ref.hash in self._listed
+        )
         data = encode_manifest(manifest, signer=self.signer)
         check_size(self.bucket, manifest.version, data)
         return manifest, data
@@ -373,8 +400,10 @@ class VersionWriter:
             raise self.fence(manifest.version, "retention has closed this version meanwhile")
 
         def again() -> None:
-            if self._encode(whole=encoded.anchor is not None).payloads != encoded.payloads:
+            if self._encode(whole=False).delta != encoded.delta:
                 raise BugError("encoding the same weights again made other blobs")
+            if encoded.anchor is not None:
+                restore_anchor(self.bucket, self.run, encoded.anchor, self.staging)
             for payload in self._merged:
                 store_payload(self.bucket, self.run, payload, version=manifest.version)
 
@@ -392,6 +421,9 @@ class VersionWriter:
         self._schedule.count(manifest)
         self._skipped = 0
         self.head_checked = True
+        if encoded.anchor is not None:
+            self._anchor = encoded.anchor
+            self._listed = {ref.hash for ref in (self._merged or [encoded.anchor])[-1].blobs}
 
     def restart_from(self, mirror: Mirror) -> None:
         """Makes another mirror the baseline."""
@@ -400,6 +432,7 @@ class VersionWriter:
         self._sums = digest_chunks(self.chunks, mirror, threads=self._threads)
         self._skipped = 0
         self.head_checked = False
+        self._anchor = None
 
     def fence(self, version: int, what: str) -> FencedError:
         """Makes the error of a publisher that may write no more."""

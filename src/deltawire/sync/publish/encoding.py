@@ -114,16 +114,18 @@ class BlobWriter:
         self._size += len(payload)
         self.bytes += len(payload)
         if self._size >= self._blob_bytes:
-            self._close_blob()
+            self.close_blob()
 
     def finish(self) -> Payload:
         """Waits for all uploads and returns the payload; raises the error of one that failed."""
-        if self._parts:
-            self._close_blob()
+        self.close_blob()
         refs = [upload.result() for upload in self._uploads]
         return Payload(blobs=refs, pieces=self._pieces)
 
-    def _close_blob(self) -> None:
+    def close_blob(self) -> None:
+        """Ends the blob under way, if it has any bytes: the next piece begins another."""
+        if not self._parts:
+            return
         if len(self._uploads) >= UPLOADS:
             self._uploads[-UPLOADS].result()
         data, self._parts, self._size = b"".join(self._parts), [], 0
@@ -154,23 +156,6 @@ def upload_delta(
                 moved[coded.chunk] = coded.digest
                 changed += coded.changed
         return writer.finish(), moved, changed
-
-
-def upload_anchor(
-    bucket: Bucket,
-    run: Run,
-    chunks: Sequence[Chunk],
-    target: Mirror,
-    *,
-    threads: int | None = None,
-    blob_bytes: int = BLOB_BYTES,
-) -> Payload:
-    """Encodes and uploads all of ``target``."""
-    with BlobWriter(bucket, blob_bytes=blob_bytes) as writer:
-        for coded in encode_anchors(chunks, run, target, threads=threads):
-            assert coded.payload is not None
-            writer.add(coded.chunk, coded.payload, coded.change)
-        return writer.finish()
 
 
 def keep_blobs(

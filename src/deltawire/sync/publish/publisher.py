@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +77,8 @@ class Publisher:
     ``anchor_every`` versions, and when the deltas since the last anchor exceed ``anchor_share``
     times its bytes. ``threads`` copy and encode; blobs are closed at ``blob_bytes``. ``newest`` is
     the run's newest version where it cannot be loaded any more and ``mirror`` holds an older one.
+    Tensors named in ``frozen`` are not expected to change: anchors list their blobs again instead
+    of uploading them. It is only a hint, and needed only for version 0.
 
     Not for use by several threads at once.
 
@@ -104,6 +106,7 @@ class Publisher:
         blob_bytes: int = BLOB_BYTES,
         on_commit: Callable[[CommitStats], None] | None = None,
         newest: int = -1,
+        frozen: Collection[str] = (),
     ) -> None:
         self._writer = VersionWriter(
             bucket,
@@ -115,6 +118,7 @@ class Publisher:
             threads=threads,
             blob_bytes=blob_bytes,
             newest=newest,
+            frozen=frozen,
         )
         self.bucket = self._writer.bucket
         self.run = run
@@ -355,6 +359,7 @@ class Publisher:
                     encode_ms=encode_s * 1e3,
                     upload_ms=upload_s * 1e3,
                     compaction_error=str(self.compaction.error or ""),
+                    bytes_reused=self._writer.bytes_reused,
                 )
             )
 

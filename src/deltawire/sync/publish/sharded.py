@@ -298,6 +298,7 @@ class ShardPublisher:
                     encode_ms=(encoded_at - started) * 1e3,
                     upload_ms=(time.perf_counter() - encoded_at) * 1e3,
                     compaction_error=str(self._compaction.error or ""),
+                    bytes_reused=self._writer.bytes_reused,
                 )
             )
 
