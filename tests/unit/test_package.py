@@ -85,11 +85,12 @@ FLAGS = {
     | {
         "--version",
         "--follow",
-        "--merged",
+        "--adapter",
         "--verify",
         "--threads",
         "--json",
     },
+    "merge": TRUST | {"--version", "--min-kept", "--json"},
     "relay": TRUST
     | {
         "--follow",

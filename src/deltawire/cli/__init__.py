@@ -12,6 +12,7 @@ COMMANDS = (
     "warm_start",
     "publish",
     "pull",
+    "merge",
     "relay",
     "export",
     "import_",

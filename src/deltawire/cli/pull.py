@@ -13,6 +13,7 @@ from deltawire.cli.arguments import (
     at_least,
     trust_of,
 )
+from deltawire.errors import InputError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,7 +30,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--verify", action="store_true", help="compare DIR with its version and change nothing"
     )
     parser.add_argument(
-        "--merged", default="", metavar="OUT", help="also write a model with the adapter merged"
+        "--adapter",
+        action="store_true",
+        help="fetch only the adapter, and write DIR as PEFT does, as a plain folder",
     )
     add_trust(parser)
     add_threads(parser)
@@ -38,8 +41,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Bring the directory to a version, or to each new one."""
+    from deltawire.launch.adapters import pull_adapter
     from deltawire.launch.pulling import pull_directory
 
+    if arguments.adapter:
+        if arguments.verify:
+            raise InputError("--adapter and --verify exclude each other")
+        pull_adapter(
+            arguments.run,
+            Path(arguments.directory),
+            version=arguments.version,
+            follow=arguments.follow,
+            trust=trust_of(arguments),
+            threads=arguments.threads,
+            as_json=arguments.json,
+        )
+        return 0
     pull_directory(
         arguments.run,
         Path(arguments.directory),
@@ -49,6 +66,5 @@ def run(arguments: argparse.Namespace) -> int:
         trust=trust_of(arguments),
         threads=arguments.threads,
         as_json=arguments.json,
-        merged=Path(arguments.merged) if arguments.merged else None,
     )
     return 0

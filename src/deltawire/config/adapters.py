@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+import re
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from deltawire.config.base import Fraction, Positive, Section
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class AdapterConfig(Section, frozen=True, kw_only=True):
@@ -17,18 +21,84 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     rank: Annotated[int, Meta(ge=1, le=4096)] = 16
     alpha: Positive = 32.0
     """The adapter's product is scaled by alpha / rank."""
-    targets: list[Annotated[str, Meta(min_length=1, max_length=256)]] = msgspec.field(
-        default_factory=lambda: ["all-linear"]
-    )
-    """Last parts of the names of linear layers, such as ``q_proj``; ``all-linear`` is every linear
-    layer except the head. ``experts`` is every stack of fused experts, and ``gate_up_proj`` or
-    ``down_proj`` names one kind; stacks need `packed`."""
+    targets: list[Name] = msgspec.field(default_factory=lambda: ["all-linear"])
+    """Last parts of the names of linear layers and embeddings, such as ``q_proj``; ``all-linear``
+    is every linear layer except the head. ``experts`` is every stack of fused experts, and
+    ``gate_up_proj`` or ``down_proj`` names one kind."""
+    rank_pattern: dict[Name, Annotated[int, Meta(ge=1, le=4096)]] = {}
+    """Ranks of some layers. A key is a regular expression for the last part of a layer's name, of
+    one part or more, as in PEFT; the first key that matches counts."""
+    alpha_pattern: dict[Name, Positive] = {}
+    """Alphas of some layers, by keys as in `rank_pattern`."""
+    use_rslora: bool = False
+    """Scale by alpha / √rank (rank-stabilized LoRA) instead of alpha / rank."""
+    modules_to_save: list[Name] = []
+    """Modules that are trained whole next to the adapter, such as ``lm_head``, named as in
+    `targets`."""
     dropout: Fraction = 0.0
-    """Of the adapter's input; needs ``train.dropout``."""
+    """Of the adapter's input; needs ``train.dropout``. Adapters of experts have none, as in
+    PEFT."""
+    init: Annotated[str, Meta(max_length=4096)] = ""
+    """A directory in PEFT's format that the adapter starts from. Its ranks, alphas and targets have
+    to be those that are configured."""
     packed: Literal["none", "int4-g32", "int8-row", "mxfp4", "nvfp4", "fp8-block"] = "none"
     """The format that frozen experts are kept in, by trainer and sampler."""
-    packed_layers: list[Annotated[str, Meta(min_length=1, max_length=256)]] = []
+    packed_layers: list[Name] = []
     """Linear layers that are packed too, named as in `targets`."""
     shared_factor: bool = False
     """If true, the experts of a layer share the factor on its outside: A of ``gate_up_proj``, B of
     ``down_proj``."""
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank of the adapter of a layer or stack."""
+        return int(_found(self.rank_pattern, name, self.rank))
+
+    def alpha_of(self, name: str) -> float:
+        """Return the alpha of the adapter of a layer or stack."""
+        return float(_found(self.alpha_pattern, name, self.alpha))
+
+    def scale_of(self, name: str) -> float:
+        """Return the factor of the adapter's product, of a layer or stack."""
+        rank = self.rank_of(name)
+        return self.alpha_of(name) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """Find settings that contradict each other: the reason and what to do, or None."""
+        if self.kind == "none":
+            for key, default in _DEFAULTS.items():
+                if getattr(self, key) != default:
+                    return f"adapter.{key} has no effect without an adapter", (
+                        'set adapter.kind = "lora"'
+                    )
+        if self.packed == "none" and self.packed_layers:
+            return "adapter.packed_layers has no effect", "set adapter.packed to a format"
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, key):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    return (
+                        f"adapter.{key}: {pattern[:80]!r} is not a regular expression: {error}",
+                        "escape the characters that are meant as they are",
+                    )
+        return None
+
+
+_DEFAULTS: dict[str, Any] = {
+    "packed": "none",
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "use_rslora": False,
+    "modules_to_save": [],
+    "init": "",
+}
+"""Settings that would silently do nothing without an adapter."""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern names a layer: whole last parts of its name, as PEFT matches."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def _found(patterns: dict[str, Any], name: str, default: Any) -> Any:
+    return next((value for key, value in patterns.items() if matches(key, name)), default)

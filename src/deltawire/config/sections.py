@@ -403,10 +403,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
                 return reason, " and ".join(ways)
         if self.adapter.dropout and not self.dropout:
             return "adapter.dropout has no effect without dropout", "set train.dropout = true"
-        if self.adapter.kind == "none" and self.adapter.packed != "none":
-            return "adapter.packed keeps weights that are not trained", 'set adapter.kind = "lora"'
-        if self.adapter.packed == "none" and self.adapter.packed_layers:
-            return "adapter.packed_layers has no effect", "set adapter.packed to a format"
+        if found := self.adapter.contradiction():
+            return found
         if found := self.layout_contradiction(self.ranks):
             return found
         for number, group in enumerate(self.optimizer.groups):

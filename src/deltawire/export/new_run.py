@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from deltawire.config import RunConfig
-from deltawire.export.adapter import adapter_files, load_adapted
+from deltawire.export.adapter import load_adapted
 from deltawire.export.models import published_files
+from deltawire.export.peft_directory import adapter_files, load_peft
 from deltawire.export.source import WeightSource, open_source
 from deltawire.store import Bucket
 from deltawire.sync import open_publisher
@@ -20,7 +21,10 @@ from deltawire.wire.seal import Signer
 
 def load_start(config: RunConfig, directory: Path) -> tuple[Any, WeightSource]:
     """Loads the model that a configuration starts from, with its adapter, and its exporter."""
-    model = load_adapted(directory, config.train.adapter, seed=config.seed)
+    adapter = config.train.adapter
+    model = load_adapted(directory, adapter, seed=config.seed)
+    if adapter.init:
+        load_peft(model, adapter, Path(adapter.init))
     return model, open_source(config.train.exporter, model)
 
 
@@ -33,7 +37,7 @@ def publish_start(
     signer: Signer | None = None,
     run_id: str = "",
 ) -> None:
-    """Creates the run and commits version 0: ``start`` is what `load_start` returned.
+    """Creates the run and commit version 0: ``start`` is what `load_start` returned.
 
     With ``signer``, the run is signed by its key; ``run_id`` is the new run's id, if it is chosen.
     """
@@ -47,10 +51,9 @@ def publish_start(
         for name, data in contents.items()
         for ref in [put_blob(bucket, data)]
     ]
-    tensors = source.tensors()
     open_publisher(
         bucket,
-        tensors,
+        source.tensors(),
         specs=specs,
         name=config.name,
         config=msgspec.to_builtins(config),
@@ -58,5 +61,4 @@ def publish_start(
         signer=signer,
         run_id=run_id,
         compaction_strides=(),
-        frozen=tensors.keys() - source.trained().keys(),
     ).close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -23,15 +22,13 @@ PATIENCE_S = 600.0
 
 
 class Pulled(msgspec.Struct, frozen=True):
-    """One version that the directory shows now; ``base`` is the version it showed before, and
-    ``merged`` what a merge kept of an adapter."""
+    """One version that the directory shows now; ``base`` is the version it showed before."""
 
     version: int
     base: int | None
     digest: str
     bytes: int
     seconds: float
-    merged: Any = None
 
 
 def pull_directory(
@@ -44,12 +41,10 @@ def pull_directory(
     trust: ReaderTrust = ANY,
     threads: int | None = None,
     as_json: bool = False,
-    merged: Path | None = None,
 ) -> None:
     """Brings the directory to ``version`` (default: the newest), or to each new version as it
     appears.
 
-    With ``merged``, also write each version there with its adapter merged, as a plain model.
     With ``verify``, compare what it shows with the run instead, and change nothing.
     """
     if (version is not None) + follow + verify > 1:
@@ -58,7 +53,7 @@ def pull_directory(
         bucket = MeteredBucket(open_trusted(location, trust), lambda read, _: bar.advance(read))
         run = require_run(RetryingBucket(bucket))
         with Checkout(bucket, run, directory, threads=threads) as checkout:
-            puller = _Puller(bucket, run, checkout, bar, as_json=as_json, merged=merged)
+            puller = _Puller(bucket, run, checkout, bar, as_json=as_json)
             if verify:
                 puller.verify()
             elif follow:
@@ -76,14 +71,12 @@ class _Puller:
         bar: Bars,
         *,
         as_json: bool,
-        merged: Path | None,
     ) -> None:
         self._bucket = bucket
         self._run = run
         self._checkout = checkout
         self._bar = bar
         self._json = as_json
-        self._merged = merged
 
     def once(self, version: int | None) -> None:
         if version is None:
@@ -139,37 +132,22 @@ class _Puller:
             if newest is None:
                 time.sleep(self._checkout.pause_s)
 
-    def _merge(self, out: Path) -> Any:
-        from deltawire.export.adapter import merge_directory
-
-        self._bar.begin("merging")
-        report = merge_directory(self._checkout.directory, out)
-        self._bar.hide()
-        return report
-
     def _bring(self, version: int) -> None:
         started, before = time.perf_counter(), self._bucket.read_bytes
         base = self._checkout.version
         self._bar.begin(f"version {version}")
         digest = self._checkout.bring_to(version)
         self._bar.hide()
-        report = None if self._merged is None else self._merge(self._merged)
         done = Pulled(
             version,
             base,
             digest,
             self._bucket.read_bytes - before,
             time.perf_counter() - started,
-            report,
         )
         if self._json:
             print(safe_json(done), flush=True)  # noqa: T201
             return
-        if report is not None:
-            self._bar.log(
-                f"merged {report.layers} layers into {self._merged}: {report.kept:.0%} of the "
-                f"adapter's change is kept, {report.changed:.0%} of the weights changed"
-            )
         rate = byte_size(done.bytes / done.seconds) if done.seconds else "-"
         self._bar.log(
             f"version {version} {digest[:16]}: {byte_size(done.bytes)} in {done.seconds:.1f} s "

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers whose frozen expert stacks stay packed, with LoRA per expert.
+"""Mixture-of-experts layers with LoRA per expert, over frozen stacks that may stay packed.
 
 One expert's matrix is dequantized at a time. Tokens are gathered by expert, and results are added
 in the order of the experts, as the eager implementation of transformers does, so that outputs and
@@ -115,22 +115,34 @@ def quantize_stack(experts: Any, weight: PackedWeight, stack: Tensor) -> None:
 def add_expert_adapter(
     experts: Any, name: str, *, rank: int, scale: float, shared: bool = False
 ) -> ExpertAdapter:
-    """Adds LoRA to a packed stack; with ``shared``, the factor on the outside is one for all.
+    """Adds LoRA to a stack; with ``shared``, the factor on the outside is one for all.
 
-    Raises `InputError` if the module has no packed stack of that name.
+    Raises `InputError` if the module has no stack of that name.
     """
     weight = stack_of(experts, name)
-    if not isinstance(weight, PackedWeight):
-        raise InputError(f"{type(experts).__name__} has no packed stack {name[:80]!r}")
+    if weight is None:
+        raise InputError(f"{type(experts).__name__} has no stack {name[:80]!r}")
     if not hasattr(experts, "adapters"):
         experts.adapters = nn.ModuleDict()
-    count, outputs, inputs = weight.shape
+    held = weight.codes if isinstance(weight, PackedWeight) else weight
     side = ("B" if name == "down_proj" else "A") if shared else ""
     adapter = ExpertAdapter(
-        (count, outputs, inputs), rank=rank, scale=scale, shared=side, device=weight.codes.device
+        stack_shape(experts, name), rank=rank, scale=scale, shared=side, device=held.device
     )
     experts.adapters[name] = adapter
+    experts.config._experts_implementation = IMPLEMENTATION
     return adapter
+
+
+def stack_shape(experts: Any, name: str) -> tuple[int, int, int]:
+    """Returns experts, outputs and inputs of a stack, in whichever order its module holds them."""
+    weight = stack_of(experts, name)
+    if weight is None:
+        raise InputError(f"{type(experts).__name__} has no stack {name[:80]!r}")
+    count, outputs, inputs = weight.shape
+    if isinstance(weight, nn.Parameter) and experts.is_transposed:
+        outputs, inputs = inputs, outputs
+    return count, outputs, inputs
 
 
 def packed_experts(
@@ -178,7 +190,13 @@ def _product(
     index: int,
     loras: dict[str, Sequence[tuple[Tensor, Tensor]]],
 ) -> Tensor:
-    result = packed_matmul(x, getattr(experts, name), index)
+    weight = getattr(experts, name)
+    if isinstance(weight, PackedWeight):
+        result = packed_matmul(x, weight, index)
+    elif experts.is_transposed:
+        result = x @ weight[index].to(x.dtype)
+    else:
+        result = nn.functional.linear(x, weight[index].to(x.dtype))
     if experts.has_bias:
         result = result + getattr(experts, f"{name}_bias")[index].to(result.dtype)
     if name in loras:

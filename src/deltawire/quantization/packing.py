@@ -115,11 +115,11 @@ def _targets(model: Any) -> dict[str, _Target]:
 
 def _checkpoint_name(name: str) -> str:
     """Returns a tensor's name without what an adapter adds to it."""
-    return name.replace(".base_layer", "")
+    return name.replace(".base_layer", "").replace(".original_module", "")
 
 
 def _is_adapter(name: str) -> bool:
-    return "lora_A" in name or "lora_B" in name
+    return ".lora_" in name or ".modules_to_save." in name
 
 
 def _fill(

@@ -12,12 +12,16 @@ With tensor parallelism each rank has the head's rows for a range of the vocabul
 these logits only. Logits are never gathered: each token's sums over the vocabulary are added up
 over ranks, three numbers and a maximum.
 
-Shapes: T tokens, H hidden, V vocabulary, or a rank's range of it.
+A LoRA adapter of the head is computed in the same chunks: hidden states pass its A, and each chunk
+of results its B, in the order of PEFT's layer, so that sampler and trainer compute the same sums.
+
+Shapes: T tokens, H hidden, R rank of the head's adapter, V vocabulary, or a rank's range of it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -51,6 +55,15 @@ class LogitTransform(NamedTuple):
         return torch.tanh(z / self.cap) * self.cap if self.cap else z
 
 
+class HeadAdapter(NamedTuple):
+    """A LoRA adapter of the head: logits gain scale · low · upᵀ, where ``low`` [T, R] is what A
+    makes of the hidden states, and ``up`` is B, [V, R]."""
+
+    low_TR: Tensor
+    up_VR: Tensor
+    scale: float
+
+
 class TokenTerms(NamedTuple):
     """The head's result for each token: log π of the one that was drawn, and the entropy of the
     distribution that it was drawn from, in nats. float32 tensors of one shape."""
@@ -70,6 +83,7 @@ def head_terms(
     targets_T: Tensor,
     *,
     bias_V: Tensor | None = None,
+    adapter: HeadAdapter | None = None,
     transform: LogitTransform = LogitTransform(),  # noqa: B008 - immutable
     temperature: float = 1.0,
     fp32: bool = False,
@@ -100,9 +114,11 @@ def head_terms(
         entropy_gradient,
         chunk or chunk_tokens(len(weight_VH)),
         part,
+        adapter.scale if adapter else 0.0,
     )
+    low, up = (adapter.low_TR, adapter.up_VR) if adapter else (None, None)
     logprobs, entropies = _ChunkedTerms.apply(  # type: ignore[no-untyped-call]
-        hidden_TH, weight_VH, bias_V, targets_T, settings
+        hidden_TH, weight_VH, bias_V, low, up, targets_T, settings
     )
     return TokenTerms(logprobs, entropies if entropy_gradient else entropies.detach())
 
@@ -147,10 +163,25 @@ class _Settings(NamedTuple):
     entropy_gradient: bool
     chunk: int
     part: _VocabularyPart | None = None
+    adapter_scale: float = 0.0
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def cast(self, *weights: Tensor | None) -> list[Any]:
+        """The head's weights in the dtype that its product is computed in."""
+        return [None if one is None else one.to(self.dtype) for one in weights]
+
+    def logits(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low: Tensor | None,
+        up: Tensor | None,
+    ) -> Tensor:
         """Logits of one chunk before the temperature, float32 and owned by the caller."""
-        z = F.linear(hidden.to(self.dtype), weight, bias).float()
+        product = F.linear(hidden.to(self.dtype), weight, bias)
+        if low is not None and up is not None:
+            product = product + F.linear(low.to(self.dtype), up) * self.adapter_scale
+        z = product.float()
         if self.transform.scale != 1.0:
             z.mul_(self.transform.scale)
         if self.transform.cap:
@@ -167,17 +198,20 @@ class _ChunkedTerms(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        low: Tensor | None,
+        up: Tensor | None,
         targets: Tensor,
         settings: _Settings,
     ) -> tuple[Tensor, Tensor]:
-        cast = weight.to(settings.dtype)
-        cast_bias = None if bias is None else bias.to(settings.dtype)
+        cast, cast_bias, cast_up = settings.cast(weight, bias, up)
         logprobs, norms, entropies = (
             torch.empty(len(hidden), device=hidden.device) for _ in range(3)
         )
         for start in range(0, len(hidden), settings.chunk):
             rows = slice(start, start + settings.chunk)
-            z = settings.logits(hidden[rows], cast, cast_bias).div_(settings.temperature)
+            part = None if low is None else low[rows]
+            z = settings.logits(hidden[rows], cast, cast_bias, part, cast_up)
+            z.div_(settings.temperature)
             if settings.part is not None:
                 picked, norm, entropies[rows] = settings.part.terms(z, targets[rows])
             else:
@@ -186,7 +220,7 @@ class _ChunkedTerms(torch.autograd.Function):
                 p = (z - norm[:, None]).exp_()
                 entropies[rows] = norm - p.mul_(z).sum(1)
             norms[rows], logprobs[rows] = norm, picked - norm
-        ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies)
+        ctx.save_for_backward(hidden, weight, bias, low, up, targets, norms, entropies)
         ctx.settings = settings
         if not settings.entropy_gradient:
             ctx.mark_non_differentiable(entropies)
@@ -195,16 +229,13 @@ class _ChunkedTerms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         settings: _Settings = ctx.settings
-        hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
-        cast = weight.to(settings.dtype)
-        cast_bias = None if bias is None else bias.to(settings.dtype)
-        wanted = ctx.needs_input_grad
-        d_hidden = torch.empty_like(hidden) if wanted[0] else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None
+        hidden, weight, bias, low, up, targets, norms, entropies = ctx.saved_tensors
+        cast, cast_bias, cast_up = settings.cast(weight, bias, up)
+        sums = _HeadGradients(ctx.needs_input_grad, hidden, weight, bias, low, up)
         for start in range(0, len(hidden), settings.chunk):
             rows = slice(start, start + settings.chunk)
-            z = settings.logits(hidden[rows], cast, cast_bias)
+            part = None if low is None else low[rows]
+            z = settings.logits(hidden[rows], cast, cast_bias, part, cast_up)
             d_z = _logit_gradient(
                 z,
                 targets[rows],
@@ -214,26 +245,72 @@ class _ChunkedTerms(torch.autograd.Function):
                 grads[1][rows, None],
                 settings,
             ).to(settings.dtype)
-            if d_hidden is not None:
-                d_hidden[rows] = d_z @ cast
-            if d_weight is not None:
-                x = hidden[rows].to(settings.dtype)
-                if settings.dtype == torch.float32:
-                    d_weight.addmm_(d_z.T, x)
-                else:
-                    d_weight += d_z.T @ x
-            if d_bias is not None:
-                d_bias += d_z.sum(0, dtype=torch.float32)
+            sums.add(rows, d_z, cast, cast_up, settings)
             del z, d_z
-        if d_hidden is not None and settings.part is not None:
-            dist.all_reduce(d_hidden, group=settings.part.group)
-        return (
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-        )
+        if sums.hidden is not None and settings.part is not None:
+            dist.all_reduce(sums.hidden, group=settings.part.group)
+        return (*sums.found(), None, None)
+
+
+class _HeadGradients:
+    """Gradients of the head's inputs, added up chunk by chunk; None for those that are not wanted.
+
+    Gradients of weights add up in float32.
+    """
+
+    def __init__(
+        self,
+        wanted: Sequence[bool],
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low: Tensor | None,
+        up: Tensor | None,
+    ) -> None:
+        def sums(number: int, like: Tensor | None) -> Tensor | None:
+            if like is None or not wanted[number]:
+                return None
+            return torch.zeros_like(like, dtype=torch.float32)
+
+        self._given = (hidden, weight, bias, low, up)
+        self.hidden = torch.empty_like(hidden) if wanted[0] else None
+        self.low = torch.empty_like(low) if low is not None and wanted[3] else None
+        self.weight, self.bias, self.up = sums(1, weight), sums(2, bias), sums(4, up)
+
+    def add(
+        self, rows: slice, d_z: Tensor, weight: Tensor, up: Tensor | None, settings: _Settings
+    ) -> None:
+        """Add the gradients of one chunk, whose logits have the gradient ``d_z``."""
+        hidden, _, _, low, _ = self._given
+        if self.hidden is not None:
+            self.hidden[rows] = d_z @ weight
+        if self.weight is not None:
+            _add_product(self.weight, d_z, hidden[rows].to(settings.dtype))
+        if self.bias is not None:
+            self.bias += d_z.sum(0, dtype=torch.float32)
+        if up is None or low is None:
+            return
+        d_z = d_z * settings.adapter_scale
+        if self.low is not None:
+            self.low[rows] = (d_z @ up).to(self.low.dtype)
+        if self.up is not None:
+            _add_product(self.up, d_z, low[rows].to(settings.dtype))
+
+    def found(self) -> list[Tensor | None]:
+        """Return the gradients in the order and the dtypes of the inputs."""
+        all_of = (self.hidden, self.weight, self.bias, self.low, self.up)
+        return [
+            None if one is None or like is None else one.to(like.dtype)
+            for one, like in zip(all_of, self._given, strict=True)
+        ]
+
+
+def _add_product(total: Tensor, d_z: Tensor, x: Tensor) -> None:
+    """Add d_zᵀ · x, in float32 if both are."""
+    if x.dtype == torch.float32:
+        total.addmm_(d_z.T, x)
+    else:
+        total += d_z.T @ x
 
 
 def _logit_gradient(
@@ -269,10 +346,25 @@ def _logit_gradient(
 
 
 class OutputHead(NamedTuple):
-    """A causal LM's output layer and what the model does to its result."""
+    """A causal LM's output layer and what the model does to its result.
 
-    module: nn.Linear
+    ``module`` is the layer that the model calls, ``linear`` the linear layer that is computed now:
+    the base of an adapter, a trained copy, or ``module`` itself. ``lora`` is an active adapter.
+    """
+
+    module: nn.Module
+    linear: Any
     transform: LogitTransform
+    lora: Any = None
+
+    def adapter(self, hidden_TH: Tensor) -> HeadAdapter | None:
+        """The head's active LoRA adapter on these hidden states; None without one."""
+        if self.lora is None:
+            return None
+        name = self.lora.active_adapters[0]
+        down, up = self.lora.lora_A[name], self.lora.lora_B[name]
+        low = down(self.lora.lora_dropout[name](hidden_TH.to(down.weight.dtype)))
+        return HeadAdapter(low, up.weight, self.lora.scaling[name])
 
 
 _found: WeakKeyDictionary[nn.Module, LogitTransform] = WeakKeyDictionary()
@@ -281,29 +373,41 @@ _found: WeakKeyDictionary[nn.Module, LogitTransform] = WeakKeyDictionary()
 def head_of(model: Any) -> OutputHead:
     """Returns the model's head; takes a forward pass over one token for the first time.
 
-    Raises `InputError` for a head that is not one linear layer, or whose output the model changes
-    in a way that is not a scale and a cap.
+    Raises `InputError` for a head that is not one linear layer, with PEFT's LoRA or as PEFT's
+    trained copy, or whose output the model changes in a way that is not a scale and a cap.
     """
     module = model.get_output_embeddings()
-    name = type(model).__name__
+    linear, lora = _linear_of(module)
     # A sharded layer's class is a subclass of the original one.
-    if not isinstance(module, nn.Linear) or hasattr(module, "base_layer"):
+    if not isinstance(linear, nn.Linear) or hasattr(linear, "base_layer"):
         raise InputError(
-            f"{name}: its head is a {type(module).__name__}; a linear layer can be trained",
+            f"{type(model).__name__}: its head is a {type(module).__name__}; a linear layer can be "
+            "trained",
             hint="leave the head out of the adapter's target modules",
         )
     if model not in _found:
-        _found[model] = _probed(model, module)
-    return OutputHead(module, _found[model])
+        _found[model] = _probed(model, module, linear)
+    return OutputHead(module, linear, _found[model], lora)
 
 
-def _probed(model: Any, module: nn.Linear) -> LogitTransform:
+def _linear_of(module: Any) -> tuple[Any, Any]:
+    """The layer that a head computes with now, and its active LoRA layer or None."""
+    off = getattr(module, "_disable_adapters", False)
+    if hasattr(module, "original_module"):  # PEFT's ModulesToSaveWrapper.
+        copies = module.modules_to_save
+        return module.original_module if off else copies[module.active_adapters[0]], None
+    if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
+        return module.base_layer, None if off else module
+    return module, None
+
+
+def _probed(model: Any, module: nn.Module, linear: nn.Linear) -> LogitTransform:
     values = torch.tensor(_PROBE, dtype=torch.float64)
 
     def known(hidden: Tensor) -> Tensor:
         return values.to(hidden.device).expand(*hidden.shape[:-1], len(values))
 
-    ids = torch.zeros(1, 1, dtype=torch.long, device=module.weight.device)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=linear.weight.device)
     training = [one for one in model.modules() if one.training]
     with torch.no_grad(), replaced_forward(module, known):
         # Without dropout, the pass draws no random numbers from the step's.

@@ -129,9 +129,10 @@ class TrainedPolicy:
             hidden_WH = torch.index_select(hidden_RSH.flatten(0, 1), 0, layout.reads_W)
             terms = head_terms(
                 hidden_WH,
-                head.module.weight,
+                head.linear.weight,
                 targets_W,
-                bias_V=head.module.bias,
+                bias_V=head.linear.bias,
+                adapter=head.adapter(hidden_WH),
                 transform=head.transform,
                 temperature=temperature,
                 fp32=self.fp32_head,

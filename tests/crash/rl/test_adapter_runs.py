@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from granted_groups import start_with_groups
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from deltawire.cli.main import main
 from deltawire.config import parse_config
@@ -87,43 +88,94 @@ def test_after_crashes_the_same_bits(tmp_path, offload):
     assert train(bucket) == whole
 
 
+def of_last_version(bucket):
+    """The policy of a run's newest version, computed as trainer and sampler do."""
+    run, config = open_run(bucket)
+    with fetch_model_files(bucket, run) as folder:
+        model = open_model(Path(folder), config.train.adapter)
+    open_source("bf16", model).restore(load_mirror(bucket, run))
+    return model.eval()
+
+
+def from_directory(folder):
+    settings = AutoConfig.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=settings, dtype=torch.float32, local_files_only=True
+    )
+
+
+IDS = torch.arange(20)[None]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers in an old way.
 def test_a_pulled_directory_is_one_that_peft_loads(started, tmp_path, capsys):
     import peft
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     train(started)
-    run, config = open_run(started)
-    pulled, merged = tmp_path / "pulled", tmp_path / "merged"
-    assert main(["pull", started.url, str(pulled), "--merged", str(merged), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])["merged"]
-    assert report["layers"] == 14
-    assert 0 < report["kept"] <= 1.5
+    wanted = of_last_version(started)(input_ids=IDS).logits
+    whole, only = tmp_path / "whole", tmp_path / "only"
+    assert main(["pull", started.url, str(whole), "--json"]) == 0
+    everything = json.loads(capsys.readouterr().out)
+    assert main(["pull", started.url, str(only), "--adapter", "--json"]) == 0
+    pulled = json.loads(capsys.readouterr().out)
+    assert pulled["version"] == VERSIONS
+    assert pulled["bytes"] < everything["bytes"] - 20_000, "the base is not fetched"
+    for folder in (whole, only):
+        base = from_directory(tmp_path / "model")
+        loaded = peft.PeftModel.from_pretrained(base, str(folder)).eval()
+        assert torch.equal(loaded(input_ids=IDS).logits, wanted)
+        assert not torch.allclose(loaded.unload()(input_ids=IDS).logits, wanted, atol=1e-4)
+    assert main(["pull", started.url, str(only), "--adapter", "--version", "1"]) == 0
+    loaded = peft.PeftModel.from_pretrained(from_directory(tmp_path / "model"), str(only))
+    assert not torch.equal(loaded.eval()(input_ids=IDS).logits, wanted)
 
-    with fetch_model_files(started, run) as folder:
-        ours = open_model(Path(folder), config.train.adapter)
-    open_source("bf16", ours).restore(load_mirror(started, run))
-    ids = torch.arange(20)[None]
-    wanted = ours.eval()(input_ids=ids).logits
 
-    base = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", dtype=torch.float32, local_files_only=True
-    )
-    loaded = peft.PeftModel.from_pretrained(base, str(pulled))
-    assert torch.equal(loaded.eval()(input_ids=ids).logits, wanted)
-    assert not torch.allclose(loaded.unload()(input_ids=ids).logits, wanted, atol=1e-4)
-
-    settings = AutoConfig.from_pretrained(merged)
-    whole = AutoModelForCausalLM.from_pretrained(merged, config=settings, dtype=torch.float32)
-    gap = (whole.eval()(input_ids=ids).logits - wanted).abs().max()
+def test_a_merged_directory_is_a_plain_model(started, tmp_path, capsys):
+    train(started)
+    wanted = of_last_version(started)(input_ids=IDS).logits
+    out = tmp_path / "merged"
+    assert main(["merge", started.url, str(out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])["merge"]
+    assert len(report["layers"]) == 14
+    assert 0.5 < report["total"]["kept"] <= 1.5
+    gap = (from_directory(out).eval()(input_ids=IDS).logits - wanted).abs().max()
     assert float(gap.detach()) < 0.05, "rounded to bf16 once more, and no more than that"
-    assert main(["pull", started.url, str(pulled), "--merged", str(merged)]) == 0
+    assert main(["merge", started.url, str(out)]) == 2, "never over something else"
+    refused = ["merge", started.url, str(tmp_path / "none"), "--min-kept", "1"]
+    changed = report["total"]["kept"] < 1
+    assert main(refused) == (2 if changed else 0)
+    assert (tmp_path / "none").exists() != changed
+    assert not list(tmp_path.glob(".*.merging"))
 
 
-def test_a_merge_of_a_whole_model_is_refused(tmp_path, capsys):
+def test_a_run_starts_from_an_adapter_of_peft(started, tmp_path):
+    """The adapter of one run is the start of the next, to the bit."""
+    train(started)
+    assert main(["pull", started.url, str(tmp_path / "a"), "--adapter"]) == 0
+    settings = {"kind": "lora", "rank": 4, "alpha": 8.0, "init": str(tmp_path / "a")}
+    (tmp_path / "next").mkdir()
+    after = start(tmp_path / "next", adapter=settings)
+    run, _ = open_run(started)
+    last = load_mirror(started, run)
+    first = load_mirror(after, open_run(after)[0], at=0)
+    assert all(np.array_equal(bits, last.tensors[name]) for name, bits in first.tensors.items())
+    digests = train(after)
+    assert len(set(digests)) == VERSIONS + 1
+    assert verify_training(after).exact
+    wrong = settings | {"rank": 8}
+    (tmp_path / "wrong").mkdir()
+    with pytest.raises(InputError, match="rank 4 and scale 2"):
+        start(tmp_path / "wrong", adapter=wrong)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [(["merge"], "has no adapter"), (["pull", "--adapter"], "has no adapter")]
+)
+def test_a_run_without_an_adapter_is_refused(command, said, tmp_path, capsys):
     bucket = start(tmp_path, adapter={"kind": "none"})
-    assert main(["pull", bucket.url, str(tmp_path / "p"), "--merged", str(tmp_path / "m")]) == 2
-    assert "no adapter to merge" in capsys.readouterr().err
+    name, *options = command
+    assert main([name, bucket.url, str(tmp_path / "m"), *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_vllm_and_dropout_are_refused_by_name():

@@ -137,11 +137,10 @@ def test_without_its_adapter_the_model_is_the_dequantized_base(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "none"}, "not trained"),
-        ({"packed": "none"}, "only if they are packed"),
+        ({"kind": "none"}, "no effect without an adapter"),
         ({"packed": "none", "targets": ["q_proj"], "packed_layers": ["q_proj"]}, "no effect"),
         ({"packed": "int3"}, "packed"),
-        ({"packed_layers": ["lm_head"]}, "head"),
+        ({"packed_layers": ["qproj"]}, "no linear layer"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path, change, message):
