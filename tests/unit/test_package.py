@@ -23,6 +23,19 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 TRUST = {"--public-key", "--max-age", "--allow-rollback"}
 FLAGS = {
+    "init": {
+        "--model",
+        "--task",
+        "--reward",
+        "--on",
+        "--mode",
+        "--name",
+        "--versions",
+        "--max-tokens",
+        "--yes",
+        "--json",
+    },
+    "completion": set(),
     "doctor": {"--conformance", "--json"},
     "midtrain": {
         "--out",

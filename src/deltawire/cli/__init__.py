@@ -1,7 +1,7 @@
 """The command line: thin commands over the layers below, each loading only what it needs."""
 
 COMMANDS = (
-    # "init",
+    "init",
     "doctor",
     "run",
     "midtrain",
@@ -32,7 +32,7 @@ COMMANDS = (
     "rollouts",
     "metrics",
     "shapes",
-    # "completion",
+    "completion",
 )
 """One module here for each command, in the order of the help.
 
