@@ -2,6 +2,7 @@
 # make test           sets everything up and checks everything but the drills
 # make drills         kills, cuts off and damages runs; DRILLS=5 does each drill five times
 # make test-engines   follows runs with vLLM, for every family of models, on one rank and on two
+# make dist           builds the source archive and a wheel, and tests it in an empty environment
 # make fuzz           fuzzes the native kernels, each target for SECONDS=600
 BIN := .venv/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
@@ -9,7 +10,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 # Tests that start processes wait a third of their time, so two cores keep three of them busy.
 PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder --strict-skips
 
-.PHONY: setup demo test drills test-engines engines lint format bench fuzz clean
+.PHONY: setup demo test drills test-engines engines lint format bench dist fuzz clean
 
 setup: .venv/.ready
 
@@ -44,6 +45,9 @@ format: setup
 
 bench: setup
 	$(BIN)/deltawire bench loop
+
+dist: setup
+	$(BIN)/python scripts/dist.py --out dist
 
 fuzz:
 	@$(MAKE) -C native/fuzz -j2 run SECONDS=$(or $(SECONDS),600)

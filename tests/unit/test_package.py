@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -243,16 +242,18 @@ def test_help_loads_nothing_heavy() -> None:
     assert not loaded_by(code) & {*HEAVY, "numpy", "obstore", "rich", "msgspec"}
 
 
-def test_help_answers_in_half_a_second() -> None:
-    """The promise of the README; the best of five, so that a busy machine does not fail it."""
-    spent = []
-    for _ in range(5):
-        started = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", "deltawire", "--help"], capture_output=True, check=True
-        )
-        spent.append(time.perf_counter() - started)
-    assert min(spent) < 0.5
+def test_help_loads_few_modules() -> None:
+    """Importing takes nearly all of its time; `scripts/check_wheel.py` measures that."""
+    code = (
+        "import contextlib, io, sys\nfrom deltawire.cli.main import main\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "    main(['--help'])\n"
+        "print(len(sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout) < 250
 
 
 def test_flags_are_those_that_were_agreed() -> None:
