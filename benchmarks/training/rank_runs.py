@@ -338,7 +338,7 @@ def _run_start(url: str, start: Start) -> list[int]:
 
 
 def _serve() -> None:
-    """Answer requests until stdin closes. What ranks print goes to stderr."""
+    """Answer requests until stdin closes. Ranks print to stderr."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     for line in sys.stdin.buffer:

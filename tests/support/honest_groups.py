@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from deltawire.export.source import open_source
 from deltawire.rl.control.challenges import nonce_of, stream_of
 from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.rl.rollout.episode import play_all, run_episode
-from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
+from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of, with_budget
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror
@@ -85,15 +86,20 @@ class HonestRun:
         """What an honest worker delivers as its ``number``-th group."""
         task = self.tasks.draw(stream_of(worker, secret, lease), number)
         engine, rollout = self.engine(), self.config.rollout
+        nonce = nonce_of(secret, lease, number)
 
-        def play():
+        def play(episode):
+            limits = with_budget(
+                EpisodeLimits.of(rollout), version=self.version,
+                group=f"{nonce}/{task.identity}", episode=episode,
+            )  # fmt: skip
             return run_episode(
                 engine, self.tasks.open(task), self.text,
-                temperature=rollout.temperature, limits=EpisodeLimits.of(rollout),
+                temperature=rollout.temperature, limits=limits,
             )  # fmt: skip
 
-        episodes = asyncio.run(play_all(engine, [play] * rollout.group_size, concurrent=16))
-        nonce = nonce_of(secret, lease, number)
+        plays = [partial(play, episode) for episode in range(rollout.group_size)]
+        episodes = asyncio.run(play_all(engine, plays, concurrent=16))
         return group_of(worker, nonce, task, rollout.temperature, episodes)
 
     def judged(self, checker, group, number=0, secret=SECRET):

@@ -58,6 +58,7 @@ def test_the_tables_were_found():
         "chat.template_kwargs",
         "evaluate.sets",
         "midtrain",
+        "rollout.thinking",
         "task.data",
         "task.messages",
         "task.mixture",
@@ -223,7 +224,7 @@ TOGETHER = {
     *(f"train.{key}" for key in ("replicate", "tensor_parallel", "expert_parallel")),
     "train.loss.ratio_base",
     *(f"train.schedule.{key}" for key in ("kind", "steps", "decay_steps", "floor")),
-    *("evaluate.sets", "task.data", "task.mixture", "midtrain"),
+    *("evaluate.sets", "task.data", "task.mixture", "midtrain", "rollout.thinking"),
 }
 """Keys of which one alone is refused; other tests have them."""
 

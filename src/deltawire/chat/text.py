@@ -170,6 +170,22 @@ class Text:
         ]
         return "".join(parts)
 
+    def spell(self, text: str) -> list[int]:
+        """The tokens of a text of the run's owner, in which special tokens are spelled out.
+
+        Texts of others go through `encode`, which never makes special tokens of them.
+        """
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def has_tokens(self, *texts: str) -> bool:
+        """Returns whether each of the texts is one added token of the tokenizer."""
+        known = {token.content for token in self._tokenizer.added_tokens_decoder.values()}
+        return known.issuperset(texts)
+
     def read_calls(self, text: str, *, turn: int = 0, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """Parse a turn's text in the dialect of the model's chat template; see
         `deltawire.chat.calls.Dialect.read`."""

@@ -61,6 +61,7 @@ from deltawire.config.tasks import (
     MixtureEntry,
     TaskConfig,
 )
+from deltawire.config.thinking import ThinkingConfig, ThinkingStage
 
 __all__ = [
     "MAX_CONFIG_BYTES",
@@ -95,6 +96,8 @@ __all__ = [
     "StalenessConfig",
     "SurrogateTraits",
     "TaskConfig",
+    "ThinkingConfig",
+    "ThinkingStage",
     "TrainConfig",
     "TrustConfig",
     "WarmStartConfig",

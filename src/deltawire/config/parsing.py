@@ -76,8 +76,12 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         raise InputError(f"{source}: {text}", hint=_hint_for(text)) from error
     if found := config.train.contradiction():
         raise InputError(f"{source}: train: {found[0]}", hint=found[1])
-    midtrain = config.midtrain.contradiction() if config.midtrain is not None else None
-    for found in (config.task.contradiction("task"), config.evaluate.contradiction(), midtrain):
+    for found in (
+        config.task.contradiction("task"),
+        config.evaluate.contradiction(),
+        config.rollout.contradiction(),
+        config.midtrain.contradiction() if config.midtrain is not None else None,
+    ):
         if found:
             raise InputError(f"{source}: {found[0]}", hint=found[1])
     rollout = config.rollout

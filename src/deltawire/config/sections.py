@@ -20,6 +20,7 @@ from deltawire.config.layout import layout_contradiction
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
 from deltawire.config.reference import ReferenceConfig
 from deltawire.config.tasks import ChatConfig, EvaluateConfig, MidtrainConfig, TaskConfig
+from deltawire.config.thinking import ThinkingConfig
 
 OnFull = Literal["end", "drop", "summary"]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)\Z")]
@@ -130,6 +131,14 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Precision of the engine. The trainer computes in float32."""
     device: OwnDevice = ""
     """The workers' device, if not the run's."""
+    thinking: ThinkingConfig | None = None
+    """Bounds how long the model thinks before it answers; without it, only max_tokens does."""
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """Find settings that contradict each other: the reason and what to do, or None."""
+        if self.thinking is None:
+            return None
+        return self.thinking.contradiction(self.max_tokens, self.context)
 
 
 class CorrectionConfig(Section, frozen=True, kw_only=True):

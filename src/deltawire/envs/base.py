@@ -54,7 +54,9 @@ class Action:
     ``text`` is all of it without special tokens; ``content`` the same without its tool calls.
     ``broken`` holds each piece that began as a tool call and is not a valid one (invalid JSON, no
     name, cut off): an environment that ignores these teaches the model to write them. ``finish`` is
-    ``length`` if the model was cut off and ``stop`` if it ended its turn.
+    ``length`` if the model was cut off and ``stop`` if it ended its turn. In a run with a thinking
+    budget, ``text`` and ``content`` are the answer, and ``thinking`` is the text before it, marks
+    included.
     """
 
     text: str
@@ -62,6 +64,7 @@ class Action:
     calls: tuple[ToolCall, ...] = ()
     broken: tuple[str, ...] = ()
     finish: str = "stop"
+    thinking: str = ""
 
 
 @dataclass(frozen=True)

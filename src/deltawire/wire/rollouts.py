@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -34,6 +34,21 @@ OVERLONG = frozenset({"length", "context"})
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
 
+THINKING_ENDS = ("answered", "forced", "cut", "stop_string", "limit", "stray_mark")
+"""How a turn with a thinking budget may end."""
+
+
+class _ThinkingTurn(msgspec.Struct, frozen=True, array_like=True):
+    thought: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    ended: Literal["answered", "forced", "cut", "stop_string", "limit", "stray_mark"]
+
+
+class _Thinking(msgspec.Struct, frozen=True, array_like=True):
+    budget: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    turns: Annotated[list[_ThinkingTurn], Meta(max_length=1_000_000)]
+    forced: bytes = b""
+
+
 class _Sequence(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     logprobs: bytes
@@ -47,6 +62,7 @@ class _Sequence(msgspec.Struct, frozen=True, array_like=True):
     cause: Annotated[str, Meta(max_length=512)] = ""
     probes: Annotated[dict[_Name, float], Meta(max_length=MAX_PROBES)] = {}
     routes: bytes = b""
+    thinking: _Thinking | None = None
 
 
 class _Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +77,17 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
+class Thinking:
+    """The thinking of a trajectory: the ``budget`` of each turn in tokens; how many tokens each
+    turn thought and how it ended (`THINKING_ENDS`); and the half-open ranges of tokens that were
+    inserted to close the thinking by force."""
+
+    budget: int
+    turns: tuple[tuple[int, str], ...]
+    forced: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One completion of a group, after the group's shared prompt or a separate one.
 
@@ -71,7 +98,7 @@ class Trajectory:
     reward. ``prompt`` is the trajectory's prompt, None if it is the group's. A ``cause`` states why
     an episode failed through no fault of the model: it is counted but not trained on. ``probes``
     are checks that do not enter the reward; ``routes`` are the sampler's packed expert choices
-    (`deltawire.parity`), empty if none were recorded.
+    (`deltawire.parity`), empty if none were recorded. ``thinking`` is None without a budget.
     """
 
     tokens_T: NDArray[np.int32]
@@ -86,6 +113,18 @@ class Trajectory:
     cause: str = ""
     probes: Mapping[str, float] = field(default_factory=dict)
     routes: bytes = b""
+    thinking: Thinking | None = None
+
+    @property
+    def turn_mask(self) -> NDArray[np.uint8]:
+        """The mask with 1 also where thinking was closed by force: 1 throughout each turn of the
+        model."""
+        if self.thinking is None or not self.thinking.forced:
+            return self.mask_T
+        mask_T = self.mask_T.copy()
+        for start, end in self.thinking.forced:
+            mask_T[start:end] = 1
+        return mask_T
 
 
 @dataclass(frozen=True)
@@ -187,6 +226,7 @@ def encode_group(group: Group) -> bytes:
                     t.cause,
                     {name: float(value) for name, value in t.probes.items()},
                     t.routes,
+                    _packed_thinking(t.thinking),
                 )
                 for t in group.trajectories
             ],
@@ -200,7 +240,7 @@ def decode_group(data: bytes, *, run: str, key: str) -> Group:
     Raises `CorruptError` for arrays of different lengths, a trajectory without a drawn token and
     without a cause, log-probabilities that are not finite or are above 0, a negative token or
     version, a reward or probe that is not finite, segments of one episode that state different
-    rewards, and a temperature that is not finite and above 0.
+    rewards, thinking that contradicts the tokens, and a temperature that is not finite and above 0.
     """
     raw = decode_packed(data, _Group, run=run, key=key)
     fault = "" if raw.format == FORMAT else f"format {raw.format}"
@@ -229,6 +269,7 @@ def decode_group(data: bytes, *, run: str, key: str) -> Group:
                 sequence.cause,
                 sequence.probes,
                 sequence.routes,
+                _read_thinking(sequence.thinking),
             )
         )
     rewards: dict[int, float] = {}
@@ -260,4 +301,40 @@ def _sequence_fault(sequence: _Sequence) -> str:
         return "a reward or probe that is not finite"
     if len(sequence.prompt) % 4 or (np.frombuffer(sequence.prompt, "<i4") < 0).any():
         return "a prompt that is not tokens"
+    if sequence.thinking is not None:
+        return _thinking_fault(sequence.thinking, mask, sequence.turns)
     return ""
+
+
+def _thinking_fault(thinking: _Thinking, mask: NDArray[np.uint8], turns: int) -> str:
+    if len(thinking.forced) % 8:
+        return "ranges of inserted tokens that are not pairs"
+    end = 0
+    for start, stop in np.frombuffer(thinking.forced, "<i4").reshape(-1, 2).tolist():
+        if not end <= start < stop <= len(mask) or mask[start:stop].any():
+            return "ranges of inserted tokens that are not ranges of other tokens"
+        end = stop
+    if len(thinking.turns) > turns:
+        return "the thinking of more turns than there are"
+    if sum(turn.thought for turn in thinking.turns) > int((mask == 1).sum()):
+        return "more tokens of thinking than were drawn"
+    return ""
+
+
+def _packed_thinking(thinking: Thinking | None) -> _Thinking | None:
+    if thinking is None:
+        return None
+    turns = [_ThinkingTurn(thought, ended) for thought, ended in thinking.turns]  # type: ignore[arg-type]
+    forced = np.array(thinking.forced, "<i4").reshape(-1, 2).tobytes()
+    return _Thinking(thinking.budget, turns, forced)
+
+
+def _read_thinking(raw: _Thinking | None) -> Thinking | None:
+    if raw is None:
+        return None
+    ranges = np.frombuffer(raw.forced, "<i4").reshape(-1, 2).tolist()
+    return Thinking(
+        raw.budget,
+        tuple((turn.thought, turn.ended) for turn in raw.turns),
+        tuple((start, end) for start, end in ranges),
+    )

@@ -1,1 +1,1 @@
-"""What is kept of served answers: consent, pseudonyms, redaction, spool, upload."""
+"""Keeps served answers: consent, pseudonyms, redaction, spool, upload."""

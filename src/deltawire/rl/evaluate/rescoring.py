@@ -38,7 +38,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,6 @@ class RecordedSampler:
         self, prompt: Sequence[int], sampling: Sampling, *, on_token: OnToken | None = None
     ) -> Completion:
         """Return the recorded tokens after ``prompt``; raises `DepartedError` if there are none."""
-        del on_token
         asked = list(prompt)
         for start, tokens, t in self._known:
             place = len(asked) - len(start)
@@ -127,11 +126,16 @@ class RecordedSampler:
             count = min(count, sampling.max_tokens)
             if not count:
                 continue
+            if on_token is not None:
+                enough = (n for n, k in enumerate(tokens[place : place + count], 1) if on_token(k))
+                count = next(enough, count)
             end = place + count
             if not self._stops.isdisjoint(tokens[place : end - 1]):
                 continue
             last = end == len(tokens) and t.finish in ("stop", "length")
-            cut = t.finish == "length" if last else count == sampling.max_tokens
+            # A run of drawn tokens may also end where thinking was closed by force.
+            ends = tokens[end - 1] in self._stops if t.thinking else count < sampling.max_tokens
+            cut = t.finish == "length" if last else not ends
             return Completion(
                 tokens[place:end],
                 t.logprobs_T[place:end].tolist(),
@@ -266,6 +270,8 @@ class GroupChecker:
         for _, episode, t in group.trained():
             episodes.setdefault(episode, []).append(t)
         for episode, segments in episodes.items():
+            if wrong := self._thinking_fault(segments):
+                return "budget", f"episode {episode}: {wrong}", True
             shown, stated = _turns(segments), sum(t.turns for t in segments)
             if shown < stated and self._text.has_template:
                 return (
@@ -320,7 +326,7 @@ class GroupChecker:
             self._tasks.open(task),
             self._text,
             temperature=group.temperature,
-            limits=self._limits,
+            limits=self._limits_of(segments),
         )
         try:
             episode = asyncio.run(play)
@@ -330,6 +336,23 @@ class GroupChecker:
             return float("nan"), episode.cause
         same = _same_tokens(episode.trajectories, segments)
         return episode.trajectory.reward if same else float("nan"), ""
+
+    def _limits_of(self, segments: Sequence[Trajectory]) -> EpisodeLimits:
+        """The limits of an episode, with the budget of thinking that it states."""
+        thinking = segments[0].thinking
+        return self._limits if thinking is None else replace(self._limits, budget=thinking.budget)
+
+    def _thinking_fault(self, segments: Sequence[Trajectory]) -> str:
+        """Why the stated thinking cannot be that of an honest worker; empty if it can."""
+        config = self._limits.thinking
+        for t in segments:
+            if (t.thinking is None) != (config is None):
+                return "its thinking is missing" if t.thinking is None else "it has no budget"
+            if t.thinking is None or config is None:
+                continue
+            if t.thinking.budget not in config.allowed:
+                return f"a budget of {t.thinking.budget} tokens, which the run does not have"
+        return ""
 
     def _gap(self, group: Group) -> str:
         """Why the log-probabilities are not those of the versions that the tokens state; empty if
@@ -371,14 +394,16 @@ def _beyond(gaps: NDArray[np.float64], limit: float) -> str:
 def _turns(segments: Sequence[Trajectory]) -> int:
     """Runs of drawn tokens."""
     return sum(
-        int((np.diff(t.mask_T.astype(np.int8), prepend=np.int8(0)) == 1).sum()) for t in segments
+        int((np.diff(t.turn_mask.astype(np.int8), prepend=np.int8(0)) == 1).sum()) for t in segments
     )
 
 
 def _same_tokens(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> bool:
     """Returns whether two episodes have the same tokens, drawn by the same side."""
     return len(one) == len(other) and all(
-        np.array_equal(left.tokens_T, right.tokens_T) and np.array_equal(left.mask_T, right.mask_T)
+        np.array_equal(left.tokens_T, right.tokens_T)
+        and np.array_equal(left.mask_T, right.mask_T)
+        and left.thinking == right.thinking
         for left, right in zip(one, other, strict=True)
     )
 

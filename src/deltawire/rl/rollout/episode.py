@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,12 @@ from numpy.typing import NDArray
 
 from deltawire.chat.messages import Tool, shorten
 from deltawire.chat.text import Text
+from deltawire.chat.thinking import (
+    BoundedCompletion,
+    ThinkingLimits,
+    generate_within,
+    limits_of,
+)
 from deltawire.engines.base import Completion, Sampler, Sampling
 from deltawire.envs.base import Action, AgentHarness, Environment, Message, Turn
 from deltawire.errors import InputError
@@ -40,7 +46,7 @@ from deltawire.rl.rollout.episode_types import (
     within,
 )
 from deltawire.runtime.orphans import track_orphans
-from deltawire.wire.rollouts import Trajectory
+from deltawire.wire.rollouts import Thinking, Trajectory
 
 
 async def run_episode(
@@ -120,6 +126,8 @@ class _EpisodeSegment:
     routes: list[NDArray[np.int32]] = field(default_factory=list)
     experts: int = 0
     turns: int = 0
+    forced: list[tuple[int, int]] = field(default_factory=list)
+    thoughts: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -130,10 +138,16 @@ class _EpisodeSegment:
         read = sum(map(len, self.routes))
         self.routes += [np.concatenate(completion.routes)[read:]] if completion.routes else []
         self.experts = completion.experts
+        if isinstance(completion, BoundedCompletion):
+            start = len(self.tokens)
+            self.mask += completion.mask
+            self.forced += [(start + first, start + end) for first, end in completion.forced]
+            self.thoughts.append((completion.thinking.thought, completion.thinking.ended))
+        else:
+            self.mask += [1] * len(completion.tokens)
         self.tokens += completion.tokens
         self.logprobs += completion.logprobs
         self.versions += completion.versions
-        self.mask += [1] * len(completion.tokens)
         self.turns += 1
 
     def answered(self, tokens: list[int]) -> None:
@@ -174,17 +188,22 @@ class _EpisodeRun:
         self._finish = "length"
         self._probes: Mapping[str, float] = {}
         self._solved = False
+        self._bounds: ThinkingLimits | None = None
+        self._max_tokens = limits.max_tokens
 
     async def run(self) -> None:
         """Play from the reset to the probes; raises `EpisodeFailure`."""
         turn = await self._ask("reset", self._environment.reset)
         self._tools = self._guarded("tools", lambda: tuple(self._environment.tools))
-        self._prompt = self._tokens(lambda: self._text.prompt(turn.messages, self._tools))
+        self._bounds = self._resolved()
+        messages = self._told(turn.messages)
+        self._prompt = self._tokens(lambda: self._text.prompt(messages, self._tools))
+        self._prompt += self._control_tokens()
         self._segments = [_EpisodeSegment(self._prompt)]
         if self._limits.on_full == "summary":
             self._reserve = len(self._summary_request([])) + self._limits.summary_tokens
         for number in range(1, self._limits.max_turns + 1):
-            completion = await self._draw(self._limits.max_tokens, self._reserve)
+            completion = await self._draw(self._max_tokens, self._reserve)
             self._finish = completion.finish
             action = self._read(completion, number)
             turn = await self._ask("step", lambda action=action: self._environment.step(action))  # type: ignore[misc]
@@ -197,6 +216,32 @@ class _EpisodeRun:
                 break
         self._probes = await ask_probes(self._environment.probes, self._limits.step_s)
         self._solved = self._guarded("solved", lambda: bool(self._environment.solved(self._reward)))
+
+    def _resolved(self) -> ThinkingLimits | None:
+        """The bounds of thinking in the model's marks. Raises `InputError` if it has none."""
+        config = self._limits.thinking
+        if config is None:
+            return None
+        bounds = limits_of(self._text, config, self._limits.budget)
+        # Inserted tokens are not drawn, so they do not count as the model's.
+        self._max_tokens += len(bounds.format.forced)
+        return bounds
+
+    def _told(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, the last of which says the budget."""
+        config, told = self._limits.thinking, list(messages)
+        if config is None or not config.tell or config.tell_as != "message" or not told:
+            return told
+        said = config.tell.replace("{budget}", str(self._limits.budget))
+        told[-1] = replace(told[-1], content=f"{told[-1].content}{said}")
+        return told
+
+    def _control_tokens(self) -> list[int]:
+        """The tokens that say the budget at the start of the turn."""
+        config = self._limits.thinking
+        if config is None or not config.tell or config.tell_as != "tokens":
+            return []
+        return self._text.spell(config.tell.replace("{budget}", str(self._limits.budget)))
 
     async def close(self) -> None:
         """Close the environment; a failure to do so fails the episode."""
@@ -236,24 +281,40 @@ class _EpisodeRun:
             cause=cause,
             probes=self._probes,
             routes=segment.packed_routes(),
+            thinking=self._thinking_of(segment),
         )
 
-    async def _draw(self, max_tokens: int, reserve: int) -> Completion:
+    def _thinking_of(self, segment: _EpisodeSegment) -> Thinking | None:
+        if self._bounds is None:
+            return None
+        return Thinking(self._bounds.budget, tuple(segment.thoughts), tuple(segment.forced))
+
+    async def _draw(self, max_tokens: int, reserve: int, *, think: bool = True) -> Completion:
         segment = self._segments[-1]
         room = self._limits.context - segment.length - reserve
         truncation = self._limits.truncation
         sampling = Sampling(max(1, min(max_tokens, room)), self._temperature, truncation)
+        prompt = segment.prompt + segment.tokens
         try:
-            completion = await self._engine.generate(segment.prompt + segment.tokens, sampling)
+            if self._bounds is None or not think:
+                completion = await self._engine.generate(prompt, sampling)
+            else:
+                completion = await generate_within(self._engine, prompt, sampling, self._bounds)
         except InputError as error:
             raise EpisodeFailure(f"the engine refused the prompt: {error}") from error
         segment.drawn(completion)
         return completion
 
     def _read(self, completion: Completion, number: int) -> Action:
-        text = self._text.decode(completion.tokens)
+        tokens, thinking = completion.tokens, ""
+        if isinstance(completion, BoundedCompletion):
+            thinking = self._text.decode(completion.thought_tokens)
+            tokens = completion.answer_tokens
+        text = self._text.decode(tokens)
         parsed = self._text.read_calls(text, turn=number, tools=self._tools)
-        return Action(text, parsed.content, parsed.calls, parsed.broken, completion.finish)
+        return Action(
+            text, parsed.content, parsed.calls, parsed.broken, completion.finish, thinking
+        )
 
     async def _answer(self, turn: Turn, completion: Completion) -> bool:
         """Add the environment's answer to the context; False if there is no room for it."""
@@ -291,7 +352,7 @@ class _EpisodeRun:
         """Begin a segment after the prompt and the model's own summary."""
         segment = self._segments[-1]
         segment.answered(self._summary_request(completion.tokens))
-        summary = await self._draw(self._limits.summary_tokens, 0)
+        summary = await self._draw(self._limits.summary_tokens, 0, think=False)
         bridge = self._tokens(lambda: self._text.bridge(turn.messages, after=summary.tokens))
         prompt = [*self._prompt, *summary.tokens, *bridge]
         self._segments.append(_EpisodeSegment(prompt))

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from deltawire.config import OnFull, RolloutConfig
+from deltawire.chat.thinking import drawn_budget
+from deltawire.config import OnFull, RolloutConfig, ThinkingConfig
 from deltawire.engines.base import EVERYTHING, Truncation
 from deltawire.envs.base import Task
 from deltawire.wire.rollouts import MAX_NAME, MAX_PROBES, MAX_TASK, Group, Trajectory
@@ -32,8 +33,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class EpisodeLimits:
     """Bounds of one episode: tokens per turn, turns, tokens in total (with the prompt), seconds for
-    one call of the environment and for the whole episode, characters of a message; and the
-    ``truncation`` of what may be drawn."""
+    one call of the environment and for the whole episode, characters of a message; the
+    ``truncation`` of what may be drawn; and the ``budget`` of thinking."""
 
     max_tokens: int
     max_turns: int
@@ -45,6 +46,9 @@ class EpisodeLimits:
     summary_tokens: int = 256
     summary_prompt: str = "Summarize what was done and found so far; only this will be kept."
     truncation: Truncation = EVERYTHING
+    thinking: ThinkingConfig | None = None
+    budget: int = 0
+    """Tokens of thinking in a turn, if ``thinking`` is set."""
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> EpisodeLimits:
@@ -60,7 +64,17 @@ class EpisodeLimits:
             rollout.summary_tokens,
             rollout.summary_prompt,
             truncation_of(rollout),
+            rollout.thinking,
+            rollout.thinking.largest if rollout.thinking else 0,
         )
+
+
+def with_budget(limits: EpisodeLimits, *, version: int, group: str, episode: int) -> EpisodeLimits:
+    """The limits of one episode of a group: with its budget of thinking, if the run has budgets."""
+    if limits.thinking is None:
+        return limits
+    budget = drawn_budget(limits.thinking, version, group, episode)
+    return replace(limits, budget=budget)
 
 
 def truncation_of(rollout: RolloutConfig) -> Truncation:

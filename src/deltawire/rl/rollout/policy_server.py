@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deltawire.chat.text import Text
+from deltawire.chat.thinking import limits_of
 from deltawire.config import RunConfig
 from deltawire.engines.base import EngineRequest, Sampler, Weights, nothing_to_close
 from deltawire.engines.registry import open_engine
@@ -69,6 +70,9 @@ def serve_policy(
     folder = fetch_model_files(process.bucket, run)
     try:
         tokenizer = load_tokenizer(Path(folder.name))
+        text = text_of(config, tokenizer)
+        if rollout.thinking is not None:  # A model without marks is refused before it is loaded.
+            limits_of(text, rollout.thinking, rollout.thinking.largest)
         _await_version(process)
 
         def build() -> Any:
@@ -106,9 +110,7 @@ def serve_policy(
         folder.cleanup()
 
     tasks = open_tasks(config.task, seed=config.seed)
-    policy = ServedPolicy(
-        opened.sampler, opened.weights, text_of(config, tokenizer), tasks, close, opened.external
-    )
+    policy = ServedPolicy(opened.sampler, opened.weights, text, tasks, close, opened.external)
     return policy, opened.steps
 
 

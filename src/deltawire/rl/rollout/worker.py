@@ -26,7 +26,7 @@ from deltawire.errors import RetryError
 from deltawire.rl.control.challenges import nonce_of, stream_of
 from deltawire.rl.control.draws import RUN_STREAM
 from deltawire.rl.rollout.episode import run_episode
-from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
+from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of, with_budget
 from deltawire.rl.rollout.failure_budget import FailureBudget
 from deltawire.rl.rollout.hardening import protect_credentials
 from deltawire.rl.rollout.policy_server import (
@@ -220,6 +220,7 @@ class Worker:
         name, nonce, lease = self.process.name, self.process.nonce, self.process.lease.number
         nonce = nonce_of(secret, lease, number) if secret else nonce
         task = self.served.tasks.draw(stream, place)
+        version, group = self.served.live.version, f"{nonce}/{task.identity}"
         episodes = await asyncio.gather(
             *(
                 run_episode(
@@ -227,9 +228,9 @@ class Worker:
                     self.served.tasks.open(task),
                     self.served.text,
                     temperature=rollout.temperature,
-                    limits=limits,
+                    limits=with_budget(limits, version=version, group=group, episode=episode),
                 )
-                for _ in range(rollout.group_size)
+                for episode in range(rollout.group_size)
             )
         )
         self._failures.add(task, episodes)

@@ -1,0 +1,95 @@
+"""The section of thinking budgets."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.config.base import Count, Positive, Section
+
+Mark = (
+    Annotated[str, Meta(max_length=256)]
+    | Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(max_length=64)]
+)
+"""A mark as text, or as token ids."""
+Budgets = Annotated[list[Count], Meta(min_length=1, max_length=64)]
+
+
+class ThinkingStage(Section, frozen=True, kw_only=True):
+    """The budgets from a version on: one, or several that are drawn by ``weights``."""
+
+    from_version: Annotated[int, Meta(ge=0, le=1_000_000_000)]
+    budgets: Budgets
+    weights: list[Positive] = []
+
+
+class ThinkingConfig(Section, frozen=True, kw_only=True):
+    """Bounds the tokens that a model thinks in each turn (`deltawire.chat.thinking`).
+
+    Once the budget is spent, ``closing`` and the end mark are inserted and the model answers.
+    Inserted tokens are stored as such and are never part of the loss.
+    """
+
+    start: Mark = ""
+    """The mark that opens thinking. Empty, together with ``end``: the marks that the model's
+    tokenizer has. Empty with an ``end``: every turn begins with thinking."""
+    end: Mark = ""
+    budgets: Budgets = msgspec.field(default_factory=lambda: [1024])
+    """Tokens of thinking in a turn, both marks excluded: one number, or several that are drawn."""
+    weights: list[Positive] = []
+    """How often each of ``budgets`` is drawn; equally often if left out."""
+    per: Literal["group", "episode"] = "group"
+    """All episodes of a group have one budget, or each has one of its own."""
+    schedule: Annotated[list[ThinkingStage], Meta(max_length=1000)] = []
+    """Other budgets from later versions on."""
+    answer_tokens: Count = 256
+    """Tokens of the answer. Thinking never takes them."""
+    closing: Annotated[str, Meta(max_length=4096)] = ""
+    """A sentence before an end mark that is inserted."""
+    tell: Annotated[str, Meta(max_length=4096)] = ""
+    """A sentence that tells the model its budget, with ``{budget}`` for the number; empty tells
+    nothing."""
+    tell_as: Literal["message", "tokens"] = "message"
+    """Tell it at the end of the last message, or as control tokens at the start of the turn."""
+
+    def stage_at(self, version: int) -> ThinkingStage:
+        """The budgets that hold at a version."""
+        first = ThinkingStage(from_version=0, budgets=self.budgets, weights=self.weights)
+        return [first, *(one for one in self.schedule if one.from_version <= version)][-1]
+
+    @property
+    def largest(self) -> int:
+        """The largest budget of all stages."""
+        return max(b for b in (*self.budgets, *(b for s in self.schedule for b in s.budgets)))
+
+    @property
+    def allowed(self) -> frozenset[int]:
+        """Every budget that an episode may have."""
+        return frozenset((*self.budgets, *(b for s in self.schedule for b in s.budgets)))
+
+    def contradiction(self, max_tokens: int, context: int) -> tuple[str, str] | None:
+        """Find settings that contradict each other: the reason and what to do, or None."""
+        where = "rollout.thinking"
+        for stage in (self.stage_at(-1), *self.schedule):
+            if stage.weights and len(stage.weights) != len(stage.budgets):
+                return f"{where}: weights and budgets differ in number", "give one weight a budget"
+        starts = [stage.from_version for stage in self.schedule]
+        if starts != sorted(set(starts)):
+            return f"{where}.schedule: versions do not rise", "sort the stages by from_version"
+        if self.start and not self.end:
+            return f"{where}.start has no end", "set both marks, or leave out both"
+        for mark in (self.start, self.end):
+            if isinstance(mark, str) and mark and mark in self.closing:
+                return f"{where}.closing contains the mark {mark!r}", "the mark is added to it"
+        if self.tell and "{budget}" not in self.tell:
+            return f"{where}.tell does not say the budget", "write {budget} where the number goes"
+        if self.largest + self.answer_tokens > max_tokens:
+            needed = self.largest + self.answer_tokens
+            reason = f"{where}: budget and answer take {needed} tokens, rollout.max_tokens = "
+            hint = f"raise rollout.max_tokens to {needed}, and rollout.context with it"
+            return f"{reason}{max_tokens}", hint
+        if self.largest >= context:
+            return f"{where}: a budget of {self.largest} exceeds rollout.context = {context}", ""
+        return None
