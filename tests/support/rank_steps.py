@@ -29,6 +29,8 @@ from deltawire.config import parse_config
 from deltawire.export.adapter import adapted
 from deltawire.export.shards import local_part
 from deltawire.export.source import wanted_of
+from deltawire.quantization.experts import STACKS, find_experts, quantize_stack
+from deltawire.quantization.linear import PackedLinear
 from deltawire.rl.trainer.resume import seed_step
 from deltawire.store import open_bucket
 from deltawire.sync import ShardPublisher, create_run, load_mirror, require_run
@@ -125,7 +127,7 @@ def run_task(task):
     """Makes a task's steps; returns a record of them and the first step's gradients, by name."""
     config = config_of(task)
     model = model_of(task)
-    adapted(model, config.train.adapter, seed=1)
+    adapt(model, config.train.adapter)
     mesh = open_mesh(config.train, torch.device("cpu"), sharded=task.get("sharded", False))
     masters = MasterWeights(model, config.train, mesh=mesh)
     gradients, losses, norms, version = {}, [], [], task.get("first", 0)
@@ -157,7 +159,13 @@ def run_task(task):
         writer = CheckpointWriter(bucket, mesh)
         writer.save(masters.state(), Ledger(), version=task["last"], digest=digest)
         writer.close()
-    record = {"losses": losses, "norms": norms, "digest": digest, "stored": stored(masters)}
+    record = {
+        "packed": packed_bytes(masters),
+        "losses": losses,
+        "norms": norms,
+        "digest": digest,
+        "stored": stored(masters),
+    }
     if task.get("publish"):
         publish(masters, task["publish"])
         record["loaded"] = load(masters, task["publish"])
@@ -167,6 +175,36 @@ def run_task(task):
             "reward": result.reward_mean, "k3": result.parity.drift.k3, "entropy": result.entropy,
         }  # fmt: skip
     return record, gradients
+
+
+@torch.no_grad()
+def adapt(model, adapter):
+    """Adds the adapter, with both factors drawn, over weights that keep their values if packed."""
+    stacks = {
+        name: {one: getattr(experts, one).detach() for one in STACKS if hasattr(experts, one)}
+        for name, experts in find_experts(model).items()
+    }
+    weights = dict(model.named_parameters())
+    adapted(model, adapter, seed=1)
+    if adapter.packed == "none":
+        return
+    for name, experts in find_experts(model).items():
+        for one, stack in stacks[name].items():
+            quantize_stack(experts, getattr(experts, one), stack)
+    for name, layer in model.named_modules():
+        if isinstance(layer, PackedLinear):
+            layer.weight.set(layer.weight.form.quantize(weights[f"{name}.weight"].detach()))
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(0, 0.05, generator=generator)
+
+
+def packed_bytes(masters):
+    """Bytes of packed weights on the fullest rank."""
+    packed = [one for one in masters.model.parameters() if not one.is_floating_point()]
+    own = sum(local_part(one).nbytes for one in packed)
+    return max(int(one) for one in masters.mesh.gather(str(own).encode()))
 
 
 def stored(masters):

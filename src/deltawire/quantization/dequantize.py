@@ -6,6 +6,7 @@ All three compute bf16(values[code] × scale) with one rounding, and give the sa
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,9 +56,9 @@ def _on_cpu(form: PackedFormat, codes: Tensor, scales: Tensor, out: Tensor) -> T
     values = _values(form)
     if form.bits == 4:
         _native.dequantize4(
-            codes.contiguous().view(-1).numpy(),
+            _memory(codes),
             values,
-            scales.contiguous().view(-1).numpy(),
+            _memory(scales),
             out.view(-1).view(torch.uint16).numpy(),
             threads,
         )
@@ -73,9 +74,9 @@ def _on_cpu(form: PackedFormat, codes: Tensor, scales: Tensor, out: Tensor) -> T
         strict=True,
     ):
         _native.dequantize8(
-            code.contiguous().view(-1).numpy(),
+            _memory(code),
             values,
-            scale.contiguous().view(-1).numpy(),
+            _memory(scale),
             columns,
             high,
             wide,
@@ -83,6 +84,15 @@ def _on_cpu(form: PackedFormat, codes: Tensor, scales: Tensor, out: Tensor) -> T
             threads,
         )
     return out
+
+
+def _memory(tensor: Tensor) -> NDArray[Any]:
+    """Returns the elements of a tensor as a flat array, which may share its memory.
+
+    `torch.Tensor.numpy` would pin the memory's size, and FSDP2 frees gathered parameters by
+    resizing them.
+    """
+    return np.from_dlpack(tensor.detach().contiguous().view(-1))
 
 
 @functools.cache

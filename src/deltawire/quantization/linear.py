@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltawire.errors import InputError
+from deltawire.errors import BugError, InputError
 from deltawire.quantization.dequantize import dequantize
 from deltawire.quantization.formats import PackedFormat, Parts, open_format
 
@@ -75,10 +75,15 @@ class PackedWeight(nn.Module):
             matrix[rows.start // step : -(-rows.stop // step)].copy_(_bytes(part))
 
     def parts(self, index: int | slice | None = None) -> dict[str, Tensor]:
-        """Returns the parts, or those of some matrices of a stack, as views of the parameters."""
+        """Returns the parts, or those of some matrices of a stack, as views of the parameters.
+
+        Of a stack that is divided over ranks, ``index`` counts this rank's matrices.
+        """
         found = {}
         for name, (_, dtype) in self.form.layout(self.shape).items():
             held = self.get_parameter(name).detach()
+            # Divided over ranks, and gathered by FSDP2: this rank's matrices.
+            held = held.to_local() if hasattr(held, "to_local") else held
             part = held if index is None else held[index]
             found[name] = part if dtype == torch.uint8 else part.view(dtype).squeeze(-1)
         return found
@@ -118,11 +123,14 @@ class _PackedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: PackedWeight, index: int | None) -> Tensor:
         ctx.weight, ctx.index = weight, index
+        ctx.bytes = weight.parts()["codes"].numel()
         return nn.functional.linear(x, weight.dequantized(index).to(x.dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if (held := ctx.weight.parts()["codes"].numel()) != ctx.bytes:
+            raise BugError(f"a packed weight has {held} bytes of codes, and had {ctx.bytes} before")
         return grad @ ctx.weight.dequantized(ctx.index).to(grad.dtype), None, None
 
 

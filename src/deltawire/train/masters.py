@@ -11,7 +11,7 @@ gather: its masters are copies, and its parameters hold the rounded values. Both
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class MasterWeights:
         if math.isfinite(norm):
             gradients = {name: parameter.grad for name, parameter in parameters.items()}
             self._optimizer.step(gradients, self.steps, settings=settings)
-            self._round()
+            self._round(self._masters)
         for parameter in parameters.values():
             parameter.grad = None
         return norm
@@ -194,10 +194,13 @@ class MasterWeights:
         self._round()
 
     @torch.no_grad()
-    def _round(self) -> None:
-        """Sets parameters that are not the masters themselves to the published values."""
+    def _round(self, names: Container[str] | None = None) -> None:
+        """Sets parameters that are not the masters themselves to the published values: all, or
+        those of ``names``. Packed weights are published as they are."""
         for name, parameter in self.model.named_parameters():
-            if not isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor) or not parameter.is_floating_point():
+                continue
+            if names is None or name in names:
                 values = self._masters.get(name, parameter)
                 parameter.copy_(values.to(self.source.compute_dtype))
 

@@ -15,6 +15,14 @@ from deltawire.sync import load_mirror, require_run
 GRADIENT = 1e-6
 LOSS = 1e-4
 AXES = {"replicate", "tensor_parallel", "expert_parallel"}
+PACKED = {
+    "kind": "lora",
+    "rank": 4,
+    "alpha": 8,
+    "targets": ["q_proj", "experts"],
+    "packed": "int4-g32",
+    "packed_layers": ["o_proj"],
+}
 LORA = {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["all-linear"]}
 MUON = {"kind": "muon", "learning_rate": 1e-3}
 
@@ -148,6 +156,64 @@ FOUR = {
     "olmoe": [{"tensor_parallel": 2}, {"expert_parallel": 4}],
     "gpt_oss": [{"expert_parallel": 2}],
 }
+
+
+@pytest.fixture(scope="module")
+def packed_ranks(tmp_path_factory):
+    """Steps of adapters over packed experts: sharded, divided by experts, with a shared factor."""
+    folder = tmp_path_factory.mktemp("packed")
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    expert = {"expert_parallel": 2}
+    common = {"model": "moe", "groups": 2, "last": 2, "sizes": sizes}
+    tasks = {
+        "sharded": {**common, "train": {"adapter": PACKED}, "bucket": str(folder / "saved")},
+        "experts": {**common, "train": {**expert, "adapter": PACKED}},
+        "shared": {**common, "train": {**expert, "adapter": {**PACKED, "shared_factor": True}}},
+        "bf16": {**common, "train": {"adapter": PACKED, "compute": "bfloat16"}},
+    }
+    (folder / "saved").mkdir()
+    alone = {
+        name: rank_steps.run_task({**single(task), "bucket": ""}) for name, task in tasks.items()
+    }
+    straight = rank_steps.run_task({**single(tasks["sharded"]), "bucket": "", "last": 3})
+    more = {
+        "resumed": {**tasks["sharded"], "train": tasks["experts"]["train"], "first": 2, "last": 3},
+        "published": {**tasks["experts"], "publish": str(folder / "published")},
+    }
+    return alone, straight, rank_steps.run_tasks(folder, 2, tasks | more)
+
+
+@pytest.mark.parametrize("name", ["sharded", "experts", "shared"])
+def test_ranks_over_packed_experts_compute_one_process_step(packed_ranks, name):
+    alone, _, found = packed_ranks
+    assert sum("experts.adapters" in one for one in found[name][1]) == 8
+    assert_alike(alone[name], found[name])
+
+
+def test_a_rank_holds_half_of_the_packed_weights(packed_ranks):
+    alone, _, found = packed_ranks
+    assert alone["sharded"][0]["packed"] > 20_000
+    assert found["sharded"][0]["packed"] == alone["sharded"][0]["packed"] / 2
+    assert found["experts"][0]["packed"] == alone["experts"][0]["packed"] / 2
+
+
+def test_packed_weights_stay_bytes_where_layers_compute_in_bf16(packed_ranks):
+    alone, _, found = packed_ranks
+    assert found["bf16"][0]["losses"] == pytest.approx(alone["bf16"][0]["losses"], abs=1e-2)
+    assert found["bf16"][0]["packed"] == alone["bf16"][0]["packed"] / 2
+
+
+def test_adapters_over_packed_experts_resume_on_another_mesh(packed_ranks):
+    """Sharded ranks saved them; ranks of expert parallelism continue."""
+    _, straight, found = packed_ranks
+    record = found["resumed"][0]
+    assert record["losses"] == pytest.approx(straight[0]["losses"][2:], abs=LOSS)
+
+
+def test_ranks_publish_and_load_packed_experts(packed_ranks):
+    _, _, found = packed_ranks
+    record = found["published"][0]
+    assert record["loaded"] == record["digest"] == found["experts"][0]["digest"]
 
 
 @pytest.mark.drills

@@ -7,8 +7,10 @@ each takes those of its own experts and the results are added up::
     router ─▶ pairs (token, expert) ─┐ all-to-all ┌─▶ own experts ─┐ all-to-all ┌─▶ weigh, add
     router ─▶ pairs (token, expert) ─┘            └─▶ own experts ─┘            └─▶ weigh, add
 
-Routers stay whole on every rank and choose before tokens leave, so replayed choices need nothing
-here. The experts' own code computes what arrives, whatever its activation, biases and backend.
+Packed stacks and the adapters of experts are divided as others are; a factor that all experts share
+is on every rank, and its gradient is the sum over them. Routers stay whole on every rank and choose
+before tokens leave, so replayed choices need nothing here. The experts' own code computes what
+arrives, whatever its activation, biases and backend.
 
 Shapes: T tokens, K experts chosen for each, H hidden; P pairs on the rank that chose, R arriving
 where the experts are; E experts.
@@ -17,6 +19,7 @@ where the experts are; E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,9 +27,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from deltawire.errors import InputError
+from deltawire.quantization.experts import ExpertAdapter
+from deltawire.quantization.linear import PackedWeight
 from deltawire.train.parallel.local_parts import added, copied, local_parameters
 from deltawire.train.parallel.mesh import TrainerMesh
 
@@ -72,22 +77,35 @@ def divide_experts(model: nn.Module, mesh: TrainerMesh) -> list[nn.Module]:
 
 
 def _divide(name: str, module: Any, over: DeviceMesh) -> None:
-    for key, parameter in list(module.named_parameters(recurse=False)):
-        if len(parameter) != module.num_experts:
-            raise InputError(
-                f"{name}.{key} has {len(parameter)} rows for {module.num_experts} experts",
-                hint="set train.expert_parallel and train.tensor_parallel to 1",
+    for holder in _holders(module):
+        for key, parameter in list(holder.named_parameters(recurse=False)):
+            shared = isinstance(holder, ExpertAdapter) and len(parameter) == 1
+            if len(parameter) != module.num_experts and not shared:
+                raise InputError(
+                    f"{name}.{key} has {len(parameter)} rows for {module.num_experts} experts",
+                    hint="set train.expert_parallel and train.tensor_parallel to 1",
+                )
+            placed = Replicate() if shared else Shard(0)
+            part = distribute_tensor(
+                parameter.detach(), over, [placed] * over.ndim, src_data_rank=None
             )
-        part = distribute_tensor(
-            parameter.detach(), over, [Shard(0)] * over.ndim, src_data_rank=None
-        )
-        module.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
+            holder.register_parameter(
+                key, nn.Parameter(part, requires_grad=parameter.requires_grad)
+            )
     module.num_experts //= over.size()
+
+
+def _holders(module: nn.Module) -> list[nn.Module]:
+    """Returns the modules that hold the stacks of a module of experts: itself, its packed stacks
+    and their adapters."""
+    inner = [one for one in module.modules() if isinstance(one, PackedWeight | ExpertAdapter)]
+    return [module, *inner]
 
 
 def _dispatched(module: Any, mesh: TrainerMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Returns the module's forward for experts that are divided over ranks."""
     own_forward: Callable[[Tensor, Tensor, Tensor], Tensor] = module.forward
+    holders = _holders(module)
     tensor, held = mesh.tensor, module.num_experts
     width = 1 if tensor is None else tensor.size()
     number = 0 if tensor is None else tensor.get_local_rank()
@@ -103,7 +121,9 @@ def _dispatched(module: Any, mesh: TrainerMesh) -> Callable[[Tensor, Tensor, Ten
         rows_PH = torch.index_select(hidden_TH, 0, order_P // chosen_TK.shape[1])
         experts_P = chosen_P[order_P] % held
         route = _Exchange(mesh.expert, block_P[order_P] // width)
-        with local_parameters(module):
+        with ExitStack() as parts:
+            for holder in holders:
+                parts.enter_context(local_parameters(holder))
             out_RH = _computed(own_forward, route.there(rows_PH), route.there(experts_P))
         back_PH = route.back(out_RH)
         pairs_PH = back_PH.new_zeros(chosen_P.numel(), back_PH.shape[1])

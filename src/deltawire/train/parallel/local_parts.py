@@ -21,11 +21,12 @@ def local_parameters(
 ) -> Iterator[None]:
     """Replaces the module's own DTensor parameters by their local parts.
 
-    ``gradients`` is how the parts' gradients are placed; by default as the parameters.
+    ``gradients`` is how the parts' gradients are placed; by default as the parameters, and those of
+    a replicated one are parts of a sum.
     """
     whole: dict[str, Any] = dict(module._parameters)
     parts: dict[str, Tensor] = {
-        name: one.to_local(grad_placements=gradients)
+        name: one.to_local(grad_placements=gradients or _gradients_of(one))
         for name, one in whole.items()
         if isinstance(one, DTensor)
     }
@@ -35,6 +36,10 @@ def local_parameters(
         yield
     finally:
         held.update(whole)
+
+
+def _gradients_of(parameter: DTensor) -> list[Placement]:
+    return [Partial() if isinstance(one, Replicate) else one for one in parameter.placements]
 
 
 def compute_on_parts(module: Any, gradients: Sequence[Placement] | None = None) -> None:

@@ -7,7 +7,9 @@ layer's parameters exist whole only while the layer computes, as the bits that a
 - ``compute = "float32"``: gathered rounded to the published dtype, computed in float32
   (`deltawire.train.parallel.rounding`).
 
-Tensor and expert parallelism divide parameters first; FSDP2 then shards each rank's parts.
+Packed frozen weights are sharded and gathered as the uint8 that they are, and dequantized one
+matrix at a time. Tensor and expert parallelism divide parameters first; FSDP2 then shards each
+rank's parts.
 
 Gradients are summed over ranks and not averaged: a loss divides by the tokens of all ranks.
 """
@@ -94,12 +96,12 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def _to_masters(model: nn.Module, rounded: torch.dtype | None) -> None:
-    """Makes every parameter float32, and one that is gathered rounded if ``rounded`` is a dtype;
-    tied parameters stay tied."""
+    """Makes every parameter but packed ones float32, and one that is gathered rounded if
+    ``rounded`` is a dtype; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is None:
+            if parameter is None or not parameter.is_floating_point():
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(

@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from deltawire.errors import InputError
+from deltawire.quantization.linear import PackedLinear
 from deltawire.train.parallel.local_parts import compute_on_parts
 
 _COLUMNS: Final[dict[str, Callable[[], ParallelStyle]]] = {
@@ -113,6 +114,11 @@ def _divide(name: str, module: Any, style: str, mesh: DeviceMesh) -> None:
         return
     columns = style in _COLUMNS
     base = getattr(module, "base_layer", module)
+    if isinstance(base, PackedLinear):
+        raise InputError(
+            f"tensor_parallel = {mesh.size()} cannot divide {name}, which is packed",
+            hint="leave it out of train.adapter.packed_layers, or set train.tensor_parallel = 1",
+        )
     length = base.weight.shape[0 if columns else 1]
     if length % mesh.size():
         raise InputError(
