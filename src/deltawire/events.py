@@ -109,6 +109,15 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     """By field, the number of entries that were left out of a line that would be too long."""
 
 
+class MergeKept(msgspec.Struct, frozen=True, kw_only=True):
+    """The share of an adapter's change that merged weights contain, in all and by layer, of the
+    layers that contain least; and the share of their elements that differ from the base's."""
+
+    kept: float
+    changed: float
+    layers: dict[str, float] = {}
+
+
 class Published(_Event, tag="published", frozen=True, kw_only=True):
     """A version was committed; the trainer was paused for ``blocked_ms``."""
 
@@ -124,6 +133,7 @@ class Published(_Event, tag="published", frozen=True, kw_only=True):
     upload_ms: float
     bytes_reused: int = 0
     """Bytes of the anchor that were stored for the anchor before it."""
+    merge: MergeKept | None = None
 
 
 class Swapped(_Event, tag="swapped", frozen=True, kw_only=True):

@@ -41,6 +41,10 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     init: Annotated[str, Meta(max_length=4096)] = ""
     """A directory in PEFT's format that the adapter starts from. Its ranks, alphas and targets have
     to be those that are configured."""
+    merge_floor: Fraction = 0.25
+    """With ``train.exporter = "merged"``: stop once a checkpoint is due and the merged weights keep
+    less of the adapter's change than this share; 0 never stops. 4-bit formats keep 0 to 4 % of
+    small changes."""
     packed: Literal["none", "int4-g32", "int8-row", "mxfp4", "nvfp4", "fp8-block"] = "none"
     """The format that frozen experts are kept in, by trainer and sampler."""
     packed_layers: list[Name] = []
@@ -62,8 +66,27 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
         rank = self.rank_of(name)
         return self.alpha_of(name) / (math.sqrt(rank) if self.use_rslora else rank)
 
-    def contradiction(self) -> tuple[str, str] | None:
-        """Find settings that contradict each other: the reason and what to do, or None."""
+    def contradiction(self, *, merged: bool = False) -> tuple[str, str] | None:
+        """Find settings that contradict each other: the reason and what to do, or None.
+
+        ``merged`` says that the run publishes merged weights.
+        """
+        if merged and self.kind == "none":
+            return "exporter merged needs an adapter", 'set adapter.kind, or exporter = "bf16"'
+        if merged and self.init:
+            return (
+                "exporter merged starts from the base, not from adapter.init",
+                "merge that adapter into the base first, as PEFT's merge_and_unload does",
+            )
+        if merged and self.packed not in _WIDE and self.merge_floor:
+            reason = (
+                f"exporter merged into {self.packed} loses nearly all of an adapter's change: 4 "
+                "bits keep 0 to 4 % of small ones"
+            )
+            return reason, (
+                "set adapter.merge_floor = 0 to do it all the same, serve the adapter unmerged, "
+                'or set adapter.packed = "none"'
+            )
         if self.kind == "none":
             for key, default in _DEFAULTS.items():
                 if getattr(self, key) != default:
@@ -83,6 +106,9 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
                     )
         return None
 
+
+_WIDE = ("none", "fp8-block", "int8-row")
+"""Formats that a merge is not refused for at the start."""
 
 _DEFAULTS: dict[str, Any] = {
     "packed": "none",

@@ -111,10 +111,15 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
             f"{source}: workers.allow leaves out {refused[0]}, which deltawire run starts",
             hint='add "w*" to workers.allow, or set rollout.workers = 0',
         )
-    if rollout.engine == "vllm" and config.train.adapter.kind != "none":
+    if config.retain.versions and config.train.exporter == "merged":
+        raise InputError(
+            f"{source}: retain.versions would delete version 0, the base of train.exporter merged",
+            hint='set retain.versions = 0, or train.exporter = "bf16"',
+        )
+    if rollout.engine == "vllm" and config.train.served_adapter.kind != "none":
         raise InputError(
             f"{source}: rollout.engine vllm does not load train.adapter yet",
-            hint='set rollout.engine = "transformers", or train.adapter.kind = "none"',
+            hint='set rollout.engine = "transformers", or train.exporter = "merged"',
         )
     if config.midtrain is not None:  # Nobody samples, and nobody evaluates.
         rollout = msgspec.structs.replace(config.rollout, workers=0)

@@ -39,6 +39,7 @@ RESUMABLE: Final[dict[str, str]] = {
     "train.max_failed_groups": "step",
     "train.checkpoint_every": "step",
     "train.anchor_every": "step",
+    "train.adapter.merge_floor": "step",
     "train.compaction": "step",
     "train.offload": "start",
     "train.device": "start",

@@ -367,6 +367,18 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     staleness: StalenessConfig = StalenessConfig()
 
     @property
+    def served_adapter(self) -> AdapterConfig:
+        """Return the adapter of models that read published versions: none where it is merged."""
+        if self.exporter != "merged" or self.adapter.kind == "none":
+            return self.adapter
+        return AdapterConfig(
+            kind="none" if self.adapter.packed == "none" else "lora",
+            targets=[],
+            packed=self.adapter.packed,
+            packed_layers=self.adapter.packed_layers,
+        )
+
+    @property
     def largest_age(self) -> int:
         """Return the largest age of any group that is trained on, by the staleness policy."""
         match self.staleness.policy:
@@ -412,7 +424,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
                 return reason, " and ".join(ways)
         if self.adapter.dropout and not self.dropout:
             return "adapter.dropout has no effect without dropout", "set train.dropout = true"
-        if found := self.adapter.contradiction():
+        if found := self.adapter.contradiction(merged=self.exporter == "merged"):
             return found
         if found := self.layout_contradiction(self.ranks):
             return found

@@ -474,6 +474,14 @@ FIGURES: Final = (
         tracked="publish_upload_ms",
     ),
     Figure(
+        "merge_kept",
+        "share",
+        "Share of the adapter's change that the newest version's merged weights contain",
+        _published(lambda one: None if one.merge is None else one.merge.kept),
+        metric="merge_kept_share",
+        tracked="merge_kept",
+    ),
+    Figure(
         "k3",
         "nats",
         "Divergence between sampler and trainer a token (k3), median of the steps",

@@ -277,6 +277,7 @@ def _worker_row(worker: WorkerVerdict, state: RunState) -> str:
 REPORTED = (
     "steps_per_minute",
     "blocked_ms",
+    "merge_kept",
     "upload_ms",
     "swap_ms",
     "prepare_ms",

@@ -126,6 +126,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     changed_share: float | None
     swap_ms: float | None
     blocked_ms: float | None
+    merge_kept: float | None
     k3: float | None
     k3_max: float | None
     k3_same_version: float | None

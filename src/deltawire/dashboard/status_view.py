@@ -109,6 +109,8 @@ def _figures(status: RunStatus) -> Table:
             _text("window_s", status),
         ),
     ]
+    if status.merge_kept is not None:
+        rows.append(("merge keeps", _text("merge_kept", status), "", ""))
     for row in rows:
         grid.add_row(*row)
     return grid

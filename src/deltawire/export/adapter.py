@@ -38,12 +38,13 @@ EXPERTS = "experts"
 _NAME = "default"
 
 
-def open_model(folder: Path, adapter: AdapterConfig) -> Any:
+def open_model(folder: Path, adapter: AdapterConfig, *, seed: int = 0) -> Any:
     """Returns the causal LM of a model's files with its adapter, weights unset.
 
+    ``seed`` is the run's for a trainer whose versions hold no adapter, which starts from it again.
     Raises `InputError`.
     """
-    return adapted(empty_model(folder), adapter, seed=0)
+    return adapted(empty_model(folder), adapter, seed=seed)
 
 
 def adapted(model: Any, config: AdapterConfig, *, seed: int) -> Any:
@@ -101,12 +102,12 @@ def load_adapted(folder: Path, config: AdapterConfig, *, seed: int) -> Any:
         check_directory(folder)
         model = adapted(empty_model(folder), config, seed=seed)
         load_packed(model, folder)
-        _copy_saved_modules(model)
+        copy_saved_modules(model)
     return model
 
 
 @torch.no_grad()
-def _copy_saved_modules(model: Any) -> None:
+def copy_saved_modules(model: Any) -> None:
     """Sets the trained copies of modules to their originals."""
     for module in model.modules():
         if hasattr(module, "original_module"):

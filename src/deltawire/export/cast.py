@@ -89,7 +89,7 @@ class CastWeights:
         held = module_tensors(self._model)
         if any(isinstance(tensor, DTensor) for tensor in held.values()):
             for spec in self._specs:
-                _restore_part(held[spec.name], spec, mirror)
+                restore_part(held[spec.name], spec, mirror)
         else:
             LiveWeights(self._model, self._specs).load(mirror)
 
@@ -99,12 +99,13 @@ def _may_change(tensor: Tensor) -> bool:
     return tensor.requires_grad or not isinstance(tensor, Parameter)
 
 
-def _restore_part(tensor: Tensor, spec: TensorSpec, mirror: Mirror) -> None:
+def restore_part(tensor: Tensor, spec: TensorSpec, mirror: Mirror) -> None:
     """Sets this rank's part of a tensor; raises `CorruptError` if it then holds other bits."""
     local = local_part(tensor)
     if not local.numel():
         return
-    shape, offset = box_of(tensor) if isinstance(tensor, DTensor) else (spec.shape, ())
+    whole = (spec.shape, (0,) * len(spec.shape))
+    shape, offset = box_of(tensor) if isinstance(tensor, DTensor) else whole
     rows = rows_of_rank(tensor) or (0, spec.shape[0] if spec.shape else 1)
     width = spec.count // spec.shape[0] if spec.shape and spec.shape[0] else 1
     found = mirror.find(spec.name, rows[0] * width, (rows[1] - rows[0]) * width)

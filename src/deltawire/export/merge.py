@@ -19,7 +19,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from deltawire.config import AdapterConfig
 from deltawire.errors import InputError
 from deltawire.export.adapter import PREFIX, wrapped_layers
 from deltawire.quantization.dequantize import dequantize
@@ -139,14 +138,15 @@ class Change:
         return product.T if self.embedding else product
 
 
-def changes_of(model: Any, config: AdapterConfig) -> dict[str, Change]:
+def changes_of(model: Any) -> dict[str, Change]:
     """Returns what an adapter changes, by the weight's name in a plain checkpoint.
 
-    ``model`` may be on the meta device.
+    ``model`` may be on the meta device; without an adapter nothing changes.
     """
     found = []
     for name in wrapped_layers(model):
-        base = model.get_submodule(name).base_layer
+        layer = model.get_submodule(name)
+        base = layer.base_layer
         embedding = isinstance(base, nn.Embedding)
         parts = ("lora_embedding_A", "lora_embedding_B") if embedding else ()
         factors = parts or ("lora_A.weight", "lora_B.weight")
@@ -156,7 +156,7 @@ def changes_of(model: Any, config: AdapterConfig) -> dict[str, Change]:
                 f"{name}.weight",
                 tuple(base.weight.shape),
                 tuple(f"{PREFIX}{name}.{part}" for part in factors),
-                scale=config.scale_of(name),
+                scale=layer.scaling[layer.active_adapters[0]],
                 embedding=embedding,
                 form=packed,
             )
@@ -164,7 +164,7 @@ def changes_of(model: Any, config: AdapterConfig) -> dict[str, Change]:
     for name, module in find_experts(model).items():
         adapters = getattr(module, "adapters", {})
         found += [
-            _change_of_stack(f"{name}.{stack}", module, stack, config)
+            _change_of_stack(f"{name}.{stack}", module, stack)
             for stack in STACKS
             if stack in adapters
         ]
@@ -176,7 +176,7 @@ def changes_of(model: Any, config: AdapterConfig) -> dict[str, Change]:
     return {one.weight: one for one in found}
 
 
-def _change_of_stack(name: str, module: Any, stack: str, config: AdapterConfig) -> Change:
+def _change_of_stack(name: str, module: Any, stack: str) -> Change:
     weight = stack_of(module, stack)
     assert weight is not None
     packed = weight.form if isinstance(weight, PackedWeight) else None
@@ -184,7 +184,7 @@ def _change_of_stack(name: str, module: Any, stack: str, config: AdapterConfig) 
         name,
         tuple(weight.shape),
         (f"{PREFIX}{name}.lora_A", f"{PREFIX}{name}.lora_B"),
-        scale=config.scale_of(name),
+        scale=module.adapters[stack].scale,
         transposed=packed is None and bool(module.is_transposed),
         form=packed,
     )
@@ -207,7 +207,8 @@ def merged_weight(
         delta = change.of(index, factors)
         delta = delta.T if change.transposed else delta
         old = stack[index].float()
-        result[index].copy_(old + delta)
+        # Without a change, as at the start, every bit stays, that of -0 too.
+        result[index].copy_(old + delta if bool(delta.any()) else stack[index])
         sums.add(old, delta, result[index].float())
     return merged
 
@@ -222,7 +223,9 @@ def merged_parts(
         place = index if len(change.shape) == 3 else None
         old = weight.dequantized(place).float()
         delta = change.of(index, factors)
-        parts = form.quantize((old + delta).to(torch.bfloat16))
+        parts = weight.parts(place)
+        if bool(delta.any()):
+            parts = form.quantize((old + delta).to(torch.bfloat16))
         sums.add(old, delta, dequantize(form, parts).float())
         yield place, parts
 

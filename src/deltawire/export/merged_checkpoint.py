@@ -103,7 +103,7 @@ def write_merged(
     factors = load_tensors(
         bucket, run, {name: one for name, one in specs.items() if name.startswith(PREFIX)}, version
     )
-    changes, packed = changes_of(model, adapter), _packed_weights(model)
+    changes, packed = changes_of(model), _packed_weights(model)
     sums: dict[str, Sums] = {}
     work = out.with_name(f".{out.name}.merging")
     shutil.rmtree(work, ignore_errors=True)

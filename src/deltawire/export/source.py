@@ -26,6 +26,7 @@ from deltawire.wire.run import TensorSpec
 EXPORTERS = {
     "bf16": "deltawire.export.cast:bf16",
     "f32": "deltawire.export.cast:f32",
+    "merged": "deltawire.export.merged:merged",
 }
 """Exporters by the name that ``train.exporter`` gives, each as ``module:callable``. The callable
 takes the model and returns its `WeightSource`."""
@@ -68,6 +69,11 @@ class WeightSource(Protocol):
     #
     # def wanted(self) -> Mapping[str, tuple[int, int] | None]:
     #     Returns the rows of each tensor that `restore` reads on this rank; None for all rows.
+
+    # A source of which later versions are not enough to restore the model has two attributes.
+    #
+    # base_version: int              The only version that `restore` takes.
+    # report: MergeReport | None     What the last published values kept of an adapter's change.
 
     def restore(self, mirror: Mirror) -> None:
         """Sets the model to a published version. Raises `InputError` if the mirror's tensors are

@@ -83,7 +83,9 @@ def _of_run(place: str, version: int | None, trust: ReaderTrust) -> Source:
     if mirror is None:
         raise InputError("there is no such version", run=bucket.url, version=version)
     with fetch_model_files(bucket, run) as folder:
-        adapter = run_config(run.config, url=bucket.url).train.adapter if run.config else None
+        adapter = (
+            run_config(run.config, url=bucket.url).train.served_adapter if run.config else None
+        )
         model = open_model(Path(folder), adapter or AdapterConfig())
         tokenizer = load_tokenizer(Path(folder))
     LiveWeights(model, run.tensors, aliases=run.aliases).load(mirror)

@@ -159,7 +159,7 @@ class RecordedModel:
         self._bucket = bucket
         self._run = run
         with torch.device("meta"):
-            needed = memory_of(open_model(folder, config.train.adapter), run)
+            needed = memory_of(open_model(folder, config.train.served_adapter), run)
         free = available_bytes(torch.device("cpu"))
         self.lacking = ""
         """Why there is no model here; empty if there is one."""
@@ -169,7 +169,7 @@ class RecordedModel:
                 f"and {free / 1e9:.3g} GB of main memory are available"
             )
         with torch.device("meta" if self.lacking else "cpu"):
-            self._model = open_model(folder, config.train.adapter)
+            self._model = open_model(folder, config.train.served_adapter)
         self._source = open_source(config.train.exporter, self._model)
         self.stops = stop_tokens(self._model, load_tokenizer(folder))
         """The tokens that end a completion."""

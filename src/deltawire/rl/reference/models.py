@@ -25,7 +25,7 @@ def load_reference_model(bucket: Bucket, run: Run, config: RunConfig) -> tuple[A
     another vocabulary than the policy.
     """
     with fetch_model_files(bucket, run) as folder:
-        policy = open_model(Path(folder), config.train.adapter)
+        policy = open_model(Path(folder), config.train.served_adapter)
     if config.reference.model:
         model = load_model(Path(config.reference.model))
         serve_as(serve_as(model, "bfloat16"), config.train.compute)

@@ -76,7 +76,7 @@ def serve_policy(
         _await_version(process)
 
         def build() -> Any:
-            return open_model(Path(folder.name), config.train.adapter)
+            return open_model(Path(folder.name), config.train.served_adapter)
 
         opened = open_engine(
             engine,

@@ -114,7 +114,7 @@ def open_policy(bucket: Bucket, run: Run, config: RunConfig) -> Any:
     """The policy's model on this rank's device, weights unset."""
     torch.set_num_threads(config.threads)
     with fetch_model_files(bucket, run) as folder:
-        model = open_model(Path(folder), config.train.adapter)
+        model = open_model(Path(folder), config.train.adapter, seed=config.seed)
     return model.to(resolve_device(config.device_of("trainer"), index=local_rank()))
 
 

@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 
 from deltawire.config import RunConfig
 from deltawire.errors import InputError
-from deltawire.events import Published
+from deltawire.events import MergeKept, Published
+from deltawire.export.merge import MergeReport
 from deltawire.rl.control.credits import CreditIssuer
 from deltawire.rl.control.draws import DrawBook
 from deltawire.rl.trainer.orders import (
@@ -42,6 +43,9 @@ R = TypeVar("R")
 
 WAIT_S = 30.0
 """The other ranks hear from rank 0 at least this often while there is nothing to train on."""
+
+MERGED_LAYERS = 64
+"""Layers of which an event states what a merge kept."""
 
 
 class Leader(Generic[R]):
@@ -143,6 +147,7 @@ class Leader(Generic[R]):
     def _on_commit(self, receipt: CommitStats) -> None:
         """Called by the publisher's thread."""
         self.credits.committed(receipt.version, receipt.digest)
+        merge = self.rank.merges.pop(receipt.version, None)
         self.process.events.record(
             Published(
                 process=self.process.name,
@@ -156,6 +161,7 @@ class Leader(Generic[R]):
                 blocked_ms=receipt.blocked_ms,
                 encode_ms=receipt.encode_ms,
                 upload_ms=receipt.upload_ms,
+                merge=None if merge is None else _kept(merge),
                 bytes_reused=receipt.bytes_reused,
             )
         )
@@ -229,3 +235,12 @@ class Leader(Generic[R]):
             self._order(End(save=False))
         self.rank.close()
         self.version_retention.close()
+
+
+def _kept(report: MergeReport) -> MergeKept:
+    """The event's part of a merge: all layers together, and those that kept least."""
+    return MergeKept(
+        kept=report.total.kept,
+        changed=report.total.changed,
+        layers={one.name: one.kept for one in report.worst(MERGED_LAYERS)},
+    )

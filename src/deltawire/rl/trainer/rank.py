@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from deltawire.config import RunConfig
 from deltawire.errors import BugError, DeltawireError, FencedError, InputError, ResyncError
 from deltawire.events import SourceLoss
+from deltawire.export.merge import MergeReport, require_kept
 from deltawire.rl.trainer.fencing import restartable, unfenced
 from deltawire.rl.trainer.orders import (
     End,
@@ -93,6 +94,8 @@ class Rank(Generic[R_co]):
         self.epoch, self.version = start.epoch, start.version
         self.steps = steps
         self.stop_asked = False
+        self.merges: dict[int, MergeReport] = {}
+        """Reports of versions that are not committed yet, by an exporter that merges."""
         self.recomputed = ""
         """Describes the steps that were recomputed after the checkpoint; empty if there were
         none."""
@@ -154,10 +157,21 @@ class Rank(Generic[R_co]):
                 run=self.bucket.url,
                 version=version,
             )
-        self.version = self.publisher.publish(
-            self.masters.trained(), partial=True, metadata=dict(metadata or {})
-        )
+        trained = self.masters.trained()
+        self._check_merge(version)
+        self.version = self.publisher.publish(trained, partial=True, metadata=dict(metadata or {}))
         self.diverged = False
+
+    def _check_merge(self, version: int) -> None:
+        """Keep the report of an exporter that merges; raises `InputError` if too little of the
+        change is left when a checkpoint is due."""
+        report = getattr(self.masters.source, "report", None)
+        if report is None:
+            return
+        self.merges[version] = report
+        train = self.config.train
+        if version % train.checkpoint_every == 0:
+            require_kept(report, train.adapter.merge_floor, what=f"version {version}")
 
     def save(self, ledger: Ledger) -> bool:
         """Store a checkpoint in the background; returns whether there was anything to store."""

@@ -111,7 +111,8 @@ def resume(
             continue
         if masters.has_frozen:
             try:
-                masters.load_frozen(_load_version(bucket, run, masters.source, at=commit.version))
+                at = getattr(masters.source, "base_version", commit.version)
+                masters.load_frozen(_load_version(bucket, run, masters.source, at=at))
             except CorruptError:
                 continue
         masters.restore(state)

@@ -103,7 +103,7 @@ def verify_training(
     _check_range(bucket, first, last, newest, dump)
     torch.set_num_threads(config.threads)
     with fetch_model_files(bucket, run) as folder:
-        model = open_model(Path(folder), config.train.adapter)
+        model = open_model(Path(folder), config.train.adapter, seed=config.seed)
     model = model.to(resolve_device(config.device_of("trainer")))
     state = resume(bucket, run, config, model, newest=first - 1)
     found = TrainingVerification(state.version, first, last)

@@ -306,7 +306,7 @@ class SamplingClient:
         slots, context, seed, precision = self._limits
         self.tokenizer = load_tokenizer(folder)
         config = run_config(self.run.config, url=self._bucket.url) if self.run.config else None
-        adapter = config.train.adapter if config else AdapterConfig()
+        adapter = config.train.served_adapter if config else AdapterConfig()
 
         def build() -> Any:
             self._model = serve_as(open_model(folder, adapter), precision)

@@ -118,7 +118,7 @@ class TrainingSession:
         if head is None:
             raise InputError("the run has no version 0", run=bucket.url)
         with fetch_model_files(bucket, run) as name:
-            model = open_model(Path(name), config.train.adapter)
+            model = open_model(Path(name), config.train.adapter, seed=config.seed)
             tokenizer = load_tokenizer(Path(name))
         source = open_source(config.train.exporter, model)
         source.restore(head)
