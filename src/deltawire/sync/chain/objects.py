@@ -215,11 +215,12 @@ def committed_versions(bucket: Bucket, *, newer_than: int | None = None) -> list
 
 
 def committed_objects(bucket: Bucket, *, newer_than: int | None = None) -> dict[int, ObjectMeta]:
-    """Lists the manifests of all committed versions, or of those above ``newer_than``, in order.
+    """Lists the manifests of all committed versions, or of those above ``newer_than``, in order; a
+    reader that holds no version passes -1.
 
     A key that `read_manifest` would not read, such as a copy with another name, is ignored.
     """
-    after = None if newer_than is None else keys.manifest(newer_than)
+    after = None if newer_than is None or newer_than < 0 else keys.manifest(newer_than)
     found = {}
     for entry in bucket.list_objects(keys.MANIFESTS, after=after):
         number = keys.trailing_number(entry.key)

@@ -257,8 +257,7 @@ class RouteFinder:
             return [self.goal]  # The common case: known without a listing.
         if self._listed is None or after < self._listed[0] or self.goal > self._listed[1]:
             start = after if self._listed is None else min(after, self._listed[0])
-            newer_than = start if start >= 0 else None
-            self._versions = sorted(committed_versions(self.bucket, newer_than=newer_than))
+            self._versions = sorted(committed_versions(self.bucket, newer_than=start))
             self._listed = (start, self.goal)
         first = bisect_right(self._versions, after)
         return self._versions[first : bisect_right(self._versions, self.goal)]

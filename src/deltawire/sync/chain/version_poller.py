@@ -166,7 +166,7 @@ class VersionPoller:
         return read[0] if read else None
 
     def _newest_listed(self, held: int) -> Manifest | None:
-        listed = committed_objects(self.bucket, newer_than=held if held >= 0 else None)
+        listed = committed_objects(self.bucket, newer_than=held)
         self._rejected = {v: entry for v, entry in self._rejected.items() if v in listed}
         for version in sorted(listed, reverse=True):
             manifest = self._read(version, listed[version])

@@ -163,6 +163,21 @@ def test_versions_that_retention_took_from_the_source_are_passed() -> None:
     assert relay(source, destination).version == 12
 
 
+def test_versions_that_are_pruned_before_the_first_is_copied_are_passed() -> None:
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 8, anchor_every=3)
+    carrier = Relay(source, destination, start=0, strides=())
+    run = read_run(source)
+    assert run is not None
+    prune(source, run, cutoff=8, grace_s=0)
+    assert carrier.version == -1
+    carrier.advance()
+    carrier.close()
+    mirror = load_mirror(destination, run)
+    assert mirror is not None
+    assert same_bits(mirror.tensors, weights(8))
+
+
 def test_a_region_does_not_grow_for_ever() -> None:
     """What the source has pruned goes at the destination too, and nothing else does."""
     source, destination = open_bucket("memory://"), open_bucket("memory://")
