@@ -122,24 +122,24 @@ class _NullTrainer:
     def __init__(self, bucket: Bucket, config: RunConfig) -> None:
         self._config = config
         self._ledger = Ledger()
-        self._desk = CreditIssuer(bucket, config, self._ledger.copy(), epoch=1, granted={})
-        policy = self._desk.staleness
-        self._pool = RolloutBuffer(bucket, self._ledger, limit=policy.limit, arrive=policy.arrive)
+        self._issuer = CreditIssuer(bucket, config, self._ledger.copy(), epoch=1, granted={})
+        policy = self._issuer.staleness
+        self._buffer = RolloutBuffer(bucket, self._ledger, limit=policy.limit, arrive=policy.arrive)
         self._log = EventLog("trainer", lambda n, data: bucket.put(keys.events("trainer", n), data))
-        self._desk.observe(self._pool, {WORKER})
-        self._desk.write("training")
+        self._issuer.observe(self._buffer, {WORKER})
+        self._issuer.write("training")
 
     def step(self, version: int) -> None:
         """Run one step, from listing the bucket to granting the next credits."""
-        self._pool.poll([WORKER])
-        batch = self._pool.next_batch(self._desk.staleness, version=version, alive={WORKER})
-        self._desk.observe(self._pool, {WORKER})
-        self._desk.write()
+        self._buffer.poll([WORKER])
+        batch = self._buffer.next_batch(self._issuer.staleness, version=version, alive={WORKER})
+        self._issuer.observe(self._buffer, {WORKER})
+        self._issuer.write()
         if batch is None:
             raise BugError("groups of a step are missing")
         loss = self._loss(batch, version)
-        consumed = [(pooled.group.worker, pooled.sequence) for pooled in batch.taken]
-        hashes = [pooled.hash for pooled in batch.taken]
+        consumed = [(buffered.group.worker, buffered.sequence) for buffered in batch.taken]
+        hashes = [buffered.hash for buffered in batch.taken]
         metadata = CommitMetadata(
             step=version + 1,
             consumed=consumed,
@@ -148,13 +148,13 @@ class _NullTrainer:
             threads=1,
         )
         metadata.to_dict()
-        self._desk.expect(version + 1, metadata)
+        self._issuer.expect(version + 1, metadata)
         settle(self._ledger, metadata)
-        self._desk.committed(version + 1, "")
+        self._issuer.committed(version + 1, "")
         self._log.record(_step_event(batch, version, loss))
 
     def _loss(self, batch: Batch, version: int) -> float:
-        groups = [p.group for p in batch.taken]
+        groups = [buffered.group for buffered in batch.taken]
         budget = self._config.train.max_tokens_per_batch
         batches = [collate(groups, members) for members in divide(groups, budget=budget)[0]]
         totals = totals_of(groups, self._config)
@@ -187,7 +187,7 @@ def _step_event(batch: Batch, version: int, loss: float) -> Step:
         ratio_max=1.0,
         clipped=0.0,
         staleness=batch.staleness,
-        tokens=sum(pooled.group.tokens for pooled in batch.taken),
+        tokens=sum(buffered.group.tokens for buffered in batch.taken),
         seconds=0.0,
         families=families_of(batch),
         causes=causes_of(batch),

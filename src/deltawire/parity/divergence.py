@@ -74,31 +74,46 @@ class SequenceSums:
 
     def total(self) -> Divergence:
         """Returns the divergence over all sequences."""
-        count = int(self.tokens_N.sum())
-        if not count:
+        if not len(self.tokens_N):
             return NO_DIVERGENCE
+        largest = {"largest_N", "highest_N"}
+        logarithms = {"log_ratios_N", "log_squares_N"}
 
-        def mean(sums_N: Tensor) -> float:
-            return float(sums_N.sum()) / count
+        def over_all(name: str) -> Tensor:
+            terms_N: Tensor = getattr(self, name)
+            if name in logarithms:
+                return terms_N.logsumexp(0, keepdim=True)
+            return (
+                terms_N.amax(0, keepdim=True) if name in largest else terms_N.sum(0, keepdim=True)
+            )
 
-        log_share = 2 * self.log_ratios_N.logsumexp(0) - self.log_squares_N.logsumexp(0)
-        return Divergence(
-            k1=-mean(self.gap_N),
-            k3=mean(self.k3_N),
-            largest_gap=float(self.largest_N.max()),
-            ratio_max=_exp(float(self.highest_N.max())),
-            k1_reverse=mean(self.weighted_gap_N),
-            k3_reverse=mean(self.k3_reverse_N),
-            k3_swapped=mean(self.k3_swapped_N),
-            mean_gap=mean(self.absolute_N),
-            extreme_share=mean(self.extreme_N),
-            effective_share=float(log_share.exp()) / count,
-            tokens=count,
-        )
+        return SequenceSums(*map(over_all, _FIELDS)).each()[0]
 
     def each(self) -> list[Divergence]:
         """Returns the divergence of each sequence."""
-        return [self.of(row).total() for row in range(len(self.tokens_N))]
+        count_N = self.tokens_N.clamp(min=1)
+        log_shares_N = 2 * self.log_ratios_N - self.log_squares_N
+        columns = {
+            "k1": -self.gap_N / count_N,
+            "k3": self.k3_N / count_N,
+            "largest_gap": self.largest_N,
+            "k1_reverse": self.weighted_gap_N / count_N,
+            "k3_reverse": self.k3_reverse_N / count_N,
+            "k3_swapped": self.k3_swapped_N / count_N,
+            "mean_gap": self.absolute_N / count_N,
+            "extreme_share": self.extreme_N / count_N,
+            "effective_share": log_shares_N.exp() / count_N,
+        }
+        rows = zip(*(column_N.tolist() for column_N in columns.values()), strict=True)
+        ends = zip(self.highest_N.tolist(), self.tokens_N.tolist(), strict=True)
+        return [
+            Divergence(
+                **dict(zip(columns, row, strict=True)), ratio_max=_exp(highest), tokens=int(tokens)
+            )
+            if tokens
+            else NO_DIVERGENCE
+            for row, (highest, tokens) in zip(rows, ends, strict=True)
+        ]
 
     def rows(self) -> list[list[float]]:
         """Returns the terms as plain numbers, one list a field, for `of_rows`."""

@@ -30,6 +30,10 @@ class MicroBatchPart:
     rows: int
     longest: int
 
+    def size(self, *, packed: bool) -> int:
+        """Returns the tokens that count towards the budget."""
+        return self.tokens if packed else self.rows * self.longest
+
 
 @dataclass
 class _Slot:
@@ -78,12 +82,15 @@ def _parts(number: int, group: Group, budget: int, *, packed: bool) -> list[Micr
     episodes: dict[int, list[tuple[int, Trajectory]]] = {}
     for place, episode, trajectory in group.trained():
         episodes.setdefault(episode, []).append((place, trajectory))
+    whole = _part(number, group, [row for rows in episodes.values() for row in rows])
+    # Most groups fit; adding episode by episode takes time in the square of their number.
+    if not whole.rows or whole.size(packed=packed) <= budget:
+        return [whole] if whole.rows else []
     found: list[MicroBatchPart] = []
     kept: list[tuple[int, Trajectory]] = []
     for rows in episodes.values():
         part = _part(number, group, [*kept, *rows])
-        size = part.tokens if packed else part.rows * part.longest
-        if kept and size > budget:
+        if kept and part.size(packed=packed) > budget:
             found.append(_part(number, group, kept))
             kept = []
         kept.extend(rows)

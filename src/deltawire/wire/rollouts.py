@@ -176,16 +176,19 @@ class Group:
     def oldest_version(self) -> int:
         """The oldest version that drew any of its tokens; -1 if every episode failed before the
         first token."""
-        return min(self._versions(), default=-1)
+        return min((int(one.min()) for one in self._drawn_versions()), default=-1)
 
     @property
     def newest_version(self) -> int:
         """The newest version that drew any of its tokens; -1 if none was drawn."""
-        return max(self._versions(), default=-1)
+        return max((int(one.max()) for one in self._drawn_versions()), default=-1)
 
-    def _versions(self) -> set[int]:
-        drawn = (t.versions_T[t.mask_T == 1] for t in self.trajectories)
-        return {int(v) for versions_D in drawn for v in np.unique(versions_D)}
+    def _drawn_versions(self) -> Iterator[np.ndarray]:
+        """Yields the versions of each trajectory's drawn tokens, without empty ones."""
+        for t in self.trajectories:
+            versions_D = t.versions_T[t.mask_T == 1]
+            if versions_D.size:
+                yield versions_D
 
     @property
     def largest_token(self) -> int:
