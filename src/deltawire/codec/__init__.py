@@ -69,10 +69,10 @@ def encode(
     """Encodes the delta from ``base`` to ``target``: at most 20 bytes more than the raw target.
 
     Both are contiguous arrays or CPU tensors of COUNT elements and one dtype: of ``dtype``, a wire
-    dtype, if it is given. Naming it matters for bits that are carried as integers: floats are
-    coded in half the space when they are known to be floats. So does ``columns``, the length of
-    the tensor's rows, where the arrays have lost their shape. ``threads`` defaults to the number
-    of cores. Raises InputError if the arrays are not what they should be.
+    dtype, if it is given. Naming it matters for bits that are carried as integers: known floats
+    take half the space. So does ``columns``, the length of the tensor's rows, for arrays that lost
+    their shape. ``threads`` defaults to the number of cores. Raises InputError if the arrays do not
+    meet these conditions.
     """
     return _encode(None, base, target, dtype=dtype, threads=threads, columns=columns).payload
 
@@ -121,8 +121,8 @@ def decode(
 ) -> Bits:
     """Decodes the bits of the target that ``payload`` was encoded for: uint[COUNT], in new memory.
 
-    ``base`` is as it was for ``encode``. Raises CorruptError if the payload is not a delta for
-    such a base, InputError if ``base`` is not a contiguous array or CPU tensor of ``dtype``.
+    ``base`` is as it was for ``encode``. Raises CorruptError if the payload is not a delta for this
+    base, InputError if ``base`` is not a contiguous array or CPU tensor of ``dtype``.
     """
     target_bits = bits_of(base, dtype).copy()
     delta.advance(payload, target_bits, threads=threads)
@@ -166,8 +166,8 @@ def advance(
     """Turns ``base`` into the target, in place and in the memory of a few blocks; returns how many
     elements changed.
 
-    For payloads that are known to be whole: of one that is not, some blocks may have been applied
-    when CorruptError is raised.
+    Use it for payloads that were verified: if CorruptError is raised, some blocks may already have
+    been applied.
     """
     return delta.advance(payload, bits_of(base, dtype), threads=threads)
 

@@ -1,4 +1,4 @@
-"""Encodes and decodes whole tensors or pieces: their exponents, by rank, in planes of decisions.
+"""Encodes and decodes whole tensors or pieces: exponents by rank, in planes of yes-or-no decisions.
 
 The exponents of floats are unevenly distributed; sign and mantissa are nearly even. The
 exponent becomes its rank among the most frequent of its block, four decisions in the planes of
@@ -25,7 +25,7 @@ MOST_FIELD_BITS: Final = 8
 
 
 class Field(NamedTuple):
-    """The bits that are ranked: ``width`` of them, above the ``low`` lowest."""
+    """The bit field that is ranked: ``width`` bits, above the ``low`` lowest bits."""
 
     low: int
     width: int
@@ -40,7 +40,7 @@ def field_of(dtype: str, itemsize: int) -> Field:
 
 
 def encode_full(bits: Bits, dtype: str = "", *, threads: int | None = None) -> bytes:
-    """Codes ``bits``, uint[COUNT], of a wire dtype: never more than their raw bytes and 16.
+    """Encodes ``bits``, uint[COUNT], of a wire dtype: at most 16 bytes more than their raw bytes.
 
     A dtype matters for floats; without one, bits are coded as integers. Raises InputError if they
     are not contiguous bits.
@@ -66,23 +66,24 @@ def decode_full(
 ) -> Bits:
     """Returns the bits that ``encode_full`` was given: uint[count] of ``itemsize`` bytes each.
 
-    Takes memory in proportion to ``count``, whatever the payload says; with ``into``, uint[count],
-    none: that is filled and returned. Raises CorruptError if the payload is not one of ``count``
-    elements of ``itemsize`` bytes; ``into`` then holds nothing that means anything.
+    Allocates memory in proportion to ``count``, regardless of the payload. With ``into``,
+    uint[count], it allocates none: that array is filled and returned. Raises CorruptError if the
+    payload is not one of ``count`` elements of ``itemsize`` bytes; the content of ``into`` is then
+    undefined.
     """
     dtype = unsigned(itemsize)
     view = memoryview(payload).cast("B")
     if len(view) < HEADER.size:
-        raise CorruptError("an anchor shorter than its header")
+        raise CorruptError("the anchor is shorter than its header")
     magic, its_itemsize, mode, low, width, its_count = HEADER.unpack_from(view)
     if magic != MAGIC or mode not in (CODED, RAW):
-        raise CorruptError("not an anchor")
+        raise CorruptError("the payload is not an anchor")
     if its_itemsize != itemsize or its_count != count:
         raise CorruptError(f"the payload is not one of {count} elements of {itemsize} bytes")
     body = view[HEADER.size :]
     if mode == RAW:
         if len(body) != count * itemsize:
-            raise CorruptError("a raw anchor of another length than its tensor")
+            raise CorruptError("a raw anchor differs in length from its tensor")
         raw = np.frombuffer(body, dtype)
         if into is None:
             return np.require(raw, requirements="A")

@@ -2,11 +2,11 @@
 
 Both sides hold the old weight, and with it the size of its unit in the last place: an optimizer
 step that moves every weight about equally far changes the published bits of a small weight often
-and those of a large one almost never. So each class of old exponents has its own odds. A delta is
-planes of yes-or-no decisions with a context each, coded by interleaved asymmetric numeral systems
-(``native/planes.hpp``): which elements change; which of them by more than one unit, two, four …;
-and in which direction, predicted from the other changes of the column. `docs/FORMAT.md` has the
-bytes in tables, and `deltawire.codec.reference` is a slow implementation.
+and those of a large one almost never. Each class of old exponents therefore has its own odds. A
+delta is planes of yes-or-no decisions with a context each, coded by interleaved asymmetric numeral
+systems (``native/planes.hpp``): which elements change; which of them by more than one unit, two,
+four …; and in which direction, predicted from the other changes of the column. `docs/FORMAT.md` has
+the bytes in tables, and `deltawire.codec.reference` is a slow implementation.
 
 A payload is raw when the coded one would not be smaller, and so never exceeds the raw target by
 more than 20 bytes.
@@ -56,7 +56,9 @@ none."""
 
 
 class Delta(NamedTuple):
-    """An encoded delta: its bytes, how many elements change, what the model's digest gains."""
+    """An encoded delta: its bytes, the number of changed elements, and what it adds to the model's
+    digest.
+    """
 
     payload: bytes
     changed: int
@@ -75,7 +77,7 @@ def layout_of(dtype: str) -> Layout:
 
 
 def cores() -> int:
-    """Returns the number of threads that may run at once."""
+    """Returns the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
@@ -96,11 +98,11 @@ def encode(
     name: str | None = None,
     start: int = 0,
 ) -> Delta:
-    """Codes what turns ``base_bits``, uint[COUNT], into ``target_bits``, uint[COUNT].
+    """Encodes the changes from ``base_bits``, uint[COUNT], to ``target_bits``, uint[COUNT].
 
     ``columns`` is the length of the tensor's rows, 0 if it has none. With ``name``, the digest's
-    gain is that of elements ``start`` and on of the tensor of that name; else it is zero. Raises
-    InputError if the two are not bits of one length and width.
+    gain is that of elements ``start`` and on of the tensor of that name; otherwise it is zero.
+    Raises InputError if the two are not bits of the same length and width.
     """
     require_alike(base_bits, target_bits)
     if columns < 2 or columns > _native.BLOCK:
@@ -151,13 +153,13 @@ def decode_moved(
 def advance(payload: bytes | memoryview, bits: Bits, *, threads: int | None = None) -> int:
     """Applies ``payload`` to ``bits``, uint[COUNT], in place; returns how many elements changed.
 
-    Its extra memory is that of a few blocks. Raises CorruptError as `decode_patch` does, and then
-    some blocks may have been applied: use it for payloads that are known to be whole.
+    Takes the memory of a few blocks. Raises CorruptError as `decode_patch` does; some blocks may
+    then have been applied, so use it for payloads that were verified.
     """
     view = memoryview(payload).cast("B")
     header = _read_header(view, bits)
     if not bits.flags.writeable:
-        raise InputError("the array to be advanced is read-only")
+        raise InputError("the array to change is read-only")
     body = view[HEADER.size :]
     if header.mode == RAW:
         patch = _decode_raw(body, bits)
@@ -174,28 +176,28 @@ def advance(payload: bytes | memoryview, bits: Bits, *, threads: int | None = No
 
 def _read_header(view: memoryview, base_bits: Bits) -> _Header:
     if len(view) < HEADER.size:
-        raise CorruptError("a delta shorter than its header")
+        raise CorruptError("the delta is shorter than its header")
     magic, itemsize, mode, mantissa, exponent, columns, count = HEADER.unpack_from(view)
     layout = Layout(mantissa, exponent)
     if magic != MAGIC or mode not in (CODED, RAW):
-        raise CorruptError("not a delta")
+        raise CorruptError("the payload is not a delta")
     if itemsize != base_bits.itemsize or count != base_bits.size:
         raise CorruptError(
             f"a delta for {count} elements of {itemsize} bytes, "
             f"not {base_bits.size} of {base_bits.itemsize}"
         )
     if layout != INTEGER and layout not in LAYOUTS.values():
-        raise CorruptError(f"a delta of an unknown layout {tuple(layout)}")
+        raise CorruptError(f"a delta has the unknown layout {tuple(layout)}")
     if layout != INTEGER and mantissa + exponent + 1 != 8 * itemsize:
-        raise CorruptError("a delta whose layout does not fit its width")
+        raise CorruptError("a delta's layout does not fit the width of its elements")
     if columns == 1 or columns > _native.BLOCK:
-        raise CorruptError(f"a delta of rows of {columns} elements")
+        raise CorruptError(f"a delta has rows of {columns} elements")
     return _Header(mode, layout, columns)
 
 
 def _decode_raw(body: memoryview, base_bits: Bits) -> Patch:
     if len(body) != base_bits.nbytes:
-        raise CorruptError("a raw delta of another length than its base")
+        raise CorruptError("a raw delta differs in length from its base")
     return diff(base_bits, np.require(np.frombuffer(body, base_bits.dtype), requirements="A"))
 
 

@@ -1,4 +1,5 @@
-"""The digest: an additive checksum of a model's bits, in two 64-bit lanes that wrap around.
+"""Computes the digest: an additive checksum of a model's bits, in two 64-bit lanes that wrap
+around.
 
 digest(model) is the sum of mix(key, u, b) over every tensor and every unit u of it, b being the
 unit's bits. A unit is an element of 1, 2 or 4 bytes, or one half, low half first, of an element
@@ -68,7 +69,7 @@ class Digest:
     def from_hex(cls, text: str) -> Digest:
         """Parses the output of ``hex``. Raises CorruptError for anything else."""
         if not _HEX.fullmatch(text):
-            raise CorruptError(f"{text[:64]!r} is no digest of 32 hexadecimal digits")
+            raise CorruptError(f"{text[:64]!r} is not a digest of 32 hexadecimal digits")
         return cls(int(text[:16], 16), int(text[16:], 16))
 
 
@@ -95,7 +96,8 @@ def digest_bits(name: str, bits: Bits, start: int = 0) -> Digest:
 def digest_at(name: str, positions: NDArray[np.int64], bits: Bits) -> Digest:
     """Returns the digest's part for ``bits``, uint[N], at ``positions``, int64[N], of ``name``.
 
-    Raises InputError if they are not contiguous bits, or not as many as there are positions.
+    Raises InputError if they are not contiguous bits, or their number differs from that of the
+    positions.
     """
     require_bits(bits)
     if positions.dtype != np.int64 or positions.shape != bits.shape:
@@ -106,9 +108,9 @@ def digest_at(name: str, positions: NDArray[np.int64], bits: Bits) -> Digest:
 def digest_patch(name: str, patch: Patch, old_bits: Bits, start: int = 0) -> Digest:
     """Returns the digest's change when ``patch`` replaces ``old_bits``, uint[N], at its positions.
 
-    ``start`` is the flat index in the tensor ``name`` of the patch's position 0: that of the
-    piece, if the patch is one of a piece. Raises InputError if ``old_bits`` differ from the
-    patch's in number or width, or ``start`` is negative.
+    ``start`` is the flat index in the tensor ``name`` of the patch's position 0: the first element
+    of the piece for a patch of a piece. Raises InputError if ``old_bits`` differ from the patch's
+    in number or width, or ``start`` is negative.
     """
     require_bits(old_bits)
     _require_start(start)

@@ -1,4 +1,4 @@
-"""The bits of arrays: wire dtypes, named as in safetensors, and the unsigned view of each.
+"""Views arrays as bits: wire dtypes, named as in safetensors, and the unsigned view of each.
 
 Legend: N = elements; uint = the unsigned dtype of an element's width, little-endian as the host.
 """
@@ -87,7 +87,7 @@ def unsigned_of(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
 def dtype_of(array: object) -> str:
     """Returns the wire dtype of a NumPy array or torch tensor.
 
-    Raises InputError if it is neither, or its dtype or byte order has no place on the wire.
+    Raises InputError if it is neither, or its dtype or byte order cannot be stored.
     """
     if isinstance(array, np.ndarray):
         if not array.dtype.isnative:
@@ -111,7 +111,7 @@ def bits_of(array: object, dtype: str | None = None) -> Bits:
 
     With ``dtype``, a wire dtype, the array must be of it, or hold its bits as unsigned integers.
     Raises InputError if it does not, or if the array is not contiguous, not aligned, not on the
-    CPU, or of a dtype that has no place on the wire.
+    CPU, or of a dtype that cannot be stored.
     """
     found = dtype_of(array)
     if dtype is not None:
@@ -148,7 +148,7 @@ def require_bits(bits: object) -> Bits:
 
 
 def require_alike(base_bits: Bits, target_bits: Bits) -> None:
-    """Raises InputError unless both are bits, of one length and one width."""
+    """Raises InputError unless both are bits of the same length and width."""
     base, target = require_bits(base_bits), require_bits(target_bits)
     if base.dtype != target.dtype or base.size != target.size:
         raise InputError(
@@ -157,7 +157,8 @@ def require_alike(base_bits: Bits, target_bits: Bits) -> None:
 
 
 def _is_tensor(array: object) -> bool:
-    # A caller with a tensor has imported torch; no other caller must need it or wait for it.
+    # A caller with a tensor has already imported torch; other callers neither need it nor wait for
+    # its import.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 

@@ -1,4 +1,4 @@
-"""A patch: where a tensor's bits change, and the new bits there.
+"""Defines patches: the positions at which a tensor's bits change, and the new bits.
 
 Legend: N = changed elements; COUNT = elements of the tensor or piece; uint = unsigned integers of
 an element's width.
@@ -15,7 +15,7 @@ from deltawire.codec.dtypes import Bits, require_alike, require_bits
 from deltawire.errors import CorruptError, InputError
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Elements compared at a time, so that the mask of differences stays in the cache."""
+"""Elements compared at a time; the mask of differences then stays in the cache."""
 
 _NOWHERE: NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -63,7 +63,7 @@ def apply(patch: Patch, target_bits: Bits) -> None:
     """
     _check_fits(patch, target_bits)
     if not target_bits.flags.writeable:
-        raise InputError("the array to be patched is read-only")
+        raise InputError("the array to patch is read-only")
     target_bits[patch.positions] = patch.bits
 
 
@@ -80,6 +80,6 @@ def _check_fits(patch: Patch, bits: Bits) -> None:
     require_bits(bits)
     if bits.dtype != patch.bits.dtype:
         raise InputError(f"the patch holds {patch.bits.dtype}, the array {bits.dtype}")
-    # Min and max, not first and last: NumPy would let an unsorted negative index wrap around.
+    # Check min and max, not first and last: an unsorted negative index would wrap around in NumPy.
     if len(patch) and (patch.positions.min() < 0 or patch.positions.max() >= bits.size):
-        raise CorruptError(f"the patch reaches outside of {bits.size} elements")
+        raise CorruptError(f"the patch has positions outside the {bits.size} elements")

@@ -1,4 +1,4 @@
-"""A slow reference of the codec and the digest, written for clarity.
+"""Implements codec and digest again, slowly and clearly.
 
 Tests hold the fast implementations equal to it, byte for byte.
 """
@@ -164,7 +164,7 @@ class PlaneReader:
     def finish(self) -> None:
         """Raises CorruptError unless everything has been read."""
         if self.words or (self.states != LOWEST).any():
-            raise CorruptError("a block with more in it than its planes")
+            raise CorruptError("a block is longer than its planes")
 
 
 class Bytes:
@@ -232,7 +232,9 @@ def classes_of(base: Bits, top: int, layout: Layout) -> Ints:
 
 
 class SignMemory:
-    """Which way each column has moved, and from that the context of each sign."""
+    """Remembers the direction in which each column moved, and derives the context of each sign from
+    it.
+    """
 
     def __init__(self, positions: Ints, columns: int) -> None:
         self.places = positions % columns if columns else None

@@ -1,4 +1,4 @@
-"""One bucket on any object store: a few operations, retries, counters."""
+"""Reads and writes one bucket on any object store: a few operations, retries, counters."""
 
 from deltawire.store.bucket import Bucket, ObjectMeta, require_bucket
 from deltawire.store.delegating import DelegatingBucket

@@ -29,17 +29,17 @@ _ELSEWHERE = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_SKIP_SIGNATURE",
 )
-"""Variables by which the store's client finds credentials before a profile is needed."""
+"""Variables in which the store's client looks for credentials before a profile."""
 
 
 def read_profile(*, credentials: bool = True) -> dict[str, str]:
     """Returns the store options of the current profile that the environment does not set.
 
     The profile is the one that ``AWS_PROFILE`` names, or else ``default``. Access key, secret and
-    session token are taken together or not at all; the environment's come first.
+    session token come from the same source; the environment takes precedence.
 
     Raises `InputError` if ``credentials`` are needed, the environment has none, and the profile
-    gets them in a way that only the AWS tools know, such as a role to assume.
+    gets them in a way that only the AWS tools support, such as assuming a role.
     """
     name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
     folder = Path("~/.aws").expanduser()

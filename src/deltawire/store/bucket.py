@@ -1,7 +1,7 @@
-"""One bucket prefix on any object store that obstore supports.
+"""Defines `Bucket`: a prefix on any object store that obstore supports.
 
-deltawire needs whole-object puts that are atomic, create-if-absent, and reads that see a finished
-put. A folder, memory, S3, GCS and Azure provide these; nothing else is assumed.
+deltawire needs atomic whole-object puts, create-if-absent, and reads that see every finished put. A
+folder, memory, S3, GCS and Azure provide these; nothing else is assumed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store.translation import is_panic, means_conflict, means_no_bucket, translate
 
 MULTIPART_BYTES = 64 << 20
-"""Larger objects are put in parts: a store takes no more than 5 GiB in one request."""
+"""Larger objects are uploaded in parts: stores accept at most 5 GiB in one request."""
 
 PART_BYTES = 16 << 20
 MAX_PARTS = 9000
 
 CONFLICTS = 8
-"""How often a create is repeated while another conditional write to the key is under way."""
+"""How many times a create is repeated while another conditional write to the key is in progress."""
 
 
 @dataclass(frozen=True)
 class ObjectMeta:
     """Key, size and age of an object.
 
-    ``modified`` is by the store's clock; of S3, whole seconds from `head` and perhaps finer ones
-    from `list_objects`, so that two may differ by up to a second for one object.
+    ``modified`` is by the store's clock. S3 gives whole seconds from `head` and sometimes fractions
+    from `list_objects`, so the two may differ by up to a second for one object.
     """
 
     key: str
@@ -48,7 +48,7 @@ class Bucket:
     """A prefix in an object store.
 
     Methods raise `RetryError` when the store does not answer, `InputError` when it refuses
-    (permissions, credentials, a full disk, an invalid key), and never an error of the store's own
+    (permissions, credentials, a full disk, an invalid key), and never an error of the store's
     library.
 
     Example::
@@ -65,7 +65,9 @@ class Bucket:
 
     @property
     def poll_s(self) -> float:
-        """Seconds to sleep between two polls for a new object: a local store answers at once."""
+        """Seconds to sleep between two polls for a new object; short for a local store, which
+        answers at once.
+        """
         return 0.02 if self.local else 0.5
 
     def get(self, key: str, *, limit: int) -> bytes | None:
@@ -86,7 +88,7 @@ class Bucket:
         """Returns the bytes of each ``(start, length)``, or None if there is no such object.
 
         Ranges are read in parallel, and neighboring ones together; none may be empty. Raises
-        `CorruptError` if the object ends within one of them, `RetryError` if the answer does.
+        `CorruptError` if the object ends within one of them, `RetryError` if the response does.
         """
         starts = [start for start, _ in ranges]
         lengths = [length for _, length in ranges]
@@ -99,7 +101,7 @@ class Bucket:
                 self._check_bucket_exists(error, key)
                 return None
             except BaseException as error:
-                # obstore panics where the answer to coalesced ranges is shorter than they are.
+                # obstore panics if the response to coalesced ranges is shorter than they are.
                 if not is_panic(error) and not isinstance(error, exceptions.BaseError):
                     raise
                 self._check_covers(key, ranges)
@@ -107,7 +109,7 @@ class Bucket:
         views = [memoryview(part) for part in found]
         if [len(view) for view in views] != lengths:
             self._check_covers(key, ranges)
-            raise RetryError("cannot read: the answer was cut short", run=self.url, key=key)
+            raise RetryError("cannot read: the response was cut short", run=self.url, key=key)
         return views
 
     def put(self, key: str, data: bytes) -> None:
@@ -124,8 +126,8 @@ class Bucket:
     def create(self, key: str, data: bytes) -> bool:
         """Stores an object unless its key exists; returns whether it was stored.
 
-        S3 answers 409 while another conditional write to the key is under way: that decides
-        nothing, and the write is tried again.
+        S3 answers 409 while another conditional write to the key is in progress; that decides
+        nothing, so the write is tried again.
         """
         pause_s = 0.02
         with self._errors("write", key):
@@ -140,7 +142,7 @@ class Bucket:
                     time.sleep(pause_s * 2**attempt)
                 else:
                     return True
-        raise RetryError("cannot write: another write is under way", run=self.url, key=key)
+        raise RetryError("cannot write: another write is in progress", run=self.url, key=key)
 
     def exists(self, key: str) -> bool:
         """Returns whether there is such an object."""
@@ -166,10 +168,10 @@ class Bucket:
         return [found.key for found in self.list_objects(prefix, after=after)]
 
     def list_objects(self, prefix: str, *, after: str | None = None) -> Sequence[ObjectMeta]:
-        """As `list`, with size and age of each.
+        """Lists as `list` does, with the size and age of each object.
 
-        An object that another program put there under a key with an empty segment (``a//b``) is
-        passed over; the store's library fails on the page of the listing that holds it.
+        An object that another program stored under a key with an empty segment (``a//b``) is
+        skipped; the store's library fails on the listing page that holds it.
         """
         with self._errors("list", prefix):
             try:
@@ -187,8 +189,8 @@ class Bucket:
     def _list_around(self, prefix: str) -> Iterator[ObjectMeta]:
         """Lists folder by folder. An empty segment deeper down then belongs to one folder only.
 
-        Directly below a folder, a key with one sorts before all names of deltawire's keys, which
-        begin with a letter or a digit: the listing starts after it.
+        Directly below a folder, a key with an empty segment sorts before all keys of deltawire,
+        which begin with a letter or a digit, so the listing starts after it.
         """
         try:
             level = obstore.list_with_delimiter(self.store, prefix)
@@ -225,7 +227,7 @@ class Bucket:
                 obstore.delete(self.store, key)
             except (exceptions.NotFoundError, FileNotFoundError) as error:
                 self._check_bucket_exists(error, key)
-            except TypeError as error:  # Where the other verbs raise ValueError for such a key.
+            except TypeError as error:  # The other operations raise ValueError for such a key.
                 raise ValueError(key) from error
 
     def _check_size(self, size: int, limit: int, key: str) -> None:
@@ -238,14 +240,12 @@ class Bucket:
         """Raises `CorruptError` if the object is there and ends within one of ``ranges``."""
         size = self.size(key)
         if size is not None and size < max(start + length for start, length in ranges):
-            raise CorruptError(
-                "an object ends within the range that was asked for", run=self.url, key=key
-            )
+            raise CorruptError("the object ends within the requested range", run=self.url, key=key)
 
     def _check_bucket_exists(self, error: Exception, key: str) -> None:
         """Raises if the whole bucket is missing, as opposed to the object only.
 
-        Otherwise a reader of a misspelled bucket would wait for its first version for ever.
+        Otherwise a reader of a misspelled bucket would wait forever for its first version.
         """
         if means_no_bucket(error):
             raise translate(error, "read", self.url, key) from error
@@ -256,7 +256,7 @@ class Bucket:
             yield
         except (exceptions.BaseError, OSError) as error:
             raise translate(error, verb, self.url, key) from error
-        except ValueError as error:  # obstore's answer to "..", "a//b" and control characters.
+        except ValueError as error:  # obstore raises this for "..", "a//b" and control characters.
             raise InputError(f"cannot {verb}: not a key", run=self.url, key=key) from error
         except BaseException as error:
             if not is_panic(error):
@@ -269,14 +269,14 @@ def _meta(meta: Any) -> ObjectMeta:
 
 
 def require_bucket(given: Any) -> None:
-    """Raises `InputError` unless ``given`` is a bucket: its location is easily passed instead."""
+    """Raises `InputError` unless ``given`` is a bucket; passing its location is an easy mistake."""
     if isinstance(given, Bucket):
         return
     if isinstance(given, str | PurePath):
         raise InputError(
-            f"a bucket is needed, and {str(given)!r} is its location",
+            f"expected a bucket, got the location {str(given)!r}",
             hint=f"pass open_bucket({str(given)!r}), with create=True for a new folder",
         )
     raise InputError(
-        f"a bucket is needed, not a {type(given).__name__}", hint='pass open_bucket("s3://…")'
+        f"expected a bucket, got a {type(given).__name__}", hint='pass open_bucket("s3://…")'
     )

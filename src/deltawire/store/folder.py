@@ -27,7 +27,7 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.store.bucket import Bucket, ObjectMeta
 
 ABANDONED_S = 24 * 3600.0
-"""Temporary files older than this belong to no living process."""
+"""Temporary files older than this, in seconds, belong to no living process."""
 
 _TEMPORARY = re.compile(r"#\d+\Z")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -50,9 +50,9 @@ class FolderBucket(Bucket):
         self.folder = folder
         self.durable = durable
         self.ignores_case = ignores_case(folder)
-        """The file system takes names that differ in case only for one name."""
+        """True if the file system ignores case in names."""
         self._prepared: set[Path] = set()
-        """Folders that exist durably and hold no abandoned temporary files."""
+        """Folders that are known to exist durably and to hold no abandoned temporary files."""
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         """As `Bucket.get`."""
@@ -71,7 +71,7 @@ class FolderBucket(Bucket):
             descriptor, size = opened
             if size < max(start + length for start, length in ranges):
                 raise CorruptError(
-                    "an object ends within the range that was asked for", run=self.url, key=key
+                    "the object ends within the requested range", run=self.url, key=key
                 )
             return [memoryview(_read(descriptor, start, length)) for start, length in ranges]
 
@@ -105,12 +105,12 @@ class FolderBucket(Bucket):
                     path.hardlink_to(temporary)
             except FileExistsError:
                 made = False
-            # If the object was there, its writer may have ended before this.
+            # If the object existed, its writer may have died before flushing the folder.
             self._flush_folder(path.parent)
             return made
 
     def _path(self, key: str) -> Path:
-        """Returns the file of a key; raises `ValueError` for what is not one."""
+        """Returns the file of a key; raises `ValueError` for an invalid key."""
         parts = key.rstrip("/").split("/")
         if not all(map(_is_key_part, parts)) or _TEMPORARY.search(key):
             raise ValueError(key)
@@ -119,7 +119,7 @@ class FolderBucket(Bucket):
         return self.folder.joinpath(*parts)
 
     def _check_case(self, key: str, parts: Sequence[str]) -> None:
-        """Raises `InputError` if the file system would take another key's file for this one's."""
+        """Raises `InputError` if the file system would confuse this key's file with another's."""
         folder = self.folder
         for part in parts:
             if not folder.is_dir():
@@ -142,7 +142,7 @@ class FolderBucket(Bucket):
     def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
         """Opens an object for reading: its descriptor and size, None if it does not exist.
 
-        Without ``O_NONBLOCK``, opening a named pipe would wait for a writer for ever.
+        Without ``O_NONBLOCK``, opening a named pipe would wait forever for a writer.
         """
         path = self._path(key)
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -152,7 +152,7 @@ class FolderBucket(Bucket):
             yield None
             return
         except PermissionError:
-            if not path.is_dir():  # Windows refuses to open folders so.
+            if not path.is_dir():  # Windows cannot open folders this way.
                 raise
             yield None
             return
@@ -169,7 +169,7 @@ class FolderBucket(Bucket):
 
     @contextmanager
     def _temporary(self, path: Path, data: bytes) -> Iterator[Path]:
-        """Writes ``data`` to a new file next to ``path`` that is removed on the way out."""
+        """Writes ``data`` to a new file next to ``path``, which is removed on exit."""
         self._prepare(path.parent)
         temporary = path.with_name(f"{path.name}#{secrets.randbelow(10**15)}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -218,14 +218,15 @@ def ignores_case(folder: Path) -> bool:
 
 
 def make_folder(folder: Path, *, durable: bool) -> None:
-    """Makes a folder and its parents; with ``durable``, so that a power cut leaves them there."""
+    """Makes a folder and its parents; with ``durable``, they survive a power cut."""
     if not folder.is_dir():
         make_folder(folder.parent, durable=durable)
         try:
             folder.mkdir(exist_ok=True)
         except FileExistsError as error:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from error
-    # An existing one too: the process that made it may have died before flushing the parent.
+    # Also for an existing folder: the process that made it may have died before flushing the
+    # parent.
     if durable:
         flush_folder(folder.parent)
 
@@ -247,13 +248,13 @@ def _is_key_part(part: str) -> bool:
 
 
 def _read(descriptor: int, start: int, length: int) -> bytes:
-    """Reads exactly ``length`` bytes; raises `OSError` if the file was cut meanwhile."""
+    """Reads exactly ``length`` bytes; raises `OSError` if the file was truncated meanwhile."""
     os.lseek(descriptor, start, os.SEEK_SET)
     parts = []
     while length:
         part = os.read(descriptor, length)
         if not part:
-            raise OSError("the file was cut while it was read")
+            raise OSError("the file was truncated while it was read")
         parts.append(part)
         length -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)

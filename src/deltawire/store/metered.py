@@ -1,4 +1,4 @@
-"""Counts the bytes that go through a bucket, for progress bars, benchmarks and tests."""
+"""Counts the bytes read from and written to a bucket, for progress bars, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from deltawire.store.delegating import DelegatingBucket
 class MeteredBucket(DelegatingBucket):
     """Counts the bytes that are read from and written to ``inner``.
 
-    ``on_bytes(read, written)`` is called after each operation that moved any, in the thread that
-    did it. Safe for use by several threads.
+    ``on_bytes(read, written)`` is called after each operation that moved bytes, in the thread that
+    performed it. Safe for use by several threads.
 
     Example::
 

@@ -23,10 +23,10 @@ REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 _CREDENTIALS = frozenset({"access_key_id", "credential_provider", "skip_signature"})
 
 IDLE_S = 60.0
-"""A transfer that moves nothing for this long is given up; how long it takes in all is free."""
+"""A transfer that moves no bytes for this long is given up; its total time is not limited."""
 
 DURABLE = "DELTAWIRE_DURABLE"
-"""The environment variable that, set to 0, makes folders' writes faster and not durable."""
+"""The environment variable that, set to 0, makes writes to folders faster but not durable."""
 
 
 def open_bucket(
@@ -45,9 +45,9 @@ def open_bucket(
     Remote stores take their credentials and endpoint from the environment, as obstore documents:
     for S3 and compatible stores ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``
     and ``AWS_ENDPOINT_URL``, which may be plain http, or else from the profile in ``~/.aws`` that
-    ``AWS_PROFILE`` names. ``options`` go to the store as they are and come before the environment,
-    except for ``AWS_ENDPOINT_URL_S3``, which obstore puts first. A memory bucket lives in this
-    process only.
+    ``AWS_PROFILE`` names. ``options`` go to the store unchanged and take precedence over the
+    environment, except over ``AWS_ENDPOINT_URL_S3``, which obstore prefers. A memory bucket lives
+    in this process only.
 
     Raises `InputError` for an empty name (which would be the current folder), an unknown scheme, a
     folder that does not exist, or a URL that contains credentials, which no message repeats.
@@ -55,7 +55,7 @@ def open_bucket(
     location = os.fspath(location)
     if not location.strip():
         raise InputError(
-            "the bucket's name is empty", hint="is the variable set that it is taken from?"
+            "the bucket's name is empty", hint="is the variable that should hold it set?"
         )
     if has_credentials(location):
         raise InputError(
@@ -102,7 +102,7 @@ def _remote_options(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
     if scheme.startswith("s3"):
         for option, setting in read_profile(credentials=_CREDENTIALS.isdisjoint(options)).items():
             chosen.setdefault(option, setting)
-        # The order of the AWS tools: the service's own variable before the one for all of them.
+        # In the order of the AWS tools: the variable of the service before the general one.
         names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
         found = [value for name in names if (value := os.environ.get(name))]
         if found and "endpoint" not in options:
@@ -134,5 +134,5 @@ def _open_folder(location: str, *, create: bool, durable: bool) -> FolderBucket:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(
             f"cannot use {folder} as a bucket: {reason}",
-            hint="choose a folder that can be written",
+            hint="choose a writable folder",
         ) from error

@@ -1,4 +1,4 @@
-"""Probes whether a store keeps create-if-absent, on which every commit rests."""
+"""Probes whether a store honors create-if-absent, on which every commit depends."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from deltawire.errors import DeltawireError, InputError
 from deltawire.store.bucket import Bucket
 
 PROBES = "store-probes/"
-"""Keys under which writers try the store; they are deleted at once."""
+"""Keys with which writers probe the store; they are deleted immediately."""
 
 
 def overwrites_on_create(bucket: Bucket, key: str) -> bool:
     """Returns whether a create of an existing object overwrites it.
 
-    Leaves the object as it is: what would overwrite it are its own bytes, so only immutable objects
-    may be tried. False too if the caller may not write there, or the object is missing.
+    Leaves the object unchanged, because it is overwritten with its own bytes; use it on immutable
+    objects only. Also False if the caller may not write there, or the object is missing.
     """
     if bucket.local:
         return False
@@ -31,9 +31,9 @@ def overwrites_on_create(bucket: Bucket, key: str) -> bool:
 def check_create_if_absent(bucket: Bucket) -> None:
     """Raises `InputError` if a second create of one key overwrites the first.
 
-    Stores that ignore ``If-None-Match: *`` do that: two publishers would both believe that they
-    committed a version, and readers would follow either. Costs four requests; local buckets are
-    known to keep it and are not asked.
+    Stores that ignore ``If-None-Match: *`` do: two publishers would both believe that they
+    committed a version, and readers would follow either one. Costs four requests; local buckets
+    honor it and are not probed.
     """
     if bucket.local:
         return

@@ -1,4 +1,4 @@
-"""Retries operations on a bucket that does not answer.
+"""Retries bucket operations that got no answer.
 
 Retries live here only: a caller that wants them wraps its bucket once and uses it like any other.
 """
@@ -25,7 +25,7 @@ class RetryPolicy:
     """How often an operation is repeated after a `RetryError`, and how long to wait between.
 
     ``first_pause_s`` (None is `FIRST_PAUSE_S`) doubles after each attempt. ``sleep`` gets seconds;
-    it may raise to give up.
+    it may raise an error to give up.
     """
 
     retries: int = RETRIES
@@ -70,7 +70,9 @@ class RetryingBucket(DelegatingBucket):
 
     @classmethod
     def over(cls, bucket: Bucket) -> Bucket:
-        """Returns ``bucket`` if it retries already, by whichever policy, else one that wraps it."""
+        """Returns ``bucket`` if it already retries, by any policy, else a `RetryingBucket` around
+        it.
+        """
         layer = bucket
         while isinstance(layer, DelegatingBucket):
             if isinstance(layer, RetryingBucket):

@@ -1,7 +1,8 @@
-"""Translates the errors of stores and file systems into deltawire's own.
+"""Translates the errors of stores and file systems into deltawire's errors.
 
-An error that the same call may outlive is a `RetryError`: no answer, 5xx, 408, 409, 429, expired
-credentials, which their provider may renew. Everything else is to be fixed first, an `InputError`.
+An error that a repeated call may not meet again becomes a `RetryError`: no answer, 5xx, 408, 409,
+429, and expired credentials, which their provider may renew. Anything else must be fixed first and
+becomes an `InputError`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from obstore import exceptions
 
 from deltawire.errors import DeltawireError, InputError, RetryError
 
-# In the answers of S3 and compatible stores, GCS, Azure. No key of deltawire's can hold a "<".
+# Matches responses of S3 and compatible stores, GCS and Azure. No key of deltawire contains a "<".
 _NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
 
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})\b")
@@ -27,10 +28,10 @@ _FULL = "free some space; nothing already stored was harmed"
 _REFUSALS = {
     "No space left on device": _FULL,
     "Disk quota exceeded": _FULL,
-    "Permission denied": "check who may write there",
-    "Read-only file system": "choose a bucket that can be written",
+    "Permission denied": "check the permissions",
+    "Read-only file system": "choose a writable bucket",
     "Not a directory": "choose a folder, not a file",
-    "Is a directory": "a folder lies where the object should; move it away",
+    "Is a directory": "a folder has the object's name; move it away",
     "File name too long": "choose shorter names",
     "Operation not permitted": "choose a file system that has hard links",
     "Operation not supported": "choose a file system that has hard links",
@@ -41,7 +42,7 @@ _CODES = {
         "this machine's clock differs too much from the store's",
         "set this machine's clock",
     ),
-    "EntityTooLarge": ("the object is larger than the store takes", "see the store's limits"),
+    "EntityTooLarge": ("the object is larger than the store allows", "check the store's limits"),
     "InvalidAccessKeyId": ("the store does not know the access key", "check the credentials"),
     "SignatureDoesNotMatch": ("the secret key is wrong", "check the credentials"),
     "PermanentRedirect": ("the bucket is in another region", "set AWS_REGION"),
@@ -55,7 +56,7 @@ _STATUSES = {
 
 
 def means_no_bucket(error: BaseException) -> bool:
-    """Returns whether an error says that the whole bucket does not exist, not only an object."""
+    """Returns whether an error says that the whole bucket, not only an object, does not exist."""
     return bool(_NO_BUCKET.search(str(error)))
 
 
@@ -71,12 +72,12 @@ def is_panic(error: BaseException) -> bool:
 
 
 def translate(error: BaseException, verb: str, url: str, key: str) -> DeltawireError:
-    """Returns the error to raise for ``error``, met while doing ``verb`` with ``key``."""
+    """Returns the error to raise for ``error``, which the operation ``verb`` on ``key`` raised."""
     text = str(error)
     if means_no_bucket(error):
         return InputError(
             f"cannot {verb}: there is no such bucket",
-            hint="check the bucket's name and the endpoint; deltawire makes no buckets",
+            hint="check the bucket's name and the endpoint; deltawire does not create buckets",
             run=url,
             key=key,
         )
@@ -92,7 +93,7 @@ def translate(error: BaseException, verb: str, url: str, key: str) -> DeltawireE
     if isinstance(error, exceptions.InvalidPathError):
         return InputError(
             f"cannot {verb}: {_first_line(text)}",
-            hint="another program put an object there whose key is none; remove it",
+            hint="another program stored an object with an invalid key there; remove it",
             run=url,
             key=key,
         )

@@ -1,5 +1,6 @@
-"""Retention floors, deletion intents, parts and refusals: small objects by which the writers of a
-run coordinate."""
+"""Small objects by which the writers of a run coordinate: retention floors, deletion intents, parts
+and refusals.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ MAX_REFUSAL_BYTES = 1 << 14
 class RetentionFloor(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
-    """Every version below ``version`` is closed: no publisher may commit it, and retention may
-    take it. Floors are only ever created, and the highest one counts."""
+    """Closes every version below ``version``: no publisher may commit one, and retention may delete
+    them. Floors are only ever created, and the highest one counts.
+    """
 
     run: Identity
     version: Index
@@ -36,8 +38,10 @@ class RetentionFloor(
 class DeletionIntent(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
-    """The blobs that retention is about to delete, by hash. It is signed in a signed run, except by
-    a relay, which has no key. It permits nothing: it makes writers check their blobs once more."""
+    """Announces the blobs that retention is about to delete, by hash. In a signed run it is signed,
+    except by a relay, which has no key. It gives no permission; it makes writers check their blobs
+    once more.
+    """
 
     run: Identity
     blobs: Annotated[list[Hash], Meta(max_length=MAX_INTENT_BLOBS)]
@@ -48,8 +52,9 @@ class Part(
 ):
     """The contribution of one of ``ranks`` ranks to a version: its pieces, uploaded and waiting for
     the leader's manifest. ``base_digest`` is that of the whole model at the base, ``digest`` that
-    of the rank's share of the version: those of all ranks add up to the version's digest.
-    ``changed`` counts the elements that its delta changes."""
+    of the rank's share of the version; the shares of all ranks add up to the version's digest.
+    ``changed`` counts the elements that its delta changes.
+    """
 
     run: Identity
     version: Index
@@ -72,8 +77,9 @@ class Part(
 class Refusal(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
-    """Why ``rank`` cannot take part in a version: nobody needs to wait for it, or for the
-    manifest."""
+    """States why ``rank`` cannot take part in a version, so that no other rank waits for it or for
+    the manifest.
+    """
 
     run: Identity
     version: Index
@@ -99,7 +105,9 @@ def decode_refusal(data: bytes, *, version: int, table: Run, run: str, key: str)
 
 
 def decode_part(data: bytes, *, version: int, rank: int, table: Run, run: str, key: str) -> Part:
-    """Parses a part; its pieces are checked when the manifest is made of them."""
+    """Parses a part; raises `CorruptError`. Its pieces are checked when the manifest is built from
+    them.
+    """
     part = unseal(data, Part, run=run, key=key)
     if (part.run, part.version, part.rank) != (table.id, version, rank):
         raise CorruptError("a part of another run, version or rank", run=run, key=key)

@@ -1,4 +1,4 @@
-"""``archive/``: the events of processes that are gone, many streams in one object."""
+"""``archive/`` holds the events of processes that have ended, many streams in one object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ARCHIVE_BYTES = 128 << 20
 
 
 class ArchivedSegment(msgspec.Struct, frozen=True, array_like=True):
-    """One segment of a stream of events, as it was stored."""
+    """One segment of an event stream: its original bytes."""
 
     stream: Annotated[str, Meta(max_length=64)]
     number: Index

@@ -1,4 +1,4 @@
-"""The only place that builds or reads object keys."""
+"""Builds and parses the keys of all objects in a bucket; no other module does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ MAX_NUMBER = 10**10 - 1
 
 def valid_name(name: str) -> bool:
     """Returns whether ``name`` may name a worker or a process: at most 63 letters, digits, ``-``
-    and ``_``, and no device of Windows, where a folder could not hold it."""
+    and ``_``. Device names of Windows, such as ``CON``, are refused: a folder there cannot hold
+    them.
+    """
     return bool(_NAME.match(name)) and not _DEVICE.match(name)
 
 
@@ -81,14 +83,16 @@ def compacted(base: int | None, target: int) -> str:
     """Returns the key of the compacted delta from ``base`` to ``target``, or of a later anchor if
     ``base`` is None.
 
-    The target comes first, so that a listing after the version held shows what leads on from it.
+    The target comes first, so that a listing that starts after the version held shows every delta
+    that leads beyond it.
     """
     return f"{COMPACTED}{_number(target)}-{'anchor' if base is None else _number(base)}.json"
 
 
 def compacted_of(key: str) -> tuple[int | None, int] | None:
-    """Base and target of a compacted delta's key, None for any other key, and where the base is
-    not below the target."""
+    """Returns base and target of a compacted delta's key. None for any other key, and for one whose
+    base is not below its target.
+    """
     stem = key.removeprefix(COMPACTED).removesuffix(".json")
     target, _, base = stem.partition("-")
     numbers = [int(word) for word in (target, base) if re.fullmatch("[0-9]{10}", word)]

@@ -15,8 +15,9 @@ from deltawire.wire.payload import Index
 
 GROUP_HASH_DIGITS = 32
 STEP_RECORD = "deltawire.step"
-"""The member of a manifest's metadata that holds `CommitMetadata`; each kind of record
-has a separate member, so that others can be added."""
+"""The member of a manifest's metadata that holds `CommitMetadata`. Each kind of record has its own
+member, so that more can be added.
+"""
 
 Sequence = Annotated[int, Meta(ge=0, le=10**10 - 1)]
 CLIENT_RECORD = "deltawire.client"
@@ -65,12 +66,12 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     The version's manifest carries it, so a group is consumed exactly if the version exists.
     ``consumed`` names groups as (worker, sequence), in the order of training. ``hashes`` are the
     first `GROUP_HASH_DIGITS` hexadecimal digits of the BLAKE3 of each consumed group's bytes, so
-    that a repeated step is known to be the same step. ``threads`` is the number of threads of the
-    tensor library, and ``ranks`` that of the trainer's processes (0 in versions that do not say),
-    because sums depend on both. ``settings`` are the values, by dotted key, that
-    differed from the configuration in ``run.json`` when the step was made. ``position`` is that of
-    the data after a step of mid-training; in reinforcement learning, the number of draws that were
-    given out.
+    that a recomputed step can be compared with the original. ``threads`` is the number of threads
+    of the tensor library, and ``ranks`` that of the trainer's processes (0 in versions that do not
+    say), because sums depend on both. ``settings`` are the values, by dotted key, that differed
+    from the configuration in ``run.json`` when the step was made. ``position`` is that of the data
+    after a step of mid-training; in reinforcement learning, the number of draws that were given
+    out.
     """
 
     step: Index = 0

@@ -1,5 +1,6 @@
-"""Manifests, the small objects whose creation commits a version; and compacted deltas, which are
-other ways to one."""
+"""Defines manifests, the small objects whose creation commits a version, and compacted deltas,
+which give readers shorter routes to one.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ Line = Literal["main"]
 class Manifest(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
-    """A committed version: how to get there from its base, whole, or both.
+    """A committed version, stored as a delta from its base, as an anchor, or both.
 
     ``run`` is the run's id. ``digest`` is that of the whole model at this version, ``base_digest``
     that at its base. ``epoch`` counts the writers that a run has had, ``nonce`` tells two of them
-    apart. ``metadata`` belongs to the application: the trainer keeps there which groups the
+    apart. ``metadata`` belongs to the application: the trainer records there which groups the
     version consumed, so that one create commits both. ``model_files`` are the other files of the
     version's directory where those are not run.json's. A ``pruned`` version is closed: retention
-    has taken its payloads, and left this so that its name is never free again.
+    has deleted its payloads and left this tombstone so that the name is never free again.
     """
 
     run: Identity
@@ -61,7 +62,7 @@ class Manifest(
 
     @property
     def payloads(self) -> list[PayloadRef]:
-        """The delta and the anchor, as far as the version has them."""
+        """Whichever of delta and anchor the version has."""
         return [ref for ref in (self.delta, self.anchor) if ref is not None]
 
     def leads_from(self, ref: PayloadRef) -> str | None:
@@ -72,8 +73,9 @@ class Manifest(
 class CompactedDelta(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
-    """A way to ``version`` that commits nothing: from an earlier ``base`` in one stride, or,
-    without a base, an anchor that was made later than its version."""
+    """A shortcut to ``version`` that commits nothing: one stride from an earlier ``base``, or,
+    without a base, an anchor that was made after its version.
+    """
 
     run: Identity
     version: Index
@@ -111,7 +113,8 @@ def encode_compacted(compacted: CompactedDelta, *, signer: Signer | None = None)
 def decode_manifest(data: bytes, *, version: int, table: Run, run: str, key: str) -> Manifest:
     """Parses a manifest and checks it against the run; raises `CorruptError`.
 
-    Payloads whose piece table is a blob are checked when that is read (see `check_payload`).
+    A payload whose piece table is a separate blob is checked when the table is read (see
+    `check_payload`).
     """
     check_seal(data, "manifest", run=run, key=key)
     outline = decode_json(data, _Metadata, run=run, key=key, what="manifest")

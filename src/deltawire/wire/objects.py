@@ -19,7 +19,7 @@ class _Format(msgspec.Struct):
 
 
 def encode_json(value: msgspec.Struct) -> bytes:
-    """JSON, one line, with a newline at its end."""
+    """Encodes as one line of JSON that ends in a newline."""
     return msgspec.json.encode(value) + b"\n"
 
 
@@ -34,8 +34,8 @@ def decode_json(data: bytes, kind: type[T], *, run: str, key: str, what: str = "
 
 
 def check_members(data: bytes, what: str, *, run: str, key: str) -> None:
-    """Raises `CorruptError` for JSON that states no ``format``, another one than this release
-    reads, or a member twice: readers would differ in which of the two they take.
+    """Raises `CorruptError` for JSON without a ``format``, with one that this release does not
+    read, or with a repeated member, of which readers would take different ones.
     """
     found = decode_json(data, _Format, run=run, key=key, what=what).format
     if found != FORMAT:
@@ -52,15 +52,15 @@ def check_members(data: bytes, what: str, *, run: str, key: str) -> None:
 
 
 def check_raw(raw: msgspec.Raw, limit: int, name: str, *, run: str, key: str) -> None:
-    """Refuses a free-form member of more than ``limit`` bytes before objects are made of it: a byte
-    of JSON can become thirty of Python. Raises `CorruptError`.
+    """Raises `CorruptError` for a free-form member of more than ``limit`` bytes before it is
+    parsed: one byte of JSON can become thirty bytes of Python objects.
     """
     if len(raw) > limit:
         raise CorruptError(f"{name} has {len(raw)} bytes, the limit is {limit}", run=run, key=key)
 
 
 def encode_packed(value: msgspec.Struct) -> bytes:
-    """MessagePack."""
+    """Encodes as MessagePack."""
     return msgspec.msgpack.encode(value)
 
 
@@ -80,7 +80,7 @@ def _distinct(members: list[tuple[str, Any]]) -> None:
 
 
 def _nothing(_: str) -> None:
-    """Numbers need no memory here."""
+    """Ignores numbers: they need no memory here."""
 
 
 def _unreadable(error: Exception, what: str, run: str, key: str) -> CorruptError:

@@ -1,8 +1,9 @@
-"""Payloads: the pieces that lead to a version, and what a manifest states of them.
+"""Defines payloads: the pieces that lead to a version, and the facts that a manifest states about
+them.
 
-A manifest does not list its pieces: those of a large model take megabytes. It holds a `PayloadRef`
-with the piece table of a small model inside it, and the hash of the table's blob otherwise.
-`deltawire.wire.piece_table` encodes and decodes the table.
+A manifest does not list its pieces, which take megabytes for a large model. It holds a
+`PayloadRef`: with the piece table inside it for a small model, otherwise with the hash of the
+table's blob. `deltawire.wire.piece_table` encodes and decodes the table.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from msgspec import Meta
 from deltawire.wire.run import Hash, Run, Size
 
 CODEC: Final = "dw1"
-"""The codec of payloads: that of the magics ``DWD1`` and ``DWA1``."""
+"""The codec of payloads that begin with the magics ``DWD1`` and ``DWA1``."""
 
 MAX_BLOB_BYTES = 1 << 36
 MAX_BLOBS = 1 << 18
@@ -66,8 +67,9 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """One way to obtain a version: its pieces, and the blobs they lie in. Of a reader of a part,
-    those of the part."""
+    """One way to obtain a version: its pieces, and the blobs that hold them. For a partial reader,
+    those of its part.
+    """
 
     blobs: Sequence[BlobRef]
     pieces: Sequence[Piece]
@@ -79,8 +81,9 @@ class Payload(msgspec.Struct, frozen=True):
 
 
 class TableRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a payload's piece table is: ``inline``, or the blob of hash ``blob``, of ``bytes``
-    bytes, whose head has the half hash ``head``."""
+    """The location of a payload's piece table: ``inline``, or the blob with hash ``blob`` and
+    ``bytes`` bytes, whose head has the half hash ``head``.
+    """
 
     pieces: Annotated[int, Meta(ge=0, le=MAX_PIECES)]
     blobs: Annotated[int, Meta(ge=0, le=MAX_BLOBS)]
@@ -94,7 +97,7 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A payload as a manifest states it. ``bytes`` is the size of all its blobs together.
 
     ``codec`` names the coding of its pieces. A later release may write another; ``codec_since``
-    then says which release reads it, for the error message of those that cannot.
+    then names the first release that reads it, for the error messages of earlier ones.
     """
 
     bytes: Size
@@ -109,7 +112,7 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def codec_fault(ref: PayloadRef) -> str:
-    """Why this release cannot read a payload, in a few words; empty if it can."""
+    """Explains in a few words why this release cannot read a payload; empty if it can."""
     if ref.codec == CODEC:
         return ""
     since = f"; deltawire {ref.codec_since} or newer reads it" if ref.codec_since else ""
@@ -176,7 +179,7 @@ def _coverage_fault(pieces: Sequence[Piece], table: Run) -> str:
 
 
 def add_sums(sums: Iterable[str]) -> str:
-    """Digests, or differences of digests, added up: two lanes of 64 bits that wrap around."""
+    """Adds digests, or differences of digests: two lanes of 64 bits that wrap around."""
     lane0 = lane1 = 0
     for value in sums:
         lane0 += int(value[:16], 16)

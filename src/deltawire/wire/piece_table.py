@@ -40,13 +40,14 @@ _FLAG_BITS = 4
 _VARINT_BYTES = 8
 
 Place = tuple[int, int]
-"""A tensor's number and an element of it."""
+"""The number of a tensor, and one of its elements."""
 
 
 class Segment(NamedTuple):
-    """Bytes of a table that are hashed on their own: ``length`` bytes at ``offset``, which hold
-    ``records`` records. Those of pieces begin at the place ``first`` and end before the place
-    ``after`` (None: at the table's end)."""
+    """A range of a table that has its own hash: ``length`` bytes at ``offset`` with ``records``
+    records. Records of pieces begin at the place ``first`` and end before the place ``after``
+    (None: at the table's end).
+    """
 
     offset: int
     length: int
@@ -72,7 +73,7 @@ class Page(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The head of a table, read: the pages of its index and its segments of blobs."""
+    """A decoded table head: the pages of the index, and the segments of blobs."""
 
     blobs: int
     pages: list[Page]
@@ -162,19 +163,21 @@ def decode_table(data: bytes, ref: PayloadRef, table: Run) -> Payload:
     for segment in head.blob_segments:
         blobs += decode_blobs(segment, _part(data, segment))
     if len(data) != head.end:
-        raise CorruptError("a piece table with more in it than its segments")
+        raise CorruptError("a piece table is longer than its segments")
     if sum(blob.bytes for blob in blobs) != ref.bytes:
-        raise CorruptError("the payload's blobs are not of as many bytes as it says")
+        raise CorruptError(
+            "the sizes of the payload's blobs do not add up to the size that it states"
+        )
     return Payload(blobs, pieces)
 
 
 def decode_head(data: bytes | memoryview, ref: PayloadRef) -> Head:
     """Reads a table's head; raises `CorruptError`."""
     if len(data) != head_bytes(ref):
-        raise CorruptError("a piece table that ends within its head")
+        raise CorruptError("a piece table ends within its head")
     magic, pieces, blobs = _HEAD.unpack_from(data)
     if magic != _MAGIC or (pieces, blobs) != (ref.table.pieces, ref.table.blobs):
-        raise CorruptError("not the piece table of this payload")
+        raise CorruptError("the piece table is not that of this payload")
     if not ref.table.inline and _half(data).hex() != ref.table.head:
         raise CorruptError("the head of a piece table does not match its hash")
     segments = _ceil(pieces, SEGMENT_PIECES)

@@ -1,4 +1,6 @@
-"""``references/``: a reference's log-probabilities of the tokens of one group, a sealed object."""
+"""Encodes and decodes ``references/``: sealed objects, each with the reference's log-probabilities
+of one group.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ class ReferenceScores(
 ):
     """Log-probabilities of the group that ``worker`` stored under ``sequence``.
 
-    ``group`` is the hash of the group's bytes as versions name it, ``model`` the digest of the
-    weights that computed them. ``logprobs`` has an entry for each trajectory of the group:
-    little-endian float32 for each token, 0 where the environment wrote it; empty for a trajectory
-    that is not trained on.
+    ``group`` is the hash of the group's bytes, as in commit metadata; ``model`` is the digest of
+    the weights that computed the log-probabilities. ``logprobs`` has an entry for each trajectory
+    of the group: little-endian float32 for each token, 0 where the environment wrote it; empty for
+    a trajectory that is not trained on.
     """
 
     run: Identity
@@ -44,16 +46,16 @@ def encode_scores(scores: ReferenceScores, *, key: str, signer: Signer | None = 
 
 
 def decode_scores(data: bytes, *, run: str, key: str) -> ReferenceScores:
-    """Checks and decodes scores; raises `CorruptError`, also for values that are no
+    """Checks and decodes scores; raises `CorruptError`, also for values that cannot be
     log-probabilities.
     """
     scores = unseal(data, ReferenceScores, run=run, key=key, what="reference")
     for bits in scores.logprobs:
-        fault = "a number of bytes that is no float32" if len(bits) % 4 else ""
+        fault = "an array is not a whole number of float32 values" if len(bits) % 4 else ""
         if not fault:
             values = np.frombuffer(bits, "<f4")
             if not np.isfinite(values).all() or (values > 1e-3).any():
-                fault = "log-probabilities that are none"
+                fault = "a log-probability is not finite or is above 0"
         if fault:
             raise CorruptError(f"reference: {fault}", run=run, key=key)
     return scores

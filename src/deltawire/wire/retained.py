@@ -1,4 +1,4 @@
-"""``retained.json``: which objects of a run its owner has deleted on purpose."""
+"""``retained.json`` states which objects of a run were deleted on purpose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_RETAINED_BYTES = 4096
 
 
 class Retained(msgspec.Struct, frozen=True, kw_only=True):
-    """Written before anything is deleted.
+    """The floors of deliberate deletion, written before anything is deleted.
 
     Groups that versions before ``rollouts`` consumed or dropped may be gone, and archives of events
     with numbers below ``archives``.

@@ -1,4 +1,5 @@
-"""Role keys of a signed run: who may sign which object, for which run, and when it was signed.
+"""Signs and checks objects by role in a signed run: which key may sign which object, and when it
+did.
 
 The run's owner grants one key to each role in a separate object, ``roles/<role>.json``. An object
 of the loop is then followed by one line that signs its bytes in that role, and states the run and
@@ -32,10 +33,10 @@ from deltawire.wire.seal import OWNER, Signer, Verifier, check_signature, seal, 
 TRAINER_ROLE = "trainer"
 EVALUATOR_ROLE = "evaluator"
 REFERENCE_ROLE = "reference"
-"""Holds a frozen policy, and stores its log-probabilities."""
+"""The role that holds a frozen policy and stores its log-probabilities."""
 WARM_START_ROLE = "warm-start"
 SUPERVISOR_ROLE = "supervisor"
-"""Starts the other processes, and records how they end."""
+"""The role that starts the other processes, and records how they end."""
 GATEWAY_ROLE = "gateway"
 """Every gateway of a deployment: signs answers, feedback, erasures and decisions."""
 PROCESS_ROLES = (TRAINER_ROLE, EVALUATOR_ROLE, REFERENCE_ROLE, WARM_START_ROLE, SUPERVISOR_ROLE)
@@ -45,7 +46,7 @@ MAX_GRANT_BYTES = 1 << 12
 MAX_SIGNATURE_BYTES = 1 << 10
 """The most bytes that `sign_bytes` adds to an object."""
 CLOCKS_DIFFER_S = 300.0
-"""How far in the future a time of signing may lie."""
+"""How far in the future a signing time may lie, in seconds."""
 
 _PIN = re.compile(r"([0-9a-f]{64})(?::([0-9a-f]{32}))?")
 
@@ -124,20 +125,22 @@ class SignedBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Pin:
-    """The public key, and perhaps the run, that a reader insists on."""
+    """The public key that a reader insists on, and optionally the run's id."""
 
     public_key: str
     run_id: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Pin:
-        """``<public key>`` or ``<public key>:<run id>``; raises `InputError` for anything else."""
+        """Parses ``<public key>`` or ``<public key>:<run id>``; raises `InputError` for anything
+        else.
+        """
         found = _PIN.fullmatch(text)
         if found is None:
             raise InputError(
                 f"{text[:80]!r} is not a public key",
-                hint="give the 64 hexadecimal digits that deltawire keygen prints, and to insist "
-                "on one run a colon and its id",
+                hint="give the 64 hexadecimal digits that deltawire keygen prints; to accept one "
+                "run only, add a colon and its id",
             )
         return cls(found[1], found[2] or "")
 
@@ -157,7 +160,7 @@ class Pin:
         if self.run_id and run_id != self.run_id:
             raise SignatureError(
                 f"the run has the id {run_id[:80]}, not {self.run_id}",
-                hint="somebody has put another run of the same owner here",
+                hint="someone replaced it with another run of the same owner",
                 run=run,
                 key=keys.RUN,
             )
@@ -211,7 +214,7 @@ def decode_grant(data: bytes, role: str, *, trust: Trust) -> RoleGrant:
 def sign_bytes(
     data: bytes, *, run_id: str, key: str, signer: Signer, role: str, now: float | None = None
 ) -> bytes:
-    """``data`` and after it a line that signs it for ``key`` in ``role``."""
+    """Appends to ``data`` a line that signs it for ``key`` in ``role``."""
     statement = _Statement(
         run=run_id,
         signed_at=time.time() if now is None else now,
@@ -250,7 +253,9 @@ def open_bytes(
     if stated.run != trust.run_id:
         raise SignatureError("the object belongs to another run", run=trust.run, key=key)
     if at < 0 or stated.bytes != len(body) or stated.content != blake3(body).hexdigest():
-        raise SignatureError("the signature is of other bytes", run=trust.run, key=key)
+        raise SignatureError(
+            "the signature does not match the object's bytes", run=trust.run, key=key
+        )
     check_age(stated.signed_at, max_age_s, run=trust.run, key=key, now=now)
     return SignedBytes(body, stated.signed_at)
 
@@ -281,8 +286,8 @@ def check_age(
     if max_age_s is not None and age_s > max_age_s:
         raise SignatureError(
             f"the object was signed {age_s:.0f} s ago; at most {max_age_s:.0f} s are allowed",
-            hint="somebody shows an old state of the bucket, the run stands still, or a clock is "
-            "wrong; --max-age sets the limit",
+            hint="the bucket shows an old state, the run has stopped, or a clock is wrong; "
+            "--max-age sets the limit",
             run=run,
             key=key,
         )

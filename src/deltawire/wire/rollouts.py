@@ -29,7 +29,7 @@ MAX_TASK = 256
 """Characters of a task's identity."""
 
 OVERLONG = frozenset({"length", "context"})
-"""How an episode finished that was cut off: at the tokens of a turn, or with a full context."""
+"""The finish reasons of truncated episodes: the token limit of a turn, or a full context."""
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
@@ -94,11 +94,12 @@ class Trajectory:
     All arrays have length T. ``mask`` is 1 where the model drew the token and 0 where the
     environment wrote it; ``logprobs`` (nats) and ``versions`` are valid only where it is 1.
 
-    Trajectories of one ``episode`` are its segments, in order, and all state the whole episode's
-    reward. ``prompt`` is the trajectory's prompt, None if it is the group's. A ``cause`` states why
-    an episode failed through no fault of the model: it is counted but not trained on. ``probes``
-    are checks that do not enter the reward; ``routes`` are the sampler's packed expert choices
-    (`deltawire.parity`), empty if none were recorded. ``thinking`` is None without a budget.
+    Trajectories with the same ``episode`` are its segments, in order; each states the whole
+    episode's reward. ``prompt`` is the trajectory's prompt, None if it is the group's. A ``cause``
+    states why an episode failed through no fault of the model; such an episode is counted but not
+    trained on. ``probes`` are checks that do not enter the reward; ``routes`` are the sampler's
+    packed expert choices (`deltawire.parity`), empty if none were recorded. ``thinking`` is None
+    without a budget.
     """
 
     tokens_T: NDArray[np.int32]
@@ -157,8 +158,9 @@ class Group:
         ]
 
     def trained(self) -> Iterator[tuple[int, int, Trajectory]]:
-        """Yields (index, episode, trajectory) for the trajectories that can be trained on: those of
-        episodes in which no segment states a cause."""
+        """Yields (index, episode, trajectory) of every episode in which no segment states a cause:
+        the ones that can be trained on.
+        """
         episodes = self.episodes
         failed = {e for e, t in zip(episodes, self.trajectories, strict=True) if t.cause}
         for place, (episode, t) in enumerate(zip(episodes, self.trajectories, strict=True)):
@@ -167,8 +169,9 @@ class Group:
 
     @property
     def overlong_episodes(self) -> set[int]:
-        """The episodes, as `episodes` numbers them, that were cut off: by the limit of tokens of a
-        turn, or by a full context."""
+        """The truncated episodes, as `episodes` numbers them: cut off by the token limit of a turn,
+        or by a full context.
+        """
         every = zip(self.episodes, self.trajectories, strict=True)
         return {episode for episode, t in every if t.finish in OVERLONG}
 
@@ -192,7 +195,7 @@ class Group:
 
     @property
     def largest_token(self) -> int:
-        """The largest token id in it."""
+        """The largest token id in the group."""
         return max(
             int(part.max(initial=0))
             for t in self.trajectories
@@ -240,15 +243,16 @@ def encode_group(group: Group) -> bytes:
 def decode_group(data: bytes, *, run: str, key: str) -> Group:
     """Decodes a group and validates its arrays.
 
-    Raises `CorruptError` for arrays of different lengths, a trajectory without a drawn token and
-    without a cause, log-probabilities that are not finite or are above 0, a negative token or
-    version, a reward or probe that is not finite, segments of one episode that state different
-    rewards, thinking that contradicts the tokens, and a temperature that is not finite and above 0.
+    Raises `CorruptError` if a trajectory's arrays differ in length, for a trajectory without a
+    drawn token and without a cause, log-probabilities that are not finite or are above 0, a
+    negative token or version, a reward or probe that is not finite, segments of one episode that
+    state different rewards, thinking that contradicts the tokens, and a temperature that is not
+    finite and above 0.
     """
     raw = decode_packed(data, _Group, run=run, key=key)
     fault = "" if raw.format == FORMAT else f"format {raw.format}"
     if not raw.prompt or len(raw.prompt) % 4:
-        fault = fault or "a prompt that is not whole tokens"
+        fault = fault or "a prompt is not a whole number of tokens"
     elif (np.frombuffer(raw.prompt, "<i4") < 0).any():
         fault = fault or "a negative token"
     if not (np.isfinite(raw.temperature) and raw.temperature > 0):
@@ -278,7 +282,7 @@ def decode_group(data: bytes, *, run: str, key: str) -> Group:
     rewards: dict[int, float] = {}
     for t in trajectories:
         if t.episode >= 0 and rewards.setdefault(t.episode, t.reward) != t.reward:
-            fault = fault or f"two rewards for episode {t.episode}"
+            fault = fault or f"the segments state different rewards for episode {t.episode}"
     if fault:
         raise CorruptError(f"group: {fault}", run=run, key=key)
     prompt = np.frombuffer(raw.prompt, "<i4")
@@ -288,16 +292,16 @@ def decode_group(data: bytes, *, run: str, key: str) -> Group:
 def _sequence_fault(sequence: _Sequence) -> str:
     count = len(sequence.mask)
     if {len(sequence.tokens), len(sequence.logprobs), len(sequence.versions)} != {4 * count}:
-        return "arrays of different lengths"
+        return "arrays that differ in length"
     mask = np.frombuffer(sequence.mask, "u1")
     if mask.max(initial=0) != 1 and not (sequence.cause and not mask.any()):
-        return "a trajectory without a token of the model's"
+        return "a trajectory has no token that the model drew"
     if (np.frombuffer(sequence.tokens, "<i4") < 0).any():
         return "a negative token"
     drawn = mask == 1
     logprobs = np.frombuffer(sequence.logprobs, "<f4")[drawn]
     if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
-        return "log-probabilities that are none"
+        return "a log-probability is not finite or is above 0"
     if (np.frombuffer(sequence.versions, "<i4")[drawn] < 0).any():
         return "a negative version"
     if not np.isfinite([sequence.reward, *sequence.probes.values()]).all():

@@ -1,4 +1,4 @@
-"""``run.json``: the run's identity and its tensor table, written once and never changed."""
+"""Defines ``run.json``: the run's identity and its tensor table, written once and never changed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ CHUNK_ELEMENTS = 1 << 22
 """The default number of elements of a chunk: 8 MiB of bf16."""
 LARGEST_CHUNK = 1 << 26
 MANY_CHUNKS = 1 << 16
-"""Models of more chunks get larger chunks, up to `LARGEST_CHUNK`: each chunk of a version is a
-piece of its delta and one of its anchor, and readers fetch both tables."""
+"""Models with more chunks than this get larger chunks, up to `LARGEST_CHUNK`: every chunk is a
+piece of a version's delta and of its anchor, and readers fetch both tables.
+"""
 
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Key = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
@@ -37,7 +38,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor of the model, its dtype as safetensors names it."""
+    """One tensor of the model; ``dtype`` is named as in safetensors."""
 
     name: Name
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_ELEMENTS)], ...], Meta(max_length=16)]
@@ -65,7 +66,7 @@ class ModelFile(msgspec.Struct, frozen=True):
 class Run(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
-    """A run's identity. ``config`` is the loop's own configuration, opaque at this layer.
+    """A run's identity. ``config`` is the configuration of the training loop, opaque at this layer.
 
     ``chunk`` divides every tensor into chunks of that many elements, the last one shorter; no piece
     crosses from one chunk into another, so a reader that holds whole chunks can use every version.
@@ -104,7 +105,7 @@ class _Outline(msgspec.Struct):
 
 
 def encode_run(run: Run, *, signer: Signer | None = None) -> bytes:
-    """``run.json`` for this run."""
+    """Encodes ``run.json``."""
     return seal(run, key=keys.RUN, signer=signer)
 
 
@@ -128,5 +129,5 @@ def _fault(run: Run) -> str:
     if count_chunks(run.tensors, run.chunk) > MAX_CHUNKS:
         return f"chunks of {run.chunk} elements are more than {MAX_CHUNKS}"
     if any(name in names or stored not in names for name, stored in run.aliases.items()):
-        return "an alias of a tensor that is not there, or one that is a tensor itself"
+        return "an alias names a missing tensor, or has the name of a tensor"
     return ""

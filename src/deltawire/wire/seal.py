@@ -1,14 +1,13 @@
-"""Sealed objects: JSON that ends in the BLAKE3 of its bytes, and may be signed.
+"""Seals objects: JSON that ends in the BLAKE3 of its bytes, optionally signed.
 
 A sealed object is one line of JSON, whose last members are, in this order and with no space::
 
     …,"signer":"<role>","signature":"<128 hex digits>","blake3":"<64 hex digits>"}⏎
 
 ``blake3`` is the hash of every byte before ``,"blake3"``. ``signer`` and ``signature`` are there
-only in a signed run: Ed25519 over the domain `DOMAIN`, the object's key in the bucket, a zero
-byte, and every byte before ``,"signature"``, the role of the signer included. The hash is taken
-over the bytes as stored and not over a re-encoding, so that one flipped bit anywhere is noticed,
-even in a member that this release ignores.
+only in a signed run: Ed25519 over the domain `DOMAIN`, the object's key in the bucket, a zero byte,
+and every byte before ``,"signature"``, the role of the signer included. The hash covers the stored
+bytes, not a re-encoding, so it detects any flipped bit, even in a member that this release ignores.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def unseal(data: bytes, kind: type[T], *, run: str, key: str, what: str = "") ->
     """Checks the seal, the format and the members of ``data`` and decodes it; `check_signature`
     checks the signature. Messages call the object ``what``.
 
-    Raises `CorruptError` for one flipped bit anywhere.
+    Raises `CorruptError` if a single bit differs from what was sealed.
     """
     what = what or kind.__name__.lower()
     check_seal(data, what, run=run, key=key)
@@ -99,8 +98,8 @@ def check_seal(data: bytes, what: str, *, run: str, key: str) -> None:
 def check_signature(
     data: bytes, *, public_key: str, verify: Verifier, run: str, key: str, role: str = OWNER
 ) -> None:
-    """Raises `SignatureError` unless the sealed ``data`` is signed for this very ``key`` of the
-    bucket by the owner of ``public_key``, in the given role.
+    """Raises `SignatureError` unless the sealed ``data`` is signed for this ``key`` of the bucket
+    by the owner of ``public_key``, in the given role.
     """
     body = data[: max(len(data) - _SEAL_BYTES, 0)]
     found = _SIGNATURE.search(body, max(len(body) - _SIGNATURE_BYTES, 0))
@@ -113,8 +112,8 @@ def check_signature(
         raise SignatureError(f"the object is signed in {said}, not as {role!r}", run=run, key=key)
     if not verify(public_key, bytes.fromhex(found[1].decode()), _message(key, message)):
         raise SignatureError(
-            f"the signature is not that of the {role}'s key",
-            hint="somebody else has written to the bucket, or the public key is another run's",
+            f"the signature was not made with the {role}'s key",
+            hint="someone else has written to the bucket, or the public key belongs to another run",
             run=run,
             key=key,
         )

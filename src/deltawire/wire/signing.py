@@ -1,4 +1,4 @@
-"""Ed25519 keys for signed runs; needs the ``sign`` extra."""
+"""Reads, writes and uses Ed25519 keys for signed runs; needs the ``sign`` extra."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Ed25519Signer:
     """A private key: 32 secret bytes."""
 
     def __init__(self, secret: bytes) -> None:
-        """Raises `InputError` if they are not 32, or the ``sign`` extra is not installed."""
+        """Raises `InputError` if ``secret`` is not 32 bytes long, or the ``sign`` extra is not
+        installed.
+        """
         if len(secret) != 32:
             raise InputError(f"an Ed25519 key has 32 bytes, not {len(secret)}")
         self._key = _ed25519().Ed25519PrivateKey.from_private_bytes(secret)
@@ -70,23 +72,23 @@ class Ed25519Signer:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)
             except OSError:
-                path.unlink(missing_ok=True)  # Part of a key is useless and would block the name.
+                path.unlink(missing_ok=True)  # A partial key is useless and would block the name.
                 raise
         except FileExistsError as error:
             raise InputError(
                 f"{path} exists already",
-                hint="name another file: a key that is lost cannot be made again",
+                hint="choose another file name: a lost key cannot be made again",
             ) from error
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
     @property
     def public_key(self) -> str:
-        """64 hexadecimal digits."""
+        """The public key: 64 hexadecimal digits."""
         return str(self._key.public_key().public_bytes_raw().hex())
 
     def sign(self, message: bytes) -> bytes:
-        """64 bytes."""
+        """Returns the signature: 64 bytes."""
         return bytes(self._key.sign(message))
 
 

@@ -1,4 +1,6 @@
-"""Status objects: ``trainer.json`` and one heartbeat per process under ``heartbeats/``."""
+"""Defines the status objects: ``trainer.json``, and one heartbeat per process under
+``heartbeats/``.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ _Name = Annotated[str, Meta(max_length=64)]
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
-    """Things that a worker did, or that were done in its name, and that no worker of the run does.
+    """Misbehavior of a worker, or of someone who writes in its name.
 
-    ``kind`` says what, ``count`` how often, and ``detail`` describes the last one. No group of a
-    ``quarantined`` worker is read or trained on any more.
+    ``kind`` names it, ``count`` says how often it happened, and ``detail`` describes the last
+    occurrence. Groups of a ``quarantined`` worker are no longer read or trained on.
     """
 
     worker: _Name
@@ -37,7 +39,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True):
     """The object at ``challenges/<worker>.json``: the secret from which the nonces of a worker's
-    groups follow. Only the trainer and this worker need to read it."""
+    groups are derived. Only the trainer and this worker need to read it.
+    """
 
     format: int = FORMAT
     worker: _Name
@@ -45,8 +48,9 @@ class Challenge(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Draws(msgspec.Struct, frozen=True, kw_only=True):
-    """The tasks that a worker draws under one lease: the group that it starts as ``numbers[i]`` is
-    of the task at ``positions[i]`` in the run's order. Numbers from ``below`` on have none yet."""
+    """The tasks of a worker under one lease: its group ``numbers[i]`` has the task at
+    ``positions[i]`` of the run's order. Group numbers from ``below`` on have no task yet.
+    """
 
     lease: Index
     below: Index = 0
@@ -59,12 +63,12 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``version`` is committed. ``credits`` counts, for each worker, the groups that it may have
     started since the run began. ``finished`` means that ``version`` is the last one. ``incidents``
-    name what workers did that they should not, as far as the trainer can tell, and outlive it.
-    ``self_attested`` names what the trainer believes workers without computing it again.
-    ``settings`` are the values, by dotted key, that differ from the configuration in ``run.json``.
-    ``draws`` are the tasks that workers draw, by worker and lease; without it they draw from
-    streams of their own. All positions below ``next_draw`` were given out; ``returned`` are those
-    of them that are free again.
+    lists misbehavior of workers that the trainer detected; they survive its restarts.
+    ``self_attested`` names the facts that the trainer accepts from workers without recomputing
+    them. ``settings`` are the values, by dotted key, that differ from the configuration in
+    ``run.json``. ``draws`` are the tasks assigned to workers, by worker and lease; without it each
+    worker draws from a separate stream. All positions below ``next_draw`` were assigned; those in
+    ``returned`` are free again.
     """
 
     format: int = FORMAT
@@ -89,9 +93,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``digest`` is the digest of the serving weights; it was recomputed from the weights themselves
     if ``attested``. ``lag`` is the newest version minus the one held. ``stored`` is the sequence
-    number that the worker's next group gets, and ``first`` what that was when its lease began;
-    None if that is not known. ``alarm`` is why a newer manifest could not be read,
-    empty if all could.
+    number of the worker's next group, and ``first`` that number when the lease began (None:
+    unknown). ``alarm`` explains why a newer manifest could not be read; empty if all could.
     """
 
     phase: WorkerPhase
@@ -111,7 +114,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     ``quiet_s`` is the time since its last mark by the process's own clock, and ``allowed_s`` how
     long its current activity ``doing`` may take. ``nonce`` differs between processes that use the
     same name one after another, and ``lease`` counts those processes. ``ended`` marks the last
-    heartbeat of a process that ended in order. ``finished`` counts the pieces of work that it
+    heartbeat of a process that ended normally. ``finished`` counts the pieces of work that it
     completed: versions, groups or evaluations.
     """
 

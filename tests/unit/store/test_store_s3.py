@@ -136,7 +136,7 @@ def test_errors_by_status(s3_server, answering, verb, status, kind):
     [
         (403, "RequestTimeTooSkewed", InputError, "clock"),
         (403, "SignatureDoesNotMatch", InputError, "secret key"),
-        (400, "EntityTooLarge", InputError, "larger than the store takes"),
+        (400, "EntityTooLarge", InputError, "larger than the store allows"),
         (400, "ExpiredToken", RetryError, "expired"),
         (403, "ExpiredToken", RetryError, "expired"),
     ],

@@ -38,7 +38,7 @@ def test_a_bucket_that_is_not_there(fail, model, monkeypatch, tmp_path):
         line = fail("s3://no-such-bucket/run", "--model", model)
     finally:
         server.close()
-    assert "deltawire makes no buckets" in line
+    assert "deltawire does not create buckets" in line
     (tmp_path / "file").write_text("")
     assert "as a bucket" in fail(tmp_path / "file", "--model", model)
 

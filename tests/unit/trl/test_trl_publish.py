@@ -170,7 +170,7 @@ def test_an_fp32_trainer_does_not_continue_a_bf16_run(tmp_path):
     url = str(tmp_path / "run")
     deltawire.open_publisher(url, deltawire.tensors_of(tiny_model())).close()
     trainer = sft(tmp_path / "out", Publish(url, dtype=None))
-    with pytest.raises(InputError, match="holds BF16 and these tensors are F32") as refused:
+    with pytest.raises(InputError, match="has dtype BF16, these tensors F32") as refused:
         trainer.train()
     assert "bfloat16" in str(refused.value)
     assert len(committed_versions(open_bucket(url))) == 1

@@ -56,11 +56,11 @@ def test_what_is_signed_comes_back():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"signer": OTHER}, "not that of the"),
-        ({"signer": OWNER}, "not that of the"),
+        ({"signer": OTHER}, "not made with the"),
+        ({"signer": OWNER}, "not made with the"),
         ({"role": "owner"}, "role 'owner'"),
         ({"role": worker_role("w2")}, "role 'worker-w2'"),
-        ({"key": keys.rollout("w1", 8)}, "not that of the"),
+        ({"key": keys.rollout("w1", 8)}, "not made with the"),
         ({"run_id": "cd" * 16}, "another run"),
     ],
 )
@@ -142,7 +142,7 @@ def test_each_key_has_one_role(key, role):
 def test_grants_are_the_owners():
     grant = RoleGrant(run=RUN_ID, role=W1, public_key=WORKER.public_key)
     assert decode_grant(encode_grant(grant, signer=OWNER), W1, trust=TRUST) == grant
-    with pytest.raises(CorruptError, match="not that of the owner's key"):
+    with pytest.raises(CorruptError, match="not made with the owner's key"):
         decode_grant(encode_grant(grant, signer=WORKER), W1, trust=TRUST)
     with pytest.raises(CorruptError):
         decode_grant(encode_grant(grant, signer=OWNER), worker_role("w2"), trust=TRUST)

@@ -55,9 +55,9 @@ def test_truncation_and_trailing_bytes_are_detected():
 def test_a_signature_is_for_one_key_of_the_bucket_and_one_signer():
     data = seal(Thing("a"), key="a/b", signer=SIGNER)
     read(data, SIGNER)
-    with pytest.raises(CorruptError, match="not that of the owner's key"):
+    with pytest.raises(CorruptError, match="not made with the owner's key"):
         read(data, OTHER)
-    with pytest.raises(CorruptError, match="not that of the owner's key"):
+    with pytest.raises(CorruptError, match="not made with the owner's key"):
         read(data, SIGNER, key="a/c")
     with pytest.raises(CorruptError, match="not signed"):
         read(seal(Thing("a"), key="a/b"), SIGNER)
@@ -69,7 +69,7 @@ def test_a_signature_cannot_be_taken_over_to_other_content():
     body = signed.replace(b'"number":1', b'"number":2').rpartition(b',"blake3"')[0]
     forged = seal_json(body + b"}", key="a/b")
     assert read(forged).number == 2
-    with pytest.raises(CorruptError, match="not that of the owner's key"):
+    with pytest.raises(CorruptError, match="not made with the owner's key"):
         read(forged, SIGNER)
 
 
@@ -82,7 +82,7 @@ def test_a_signature_names_its_role():
     check = {"public_key": SIGNER.public_key, "verify": verify, "run": "r", "key": "a/b"}
     check_signature(data, role="worker:w1", **check)
     other = data.replace(b"worker:w1", b"owner").rpartition(b',"blake3"')[0]
-    with pytest.raises(CorruptError, match="not that of the owner's key"):
+    with pytest.raises(CorruptError, match="not made with the owner's key"):
         read(seal_json(other + b"}", key="a/b"), SIGNER)
 
 

@@ -19,15 +19,15 @@ commit at least one sees the other, wherever and for however long either side st
   deletion, and the blobs that it puts again are named by a committed manifest, so that later
   retention keeps them.
 
-Blob names cannot replace intents: a blob's name is the hash of its content, so the same name may be
-unused now and needed by a version a moment later. Neither can ages: a writer or a deleter may stall
-for longer than any grace period.
+Blob names cannot replace intents: a blob's name is the hash of its content, so a name that is
+unused now may be needed by a version a moment later. Ages cannot replace them either: a writer or a
+deleter may stall for longer than any grace period.
 
 The wait is bounded. Retention deletes nothing later than `INTENT_S` after it created its intent, by
-its own clock, and a deletion whose response never came is given `MARGIN_S` to take effect. An
-intent older than the sum of both by the store's clock was left by a process that died: writers do
-not wait for it, and the next retention deletes it. Writers ignore objects that are no intent of
-this run, and unsigned ones in a signed run.
+its own clock, and a deletion without a response has `MARGIN_S` to take effect. An intent older than
+the sum of both by the store's clock was left by a process that died: writers do not wait for it,
+and the next retention deletes it. Writers ignore objects that are not intents of this run and, in a
+signed run, unsigned ones.
 """
 
 from __future__ import annotations
@@ -53,18 +53,20 @@ from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer, seal
 
 INTENT_S = 600.0
-"""The time after its creation during which an intent permits deletions."""
+"""Seconds after an intent's creation during which retention deletes what it announces."""
 
 MARGIN_S = 300.0
-"""The time that a deletion without a response may take to take effect."""
+"""Seconds that a deletion without a response may need to take effect."""
 
 
 def store_clock(bucket: Bucket) -> datetime:
-    """Reads the store's clock: the age of an object written for the purpose."""
+    """Reads the store's clock from an object written for that purpose."""
     bucket.put(keys.CLOCK, b"\n")
     entry = bucket.head(keys.CLOCK)
     if entry is None:
-        raise CorruptError("an object just written is missing", run=bucket.url, key=keys.CLOCK)
+        raise CorruptError(
+            "an object that was just written is missing", run=bucket.url, key=keys.CLOCK
+        )
     return entry.modified
 
 
@@ -137,8 +139,8 @@ def blobs_stay(
 
 
 def _named_by(bucket: Bucket, run: Run, entry: ObjectMeta, *, unsigned: bool) -> set[str]:
-    """Returns the keys of the blobs that an intent names, none if it is not retention's."""
-    for _ in range(2):  # The damage may be in the response only.
+    """Returns the keys of the blobs that an intent names; empty if retention did not write it."""
+    for _ in range(2):  # Only the response may be damaged.
         try:
             data = bucket.get(entry.key, limit=MAX_INTENT_BYTES)
             if data is None:

@@ -2,7 +2,7 @@
 
 A publisher skips numbers that unreadable objects occupy, so a version may build on one more than
 one number below it. Numbers between a version and its base belong to no version. A base that cannot
-be read does belong to one, and breaks the chain.
+be read does belong to a version, and breaks the chain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
 
 WINDOW = 256
-"""Manifests that are read at a time."""
+"""Manifests read at a time."""
 
 
 def read_history(
@@ -47,7 +47,7 @@ def read_history(
                     damaged[version] = found
                     continue
                 if found is None:
-                    continue  # Deleted since it was listed.
+                    continue  # Deleted after the listing.
                 base = found.base
                 if base is not None and base > before:
                     raise damaged.get(base) or CorruptError(

@@ -30,8 +30,8 @@ from deltawire.wire.signing import verify
 def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
     """Reads the run in this bucket, None if there is none; raises `CorruptError`.
 
-    With ``public_key`` (64 hexadecimal digits, and perhaps a colon and the run's id), a run that is
-    not signed by its owner, or has another id, is refused, and everything read of the run
+    With ``public_key`` (64 hexadecimal digits, optionally followed by a colon and the run's id),
+    refuses a run that its owner did not sign or that has another id; everything read of the run
     afterwards must be signed by the same key. Raises `InputError` for a malformed key, and for a
     location instead of a bucket.
     """
@@ -85,8 +85,8 @@ def check_signer(bucket: Bucket, run: Run, signer: Signer | None) -> None:
 def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run:
     """Writes ``run.json``, or returns the run that is already there.
 
-    Raises `InputError` if that run is of another model (other tensors, or another version 0), or if
-    no reader would accept what would be written.
+    Raises `InputError` if that run has another model (other tensors, or another version 0), or if
+    readers would refuse the new run.
     """
     check_signer(bucket, run, signer)
     existing = read_run(bucket)
@@ -97,7 +97,7 @@ def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run
             return run
     existing = existing or read_run(bucket)
     if existing is None:
-        raise RetryError("run.json was there and is missing now", run=bucket.url, key=keys.RUN)
+        raise RetryError("run.json existed and is now missing", run=bucket.url, key=keys.RUN)
     if existing.tensors != run.tensors or existing.digest != run.digest:
         raise another_model(bucket, existing.tensors, run.tensors)
     return existing
@@ -106,10 +106,10 @@ def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run
 def another_model(
     bucket: Bucket, theirs: Sequence[TensorSpec], ours: Sequence[TensorSpec]
 ) -> InputError:
-    """Makes the error for a bucket whose run.json is of another model; names a difference.
+    """Makes the error for a bucket whose run.json has another model; names a difference.
 
     A start that ended before version 0 was committed leaves such a run.json, which no publisher of
-    other weights can continue: then the error says how to remove it.
+    other weights can continue: the error then says how to remove it.
     """
     if newest_version(bucket) is None:
         return InputError(
@@ -119,8 +119,7 @@ def another_model(
         )
     if (dtypes := _other_dtypes(theirs, ours)) is not None:
         return InputError(
-            f"the run holds {dtypes[0]} and these tensors are {dtypes[1]}, with the same names and "
-            "shapes",
+            f"the run has dtype {dtypes[0]}, these tensors {dtypes[1]}; names and shapes agree",
             hint="publish the run's dtype: deltawire.tensors_of(model) rounds to bfloat16, and "
             "Publish(url) does by default",
             run=bucket.url,
@@ -135,7 +134,7 @@ def another_model(
 def _other_dtypes(
     theirs: Sequence[TensorSpec], ours: Sequence[TensorSpec]
 ) -> tuple[str, str] | None:
-    """Returns the two dtypes if that of one dtype is all that two tensor tables differ in."""
+    """Returns both dtypes if two tensor tables differ only in one dtype."""
     pairs = {(a.dtype, b.dtype) for a, b in zip(theirs, ours, strict=False) if a.dtype != b.dtype}
     alike = [(spec.name, spec.shape) for spec in theirs] == [(s.name, s.shape) for s in ours]
     return pairs.pop() if alike and len(pairs) == 1 else None
@@ -244,8 +243,8 @@ class RetentionFloors(NamedTuple):
 def read_retention_floors(bucket: Bucket, run: Run, *, unsigned: bool = False) -> RetentionFloors:
     """Reads the retention floors of a run.
 
-    A floor closes versions for ever, so its key says nothing: it must be sealed, of this run,
-    signed in a signed run (unless ``unsigned``), and at a version that is committed.
+    A floor closes versions permanently, so its key alone does not count: it must be sealed, belong
+    to this run, be signed in a signed run (unless ``unsigned``), and name a committed version.
     """
     found = RetentionFloors({}, [])
     for entry in bucket.list_objects(keys.RETENTION_FLOORS):
@@ -261,20 +260,22 @@ def read_retention_floors(bucket: Bucket, run: Run, *, unsigned: bool = False) -
 
 
 def _check_floor(bucket: Bucket, run: Run, version: int, *, unsigned: bool) -> bool:
-    """Returns whether there is a floor at ``version``. Raises `CorruptError` for another run's."""
+    """Returns whether a floor exists at ``version``. Raises `CorruptError` for one of another
+    run.
+    """
     key = keys.retention_floor(version)
     data = bucket.get(key, limit=MAX_FLOOR_BYTES)
     if data is None:
-        return False  # Retention took it since it was listed.
+        return False  # Retention deleted it after the listing.
     if not unsigned:
         check_signed(bucket, run, data, key)
     floor = unseal(data, RetentionFloor, run=bucket.url, key=key)
     if (floor.run, floor.version) != (run.id, version):
-        raise CorruptError("a retention floor of something else", run=bucket.url, key=key)
+        raise CorruptError("a retention floor of another run or version", run=bucket.url, key=key)
     if not bucket.exists(keys.manifest(version)):
         raise CorruptError(
-            "a retention floor at a version that is not committed",
-            hint="delete it: retention never raised it",
+            "a retention floor is at a version that is not committed",
+            hint="delete it: retention did not create it",
             run=bucket.url,
             version=version,
             key=key,
@@ -291,8 +292,8 @@ def newest_retention_floor(bucket: Bucket, run: Run, *, unsigned: bool = False) 
 def put_blob(bucket: Bucket, data: bytes) -> BlobRef:
     """Stores an immutable blob under the BLAKE3 of its content.
 
-    An object of that name is overwritten with the same bytes: this repairs one that was damaged,
-    and retention counts its age from now.
+    Overwrites an existing object with the same bytes: this repairs a damaged one, and retention
+    counts its age from now.
     """
     digest = blake3.blake3(data).hexdigest()
     RetryingBucket.over(bucket).put(keys.blob(digest), data)
@@ -317,7 +318,7 @@ def missing_blobs(bucket: Bucket, refs: Sequence[BlobRef]) -> list[BlobRef]:
 
 
 RANGE_BYTES = 8 << 20
-"""Larger blobs are fetched in ranges of this size, `RANGES` of them at once."""
+"""Larger blobs are fetched in ranges of this many bytes, `RANGES` of them at once."""
 
 RANGES = 4
 
@@ -348,7 +349,8 @@ def _get_in_ranges(bucket: Bucket, key: str, size: int) -> bytearray | None:
         parts = bucket.read_ranges(key, ranges)
         if parts is None:
             return None
-        # Allocated only now: a manifest that overstates a blob must not choose how much memory.
+        # Allocate only now: a manifest that overstates a blob's size must not decide how much
+        # memory is used.
         found = found or bytearray(size)
         for (start, length), part in zip(ranges, parts, strict=True):
             found[start : start + length] = part

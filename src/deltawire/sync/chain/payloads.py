@@ -1,4 +1,4 @@
-"""Read and store payloads: the piece tables of manifests and compacted deltas."""
+"""Reads and stores payloads: the piece tables of manifests and compacted deltas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Part = TypeVar("_Part", Page, Segment)
 
 
 class DamagedTableError(CorruptError):
-    """A piece table is missing or damaged, so that nothing of its version can be read."""
+    """A piece table is missing or damaged, so its version cannot be read."""
 
 
 WHOLE = 0.5
@@ -44,15 +44,16 @@ WHOLE = 0.5
 
 
 def store_payload(bucket: Bucket, run: Run, payload: Payload, *, version: int) -> PayloadRef:
-    """Puts a payload's piece table, unless it is inline, and returns what a manifest states of it.
+    """Stores a payload's piece table unless it is inline, and returns the reference for the
+    manifest.
 
-    Raises `InputError` for a payload that is larger than readers take, `RetryError` if the store
+    Raises `InputError` for a payload that exceeds the readers' limits, `RetryError` if the store
     does not answer.
     """
     if fault := too_many(payload):
         raise InputError(
             f"no reader would accept this version: {fault}",
-            hint="begin a run with larger chunks, or publish from fewer ranks",
+            hint="start a run with larger chunks, or publish from fewer ranks",
             run=bucket.url,
             version=version,
         )
@@ -152,7 +153,7 @@ def _read_part(
     ]
     numbers = sorted({piece.blob for piece in pieces})
     if numbers and numbers[-1] >= head.blobs:
-        raise CorruptError("a piece in a blob that the table does not list")
+        raise CorruptError("a piece is in a blob that the table does not list")
     groups = sorted({number // SEGMENT_BLOBS for number in numbers})
     parts = _read(bucket, ref, [head.blob_segments[group] for group in groups])
     listed = {

@@ -1,13 +1,13 @@
 """Finds routes through a bucket, reading no more manifests than the planner needs.
 
-Three searches, each run only if the one before found no route. The coarse search reads the newest
-manifest, the compacted deltas that a listing shows, and the manifests that no compacted delta
-spans. A compacted delta is published only if it is smaller than what it spans, so nothing cheaper
-is overlooked. The fine search reads every manifest from the version held to the target. The search
-back reads older ones too, one anchor after another.
+It has three searches and runs each only if the one before found no route. The coarse search reads
+the newest manifest, the compacted deltas that a listing shows, and the manifests that no compacted
+delta spans. A compacted delta is published only if it is smaller than the deltas that it spans, so
+no cheaper route is missed. The fine search reads every manifest from the version held to the
+target. The backward search also reads older ones, one anchor after another.
 
 Only versions that a listing shows are visited, never a range of numbers: a key may state any number
-that fits into ten digits, whether or not there is a version.
+of up to ten digits, even if no such version exists.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from deltawire.wire.payload import PayloadRef
 from deltawire.wire.run import Run
 
 WINDOW = 32
-"""Manifests read at a time on the way back to an anchor."""
+"""Manifests read at a time by the backward search."""
 
 SHORT = 16
-"""Versions on a way that is taken without a listing, if all its manifests are known."""
+"""Up to this many versions, a route whose manifests are all known is taken without a listing."""
 
 READERS = 8
 """Manifests read at once from a store that is not on this machine."""
@@ -39,10 +39,9 @@ READERS = 8
 class RouteFinder:
     """Finds the cheapest routes from ``held`` (None: from nothing) to ``goal``.
 
-    Every object is read once; an object that could not be read, or was passed to `ban` after it
-    turned out damaged, is left out of every route. ``failure`` is the first thing that went wrong,
-    for the error that is raised if no route is left. Raises `RetryError` if the store does not
-    answer.
+    Every object is read once; an object that could not be read, or that was damaged and passed to
+    `ban`, is left out of every route. ``failure`` is the first such fault, for the error that is
+    raised if no route is left. Raises `RetryError` if the store does not answer.
 
     Example::
 
@@ -74,11 +73,11 @@ class RouteFinder:
         self._back = False
 
     def know(self, manifest: Manifest) -> None:
-        """Takes a manifest that was read before, so that it is not read again."""
+        """Records a manifest that was read before, so that it is not read again."""
         self._manifests[manifest.version] = manifest
 
     def ban(self, edge: Edge, error: CorruptError) -> None:
-        """Leaves an edge out from now on: its payload is missing or damaged."""
+        """Excludes an edge from all routes: its payload is missing or damaged."""
         self._banned.add(edge)
         self.failure = self.failure or error
 
@@ -88,7 +87,8 @@ class RouteFinder:
         self._anchors = anchors
         self._back = False
         if not self.bucket.local and self._knows_the_way():
-            # Few deltas, all known: a listing of shorter ways would cost more time than they save.
+            # With few deltas, all known, a listing of shorter routes would cost more time than they
+            # save.
             route = self._routes(self._known_edges()).route(self.goal)
             if route is not None:
                 return route
@@ -128,7 +128,7 @@ class RouteFinder:
         if manifest is None or manifest.digest != compacted.digest:
             raise self._note(
                 CorruptError(
-                    "a compacted delta leads to a version that is missing"
+                    "a compacted delta leads to a missing version"
                     if manifest is None
                     else "a compacted delta does not lead to the digest of its version",
                     run=self.bucket.url,
@@ -143,7 +143,7 @@ class RouteFinder:
         if self.failure is None:
             version = self.goal
             while (found := self.manifest(version)) is not None and found.base is not None:
-                version = found.base  # Lower than the version, or the manifest was refused.
+                version = found.base  # It is lower than the version, or the manifest was refused.
         return self.failure or CorruptError(
             "no anchor leads to this version", run=self.bucket.url, version=self.goal
         )
@@ -182,7 +182,7 @@ class RouteFinder:
         return self._known_edges()
 
     def _walk(self, start: int) -> None:
-        """Reads what leads from ``start`` to the goal, over the longest compacted deltas."""
+        """Reads the edges from ``start`` to the goal, along the longest compacted deltas."""
         if self.manifest(start) is None and start != self.held:
             return
         longest: dict[int, int] = {}
@@ -193,7 +193,7 @@ class RouteFinder:
         if start not in longest and versions:
             first = self.manifest(versions[0])
             if first is None or first.pruned:
-                return  # Nothing leads on from here: later manifests are not worth reading.
+                return  # No edge leads on from here, so later manifests need not be read.
         at, place, steps = start, 0, []
         while at < self.goal:
             if at in longest:
@@ -226,7 +226,7 @@ class RouteFinder:
             if CheapestRoutes(self.held, edges).route(self.goal) is not None:
                 break
             if lowest_start(self.goal, edges) > window[-1] and self.goal not in window:
-                break  # No older object can complete a route.
+                break  # Older objects cannot complete a route.
             self._read_manifests(window)
         return self._known_edges()
 

@@ -1,4 +1,4 @@
-"""The planner: computes the cheapest route from the version held to the version wanted. No I/O.
+"""Plans the cheapest route from the version held to the version wanted; performs no I/O.
 
 Versions are nodes. A delta or a compacted delta is an edge from its base to its target; an anchor
 is an edge to its version that starts from nothing and is open to every reader. All edges lead
@@ -16,8 +16,9 @@ Kind = Literal["delta", "compacted", "anchor"]
 
 @dataclass(frozen=True)
 class Edge:
-    """A step from ``base`` (None: from nothing) to ``target`` that costs ``bytes``, stated by the
-    object at ``key``."""
+    """A step from ``base`` (None: from nothing) to ``target`` that costs ``bytes``; the object at
+    ``key`` states it.
+    """
 
     base: int | None
     target: int
@@ -42,8 +43,8 @@ class Route:
 class CheapestRoutes:
     """The cheapest routes from ``held`` (None: from nothing) over ``edges`` to all versions.
 
-    Fewest bytes first, then fewest objects. Edges that do not lead forward are ignored. Takes
-    time in proportion to the number of edges, plus sorting them.
+    Minimizes bytes, then objects. Edges that do not lead forward are ignored. Takes time in
+    proportion to the number of edges, plus sorting them.
 
     Example::
 

@@ -25,7 +25,9 @@ from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
 
 LIST_EVERY_POLLS = 20
-"""Polls between two listings while the next manifest is missing, in case it was lost."""
+"""The number of polls between two listings while the next manifest is missing; it may have been
+lost.
+"""
 
 PATIENCE_SHARE = 0.05
 """Pauses grow with the time since the last version: they add at most this share to its age."""
@@ -45,8 +47,9 @@ LONGEST_RECHECK_S = 60.0
 
 @dataclass
 class _Rejected:
-    """A version that could not be read: why, how often, and when it is due to be read again.
-    ``manifest`` is true if its manifest could be."""
+    """A version that could not be read: why, how often, and when to read it again. ``manifest`` is
+    true if its manifest could be read.
+    """
 
     error: CorruptError
     meta: ObjectMeta | None
@@ -108,8 +111,8 @@ class VersionPoller:
         return pause_s * (1 - JITTER + 2 * JITTER * self._rng())
 
     def newer(self, held: int, *, nearest: bool = False) -> Manifest | None:
-        """Returns the manifest of the newest version above ``held`` (-1: of any) that can be read;
-        with ``nearest``, that of the next version where it can be read. None if there is none.
+        """Returns the manifest of the newest readable version above ``held`` (-1: of all); with
+        ``nearest``, that of the next version if it is readable. None if there is none.
 
         Raises `ResyncError` if the bucket holds another run now, `CorruptError` if the run was
         deleted or set back below ``held``, `RetryError` if the store does not answer.
@@ -121,7 +124,7 @@ class VersionPoller:
         return found
 
     def pass_over(self, version: int, error: CorruptError) -> None:
-        """Treats a version as not there yet for a while, although its manifest could be read."""
+        """Treats a version as missing for a while, although its manifest can be read."""
         before = self._rejected.get(version)
         attempts = 1 if before is None else before.attempts + 1
         due = self._clock() + min(2.0 ** (attempts - 2), LONGEST_RECHECK_S)
@@ -133,7 +136,8 @@ class VersionPoller:
         if self.found:
             newest = self.found[-1]
             missing = len(self.found) < self._ahead
-            # The lag is likely to repeat: the next poll asks for as many manifests at once.
+            # The reader will probably lag again, so the next poll requests as many manifests at
+            # once.
             self._ahead = 1 if self.bucket.local else min(len(self.found) + 1, MOST_AHEAD)
             if nearest or missing or newest.version + 1 > keys.MAX_NUMBER:
                 return newest
@@ -203,7 +207,7 @@ class VersionPoller:
             if there.id != self.run.id:
                 raise ResyncError(
                     "the bucket holds another run now",
-                    hint="start again to follow that one",
+                    hint="start again to follow the new run",
                     run=self.bucket.url,
                     key=keys.RUN,
                 )
@@ -214,7 +218,7 @@ class VersionPoller:
                 there_is = "no version" if newest is None else f"version {newest} as its newest"
                 raise CorruptError(
                     f"the run was set back: it has {there_is}",
-                    hint="was it deleted or restored? start again to take what it holds",
+                    hint="was it deleted or restored? start again to load what it holds",
                     run=self.bucket.url,
                     version=held,
                     key=keys.manifest(held),

@@ -1,1 +1,1 @@
-"""The reading side: fetches, verifies and applies versions."""
+"""Fetches, verifies and applies versions: the reading side."""

@@ -1,4 +1,4 @@
-"""Turns payloads into bits: fetches blobs ahead, decodes pieces on all cores, checks everything.
+"""Turns payloads into bits: fetches blobs ahead, decodes pieces on all cores, and verifies both.
 
 Concurrency::
 
@@ -6,7 +6,7 @@ Concurrency::
       blob K+1 ───────────▶   pieces of blob K ─────────────▶  decode, digest
       (one ahead)             in order, as they finish ◀─────  patch of a piece
 
-So at most two blobs are in memory at a time, besides what has been decoded.
+At most two blobs are in memory at a time, in addition to what was decoded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WHOLE = 0.5
 
 
 def threads_of(threads: int | None) -> int:
-    """Returns the number of threads to code with: ``threads``, by default one a core up to 16."""
+    """Returns the number of coding threads: ``threads``, by default one per core, at most 16."""
     return max(threads or min(os.cpu_count() or 1, 16), 1)
 
 
@@ -73,10 +73,9 @@ def wanted_pieces(run: Run, payload: Payload, mirror: Mirror) -> list[Piece]:
 def fetch_pieces(
     bucket: Bucket, payload: Payload, pieces: Sequence[Piece], *, version: int
 ) -> Iterator[list[tuple[Piece, memoryview]]]:
-    """Yields the coded bytes of ``pieces``, blob by blob, checked, and fetches the next blob
-    meanwhile.
+    """Yields the coded bytes of ``pieces``, blob by blob, checked, while the next blob is fetched.
 
-    Raises `CorruptError` if a blob is missing or is not what its name says.
+    Raises `CorruptError` if a blob is missing or does not match its name.
     """
     by_blob: dict[int, list[Piece]] = {}
     for piece in pieces:
@@ -96,8 +95,8 @@ def fetch_pieces(
             if number is not None:
                 ahead = pool.submit(fetch, number)
             yield batch
-            # The future and the caller still hold the list: its content must go before the next
-            # blob is begun, or three would be in memory.
+            # The future and the caller still hold the list. Empty it before the next blob starts,
+            # or three blobs would be in memory.
             batch.clear()
 
 
@@ -150,11 +149,11 @@ def decode_delta(
     *,
     threads: int | None = None,
 ) -> tuple[list[PiecePatch], Digest]:
-    """Returns the patches from the mirror's version to the step's, and the digest of what is then
-    held.
+    """Returns the patches from the mirror's version to the step's, and the digest of what the
+    mirror then holds.
 
-    Nothing is changed. Raises `CorruptError` if a blob is missing or damaged, or if the result
-    would not be what the manifest says.
+    Changes nothing. Raises `CorruptError` if a blob is missing or damaged, or if the result would
+    not match the manifest.
     """
     check_base(bucket, step, mirror)
     payload = read_for(bucket, run, step, ref, mirror)
@@ -199,7 +198,7 @@ def decode_anchor(
     """Decodes and checks every piece that the mirror holds; returns the digest of all of them.
 
     Each is passed to ``consume(name, start, bits)``, or, without it, decoded into the mirror's own
-    memory and checked there. Raises `CorruptError`; the mirror may then hold a mixture.
+    memory and checked there. Raises `CorruptError`; the mirror may then hold parts of two versions.
     """
     count = threads_of(threads)
     held = codec.ZERO
@@ -225,7 +224,7 @@ def decode_anchor(
 
 
 def check_base(bucket: Bucket, step: Manifest | CompactedDelta, mirror: Mirror) -> None:
-    """Raises `CorruptError` unless the step builds on exactly what the mirror holds."""
+    """Raises `CorruptError` unless the step's base is exactly what the mirror holds."""
     if step.base != mirror.version:
         raise CorruptError(
             f"the step builds on version {step.base}, but version {mirror.version} is held",

@@ -9,7 +9,7 @@ Concurrency::
         the mirror moves on, poll again
 
 Everything that can fail happens before the serving thread sees an update, except the attestation of
-what it then holds.
+the swapped weights.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from deltawire.store import Bucket
 from deltawire.sync.follow.subscriber import Update
 
 DAMAGE_PATIENCE_S = 10.0
-"""How long damage without a way around it is read again: the answer may be at fault, not the
-object."""
+"""Seconds during which damage that no route avoids is read again: the response may be damaged, not
+the object.
+"""
 
 LONGEST_PAUSE_S = 5.0
 """The longest pause between two attempts that fail."""
@@ -54,11 +55,11 @@ class Steps(Protocol):
 class Follower:
     """A thread that keeps the next update ready.
 
-    `poll` hands out each update once; the next is prepared after `commit`. An error that does not
-    pass is raised by `poll`: for ``patience_s`` a store that does not answer is asked again, and
-    for ``damage_patience_s`` damage that no route leads around is read again. ``stage`` is called
-    in the thread with each update before it is handed out, for work that serving need not wait
-    for; `poll` raises what it raises.
+    `poll` returns each update once; the next is prepared after `commit`. Errors that persist are
+    raised by `poll`: a store that does not answer is retried for ``patience_s``, and damage that no
+    route avoids is read again for ``damage_patience_s``. ``stage`` is called in the thread with
+    each update before `poll` returns it, for work that serving need not wait for; `poll` raises its
+    errors.
 
     Example::
 
@@ -110,7 +111,9 @@ class Follower:
         return update
 
     def commit(self, update: Update) -> None:
-        """Moves the mirror, once the serving weights hold ``update``, and prepares the next."""
+        """Moves the mirror to ``update``, which the serving weights now hold, and starts to prepare
+        the next.
+        """
         self._steps.commit(update)
         self._wanted.set()
 
@@ -126,7 +129,7 @@ class Follower:
             self._follow()
         except DeltawireError as error:
             self._error = error
-        except BaseException as error:  # A thread that ends in silence would stall its owner.
+        except BaseException as error:  # A thread that ended silently would stall its owner.
             self._error = BugError(f"cannot follow: {type(error).__name__}: {error}")
             self._error.__cause__ = error
 
@@ -135,7 +138,9 @@ class Follower:
         while not self._stop.is_set():
             if not self._wanted.is_set():
                 self._wanted.wait()
-                succeeded = time.monotonic()  # The time that serving took is not the store's.
+                succeeded = (
+                    time.monotonic()
+                )  # Do not count the time that serving took as the store's.
             try:
                 update = self._steps.prepare()
             except (RetryError, CorruptError) as error:

@@ -1,4 +1,4 @@
-"""Fills a mirror with a version, from nothing or from the version that it holds."""
+"""Loads a version into a mirror, from nothing or from the version that it holds."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def load_mirror(
     bytes. Returns None if nothing is committed yet.
 
     ``wanted`` names tensors, or rows of them, for a reader that wants only those (see `select`).
-    ``into`` is a mirror to fill or move forward instead of a new one; what it holds is compared
-    with its version's manifest first, and loaded again if the two differ. With ``resume``, pieces
-    of an anchor that it already holds, by their digests, are not fetched.
+    ``into`` is a mirror to fill or move forward instead of a new one; its content is first compared
+    with its version's manifest, and loaded again if the two differ. With ``resume``, pieces of an
+    anchor that it already holds, by their digests, are not fetched.
 
-    Plans around damaged and missing objects. Without ``at``, falls back to an older version where
-    no route leads to the newest. Raises `CorruptError` naming the first such object when no route
-    is left, `ResyncError` if ``at`` is None and the mirror is newer than everything that can be
-    read, and `RetryError` if the store does not answer.
+    Plans around damaged and missing objects. Without ``at``, falls back to an older version if no
+    route leads to the newest. Raises `CorruptError` naming the first such object when no route is
+    left, `ResyncError` if ``at`` is None and the mirror is newer than everything that can be read,
+    and `RetryError` if the store does not answer.
 
     Example::
 
@@ -63,7 +63,7 @@ def load_mirror(
     if at is None and mirror.version > target:
         raise ResyncError(
             f"the mirror holds version {mirror.version}, newer than any that can be read",
-            hint=f"was the run set back? load version {target} by its number to go back to it",
+            hint=f"was the run set back? load version {target} by its number to return to it",
             run=bucket.url,
             version=target,
         )
@@ -88,8 +88,8 @@ def load_mirror(
 def holds_its_version(finder: RouteFinder, mirror: Mirror) -> bool:
     """Returns whether the mirror's digest is the one that its version's manifest states.
 
-    A pruned version still states its digest. Where the manifest is missing or damaged, the
-    next delta decides: it states the digest of its base.
+    A pruned version still states its digest. If the manifest is missing or damaged, the next delta
+    decides: it states the digest of its base.
     """
     try:
         manifest = read_manifest(finder.bucket, finder.run, mirror.version)
@@ -101,7 +101,7 @@ def holds_its_version(finder: RouteFinder, mirror: Mirror) -> bool:
 def _follow(
     finder: RouteFinder, route: Route, mirror: Mirror, threads: int | None, *, resume: bool
 ) -> bool:
-    """Moves the mirror along a route. False if an edge is damaged: it is then banned."""
+    """Moves the mirror along a route. Returns False if an edge is damaged, and bans that edge."""
     for edge in route.edges:
         try:
             _move(finder, edge, mirror, threads, resume=resume)
@@ -135,7 +135,8 @@ def fetch_anchor(
     threads: int | None = None,
     resume: bool = False,
 ) -> None:
-    """Fills ``mirror`` from an anchor, verified. Raises `CorruptError`; it then holds no version.
+    """Fills ``mirror`` from an anchor and verifies it. Raises `CorruptError`; the mirror then holds
+    no version.
 
     With ``resume``, pieces whose elements have the digest that the anchor states are not fetched.
     """
@@ -156,7 +157,9 @@ def fetch_anchor(
 
 
 def _missing(run: Run, payload: Payload, mirror: Mirror) -> tuple[Payload, codec.Digest]:
-    """Returns an anchor without the pieces that ``mirror`` holds, and the digest of those."""
+    """Returns an anchor without the pieces that ``mirror`` already holds, and the digest of those
+    pieces.
+    """
     missing, kept = [], codec.ZERO
     for piece in payload.pieces:
         name = run.tensors[piece.tensor].name
@@ -180,8 +183,9 @@ def jump(
     *,
     threads: int | None = None,
 ) -> tuple[list[PiecePatch], codec.Digest]:
-    """Returns what an anchor changes in ``mirror``, and the digest of the result. Changes nothing;
-    raises `CorruptError`."""
+    """Returns the changes from ``mirror`` to an anchor, and the digest of the result. Changes
+    nothing; raises `CorruptError`.
+    """
     pieces: list[PiecePatch] = []
 
     def compare(name: str, start: int, bits: Bits) -> None:

@@ -14,11 +14,11 @@ from deltawire.wire.run import Run
 
 
 class ManifestFollower:
-    """Follows manifests and no payloads: `Follower` accepts it in place of a `Subscriber`.
+    """Follows manifests but not payloads; `Follower` accepts it in place of a `Subscriber`.
 
-    For a process next to an engine that fetches its weights itself. The updates carry a version and
-    a digest to compare that engine with, and no patches. ``version`` is the one reached, -1 before
-    the first.
+    It serves a process next to an engine that fetches its own weights. Its updates carry a version
+    and a digest to compare with that engine, but no patches. ``version`` is the version reached, -1
+    before the first.
 
     Example::
 
@@ -41,7 +41,7 @@ class ManifestFollower:
 
     @property
     def alarm(self) -> CorruptError | None:
-        """Why a newer manifest could not be read, None if all could."""
+        """The reason why a newer manifest could not be read, None if all could."""
         return self._poller.alarm
 
     def prepare(self) -> Update | None:

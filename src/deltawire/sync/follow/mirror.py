@@ -1,4 +1,4 @@
-"""A mirror: a host copy of the weights at one version, whole or in part."""
+"""Defines mirrors: host copies of the weights at one version, whole or in part."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class Patches(Mapping[str, Patch]):
 
 @dataclass
 class Mirror:
-    """Tensors' bits as flat unsigned arrays, at ``version``, with the whole model's digest.
+    """Holds tensors as flat arrays of unsigned bits, at ``version``, with the whole model's digest.
 
     ``starts`` gives the first element held of tensors that are held in part; the others are held
-    whole. ``held`` is the digest of what is held, None where that is the whole model.
+    whole. ``held`` is the digest of the held elements, None if that is the whole model.
 
     Example::
 
@@ -100,8 +100,9 @@ class Mirror:
     def move(
         self, pieces: Sequence[PiecePatch], version: int, digest: Digest, held: Digest | None
     ) -> None:
-        """Moves to ``version`` by pieces that were checked before. Cannot fail for a reason that
-        checking could have found."""
+        """Applies pieces that were already checked, which moves the mirror to ``version``. Cannot
+        fail for a reason that the check could have found.
+        """
         self.begin()
         for piece in pieces:
             target = self.find(piece.name, piece.start, 1 + int(piece.positions[-1]))
@@ -110,7 +111,7 @@ class Mirror:
         self.finish(version, digest, held)
 
     def begin(self) -> None:
-        """Marks the content as no version, until `finish`: it is about to change."""
+        """Marks the content as no version until `finish`, because it is about to change."""
         self.version, self.held = -1, None
 
     def finish(self, version: int, digest: Digest, held: Digest | None) -> None:
@@ -143,7 +144,7 @@ def select(
         name = run.aliases.get(alias, alias)
         if name not in specs:
             raise InputError(
-                f"the run has no tensor {name[:80]!r}", hint="use the names of its run.json"
+                f"the run has no tensor {name[:80]!r}", hint="use the names in run.json"
             )
         found = _widened(specs[name], part, run.chunk)
         held = spans.get(name, found)
@@ -176,7 +177,7 @@ def rows_of(mirror: Mirror, spec: TensorSpec, rows: tuple[int, int] | None = Non
     if bits is None:
         raise InputError(
             f"the mirror does not hold rows {first} to {end} of {spec.name}",
-            hint="load it with these rows among the wanted",
+            hint="load it with these rows in wanted",
         )
     return bits.reshape((end - first, *spec.shape[1:]) if spec.shape else ())
 
@@ -192,7 +193,7 @@ def empty_mirror(run: Run, spans: Mapping[str, Elements] | None = None) -> Mirro
     if total > (room := memory_bytes()):
         raise InputError(
             f"the model needs {total} bytes; this machine has {room} bytes of memory",
-            hint="use a larger machine, or load a part of the tensors",
+            hint="use a larger machine, or load only some of the tensors",
         )
     tensors: dict[str, Bits] = {
         name: np.empty(span.stop - span.start, dtypes[name]) for name, span in spans.items()

@@ -1,4 +1,4 @@
-"""A mirror in a file, for a process that continues from it after a restart.
+"""Keeps a mirror in a file, so that a restarted process can continue from it.
 
 | bytes | content |
 |---|---|
@@ -61,8 +61,8 @@ class FileMirror(Mirror):
     """
 
     def __init__(self, path: Path, run: Run, spans: Mapping[str, Elements]) -> None:
-        """Opens or creates the file. The mirror holds a version if the file holds one of the same
-        run and tensors, undamaged to the last bit; otherwise none, at ``version`` -1.
+        """Opens or creates the file. If the file holds an undamaged version of the same run and
+        tensors, so does the mirror; otherwise it holds none and ``version`` is -1.
 
         Raises `InputError` if another process writes to the file, or the disk has no room for it.
         """
@@ -79,7 +79,7 @@ class FileMirror(Mirror):
             if file is not None:
                 file.close()
             raise InputError(
-                f"cannot keep a mirror in {path}: {error.strerror or error}",
+                f"cannot store a mirror in {path}: {error.strerror or error}",
                 hint="choose a folder with room for the model, or stop the other process",
             ) from error
         super().__init__(_views(self._map, run, spans, offsets), -1, codec.ZERO, starts_of(spans))
@@ -94,16 +94,16 @@ class FileMirror(Mirror):
             self._write_state(sequence | 1, -1, codec.ZERO, codec.ZERO)
 
     def begin(self) -> None:
-        """As `Mirror.begin`, in the file too."""
+        """Does what `Mirror.begin` does, in the file too."""
         super().begin()
         self._write_state(_read_state(self._map)[0] | 1, -1, codec.ZERO, codec.ZERO)
 
     def finish(self, version: int, digest: Digest, held: Digest | None) -> None:
-        """As `Mirror.finish`, in the file too."""
+        """Does what `Mirror.finish` does, in the file too."""
         super().finish(version, digest, held)
         sequence = _read_state(self._map)[0] | 1
         self._write_state(sequence, version, digest, held or digest)
-        # The even number last: where it is on the disk, the rest must be too.
+        # Write the even number last: if it is on the disk, so is everything else.
         _SEQUENCE.pack_into(self._map, _IDENTITY.size, sequence + 1)
 
     def flush(self) -> None:
@@ -111,9 +111,9 @@ class FileMirror(Mirror):
         self._map.flush()
 
     def close(self) -> None:
-        """Closes the file, which stays; the tensors must not be used afterwards."""
+        """Closes the file but does not delete it; do not use the tensors afterwards."""
         self.tensors = {}
-        with suppress(BufferError):  # A view of it is still in use: it closes with that.
+        with suppress(BufferError):  # A view is still in use; the map closes with it.
             self._map.close()
         self._file.close()
 
@@ -132,7 +132,7 @@ def open_mirror(path: Path | str, run: Run, wanted: Wanted = None) -> FileMirror
 
 
 def open_locked(path: Path) -> IO[bytes]:
-    """Opens or creates a file under a lock that one process can hold.
+    """Opens or creates a file, locked for one process.
 
     Raises `OSError`, and `InputError` for a link or a file that other users own or may write to.
     """
@@ -140,7 +140,7 @@ def open_locked(path: Path) -> IO[bytes]:
     file = os.fdopen(descriptor, "r+b", buffering=0)
     try:
         import fcntl
-    except ImportError:  # No such locks on this system: the user must not start two writers.
+    except ImportError:  # This system has no such locks: the user must not start two writers.
         return file
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,7 +151,7 @@ def open_locked(path: Path) -> IO[bytes]:
 
 
 def _reserve(file: IO[bytes], size: int) -> None:
-    """Reserves the room now: a full disk found later would kill the process in a write."""
+    """Reserves disk space now: a full disk met later would kill the process during a write."""
     file.truncate(size)
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)

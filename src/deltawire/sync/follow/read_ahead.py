@@ -1,7 +1,7 @@
 """Prefetches the blobs of the next steps of a route in parallel, from a network store.
 
 Without it, a reader that lags by several versions waits for one round trip per version, and never
-catches up with a publisher that is faster than that.
+catches up with a faster publisher.
 """
 
 from __future__ import annotations

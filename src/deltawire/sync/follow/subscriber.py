@@ -60,15 +60,15 @@ class Update:
 class Subscriber:
     """Moves one mirror along a run's chain.
 
-    Threads that use it at once wait for each other: a thread of `advance_async` goes on although
-    the task that awaited it was cancelled. A mirror that holds no version is filled first by
-    whatever moves it; `prepare` refuses it. With ``stepwise`` every version is visited while that
-    is possible; otherwise the mirror takes the cheapest route to the newest version, which may
-    lead over compacted deltas and anchors. ``threads`` decode.
+    Concurrent calls wait for each other: a thread of `advance_async` continues even if the task
+    that awaited it was cancelled. Every method that moves the mirror first fills one that holds no
+    version; `prepare` refuses it. With ``stepwise`` the mirror visits every version while that is
+    possible; otherwise it takes the cheapest route to the newest version, which may lead over
+    compacted deltas and anchors. ``threads`` is the number of decoding threads.
 
-    Besides the mirror, a step takes two of its blobs, and 4 bytes plus the element's width for each
-    element that changes: for bf16 5 % of the mirror at 1.6 % changed, three mirrors if everything
-    changes.
+    In addition to the mirror, a step takes the memory of two blobs, and 4 bytes plus the element's
+    width for each changed element: for bf16 5 % of the mirror if 1.6 % change, three mirrors if
+    everything changes.
 
     Example::
 
@@ -107,15 +107,15 @@ class Subscriber:
 
     @property
     def alarm(self) -> CorruptError | None:
-        """Why a newer version could not be read, None if all could."""
+        """The reason why a newer version could not be read, None if all could."""
         return self._poller.alarm
 
     def prepare(self) -> Update | None:
         """Prepares the next verified step towards the newest version, None if there is no newer
         one that can be read: neither its manifest nor its piece tables are damaged.
 
-        Changes nothing. Plans around missing and damaged objects; where no route is left, raises
-        the `CorruptError` that names the first of them. Raises `RetryError` if the store does not
+        Changes nothing. Plans around missing and damaged objects; if no route is left, raises the
+        `CorruptError` that names the first of them. Raises `RetryError` if the store does not
         answer, `ResyncError` if the mirror holds no version, or not the run's.
         """
         with self._turn:
@@ -179,7 +179,7 @@ class Subscriber:
         raise finder.error()
 
     def commit(self, update: Update) -> None:
-        """Moves the mirror forward, once the serving weights hold ``update``."""
+        """Moves the mirror to ``update``, which the serving weights now hold."""
         with self._turn:
             self._commit(update)
 
@@ -199,8 +199,9 @@ class Subscriber:
             callback(version)
 
     def fill(self) -> bool:
-        """Loads the newest version into a mirror that holds none, because it is new or because a
-        move was interrupted. Returns whether it did. Raises as `load_mirror`."""
+        """Loads the newest version into a mirror that holds none: a new one, or one whose move was
+        interrupted. Returns whether it did. Raises as `load_mirror`.
+        """
         with self._turn:
             if self.mirror.version >= 0:
                 return False
@@ -215,7 +216,7 @@ class Subscriber:
     def _require_version(self) -> None:
         if self.mirror.version < 0:
             raise ResyncError(
-                "the mirror holds no version to go on from",
+                "the mirror holds no version to continue from",
                 hint="fill it first, then load the served weights from it again",
                 run=self.bucket.url,
             )
@@ -264,7 +265,7 @@ class Subscriber:
             yield reached
 
     def _step(self) -> int | None:
-        """Takes one step. Returns the version it led to, None if there is none yet."""
+        """Takes one step. Returns the version reached, None if there is no newer one yet."""
         with self._turn:
             if self.fill():
                 return self.mirror.version
@@ -329,7 +330,7 @@ class Subscriber:
     def _find_edges(self, finder: RouteFinder) -> tuple[Edge, ...]:
         route = finder.find()
         if route is None:
-            # The goal cannot be reached; a newer version may be, around the damage.
+            # The goal cannot be reached; a newer version may be reachable around the damage.
             newest = newest_version(self.bucket, newer_than=finder.goal)
             if newest is not None:
                 finder.goal = newest
@@ -344,7 +345,7 @@ class Subscriber:
         finder.ban(self._failing, error)
 
     def _request_ahead(self, finder: RouteFinder, edges: tuple[Edge, ...]) -> None:
-        """Requests the blobs of several steps at once, which an idle network answers together."""
+        """Requests the blobs of several steps at once, so that their round trips overlap."""
         blobs: list[BlobRef] = []
         if not self.bucket.local:
             for edge in edges[:READERS]:
@@ -358,8 +359,10 @@ class Subscriber:
     def _cross(
         self, finder: RouteFinder, edges: tuple[Edge, ...], started: float
     ) -> tuple[int, Update]:
-        """Returns how many edges the next update crosses, and the update: one edge, or, where that
-        is an anchor older than the mirror, as many as lead past it."""
+        """Returns how many edges the next update crosses, and the update. It crosses one edge or,
+        if that is an anchor older than the mirror, as many as it takes to get past the mirror's
+        version.
+        """
         edge = self._failing = edges[0]
         if edge.target <= self.mirror.version:
             return self._detour(edges, started)
@@ -371,8 +374,9 @@ class Subscriber:
         return 1, self._update(step.version, step.digest, pieces, held, edge.bytes, started)
 
     def _detour(self, edges: tuple[Edge, ...], started: float) -> tuple[int, Update]:
-        """Goes from an older anchor around a damaged object, in a second mirror: rare, so its
-        memory is acceptable."""
+        """Avoids a damaged object from an older anchor, in a second mirror. This is rare, so its
+        memory is acceptable.
+        """
         target = next(edge.target for edge in edges if edge.target > self.mirror.version)
         count = 1 + next(i for i, edge in enumerate(edges) if edge.target == target)
         spent = sum(edge.bytes for edge in edges[:count])
@@ -380,7 +384,8 @@ class Subscriber:
 
     def _from_second_mirror(self, target: int, spent: int | None, started: float) -> Update:
         """Returns the step to ``target`` computed from a second mirror, for which ``spent`` bytes
-        are fetched (as many as it holds if that is not known)."""
+        were fetched (unknown: as many as it holds).
+        """
         spans = {
             name: Elements(first, first + bits.size)
             for name, bits in self.mirror.tensors.items()

@@ -159,7 +159,7 @@ def test_a_file_of_another_run_or_other_tensors_is_not_used(bucket, run, tmp_pat
 
 def test_two_writers_are_refused(run, tmp_path):
     mirror = open_mirror(tmp_path / "m", run)
-    with pytest.raises(InputError, match="cannot keep a mirror"):
+    with pytest.raises(InputError, match="cannot store a mirror"):
         open_mirror(tmp_path / "m", run)
     mirror.close()
     open_mirror(tmp_path / "m", run).close()
@@ -204,5 +204,5 @@ def test_killed_in_the_middle_of_a_step(tmp_path):
 
 def test_no_room_is_one_clear_error(run, tmp_path):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(InputError, match="cannot keep a mirror"):
+    with pytest.raises(InputError, match="cannot store a mirror"):
         FileMirror(tmp_path / "folder", run, select(run, None))

@@ -211,9 +211,9 @@ def test_a_location_in_place_of_a_bucket_says_what_to_pass(tmp_path):
         lambda: load_mirror("runs/x", None),
         lambda: CheckpointPublisher(tmp_path / "x"),
     ):
-        with pytest.raises(InputError, match=r"is its location.*pass open_bucket\("):
+        with pytest.raises(InputError, match=r"got the location.*pass open_bucket\("):
             call()
-    with pytest.raises(InputError, match="a bucket is needed, not a int"):
+    with pytest.raises(InputError, match="expected a bucket, got a int"):
         open_publisher(3, {"a": np.zeros(3, np.float32)})
     open_publisher(tmp_path / "run", {"a": np.zeros(3, np.float32)}).close()
     assert read_run(open_bucket(tmp_path / "run")).tensors[0].name == "a"
