@@ -1,4 +1,6 @@
-"""Rows of data files by number, and the order in which they are drawn; knows no models."""
+"""Reads rows of data files by number, and defines the order in which they are drawn; imports no
+models.
+"""
 
 from deltawire.data.order import heldout_rows, mixture_of, permuted, stream_seed, take
 from deltawire.data.rows import Rows, open_rows, require_columns

@@ -1,5 +1,5 @@
-"""The order in which rows are drawn, as a function of a position, which is a number. So a position
-resumes a stream, and processes with equal positions draw equal rows.
+"""Computes the order in which rows are drawn as a function of a position, a number. A position is
+thus enough to resume a stream, and processes with equal positions draw equal rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deltawire.errors import InputError
 
 BLOCK = 1000
-"""Positions over which the shares of a mixture are exact, to the nearest whole number."""
+"""The number of positions over which a mixture's shares are exact, to the nearest whole number."""
 
 
 def _seeded(*parts: object) -> np.random.Generator:
@@ -39,8 +39,8 @@ def permuted(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def take(position: int, count: int, *, seed: int, shuffle: bool = True) -> tuple[int, int]:
     """Returns the epoch and the row of a position, over ``count`` rows without replacement.
 
-    Positions 0 … count − 1 take every row once, the next ``count`` every row once again, in another
-    order, or in the same order without ``shuffle``.
+    Positions 0 … count − 1 take every row once; the next ``count`` take every row once more, in
+    another order, or in the same order without ``shuffle``.
     """
     epoch, place = divmod(position, count)
     return epoch, int(permuted(count, seed, epoch)[place]) if shuffle else place
@@ -79,8 +79,8 @@ def _block(weights: tuple[float, ...], seed: int) -> tuple[NDArray[np.int64], ND
 def mixture_of(position: int, weights: Sequence[float], *, seed: int) -> tuple[int, int]:
     """Returns the part of a mixture that a position draws from, and the position in that part.
 
-    Of every `BLOCK` positions each part has its share, in an order that ``seed`` decides; each part
-    counts its own positions without a gap. Raises `InputError` if a weight is too small for that.
+    Each part has its share of every `BLOCK` positions, in an order that ``seed`` decides; positions
+    within a part have no gaps. Raises `InputError` if a weight is too small for that.
     """
     parts, before = _block(tuple(weights), seed)
     counts = np.bincount(parts, minlength=len(weights))

@@ -8,8 +8,8 @@
     folder/dataset_info.json       what `datasets.Dataset.save_to_disk` writes
     folder/dataset_dict.json       what `datasets.DatasetDict.save_to_disk` writes: one is a split
 
-Parquet and Arrow files need the extra ``data``. They are mapped into memory, not read; of a JSONL
-file the places of the lines are kept, eight bytes each.
+Parquet and Arrow files need the extra ``data``. They are mapped into memory, not read; for a JSONL
+file the offsets of the lines are kept, eight bytes each.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rows(Protocol):
 
     @property
     def columns(self) -> Sequence[str]:
-        """The names of the columns; of JSONL, those of the first row."""
+        """The names of the columns; for JSONL, those of the first row."""
         ...
 
     def __len__(self) -> int: ...
@@ -56,7 +56,7 @@ class Rows(Protocol):
 
 
 def open_rows(path: Path, *, split: str = "") -> Rows:
-    """Opens the rows at ``path``, of one ``split`` where there are several.
+    """Opens the rows at ``path``, of one ``split`` if there are several.
 
     Raises `InputError` if there is nothing to read, if the split is missing or not unique, and
     without pyarrow where it is needed.
@@ -65,13 +65,13 @@ def open_rows(path: Path, *, split: str = "") -> Rows:
         raise InputError(f"no data at {path}", hint=_HINT)
     if path.is_file():
         if split:
-            raise InputError(f"{path} is one file and has no split {split!r}")
+            raise InputError(f"{path} is a single file without a split {split!r}")
         rows = _open_file(path)
     elif (path / "dataset_dict.json").is_file():
         rows = _saved(path / _split_of(path, split))
     elif (path / "dataset_info.json").is_file() or (path / "state.json").is_file():
         if split:
-            raise InputError(f"{path} holds one dataset and has no split {split!r}")
+            raise InputError(f"{path} holds a single dataset without a split {split!r}")
         rows = _saved(path)
     else:
         rows = _joined([_open_file(file) for file in _files(path, split)])

@@ -1,4 +1,4 @@
-"""LoRA adapters by PEFT: layers around a frozen model, under names that PEFT's files have.
+"""Wraps frozen models with PEFT's LoRA adapters, published under the names in PEFT's files.
 
 A run holds the base's tensors and the adapter's: readers, mirrors and fsck treat them alike, the
 digest of version 0 in run.json proves the base, and later versions change the adapter only. The
@@ -32,9 +32,9 @@ from deltawire.quantization.packing import load_packed, pack_layers
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""PEFT's prefix of the names in `ADAPTER_WEIGHTS`; no name of the base begins so."""
+"""PEFT's prefix of the names in `ADAPTER_WEIGHTS`; no name of the base begins with it."""
 EXPERTS = "experts"
-"""The target that stands for every stack of fused experts."""
+"""The target that names every stack of fused experts."""
 _NAME = "default"
 
 

@@ -38,7 +38,7 @@ class CastWeights:
     safetensors names it; tied parameters are published once.
 
     Raises `InputError` if the model saves anything that is neither a parameter nor a buffer, or a
-    buffer whose dtype the format does not have: readers would never get it.
+    buffer with a dtype that the format lacks: readers would never get it.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: str) -> None:
@@ -120,7 +120,9 @@ def restore_part(tensor: Tensor, spec: TensorSpec, mirror: Mirror) -> None:
     values = torch.from_numpy(part.copy()).view(TORCH_DTYPES[spec.dtype])
     local.copy_(values.view(local.shape))
     if not np.array_equal(codec.bits_of(cast(local, spec.dtype), spec.dtype).reshape(-1), part):
-        raise CorruptError("the model does not hold what was loaded", version=mirror.version)
+        raise CorruptError(
+            "the model's bits differ from those that were loaded", version=mirror.version
+        )
 
 
 def cast(tensor: Tensor, dtype: str) -> Tensor:
@@ -133,7 +135,7 @@ def _specs(model: torch.nn.Module, dtype: str) -> list[TensorSpec]:
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     if strange := sorted(model.state_dict().keys() - known):
-        raise InputError(f"the model saves {strange[0]}, which is no parameter and no buffer")
+        raise InputError(f"the model saves {strange[0]}, which is neither a parameter nor a buffer")
     buffers = saved_buffers(model)
     for name, buffer in buffers.items():
         if buffer.dtype not in WIRE_DTYPES:

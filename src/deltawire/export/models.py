@@ -47,12 +47,15 @@ CARRIED = (
 
 ADAPTER_CONFIG = "adapter_config.json"
 _PULLED_ONLY = (ADAPTER_CONFIG, LAYOUT)
-"""Files of a run that only pulled directories have: a worker's would be taken for an adapter's."""
+"""Files that only pulled directories get: with them, a worker's directory would be taken for an
+adapter's.
+"""
 
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 _BUILT_IN = frozenset({None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"})
-"""Implementations in the library itself. It takes any other name for a kernel on a hub, and runs
-that kernel's code."""
+"""Attention implementations in the library itself. It treats any other name as a kernel on a hub,
+and runs that kernel's code.
+"""
 
 _CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -91,8 +94,8 @@ def _check_settings(path: Path) -> None:
         raise InputError(f"{path / 'config.json'} is not a JSON object")
     if found := _foreign_code(settings):
         raise InputError(
-            f"config.json in {path} asks for code from outside the library: {found[:200]}",
-            hint="deltawire never runs such code; remove the member, or use another model",
+            f"config.json in {path} needs code from outside the library: {found[:200]}",
+            hint="deltawire never runs such code; remove the entry, or use another model",
         )
 
 
@@ -129,9 +132,9 @@ def load_model(path: Path) -> Any:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # the library raises whatever its dependencies do
+    except Exception as error:  # the library raises any error of its dependencies
         raise InputError(f"cannot load the model in {path}: {_first_line(error)}") from error
-    # The library makes up random values for a tensor that is missing or does not fit.
+    # The library fills a missing or misfit tensor with random values.
     made_up = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     if made_up:
         raise InputError(
@@ -186,7 +189,7 @@ def save_settings(model: Any, tokenizer: Any, path: Path, *, dtype: str | None) 
             config.architectures = [type(model).__name__.removeprefix("FSDP")]
         config.save_pretrained(path)
         if getattr(model, "generation_config", None) is not None:
-            # The library refuses to save settings that contradict each other; a trainer's may.
+            # The library refuses to save contradictory settings, which a trainer may have.
             settings = json.dumps(model.generation_config.to_diff_dict(), indent=2)
             (path / "generation_config.json").write_text(settings + "\n")
     if dtype is not None:
@@ -195,7 +198,7 @@ def save_settings(model: Any, tokenizer: Any, path: Path, *, dtype: str | None) 
 
 
 def read_files(path: Path) -> dict[str, bytes]:
-    """Reads the carried files of a directory: all that a worker needs besides weights."""
+    """Reads the carried files of a directory: everything other than weights that a worker needs."""
     files = {}
     for name in CARRIED:
         file = path / name
@@ -220,7 +223,7 @@ def published_files(path: Path, tensors: Sequence[TensorSpec]) -> dict[str, byte
 
 
 def _with_dtype(config: bytes, dtype: str) -> bytes:
-    """Returns a ``config.json`` that states ``dtype``, in the configurations within it too."""
+    """Returns a ``config.json`` that states ``dtype``, also in nested configurations."""
 
     def stating(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -261,8 +264,9 @@ def empty_model(path: Path) -> Any:
 
 
 def serve_as(model: Any, precision: str) -> Any:
-    """Lets a model compute in ``float32`` or ``bfloat16``. Rounds parameters only: in bf16, rotary
-    frequencies and the like would lose whole positions."""
+    """Makes a model compute in ``float32`` or ``bfloat16``. Rounds parameters only: in bf16, rotary
+    frequencies and the like would lose whole positions.
+    """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
     for parameter in model.parameters():
         if parameter.is_floating_point():  # Packed weights are bytes.

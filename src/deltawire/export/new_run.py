@@ -39,7 +39,8 @@ def publish_start(
 ) -> None:
     """Creates the run and commit version 0: ``start`` is what `load_start` returned.
 
-    With ``signer``, the run is signed by its key; ``run_id`` is the new run's id, if it is chosen.
+    With ``signer``, the run is signed by its key; ``run_id`` is the new run's id, random by
+    default.
     """
     model, source = start
     specs = source.specs()

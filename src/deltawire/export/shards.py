@@ -1,4 +1,4 @@
-"""Publishes the module of a torch trainer as it is saved: whole, or one rank's FSDP2 shards."""
+"""Gives the published tensors of a torch trainer's module: whole, or one rank's FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class LocalShard(NamedTuple):
 @torch.no_grad()
 def saved_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     """Returns the module's state as contiguous CPU tensors, for `sync.open_publisher` and
-    ``publish``. Tensors that are so already are not copied, and tied ones stay tied."""
+    ``publish``. Contiguous CPU tensors are not copied, and tied ones stay tied.
+    """
     moved: dict[tuple[object, ...], Tensor] = {}
     found = {}
     for name, tensor in module.state_dict().items():
-        # Views of one memory may differ in any of these, as a transposed one does.
+        # Views of the same memory may differ in any of these, as a transposed view does.
         place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if place not in moved:
             moved[place] = tensor.detach().cpu().contiguous()
@@ -118,7 +119,7 @@ def shard_of(
         if not isinstance(placement, Replicate | Shard | _StridedShard):
             raise InputError(
                 f"tensor {name} is placed as {tensor.placements}",
-                hint="shard it, or add it up before publishing",
+                hint="shard it, or reduce it before publishing",
             )
     local = _rounded(local_part(tensor), dtype)
     if not _by_rows(tensor):
@@ -148,8 +149,9 @@ def _exchanged(tensor: DTensor, local: Tensor) -> DTensor:
 def _by_rows(tensor: DTensor) -> bool:
     """Returns whether each rank holds consecutive rows.
 
-    FSDP2 shards what another axis has divided by rows before; torch calls that strided, and parts
-    are consecutive again if the other axis divides the rows evenly, as the trainer's do.
+    FSDP2 may shard tensors that another axis has already divided by rows, which torch calls
+    strided. Parts are still consecutive if the other axis divides the rows evenly, as the trainer's
+    does.
     """
     return all(
         isinstance(one, Replicate) or (isinstance(one, Shard | _StridedShard) and one.dim == 0)

@@ -3,7 +3,7 @@
 The layout is Fireworks' (docs.fireworks.ai, "RL rollout delta checkpoints"): a full snapshot is a
 directory of safetensors files and ``model.weight.spec.json``; an incremental one has the same
 files, in which each tensor is the arc_v2 code (XOR, zstd) of its changes since another snapshot,
-with an Adler-32 of the result. The provider's own package codes and decodes it. arc_v3 is not
+with an Adler-32 of the result. The provider's package encodes and decodes it. arc_v3 is not
 supported: its envelope is a pickle.
 """
 
@@ -90,7 +90,7 @@ def export_snapshot(
     metadata = {
         "previous_snapshot_identity": snapshot_identity(run, base),
         "compression_format": FORMAT,
-        "checksum_format": "alder32",  # The provider spells it so.
+        "checksum_format": "alder32",  # The provider's spelling.
     }
     return Snapshot(snapshot_identity(run, version), metadata)
 
@@ -99,8 +99,9 @@ def import_snapshot(snapshot: Path, base: Path, folder: Path) -> None:
     """Applies an incremental ``snapshot`` to its ``base`` directory and writes the whole result to
     ``folder``, in the base's file layout, ready to be published.
 
-    Use it only for snapshots of a trusted provider: its package does not limit what they unpack to.
-    Raises `InputError` if snapshot and base do not fit, `CorruptError` if a checksum is wrong.
+    Use it only for snapshots of a trusted provider: its package does not limit the size of the
+    unpacked data. Raises `InputError` if snapshot and base do not fit, `CorruptError` if a checksum
+    is wrong.
     """
     library = _library()
     if folder.exists():
@@ -139,7 +140,7 @@ def _apply(library: Any, plan: FilePlan, diff: Path, base: Path, into: Path) -> 
             new = library.delta_decompress_dict_from_file(
                 src=load_file(base), diff_file=str(diff), compression_format=FORMAT
             )
-    except Exception as error:  # the package raises whatever its own dependencies do
+    except Exception as error:  # the package raises any error of its dependencies
         raise CorruptError(f"{diff} does not fit {base}: {error}") from error
     with into.open("wb") as file:
         file.write(plan.prefix)
@@ -147,14 +148,16 @@ def _apply(library: Any, plan: FilePlan, diff: Path, base: Path, into: Path) -> 
             tensor = new[place.name].contiguous().reshape(-1)
             data = tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
             if len(data) != place.end - place.begin:
-                raise CorruptError(f"{diff}: tensor {place.name[:80]!r} has another size")
+                raise CorruptError(
+                    f"{diff}: tensor {place.name[:80]!r} differs in size from the base's"
+                )
             file.write(data)
 
 
 def _write(
     bucket: Bucket, run: Run, version: int, folder: Path, log: Callable[[str], None]
 ) -> Path:
-    """Writes a version's directory, with files that nothing else shares."""
+    """Writes a version's directory with files that are not shared."""
     log(f"reading version {version}")
     link = folder.with_suffix(".pulled")
     with Checkout(bucket, run, link) as checkout:

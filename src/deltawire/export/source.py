@@ -44,8 +44,9 @@ class WeightSource(Protocol):
     """
 
     compute_dtype: torch.dtype
-    """The dtype that the trainer rounds parameters to after each step, so that it computes with
-    what it publishes."""
+    """The dtype to which the trainer rounds parameters after each step, so that it computes with
+    the published values.
+    """
 
     def specs(self) -> list[TensorSpec]:
         """Returns the tensor table, in name order; it never changes during a run."""
@@ -77,7 +78,8 @@ class WeightSource(Protocol):
 
     def restore(self, mirror: Mirror) -> None:
         """Sets the model to a published version. Raises `InputError` if the mirror's tensors are
-        not those of `specs`, and `CorruptError` if the model then holds other bits."""
+        not those of `specs`, and `CorruptError` if the model then holds different bits.
+        """
         ...
 
 

@@ -1,4 +1,4 @@
-"""Reads the tensors of a module under the names and shapes that its checkpoints have."""
+"""Reads the tensors of a module under the names and shapes in its checkpoints."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from deltawire.placement.live import saved_buffers
 from deltawire.placement.module_loader import checkpoint_tensors
 
 _LINEAR_OR_EMBEDDING = ("lora_A", "lora_embedding_A")
-"""Where PEFT keeps the layers that its LoRA adapters add, by kind of layer."""
+"""PEFT's attributes for the LoRA layers of each kind of layer."""
 
 
 @torch.no_grad()
 def tensors_of(
     model: Any, dtype: str | None = "bfloat16", *, keep: bool = True
 ) -> dict[str, Tensor]:
-    """Returns what a checkpoint of ``model`` holds, as contiguous CPU tensors.
+    """Returns the tensors of ``model``'s checkpoint, as contiguous CPU tensors.
 
-    Floating-point parameters are rounded to ``dtype``, whatever the trainer holds: published in the
-    float32 of a trainer's masters, every weight would change in every step. None keeps each dtype.
-    Saved buffers keep theirs. Tied weights occur once. A model wrapped by PEFT gives its base with
-    the active adapters added, and is not changed.
+    Floating-point parameters are rounded to ``dtype``; published in the float32 of a trainer's
+    masters, every weight would change in every step. None keeps each dtype. Saved buffers keep
+    theirs. Tied weights occur once. A model wrapped by PEFT gives its base with the active adapters
+    added, and is not changed.
 
     Sharded tensors are gathered: all ranks must call this together. A rank that passes
     ``keep=False`` takes part in the gathering and returns nothing.
@@ -100,7 +100,7 @@ def _without_adapters(model: Any) -> tuple[Any, dict[str, Tensor]]:
         _check_adapter(name, module)
         for adapter in module.active_adapters:
             held = any(adapter in getattr(module, kind, ()) for kind in _LINEAR_OR_EMBEDDING)
-            # A merged adapter is in the base's weight already.
+            # The base's weight already contains a merged adapter.
             if held and adapter not in module.merged_adapters:
                 delta = module.get_delta_weight(adapter)
                 key = f"{name}.weight"
@@ -159,11 +159,13 @@ def _base_name(base: Any, name: str) -> str | None:
 
 
 def _check_unquantized(name: str, tensor: Tensor, *, adapted: bool) -> None:
-    """Raises `InputError` for a quantized weight, which has no value to round or to add to."""
+    """Raises `InputError` for a quantized weight, whose stored values cannot be rounded or added
+    to.
+    """
     quantized = hasattr(tensor, "quant_state") or hasattr(tensor, "tensor_impl")
     if quantized or (adapted and not tensor.is_floating_point()):
         raise InputError(
-            f"{name} is quantized, and a checkpoint would need its values",
+            f"{name} is quantized, but a checkpoint needs its unquantized values",
             hint="load the base in bfloat16; an adapter over it trains in little more memory",
         )
 

@@ -85,8 +85,8 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def simplify(found: AffineMap) -> list[AffineMap]:
     """Rewrites a map with as few dimensions as possible, nested by descending source stride.
 
-    An element that goes to several places (a broadcast, overlapping windows) gives one map for
-    each. Raises `NotAffineError` if these are too many.
+    An element with several targets (a broadcast, overlapping windows) gives one map for each.
+    Raises `NotAffineError` if these are too many.
     """
     if found.count == 0:
         return []
@@ -100,7 +100,7 @@ def simplify(found: AffineMap) -> list[AffineMap]:
             nested.append((size, stride, other))
             continue
         if len(maps) * size > MAX_PARTS:
-            raise NotAffineError(f"{size} times {len(maps)} places")
+            raise NotAffineError(f"{size} times {len(maps)} targets")
         maps = [
             replaced(m, source=m.source + i * stride, target=m.target + i * other)
             for m in maps
@@ -134,7 +134,7 @@ def _merge(
 
 
 def replaced(found: AffineMap, *, source: int, target: int) -> AffineMap:
-    """Returns the map with other first positions."""
+    """Returns the map with different first positions."""
     return AffineMap(source, target, found.shape, found.source_strides, found.target_strides)
 
 

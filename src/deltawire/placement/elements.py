@@ -125,7 +125,9 @@ def equal_bits(found: Tensor, expected: Tensor) -> bool:
 
 
 def canonical_nans(values: Tensor) -> Tensor:
-    """Replaces all NaNs by one: which NaN a conversion gives depends on the kernel."""
+    """Replaces all NaNs by a single one, because the NaN that a conversion gives depends on the
+    kernel.
+    """
     if not values.is_floating_point():
         return values
     return torch.where(values.isnan(), torch.full_like(values, torch.nan), values)

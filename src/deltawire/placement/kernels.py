@@ -1,4 +1,4 @@
-"""The interface of kernels that work on many storages of a device at once."""
+"""Defines the interface of kernels that work on many storages of a device at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from deltawire.placement.affine import AffineMap
 
 
 class Found(NamedTuple):
-    """The outcome of an exchange: whether changes lay ``outside`` their storage, live bits had
-    ``drifted`` from the old ones (nothing was written then), or new bits were ``lost``."""
+    """The faults of an exchange: whether changes were ``outside`` their storage, live bits had
+    ``drifted`` from the old ones (nothing was written then), or new bits were ``lost``.
+    """
 
     outside: bool
     drifted: bool

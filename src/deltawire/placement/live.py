@@ -5,7 +5,7 @@ the router biases of DeepSeek-V3 and GLM-4 that balance the load of experts.
 
 The published dtype may be narrower than the served one: bf16 bits are served as float32 on machines
 without bf16 arithmetic. Widening is exact, so the published bits can always be read back from the
-parameters, and the digest is computed from those and not from a copy.
+parameters; the digest is computed from the parameters and not from a copy.
 """
 
 from __future__ import annotations
@@ -72,15 +72,17 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def module_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns a model's published tensors themselves, not copies: parameters, tied ones once, and
-    saved buffers. Those that `rename_published` renamed have their new names."""
+    saved buffers. Tensors that `rename_published` renamed have their new names.
+    """
     names: dict[str, str] = getattr(model, _NAMES, {})
     held = {**dict(model.named_parameters()), **saved_buffers(model)}
     return {names.get(name, name): tensor for name, tensor in held.items()}
 
 
 def rename_published(model: torch.nn.Module, names: Mapping[str, str]) -> None:
-    """States under which names a model's tensors are published, for those whose name in the module
-    is another one, as those of layers that an adapter wraps."""
+    """Sets the published names of tensors whose names in the module differ, such as those of layers
+    that an adapter wraps.
+    """
     setattr(model, _NAMES, dict(names))
 
 
@@ -88,7 +90,7 @@ class LiveWeights:
     """The weights of one module in one process, by the names in a run's tensor table.
 
     ``version`` is -1 until `load`. ``aliases`` are the run's names of tied tensors; a module may
-    have the tensor under any of its names. Raises `InputError` if table and module differ.
+    have the tensor under any of its names. Raises `InputError` if the table and the module differ.
 
     Example::
 
@@ -123,16 +125,19 @@ class LiveWeights:
         """Sets every weight from ``mirror``, and attests.
 
         `swap` compares with this mirror, so its owner must advance it after each swap. Raises
-        `CorruptError` if the model does not hold what was written.
+        `CorruptError` if the model's bits differ from those written.
         """
         self._mirror = mirror
         self._placed.load(mirror)
         if self.digest != mirror.digest:
-            raise CorruptError("the model does not hold what was loaded", version=mirror.version)
+            raise CorruptError(
+                "the model's bits differ from those that were loaded", version=mirror.version
+            )
 
     def stage(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
-        """Prepares the next `swap` in any one thread while serving continues. Raises `ResyncError`
-        if the weights would not have ``digest``."""
+        """Prepares the next `swap` in any single thread while serving continues. Raises
+        `ResyncError` if the weights would not have ``digest``.
+        """
         assert self._mirror is not None, "load first"
         self._staged = self._placed.prepare(patches, self._mirror, version, digest=digest)
 

@@ -27,9 +27,9 @@ from deltawire.placement.elements import array_of, tensor_of
 from deltawire.placement.kernels import Kernels
 from deltawire.placement.on_device import kernels_of, on_host
 
-DRIFTED = "live bits are not the mirror's; attest, and load again"
+DRIFTED = "live bits differ from the mirror's; attest, and load again"
 LOST = "new bits did not reach the weights"
-OUTSIDE = "changes lie outside of the live tensors"
+OUTSIDE = "changes lie outside the live tensors"
 
 Part = tuple[NDArray[np.int64], Bits, Bits]
 """Flat positions in a storage, the old bits there, and the new ones."""

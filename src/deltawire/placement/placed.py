@@ -151,7 +151,7 @@ class PlacedWeights:
 
     @torch.no_grad()
     def adopt(self, mirror: Mirror) -> None:
-        """Accepts live tensors that were loaded otherwise as the mirror's version.
+        """Accepts live tensors that were loaded in another way as the mirror's version.
 
         Compares every placed element, whichever rank counts it. Raises `CorruptError` naming the
         first tensor that differs.
@@ -178,7 +178,7 @@ class PlacedWeights:
                 found = canonical_nans(values).view(found.dtype)
             if not equal_bits(found, tensor_of(expected)):
                 raise CorruptError(
-                    f"the live weights of {name} are not the mirror's", version=mirror.version
+                    f"the live weights of {name} differ from the mirror's", version=mirror.version
                 )
 
     def attest(self) -> Digest:
@@ -302,11 +302,11 @@ class PlacedWeights:
             self._apply(move, begun)
 
     def _apply(self, move: Move, begun: list[Move]) -> None:
-        begun.append(move)  # First: a signal may interrupt the exchange.
+        begun.append(move)  # Record it first: a signal may interrupt the exchange.
         try:
             move.exchange()
         except ResyncError:
-            begun.pop()  # It left everything as it was.
+            begun.pop()  # It changed nothing.
             raise
 
     def _load_dense(self, tensors: Mapping[str, Tensor]) -> None:

@@ -90,7 +90,7 @@ class MirroredRange(msgspec.Struct, frozen=True, array_like=True):
 class Placement(msgspec.Struct, frozen=True, dict=True):
     """The table of one rank.
 
-    ``unplaced`` names the tensors that the loader does more with than copying, and why: they are
+    ``unplaced`` names the tensors that the loader does not only copy, with the reason: they are
     loaded whole with the engine's loader, and cannot be read back. ``uncovered`` counts, by live
     tensor, the elements that no checkpoint element is copied to. ``mirrored`` are elements that no
     rank can read back and that this rank counts from its mirror.
@@ -179,7 +179,7 @@ def probe(
         try:
             with torch.no_grad(), tracer:
                 load_weights(_stream(offered, failed, tracer, current))
-        except Exception as error:  # a loader may raise anything
+        except Exception as error:  # a loader may raise any error
             blamed = (set(tracer.touched) or set(current)) - failed.keys()
             if not blamed:
                 raise InputError(f"the model's loader fails: {_first_line(error)}") from error
@@ -273,7 +273,7 @@ class _Table:
         regions = [region for region in self.regions if region.tensor not in self.unplaced]
         self._resolve_aliases(regions)
         if len(regions) > MAX_REGIONS:
-            raise InputError(f"the model's weights lie in {len(regions)} regions")
+            raise InputError(f"the model's weights are spread over {len(regions)} regions")
         return Placement(
             tensors=self.tensors,
             storages=self.storages,
@@ -408,7 +408,7 @@ def assign_ownership(placements: Sequence[Placement]) -> list[Placement]:
     incompatible ways.
     """
     if any(placement.tensors != placements[0].tensors for placement in placements):
-        raise InputError("the ranks' placements are of different runs")
+        raise InputError("the ranks' placements belong to different runs")
     regions: list[list[Region]] = [[] for _ in placements]
     mirrored: list[list[MirroredRange]] = [[] for _ in placements]
     tables = [placement.by_tensor for placement in placements]

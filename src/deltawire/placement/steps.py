@@ -1,4 +1,4 @@
-"""Composes several steps of a chain into one, to exactly the version that was asked for.
+"""Composes several steps of a chain into one, to exactly the requested version.
 
 Ranks of one engine may take different routes to a version, one over a compacted delta and another
 over single deltas, because they hold different pieces. They must swap to the same version.
@@ -17,7 +17,8 @@ from deltawire.sync.follow.mirror import PiecePatch
 
 
 def step_to(subscriber: Subscriber, version: int) -> Update | None:
-    """Returns the verified step from the mirror's version to ``version``, None if it is held.
+    """Returns the verified step from the mirror's version to ``version``, None if the mirror
+    already holds it.
 
     Raises what `Subscriber.prepare_to` does. The mirror is unchanged afterwards; but a route of
     several edges is applied to it and undone, so it must not be read meanwhile.

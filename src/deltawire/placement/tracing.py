@@ -52,7 +52,7 @@ _FACTORIES = {
     _aten.new_full.default,
 }
 _LARGE = 1 << 14
-"""Buffers that a loader allocates get no memory from this many elements on."""
+"""A loader's buffers of at least this many elements get no memory."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = live
         self.doubtful: dict[int, str] = {}
-        """Checkpoint tensors that were not only copied, and what else was done with them."""
+        """Checkpoint tensors that were not only copied, and what the loader did with them."""
         self.read: set[int] = set()
         """Checkpoint tensors whose values the loader asked for."""
         self.touched: frozenset[int] = frozenset()

@@ -217,7 +217,7 @@ def _scheme_format(settings: dict[str, Any], folder: Path) -> PackedFormat:
 
 def _unknown(what: str, folder: Path) -> InputError:
     return InputError(
-        f"the packed checkpoint in {folder} has another grid: {what[:300]}",
+        f"the packed checkpoint in {folder} has an unsupported grid: {what[:300]}",
         hint="known are int4 in groups of 32, int8 rows, MXFP4, NVFP4 and fp8 blocks of 128 x 128, "
         "all symmetric; or dequantize the checkpoint first",
     )

@@ -22,7 +22,7 @@ class Fp8Block(PackedFormat):
         """See `PackedFormat.check`; refuses codes that stand for NaN too."""
         super().check(parts, shape)
         if bool(((parts["codes"] & 127) == 127).any()):
-            raise CorruptError(f"a code of a tensor in {self.name} is no number")
+            raise CorruptError(f"a code of a tensor in {self.name} is not a number")
 
     def choose_scales(self, weight: Tensor) -> dict[str, Tensor]:
         """See `PackedFormat.choose_scales`."""

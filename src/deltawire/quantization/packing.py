@@ -82,7 +82,7 @@ def load_packed(model: Any, folder: Path) -> PackReport:
 
 @dataclass
 class _Target:
-    """A tensor of the model, and from how many stored pieces it was filled."""
+    """A tensor of the model, and the number of stored pieces that filled it."""
 
     held: Any
     pieces: int
@@ -136,7 +136,7 @@ def _fill(
         name = f"{match[1]}.{'down_proj' if half is None else 'gate_up_proj'}"
         expert = int(match[2])
     if name not in targets:
-        return  # Such as the head of a tied model.
+        return  # For example the head of a tied model.
     target = targets[name]
     target.filled += 1
     if isinstance(target.held, Tensor):

@@ -1,1 +1,1 @@
-"""Processes, leases, heartbeats, the watchdog, the supervisor and event streams."""
+"""Runs processes: leases, heartbeats, the watchdog, the supervisor and event streams."""

@@ -1,4 +1,5 @@
-"""Child processes as the supervisor sees them, and the launcher that starts them on this machine.
+"""Defines child processes as the supervisor sees them, and the launcher that starts them on this
+machine.
 
 A launcher decides where a child runs. The supervisor only asks whether it has ended, asks it to
 stop, and kills it.
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Protocol
 
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-"""Variables of every child: some datasets sample from sets of strings, and all processes must
-sample the same."""
+"""Environment variables of every child: some datasets sample from sets of strings, and all
+processes must draw the same samples.
+"""
 
 
 class ChildProcess(Protocol):
@@ -24,12 +26,12 @@ class ChildProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id on its machine, 0 while it waits for a place."""
+        """Its process id on its machine, 0 while it waits to be placed."""
         ...
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, negative for a signal; None until `ended` found that it has one."""
+        """Its exit code, negative for a signal; None until `ended` has returned True."""
         ...
 
     def ended(self) -> bool:
@@ -84,7 +86,8 @@ class LocalChild:
     def ended(self) -> bool:
         """See `ChildProcess.ended`; the rest of its group is then killed."""
         if self._process.returncode is None and hasattr(os, "waitid"):
-            # Waited for but not reaped: no other process can have its id, or its group's, yet.
+            # It has exited but is not reaped, so no other process can have its id or its group's
+            # yet.
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return False
             self.kill()
@@ -112,4 +115,4 @@ class LocalLauncher:
         return LocalChild(command, log)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: this launcher holds no resources."""

@@ -1,13 +1,13 @@
 """Event archiver: moves old segments of event streams into few large objects.
 
-Readers ask each stream for its next segment at every look, a fleet whose workers come and go uses a
-new stream for each start of a worker, and a process that lives for days writes a segment a second.
-The trainer therefore archives two kinds of segments: whole streams of workers that no heartbeat has
-named for `ARCHIVE_AFTER_S`, and, once there are `COMPACT_SEGMENTS` of them, the segments of a
-living stream that are older than that. Archive first, then the segments are deleted. A reader that
-had read a part of a stream continues at that position in the archive.
+Readers request the next segment of each stream at every read, each start of a worker begins a new
+stream, and a process that lives for days writes a segment a second. The trainer therefore archives
+two kinds of segments: whole streams of workers that no heartbeat has named for `ARCHIVE_AFTER_S`,
+and, once there are `COMPACT_SEGMENTS` of them, the segments of a living stream that are older than
+that. The archive is stored before the segments are deleted. A reader that has read part of a stream
+continues at that position in the archive.
 
-Archives may be deleted by age; ``retained.json`` states first from which number on they are kept.
+Archives may be deleted by age; before that, ``retained.json`` states the first number that is kept.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ COMPACT_EVERY_S = 600.0
 """How often the streams of living processes are listed."""
 COMPACT_SEGMENTS = 256
 KEPT_SEGMENTS = 8
-"""Segments at the end of a living stream that stay however old they are: views read its last ones
-without the archives."""
+"""The number of segments at the end of a living stream that stay regardless of age: views read the
+last ones without the archives.
+"""
 MAX_SEGMENTS = 1024
-"""Segments in one archive, and thus requests between two looks at other work."""
+"""The most segments in one archive, and thus requests before the thread checks whether to stop."""
 TARGET_BYTES = MAX_ARCHIVE_BYTES // 4
 READERS = 16
 
 
 class EventArchiver(threading.Thread):
-    """Archives, from a thread, streams of workers that are gone and old segments of living streams.
+    """Archives, in a thread, the streams of workers that are gone and old segments of living
+    streams.
 
     Supervisors' streams stay: they are short, and views read them whole. Archives that were stored
-    more than ``keep_days`` ago are deleted; 0 keeps all. Raises nothing: a failed attempt is
-    repeated in the next round.
+    more than ``keep_days`` ago are deleted; 0 keeps all. Raises no errors: the next round repeats a
+    failed attempt.
 
     Example::
 
@@ -150,7 +152,7 @@ class EventArchiver(threading.Thread):
                 self._store(batch, readers)
 
     def _read(self, named: tuple[str, int]) -> ArchivedSegment | None:
-        """Reads a segment, None if it is gone; one that is too large to be one has no bytes."""
+        """Reads a segment, None if it is gone; returns no bytes for one that exceeds the limit."""
         try:
             data = self._bucket.get(keys.events(*named), limit=TARGET_BYTES)
         except CorruptError:
@@ -164,7 +166,7 @@ class EventArchiver(threading.Thread):
         while True:
             created = self._bucket.create(keys.archive(self._next), data)
             self._next += 1
-            # No reader looks below the floor, which another trainer may have raised meanwhile.
+            # No reader reads below the floor, which another trainer may have raised meanwhile.
             if created and self._next > (floor := read_retained(self._bucket).archives):
                 break
             if created:
@@ -193,7 +195,7 @@ def _is_archived(stream: str) -> bool:
 
 
 def _is_fixed(stream: str) -> bool:
-    """Returns whether a single process of the run writes this stream: these are few, and stay."""
+    """Returns whether this is the stream of a supervisor; these are few and stay."""
     return stream.rpartition("-")[0] in get_args(Role)
 
 
@@ -208,8 +210,8 @@ def _archives(bucket: Bucket) -> dict[int, float]:
 
 
 def _without_gaps(numbers: Container[int], floor: int) -> list[int]:
-    """Returns the numbers from ``floor`` up to the first one that is missing: a key that anybody
-    wrote with a large number is no archive.
+    """Returns the numbers from ``floor`` up to the first missing one: a stray key with a large
+    number is not an archive.
     """
     return list(takewhile(lambda number: number in numbers, count(floor)))
 

@@ -5,11 +5,11 @@ from 0 without gaps, starts none before the previous one is stored, and never ch
 of the next segment is therefore known, and a missing object means that there is nothing new. The
 newest segment is found with doubling and halving steps, in 2 log n requests.
 
-A reader does not rely on old segments staying: they are moved to archives
-(`deltawire.runtime.event_archive`), before or while they are read, so that a look costs what the
-living processes cost. The next segment then never appears, as if the writer were quiet, so a stream
-that was quiet for `QUIET_S` is listed after the last segment read. An archive is stored before its
-segments are deleted: a reader of history that meets a gap reads new archives before it skips one.
+A reader must not rely on old segments, which move to archives (`deltawire.runtime.event_archive`)
+before or while they are read, so that the cost of a read depends only on the living processes. The
+next segment then never appears, as if the writer were quiet, so a stream that was quiet for
+`QUIET_S` is listed after the last segment read. An archive is stored before its segments are
+deleted: a reader of history that meets a gap reads new archives before it skips one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ Found = TypeVar("Found")
 
 QUIET_S = 60.0
 LISTING_PAUSE = 20.0
-"""A listing is repeated after this many times its own duration: a twentieth of the time."""
+"""A listing is repeated after this multiple of its duration, so that it takes a twentieth of the
+time.
+"""
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Cursor:
     stream: str
     next: int = 0
     gap_due_at: float = float("-inf")
-    """When to check for a gap again."""
+    """The time of the next check for a gap."""
 
     @property
     def key(self) -> str:
@@ -83,7 +85,7 @@ class Cursors:
     def add(self, stream: str, *, number: int = 0) -> None:
         """Follows a stream from this number on, or from where it was read to before."""
         number = max(number, self._read.get(stream, 0))
-        # A stream of which nothing was read yet may begin with a gap.
+        # A stream that was not read yet may begin with a gap.
         gap_due_at = self._clock() + QUIET_S if number else float("-inf")
         self._active[stream] = Cursor(stream, number, gap_due_at)
 

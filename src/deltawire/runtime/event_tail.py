@@ -62,8 +62,8 @@ def events_of(bucket: Bucket, process: str) -> list[Event]:
 class EventTail:
     """Reads each segment of a run's events once, and those of one stream in order.
 
-    Archives come first, from the first one that retention kept, then what is new in each stream
-    (`deltawire.runtime.event_cursor`). While the store does not answer, nothing new arrives.
+    Archives come first, from the oldest that was kept, then the new segments of each stream
+    (`deltawire.runtime.event_cursor`). While the store does not answer, no events arrive.
 
     Example::
 
@@ -80,7 +80,7 @@ class EventTail:
         self._floor_due_at = float("-inf")
 
     def read(self, *, everything: bool = False) -> list[Event]:
-        """Events that arrived since the last call.
+        """Returns the events that arrived since the last call.
 
         Streams that appeared within the last `LIST_EVERY_S`, and segments after a gap, may come
         with a later call, unless ``everything`` asks for them now.
@@ -116,7 +116,7 @@ class EventTail:
 
     def _archived(self) -> Iterator[list[Event]]:
         if self._clock() >= self._floor_due_at:
-            # Archives that were deleted before this reader came to them never appear.
+            # Archives that were deleted before this reader reached them never appear.
             self._next_archive = max(self._next_archive, read_retained(self._bucket).archives)
             self._floor_due_at = self._clock() + QUIET_S
         while (archive := read_archive(self._bucket, self._next_archive)) is not None:
@@ -134,7 +134,7 @@ class EventTail:
     def _read_ahead(self, cursors: list[Cursor]) -> dict[str, Future[list[Event] | None]]:
         """Asks for the next segment of each stream, `READERS` at a time.
 
-        Most streams have none, and a look must not wait for one answer after another.
+        Most streams have none, and a read must not wait for one response after another.
         """
         if len(cursors) < 2 or self._bucket.local:
             return {}
@@ -180,7 +180,9 @@ class EventFeed(threading.Thread):
                 return
 
     def poll(self) -> list[Event]:
-        """Events that arrived since the last call; raises the error that reading failed with."""
+        """Returns the events that arrived since the last call; raises the error of a failed
+        read.
+        """
         if self.error is not None:
             raise self.error
         fresh: list[Event] = []

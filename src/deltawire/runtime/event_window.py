@@ -24,9 +24,9 @@ from deltawire.store.bucket import ObjectMeta
 from deltawire.wire import keys
 
 MAX_EVENT_BYTES = 256 << 20
-"""The newest segments up to this size are read; older ones are not."""
+"""Reads the newest segments up to this total size in bytes; older ones are left out."""
 TAIL = 3
-"""Segments at the end of each stream that are read however old they are."""
+"""The number of segments at the end of each stream that are read regardless of age."""
 READERS = 16
 
 _T = TypeVar("_T")
@@ -60,7 +60,8 @@ class RecentEvents:
         self._kept: dict[str, _Segment] = {}
         self.unreadable: dict[str, int] = {}
         """By stream, how many of the segments read so far held no event of its process: they are
-        damaged, or somebody else stored them."""
+        damaged, or another program stored them.
+        """
 
     def read(self, *, everything: bool = False) -> list[Event]:
         """Returns the events; raises `RetryError`.

@@ -20,16 +20,16 @@ POLL_S = 1.0
 """Half of the heartbeats' period: polling more often would find nothing new."""
 READERS = 16
 READS = 3
-"""A network may cut an answer short and still report it as complete."""
+"""A network may truncate a response and still report it as complete."""
 
 
 class Fleet:
-    """Reads every heartbeat of a run, now and then.
+    """Reads the heartbeats of a run periodically.
 
     Each poll is one listing and one request per heartbeat, `READERS` at a time. Heartbeats of
     processes that are gone are removed by the trainer (`deltawire.runtime.reaper`), so a poll costs
     what the living processes cost. Raises `RetryError` if the store does not answer; the time until
-    the next successful poll then counts against no process.
+    the next successful poll then does not count as silence.
 
     Example::
 
@@ -148,8 +148,8 @@ def known_trainer(bucket: Bucket) -> TrainerStatus | None:
 def next_epoch(bucket: Bucket, run: Run, version: int) -> int:
     """Returns the epoch of a trainer that continues a run at ``version``.
 
-    It exceeds that of the version and that of the trainer before, which may have published
-    nothing: credits and versions of both are then told apart from the new trainer's.
+    It exceeds the epoch of the version and that of the previous trainer, which may have published
+    nothing, so that the new trainer's credits and versions are distinct from both.
     """
     manifest = read_manifest(bucket, run, version)
     trainer = known_trainer(bucket)
@@ -159,8 +159,8 @@ def next_epoch(bucket: Bucket, run: Run, version: int) -> int:
 def read_trainer(bucket: Bucket) -> TrainerStatus | None:
     """Reads ``trainer.json``, None if there is none yet.
 
-    Raises `CorruptError` if it is damaged at every attempt: a network may cut an answer short, and
-    a caller that reads this every second must not stop for that.
+    Raises `CorruptError` if it is damaged at every attempt: a network may truncate a response,
+    which must not stop a caller that reads this every second.
     """
     for attempt in range(READS):
         data = bucket.get(keys.TRAINER, limit=MAX_STATUS_BYTES)

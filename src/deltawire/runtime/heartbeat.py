@@ -7,10 +7,10 @@ Concurrency::
     heartbeat thread   ◀───────────────┘ ─▶ every `HEARTBEAT_S`: check the lease, write
                                             heartbeats/<name>.json
 
-A thread that writes heartbeats proves little by itself, because it continues while the main thread
-hangs. The main thread therefore marks its progress, and the heartbeat states how long ago that was
-and how long the current activity may take. An activity that may take long is announced with
-`HeartbeatWriter.long_task` and limited to `SLOWDOWN` times the longest one of its kind so far,
+Heartbeats from a thread prove little by themselves, because the thread continues while the main
+thread hangs. The main thread therefore marks its progress, and the heartbeat states how long ago
+that was and how long the current activity may take. An activity that may take long is announced
+with `HeartbeatWriter.long_task` and limited to `SLOWDOWN` times the longest one of its kind so far,
 within ``faults.stall_s`` and ``faults.long_s``; the first of its kind is limited by the latter.
 Time in which the store did not answer, or in which the whole process stood still, does not count
 against the main thread.
@@ -42,8 +42,9 @@ from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat, WorkerStatus
 HEARTBEAT_S = 2.0
 SLOWDOWN = 20.0
 REQUEST_S = 5.0
-"""How long a request of the heartbeat thread may take. It is tried twice, and ``faults.silence_s``
-must leave time for that: a request that hangs in a network is not a process that hangs."""
+"""The time limit of the heartbeat thread's requests, in seconds. Each is tried twice, for which
+``faults.silence_s`` must leave time: a hanging request is not a hanging process.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class HeartbeatWriter:
         self.predecessor = before
         if before is not None and before.worker is not None:
             starting = msgspec.structs.replace(before.worker, phase="starting", attested=False)
-            self.worker = lambda: starting  # Until the worker itself knows more.
+            self.worker = lambda: starting  # Until the worker has more to report.
         self.lease.acquire(before.lease + 1 if before else 0)
         self._write(patient, ended=False)
         self._bucket = impatient(self._bucket)
@@ -135,7 +136,7 @@ class HeartbeatWriter:
         self._finished += 1
 
     def close(self) -> None:
-        """Writes the last heartbeat, which states that the process ended in order, and stops."""
+        """Writes the last heartbeat, which states that the process ended normally, and stops."""
         if not self.lease.held:
             return
         self._closed.set()
@@ -218,7 +219,7 @@ def read_tombstone(bucket: Bucket, process: str) -> Heartbeat | None:
 
 
 def impatient(bucket: Bucket) -> Bucket:
-    """Returns the same bucket with short timeouts: a request that hangs must not outlive the
+    """Returns the same bucket with short timeouts: a hanging request must not last longer than the
     outage.
     """
     if isinstance(bucket, SignedBucket):

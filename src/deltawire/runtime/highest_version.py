@@ -1,11 +1,11 @@
 """Remembers, on this machine, the highest version that was read of each pinned run.
 
-Signatures show who wrote an object, not that it is the newest one: whoever writes to the bucket can
-delete the newest versions and so show an older state, in which every signature is valid. A reader
-that saw a newer version before notices that.
+A signature shows who wrote an object, not that it is the newest one: anyone who can write to the
+bucket can delete the newest versions and show an older state with valid signatures. A reader that
+remembers a newer version detects that.
 
-One small file a run and bucket lies in ``$XDG_STATE_HOME/deltawire/versions/`` (by default
-``~/.local/state``). A relay's destination lags its source, so each has its own.
+There is one small file per run and bucket in ``$XDG_STATE_HOME/deltawire/versions/`` (by default
+``~/.local/state``). A relay's destination lags its source, so each has its own file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from deltawire.private_files import open_private, private_folder, read_private, 
 
 try:
     import fcntl
-except ImportError:  # Not on every system; there, two readers may remember the lower version.
+except (
+    ImportError
+):  # Missing on some systems; two readers there may end up remembering the lower version.
     fcntl = None  # type: ignore[assignment]
 
 _HINT = "set XDG_STATE_HOME to a folder of this user"
@@ -78,9 +80,9 @@ class HighestVersion:
     def check(self, newest: int, *, seen: int, allow_rollback: bool) -> None:
         """Records ``newest``, the newest version in the bucket (-1: none).
 
-        ``seen`` is what `read` returned before the bucket was asked: other readers on this machine
-        note newer ones meanwhile. Raises `SignatureError` if ``newest`` is older, unless
-        ``allow_rollback``: then it replaces what was remembered.
+        ``seen`` is the result of `read` from before the bucket was read: other readers on this
+        machine may record newer versions meanwhile. Raises `SignatureError` if ``newest`` is older,
+        unless ``allow_rollback``: then it replaces what was remembered.
         """
         if newest >= seen:
             self.note(newest)
@@ -90,8 +92,7 @@ class HighestVersion:
             raise SignatureError(
                 f"the newest here is {there_is}, but version {seen} was read on this machine "
                 "before",
-                hint="somebody shows an old state of the bucket, or it was restored: "
-                "--allow-rollback accepts it",
+                hint="the bucket shows an old state, or was restored; --allow-rollback accepts it",
                 run=self._url,
             )
         with self._locked():

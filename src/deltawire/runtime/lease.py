@@ -1,13 +1,14 @@
-"""Lease: the right of one process to write under a name of the run.
+"""Implements leases: the right of one process to write under a name of the run.
 
 Each process that takes a name creates the next lease object of that name, which is never written
 again. A process that was stopped, replaced and then resumed finds a lease above its own, raises
-`FencedError` and ends without having written anything. Lease objects are separate from heartbeats
-because a heartbeat that was in flight when its process was stopped may arrive late and overwrite
-its successor's.
+`FencedError` and ends without writing anything. Lease objects are separate from heartbeats because
+a heartbeat that was in flight when its process was stopped may arrive late and overwrite its
+successor's.
 
-The trainer deletes the leases of a worker that is gone for long (`deltawire.runtime.reaper`). If
-such a worker was only stopped, it takes its lease again, unless the name had a later holder.
+The trainer deletes the leases of a worker that has been gone for a long time
+(`deltawire.runtime.reaper`). If the worker was only stopped, it acquires its lease again unless the
+name had a later holder.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from deltawire.wire.objects import decode_json
 from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat
 
 FRESH_S = 6.0
-"""How long a check of the lease remains valid: three heartbeats."""
+"""How long a check of the lease remains valid, in seconds: three heartbeats."""
 MAX_NONCE = 64
 MAX_SKIPPED = 100
-"""The most objects that one check skips because they are no leases of a signed run."""
+"""The most objects that one check skips because they are not leases of the signed run."""
 
 
 class Lease:
@@ -74,18 +75,19 @@ class Lease:
     def check(self, bucket: Bucket | None = None) -> None:
         """Looks for a later lease; sets ``error`` if there is one.
 
-        In a signed run, numbers that the name's key did not sign are no leases and are skipped.
+        In a signed run, objects that the name's key did not sign do not count and are skipped.
         """
         bucket = bucket or self._bucket
         replaced = self._has_successor(bucket)
-        # Only a process that did not check for long can have lost its lease to the trainer.
+        # The trainer can have deleted only the lease of a process that did not check for a long
+        # time.
         if not replaced and not self.fresh and not bucket.exists(self._key):
             replaced = self._newest_holder(bucket) > self.number
             if not replaced:
                 bucket.create(self._key, self._nonce)
         if replaced:
             self.error = FencedError(
-                f"another process is {self._name} now",
+                f"another process now has the name {self._name}",
                 hint="this process was replaced while it did not respond; it stops",
                 run=bucket.url,
                 key=keys.lease(self._name, self._following),
@@ -111,12 +113,12 @@ class Lease:
             bucket.get(key, limit=MAX_NONCE)
         except SignatureError:
             return True
-        except CorruptError:  # In an unsigned run any object takes the name.
+        except CorruptError:  # In an unsigned run any object counts as a lease.
             return False
         return False
 
     def _newest_holder(self, bucket: Bucket) -> int:
-        """Returns the highest number that the name was held with, by its leases and last
+        """Returns the highest lease number of the name, according to its leases and last
         heartbeats.
         """
         numbers = [-1]

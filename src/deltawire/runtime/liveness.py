@@ -1,4 +1,4 @@
-"""Liveness: decides from successive heartbeats whether a process is alive.
+"""Decides from successive heartbeats whether a process is alive.
 
 This is the only place that makes the decision. The trainer's credits, the watchdog, the audit,
 workers and views all call `Liveness.observe`, with the thresholds of ``[faults]``.
@@ -14,7 +14,8 @@ Liveliness = Literal["alive", "stalled", "silent", "ended"]
 
 
 class Liveness:
-    """Judges one process; a pure function of the heartbeats and times that it is given.
+    """Decides whether one process is alive, from nothing but the heartbeats and times that it is
+    given.
 
     Silence is measured by the observer's clock, and only while a heartbeat could have been
     noticed, so that an outage of the store marks no process as dead. ``first_s`` is the time
@@ -36,7 +37,7 @@ class Liveness:
     def observe(
         self, heartbeat: Heartbeat | None, elapsed_s: float, *, age_s: float = 0.0
     ) -> Liveliness:
-        """Judge by the heartbeat that is stored now, None if there is none.
+        """Decides by the heartbeat that is stored now, None if there is none.
 
         ``elapsed_s`` is the time since the previous call in which a heartbeat could have been
         noticed. ``age_s`` is the age of the heartbeat by its own clock; it counts as silence only

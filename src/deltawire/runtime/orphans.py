@@ -1,8 +1,8 @@
-"""Orphan tracker: kills processes that an episode started and did not end.
+"""Kills processes that an episode started and did not end.
 
 While an episode runs, every process that is started in its context (the task, and tasks and threads
 that it started) inherits the episode's mark in an environment variable; so do that process's own
-children, including daemons. At the episode's end every process that still carries the mark is
+children, including daemons. At the end of the episode every process that still has the mark is
 killed and counted. An episode that started none costs nothing.
 
 Works where ``/proc`` shows the environments of processes; elsewhere nothing is found. A process
@@ -55,7 +55,7 @@ class OrphanTracker:
         found = []
         for folder in _PROCESSES.glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                # A zombie has no environment any more: its parent must wait for it.
+                # A zombie has no environment; its parent must wait for it.
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))
         return [process for process in found if process != os.getpid()]
@@ -90,7 +90,7 @@ def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
     if event not in ("subprocess.Popen", "os.posix_spawn", "os.system"):
         return
     tracker = _tracker.get()
-    # The new process inherits this one's present environment, or the one that was passed to it.
+    # The new process inherits this process's current environment, or the one that was passed to it.
     if tracker is None:
         os.environ.pop(VARIABLE, None)
         return

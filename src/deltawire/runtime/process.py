@@ -1,4 +1,4 @@
-"""Process: the signals, parent, events, lease and heartbeat of one process of a run."""
+"""Connects one process to its run: signals, parent, events, lease and heartbeat."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from deltawire.wire import keys
 from deltawire.wire.run import Run
 
 RUN_PATIENCE_S = 300.0
-"""How long a reader waits for a run, and for its version 0, to appear."""
+"""Seconds that a reader waits for a run, and for its version 0, to appear."""
 
 
 class Process:
     """One process of a run.
 
-    It should stop on SIGTERM or SIGINT, and, if ``supervised``, once its supervisor is gone; only
-    the process id connects it to that: its own, or ``pid`` if the supervisor started its parent.
-    ``bucket`` repeats requests that the store did not answer; events and heartbeats do not wait for
-    that.
+    The process should stop on SIGTERM or SIGINT and, if ``supervised``, once its supervisor is
+    gone. The supervisor knows it by process id: its own, or ``pid`` if the supervisor started its
+    parent. ``bucket`` repeats requests that the store did not answer; events and heartbeats do not
+    wait for that.
 
     Example::
 
@@ -82,7 +82,7 @@ class Process:
         return self.heartbeat.lease
 
     def handle_signals(self) -> None:
-        """Treats SIGTERM and SIGINT as requests to stop. Call it from the main thread."""
+        """Turns SIGTERM and SIGINT into requests to stop. Call it from the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -106,7 +106,7 @@ class Process:
         self._stop.set()
 
     def wait(self, seconds: float) -> None:
-        """Sleep, at most until a signal arrives."""
+        """Sleeps, at most until a signal arrives."""
         self._stop.wait(seconds)
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ class Process:
         """Holds the process's name and writes heartbeats while the body runs.
 
         Raises `FencedError` if an unsupervised worker's name belongs to a process that is alive;
-        any other process takes its name over.
+        any other process takes over its name.
         """
         if self.role == "worker" and not self.supervised:
             self.refuse_live_namesake()

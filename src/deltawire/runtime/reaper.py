@@ -1,4 +1,4 @@
-"""Reaper: replaces the heartbeats and leases of workers that are gone by tombstones.
+"""Replaces the heartbeats and leases of workers that are gone with tombstones.
 
 Workers come and go under ever new names, and every reader of a run reads every heartbeat. The
 trainer, the only process that knows when a worker's groups are settled, therefore removes what the
@@ -20,12 +20,13 @@ from deltawire.wire.status import Heartbeat
 
 REAP_AFTER_S = 600.0
 MAX_REAPED = 128
-"""Workers whose objects one round removes: the trainer waits for it."""
+"""The most workers whose objects one round removes; the trainer waits for it."""
 REAPERS = 16
 
 
 class Reaper:
-    """Removes what workers that ended or were silent for ``after_s`` left, but their tombstones.
+    """Removes the objects of workers that ended or were silent for ``after_s``, except their
+    tombstones.
 
     Example::
 
@@ -46,10 +47,11 @@ class Reaper:
         self._gone_at: dict[str, float] = {}
 
     def run(self, fleet: Fleet, is_settled: Callable[[str], bool]) -> list[str]:
-        """Removes what is due, of at most `MAX_REAPED` workers; returns them. Raises `RetryError`.
+        """Removes the objects of at most `MAX_REAPED` workers that are due; returns these. Raises
+        `RetryError`.
 
-        A worker of which ``is_settled`` is false left groups that are still needed, and stays. A
-        worker that returned since the fleet was polled loses one heartbeat, and writes the next.
+        A worker for which ``is_settled`` is false has groups that are still needed, and stays. A
+        worker that returned after the fleet was polled loses one heartbeat and writes the next.
         """
         now = self._clock()
         gone = {

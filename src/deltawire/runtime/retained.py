@@ -1,4 +1,4 @@
-"""Reads and raises the floors of ``retained.json``: what a run's owner has deleted on purpose."""
+"""Reads and raises the floors of ``retained.json``, which state what was deleted on purpose."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def read_retained(bucket: Bucket) -> Retained:
 class RetainedFile:
     """Raises the floors of ``retained.json``, from several threads of the trainer.
 
-    A floor is raised before anything below it is deleted, so that no reader takes what was deleted
-    for lost. Floors never fall.
+    A floor is raised before anything below it is deleted, so that readers do not report deleted
+    objects as lost. Floors never fall.
 
     Example::
 

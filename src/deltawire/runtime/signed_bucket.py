@@ -1,4 +1,4 @@
-"""Signed bucket: in a signed run, signs what a process stores and checks what it reads.
+"""Signs the objects that a process of a signed run stores, and checks those that it reads.
 
 ::
 
@@ -8,10 +8,10 @@
             ▼                              │
          bucket       bytes + signature line
 
-In an unsigned run every operation is passed on as it is. The pin decides if the run is signed, and
-who owns it (``--public-key``) or, without one, from ``run.json``, which is then believed. Objects
-that are sealed (weights) are checked by their own readers; here their versions are noted, so that a
-reader does not go back (`deltawire.runtime.highest_version`).
+In an unsigned run every operation is passed on unchanged. The pin (``--public-key``) decides
+whether the run is signed and who owns it; without one, ``run.json`` is trusted. Sealed objects
+(weights) are checked by their own readers; this bucket records their versions, so that a reader
+does not go back (`deltawire.runtime.highest_version`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from deltawire.wire.seal import Signer, check_seal, check_signature
 from deltawire.wire.signing import verify
 
 REREAD_S = 10.0
-"""How long the absence of a grant, or a grant that does not fit, is believed."""
+"""Seconds before a missing or unsuitable grant is looked up again."""
 GRANT_S = 60.0
-"""How long a grant is believed before it is read again: a key that was replaced signs no longer."""
+"""Seconds before a valid grant is read again, because its key may have been replaced."""
 REPLACED = (keys.TRAINER, keys.PROBES, keys.RETAINED, keys.HEARTBEATS)
-"""Objects that are replaced in place: one that was signed before the last one read is a replay."""
+"""Objects that are replaced in place: one signed before the last one read is a replay."""
 
 
 class _RunIdentity(msgspec.Struct):
@@ -76,7 +76,7 @@ class _KnownGrant:
 
 @dataclass
 class _State:
-    """The facts that all views of one bucket share."""
+    """The state that all views of one bucket share."""
 
     pin: Pin | None
     signer: Signer | None
@@ -122,7 +122,9 @@ class SignedBucket(DelegatingBucket):
         self._state = _State(pin, signer, role, max_age_s, clock)
 
     def over(self, inner: Bucket) -> SignedBucket:
-        """Returns the same keys and facts over another way to the same bucket."""
+        """Returns a bucket with the same keys and state over another connection to the same
+        bucket.
+        """
         other = SignedBucket(inner)
         other._state = self._state
         return other
@@ -142,7 +144,7 @@ class SignedBucket(DelegatingBucket):
                     run = read_run(
                         self.inner, public_key="" if state.pin is None else state.pin.public_key
                     )
-                    if run is None:  # Not there yet: it may become either.
+                    if run is None:  # It does not exist yet and may become either.
                         return None
                     owner, run_id = run.public_key, run.id
                     state.unsigned = not owner
@@ -161,8 +163,8 @@ class SignedBucket(DelegatingBucket):
         if trust is None:
             if state.signer is not None:
                 raise InputError(
-                    "a key was given, but there is no signed run here",
-                    hint="leave --key out for an unsigned run; if the run does not exist yet, give "
+                    "a key was given, but no signed run exists here",
+                    hint="omit --key for an unsigned run; if the run does not exist yet, give "
                     "its key and id with --public-key KEY:RUN_ID",
                     run=self.url,
                 )
@@ -170,7 +172,7 @@ class SignedBucket(DelegatingBucket):
         if state.signer is None:
             raise InputError(
                 f"the run is signed, and the {state.role} has no key",
-                hint="give the key that the run's owner granted with --key",
+                hint="use --key with the key that the run's owner granted",
                 run=self.url,
             )
         try:
@@ -191,7 +193,7 @@ class SignedBucket(DelegatingBucket):
             )
 
     def get(self, key: str, *, limit: int) -> bytes | None:
-        """As `Bucket.get`; the bytes that the object's role signed."""
+        """Gets as `Bucket.get` does; returns the bytes that the object's role signed."""
         role = role_for(key)
         if role is None:
             data = self.inner.get(key, limit=limit)
@@ -210,11 +212,11 @@ class SignedBucket(DelegatingBucket):
         return found
 
     def put(self, key: str, data: bytes) -> None:
-        """As `Bucket.put`, signed."""
+        """Signs, then puts as `Bucket.put` does."""
         self.inner.put(key, self._signed(key, data))
 
     def create(self, key: str, data: bytes) -> bool:
-        """As `Bucket.create`, signed."""
+        """Signs, then creates as `Bucket.create` does."""
         return self.inner.create(key, self._signed(key, data))
 
     def _signed(self, key: str, data: bytes) -> bytes:
@@ -229,7 +231,8 @@ class SignedBucket(DelegatingBucket):
                 key=key,
             )
         with state.lock:
-            # Later than its predecessor even where a clock was set back: else it were a replay.
+            # Sign later than the predecessor even if the clock was set back; it would count as a
+            # replay otherwise.
             now = max(state.clock(), state.signed_at.get(key, 0.0) + 1e-6)
             if key.startswith(REPLACED):
                 state.signed_at[key] = now
@@ -246,7 +249,7 @@ class SignedBucket(DelegatingBucket):
         except SignatureError:
             if not self._is_due(role):
                 raise
-            known = self._with(trust, role, key, again=True)  # Perhaps it has another key since.
+            known = self._with(trust, role, key, again=True)  # The role may have a new key.
             found = open_bytes(data, trust=known, key=key, role=role, now=now)
         if key == keys.TRAINER:
             check_age(found.signed_at, state.max_age_s, run=self.url, key=key, now=now)
@@ -254,8 +257,8 @@ class SignedBucket(DelegatingBucket):
             with state.lock:
                 if found.signed_at < state.signed_at.get(key, 0.0):
                     raise SignatureError(
-                        "the object is older than the one that was read here before",
-                        hint="somebody has put an old one back",
+                        "the object is older than the one read here before",
+                        hint="someone has restored an old one",
                         run=self.url,
                         key=key,
                     )
@@ -289,7 +292,7 @@ class SignedBucket(DelegatingBucket):
                             error.message, hint=error.hint, run=self.url, key=keys.role(role)
                         ) from error
             if found is None or (before is not None and found.granted_at < before.granted_at):
-                found = before  # Whoever deletes or replays a grant takes no key away.
+                found = before  # Deleting or replaying a grant must not revoke a key.
             with state.lock:
                 cached = state.grants[role] = _KnownGrant(found, monotonic())
         if cached.grant is None:
@@ -318,7 +321,7 @@ class SignedBucket(DelegatingBucket):
         check_signature(data, public_key=pin.public_key, verify=verify, run=self.url, key=keys.RUN)
 
     def _note_manifest(self, key: str, data: bytes) -> None:
-        """Remembers a version that the owner signed; whoever reads it refuses any other."""
+        """Records a version that the owner signed."""
         state, trust, version = self._state, self.trust, keys.trailing_number(key)
         if trust is None or version is None or version <= state.newest[0]:
             return
@@ -366,7 +369,7 @@ def grant_role(
 ) -> RoleGrant:
     """Lets ``public_key`` sign in ``role`` from now on, and no other key, signed by the owner.
 
-    A grant of the same key that is there already stays. Returns the grant.
+    Keeps an existing grant of the same key. Returns the grant.
     """
     bucket = RetryingBucket.over(bucket)
     key, trust = keys.role(role), Trust(run_id, owner.public_key, {}, verify, run=bucket.url)

@@ -1,8 +1,8 @@
 """Supervisor: starts a run's processes and restarts those that die or hang.
 
 It shares no pipe, socket or memory with them. A launcher (`deltawire.runtime.children`) starts
-them, on this machine or elsewhere. The supervisor knows their process ids, has them signalled, and
-learns everything else from the bucket like any other reader.
+them, on this machine or elsewhere. The supervisor knows only their process ids, signals them
+through the launcher, and learns everything else from the bucket like any other reader.
 
 Concurrency::
 
@@ -10,22 +10,22 @@ Concurrency::
     watchdog      every `WATCH_S`: read each child's heartbeat; kill silent and stalled children
     children      heartbeats/<name>.json, every `HEARTBEAT_S`, from a thread of their own
 
-How soon a process that hangs is killed, while the store answers. Let P be `HEARTBEAT_S`, W be
+The time until a hanging process is killed, while the store answers: let P be `HEARTBEAT_S`, W be
 `WATCH_S`, and R the time that the store takes for one request, at most `REQUEST_S`:
 
-- The process is stopped (SIGSTOP), or its interpreter is held for good: its last heartbeat was
-  written before that. The watchdog first sees that heartbeat at most W + R later, and sees no other
-  one; it kills after ``faults.silence_s`` of that. In total at most silence_s + 2 (W + R).
-- Its main thread hangs (a deadlock, an endless loop in an environment or an engine): the activity
-  that it marked last is allowed a time A, the next heartbeat after A says that the time is over,
-  and the watchdog reads it at most P + W + 2 R later. In total at most A + P + W + 2 R. A is
+- The process is stopped (SIGSTOP), or its interpreter is blocked: its last heartbeat was written
+before that. The watchdog sees that heartbeat at most W + R later, sees no newer one, and kills the
+process ``faults.silence_s`` later. In total at most silence_s + 2 (W + R). - Its main thread hangs
+(a deadlock, an endless loop in an environment or an engine): the activity that it marked last may
+take a time A, the next heartbeat after A states that this time has passed, and the watchdog reads
+it at most P + W + 2 R later. In total at most A + P + W + 2 R. A is
   ``faults.stall_s``, and for a long task (`deltawire.runtime.heartbeat`) at most ``faults.long_s``.
-- Before its first heartbeat, which needs no more than an interpreter: `FIRST_HEARTBEAT_S`, or
-  silence_s if that is longer.
+- Before its first heartbeat, which needs only a running interpreter: `FIRST_HEARTBEAT_S`, or
+silence_s if that is longer.
 
-A killed process is started again `RESTART_PAUSE_S` later, or later if it dies often in a row. While
-the store does not answer, nothing is killed: silence that the watchdog could not have noticed does
-not count, and processes excuse their own main thread for such times.
+A killed process is restarted `RESTART_PAUSE_S` later, or later if it dies repeatedly. While the
+store does not answer, no process is killed: silence that the watchdog could not have observed does
+not count, and heartbeats exclude such times from their main thread's.
 """
 
 from __future__ import annotations
@@ -59,24 +59,27 @@ COMMAND = (sys.executable, "-m", "deltawire")
 
 MAX_LOG_BYTES = 1 << 20
 MAX_WORDS = 500
-"""Characters of a dead child's last words."""
+"""The most characters of a dead child's log in an error."""
 FULL_BYTES = 1 << 16
-"""With less free space than this, a process that logged nothing was unable to."""
+"""With less free space than this, in bytes, an empty log means that the disk is full."""
 RESTARTS = 20
-"""Deaths in a row, each within `HEALTHY_S` and before a piece of work was finished, after which the
-supervisor gives up. A store that did not answer does not count as a death."""
+"""The supervisor gives up after this many consecutive deaths, each within `HEALTHY_S` and before
+any work was finished. Exits because the store did not answer do not count.
+"""
 HEALTHY_S = 60.0
 RESTART_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 10.0
 UNREACHABLE = 75
-"""The exit code of a child that could not reach the store: it is restarted without a limit."""
+"""The exit code of a child that could not reach the store; such a child is restarted without
+limit.
+"""
 STOP_PATIENCE_S = 60.0
 FINAL_CODES = frozenset(kind.exit_code for kind in (InputError, FencedError, StoppedError))
-"""Exit codes of errors that a restart cannot remove."""
+"""Exit codes of errors that a restart cannot fix."""
 
 
 class ChildError(DeltawireError):
-    """A process of the run ended with an error that a restart does not repair."""
+    """A process of the run ended with an error that a restart cannot fix."""
 
     def __init__(self, message: str, code: int, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -114,7 +117,7 @@ class Supervisor:
         self._children: list[Child] = []
         stream = f"supervisor-{secrets.token_hex(8)}"
         quick = impatient(bucket)
-        # The watchdog stores events: the main thread must not wait for a store that hangs.
+        # The watchdog stores events, because the main thread must not wait for a hanging store.
         self._events = EventLog(
             "supervisor",
             lambda n, data: quick.put(keys.events(stream, n), data),
@@ -155,7 +158,7 @@ class Supervisor:
             raise self._error(child, code)
 
     def check(self) -> bool:
-        """Restarts children that died; True once the trainer has ended by itself.
+        """Restarts children that died; returns True once the trainer has ended normally.
 
         Raises `ChildError` if a child cannot be kept running.
         """
@@ -271,7 +274,7 @@ class Supervisor:
             return ChildError(
                 f"{child.name} ended with {reason}",
                 code,
-                hint="free some space; nothing that was stored is lost",
+                hint="free some space; no stored data is lost",
             )
         return ChildError(f"{child.name} ended with {reason}; its log is {log}", code)
 

@@ -1,4 +1,4 @@
-"""Opens a run's bucket the way a command was told to trust it."""
+"""Opens a run's bucket with the trust that a command's options ask for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from deltawire.wire.seal import Signer
 
 @dataclass(frozen=True)
 class ReaderTrust:
-    """A reader's requirements: the owner's key and perhaps the run (``--public-key``), how long
-    ago the newest state may have been signed in seconds, and whether an older version than one
-    that was seen before is accepted."""
+    """A reader's requirements: the owner's key and optionally the run (``--public-key``), the
+    greatest age of the newest state in seconds, and whether a version older than one seen before is
+    accepted.
+    """
 
     pin: Pin | None = None
     max_age_s: float | None = None
@@ -30,7 +31,7 @@ class ReaderTrust:
 
 
 ANY = ReaderTrust()
-"""Accepts whatever ``run.json`` says."""
+"""Accepts any ``run.json``."""
 
 
 def open_trusted(
@@ -47,7 +48,7 @@ def open_trusted(
 def trusted(
     bucket: Bucket, trust: ReaderTrust = ANY, *, signer: Signer | None = None, role: str = ""
 ) -> SignedBucket:
-    """As `open_trusted`, for a bucket that is open already."""
+    """Does what `open_trusted` does for an open bucket."""
     signed = SignedBucket(
         bucket, pin=trust.pin, signer=signer, role=role, max_age_s=trust.max_age_s
     )
@@ -75,8 +76,8 @@ def owned_run(bucket: Bucket, owner: Signer, pin: Pin | None = None) -> Pin:
 
 
 def open_as_trainer(bucket: Bucket, owner: Signer | None, trust: ReaderTrust = ANY) -> SignedBucket:
-    """Returns the bucket of a run's trainer that is this process: in a signed run, ``owner`` is the
-    key of the run's owner, which signs in the trainer's role too.
+    """Opens a run's bucket for the trainer in this process. In a signed run, ``owner`` is the key
+    of the run's owner, which also signs in the trainer's role.
 
     Raises `InputError` if the run is signed and ``owner`` is None, or if it is not signed and there
     is one, and `SignatureError` if another key owns it.

@@ -1,4 +1,4 @@
-"""Watchdog: a thread of the supervisor that kills child processes which hang.
+"""Kills child processes that hang, in a thread of the supervisor.
 
 `deltawire.runtime.liveness` makes the decision; the bounds are derived in
 `deltawire.runtime.supervisor`.
@@ -22,7 +22,7 @@ from deltawire.store import Bucket
 WATCH_S = 1.0
 FIRST_HEARTBEAT_S = 60.0
 EXIT_S = 60.0
-"""How long a process may take to exit after its last heartbeat said that it ended."""
+"""Seconds that a process may take to exit after its last heartbeat stated that it ended."""
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Child:
     done: bool = False
     killed_for: str = ""
     log_from: int = 0
-    """The length of its log when it was last started."""
+    """The length of its log at its last start."""
     productive: bool = False
-    """True if it finished a piece of work since its last start."""
+    """True if it finished any work since its last start."""
 
 
 class Watchdog(threading.Thread):
@@ -62,7 +62,9 @@ class Watchdog(threading.Thread):
         super().__init__(name="watchdog", daemon=True)
         self._each_round = each_round
         self.lock = threading.Lock()
-        """Held while a child is reaped or killed: a process id is valid only until then."""
+        """Held while a child is reaped or killed: its process id is valid only until it is
+        reaped.
+        """
         self._bucket = impatient(bucket)
         self._children = children
         self._silence_s = silence_s
@@ -74,7 +76,7 @@ class Watchdog(threading.Thread):
         """Checks all children until `close`."""
         while not self._closed.wait(WATCH_S):
             for child in list(self._children):
-                # The watchdog must continue, whatever the store answers.
+                # The watchdog must continue, whatever the store returns.
                 with contextlib.suppress(DeltawireError):
                     self.check(child)
             with contextlib.suppress(DeltawireError):
@@ -93,7 +95,7 @@ class Watchdog(threading.Thread):
         self._checked_at[child.name] = now  # A check that fails measures no silence.
         heartbeat = read_heartbeat(self._bucket, child.name)
         if heartbeat is not None and heartbeat.pid != process.pid:
-            heartbeat = None  # From the process that had the name before.
+            heartbeat = None  # It is from the previous process of that name.
         if heartbeat is not None and heartbeat.finished:
             child.productive = True
         elapsed_s = 0.0 if before is None else min(now - before, 2 * WATCH_S)

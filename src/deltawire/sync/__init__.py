@@ -1,4 +1,4 @@
-"""Publishes and follows weights: both sides of the chain of versions.
+"""Publishes and follows weights: the writers and the readers of the chain of versions.
 
 The folders build on each other in this order: ``chain`` (objects and routes), ``follow`` (readers),
 ``publish`` (writers and compaction), ``maintain`` (retention, relays, fsck), ``huggingface``

@@ -200,7 +200,7 @@ def test_unpublishable_state_is_refused_by_name():
         def set_extra_state(self, state):
             del state
 
-    with pytest.raises(InputError, match="_extra_state, which is no parameter and no buffer"):
+    with pytest.raises(InputError, match="_extra_state, which is neither a parameter nor a buffer"):
         CastWeights(Secret(), "BF16").specs()
     served = Odd()
     served.short = served.short.float()

@@ -47,7 +47,7 @@ def test_a_configuration_that_names_foreign_code_is_refused(directory, monkeypat
     monkeypatch.setattr(hub, "load_and_register_attn_kernel", lambda *a, **k: fetched.append(a))
     change(directory, HOSTILE[name])
     for load in (check_directory, load_model, empty_model):
-        with pytest.raises(InputError, match="asks for code from outside the library"):
+        with pytest.raises(InputError, match="needs code from outside the library"):
             load(directory)
     assert not fetched
 

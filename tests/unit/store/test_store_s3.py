@@ -201,7 +201,7 @@ def test_a_conflict_is_tried_again(s3_server, conflicts, then, made):
 def test_a_conflict_for_ever_is_a_retry_error(s3_server, monkeypatch):
     impatient = SimpleNamespace(**vars(time) | {"sleep": lambda _: None})
     monkeypatch.setattr("deltawire.store.bucket.time", impatient)
-    with Scripted(lambda *_: CONFLICT) as endpoint, pytest.raises(RetryError, match="under way"):
+    with Scripted(lambda *_: CONFLICT) as endpoint, pytest.raises(RetryError, match="in progress"):
         opened(s3_server, endpoint).create("k", b"1")
 
 

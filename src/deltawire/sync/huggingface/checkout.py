@@ -9,16 +9,16 @@
     .DIR.deltawire/0000000041/  the version before, for readers that have opened it
     .DIR.deltawire/0000000042/
 
-A version is built in ``building`` and renamed to its number when every byte of it is checked and on
-the disk; then the link is replaced, in one step. So readers of ``DIR`` see complete versions only,
-and one that resolves the link first (``os.path.realpath``) reads all files of one version. Patching
-the files in place would take half the disk, but a reader that has them mapped into memory would see
-weights of two versions, and no marker could tell it.
+A version is built in ``building`` and renamed to its number once every byte is verified and on the
+disk; then the link is replaced atomically. Readers of ``DIR`` therefore see complete versions only,
+and a reader that resolves the link first (``os.path.realpath``) reads all files of one version.
+Patching the files in place would take half the disk space, but a reader that has mapped them into
+memory would see weights of two versions without a way to notice.
 
-The tensors of the version that is being built are the mirror itself, mapped into memory: nothing is
-held twice. It begins as a copy of the version before, which is compared with its digest first, and
-takes the deltas from there. After a kill, ``building`` is continued: pieces of an anchor that it
-holds already, by their digests, are not fetched again.
+The files under construction are themselves the mirror, mapped into memory, so nothing is held
+twice. The mirror starts as a copy of the previous version, after comparing that with its digest,
+and applies the deltas. A killed process continues from ``building``: pieces of an anchor that are
+there already, by their digests, are not fetched again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
 
 READ_BYTES = 16 << 20
-"""Files are read in parts of this size: one that is cut meanwhile is an error, not a signal."""
+"""Files are read in parts of this many bytes: a truncated file is then an error, not a signal."""
 
 
 class Checkout:
@@ -81,11 +81,13 @@ class Checkout:
         self._poller = VersionPoller(self.bucket, run)
         self._resuming = False
         self._verified: set[int] = set()
-        """Versions that this object has built, or compared with their digests."""
+        """Versions that this object has built, or has compared with their digests."""
         _check_free(self.directory)
-        with self._writing("choose a folder that can be written"):
+        with self._writing("choose a writable folder"):
             self.directory.parent.mkdir(parents=True, exist_ok=True)
-        private_folder(self._store, mode=0o755)  # Others may read the versions, not write them.
+        private_folder(
+            self._store, mode=0o755
+        )  # Other users may read the versions but not write them.
         with self._writing("is another process pulling there?"):
             self._lock: IO[bytes] = open_locked(self._store / "lock")
         try:
@@ -119,7 +121,7 @@ class Checkout:
 
     @property
     def pause_s(self) -> float:
-        """Return how long to sleep before the next `newest`."""
+        """Seconds to sleep before the next `newest`."""
         return self._poller.pause_s
 
     @property
@@ -130,10 +132,10 @@ class Checkout:
     def bring_to(self, version: int) -> str:
         """Makes the directory show ``version``, and returns its digest.
 
-        A version whose files are there already is compared with its manifest first, and built again
-        if it differs. Raises `CorruptError` if the run has no such version or it cannot be read any
-        more, `RetryError` if the store does not answer, `InputError` if the file system refuses (a
-        full disk, for example); the directory then shows what it did before.
+        A version whose files exist is first compared with its manifest, and rebuilt if it differs.
+        Raises `CorruptError` if the run has no such version or it can no longer be read,
+        `RetryError` if the store does not answer, and `InputError` if the file system fails (a full
+        disk, for example); the directory then shows the same version as before.
         """
         manifest = self._manifest(version)
         with self._writing("free some space, or repair the disk; then run the same command again"):
@@ -153,7 +155,7 @@ class Checkout:
         return True
 
     def verify(self) -> tuple[int, str]:
-        """Compares every file that the directory shows with its version; nothing is changed.
+        """Compares every file that the directory shows with its version; changes nothing.
 
         Returns the version and its digest. Raises `CorruptError` naming what differs, `InputError`
         if the directory shows no version.
@@ -166,7 +168,7 @@ class Checkout:
         return version, manifest.digest
 
     def _compare(self, version: int, manifest: Manifest) -> None:
-        """Raises `CorruptError` unless the files of a version are what its manifest says."""
+        """Raises `CorruptError` unless the files of a version match its manifest."""
         folder = self._store / _name(version)
         listed = files_of(self.run, manifest)
         for file in listed:
@@ -179,7 +181,7 @@ class Checkout:
             self.run, read_files(self.bucket, layout, version=version), url=self.bucket.url
         )
         if not _made(folder, plans):
-            raise CorruptError(f"{folder} lacks files that were written", version=version)
+            raise CorruptError(f"{folder} lacks files that deltawire wrote", version=version)
         if _digest_files(folder, plans, self.run).hex() != manifest.digest:
             raise CorruptError(f"the weights in {folder} were changed", version=version)
 
@@ -263,7 +265,7 @@ class Checkout:
         _write(self._store / "building.version", str(version).encode())
 
     def _copy_held(self, target: Mirror, version: int) -> None:
-        """Begins with the newest version before ``version`` that is here undamaged."""
+        """Starts from the newest undamaged version on this disk before ``version``."""
         for held in sorted((v for v in self._versions() if v < version), reverse=True):
             manifest = read_manifest(self.bucket, self.run, held)
             if manifest is None:
@@ -283,7 +285,7 @@ class Checkout:
         plans = plans_of(self.run, files, url=self.bucket.url)
         folder = self._store / _name(held)
         if not _made(folder, plans):
-            raise CorruptError("the directory lacks files that were written", version=held)
+            raise CorruptError("the directory lacks files that deltawire wrote", version=held)
         with _mapped(folder, plans, self.run, writable=False) as source:
             for name, bits in target.tensors.items():
                 bits[:] = source.tensors[name]
@@ -301,17 +303,17 @@ class Checkout:
         try:
             fresh.symlink_to(Path(self._store.name) / _name(version), target_is_directory=True)
             if self.directory.is_dir() and not self.directory.is_symlink():
-                self.directory.rmdir()  # It was empty at the start; if it is not now, this fails.
+                self.directory.rmdir()  # Fails if it is no longer empty, as it was at the start.
             fresh.replace(self.directory)
         except OSError as error:
             raise InputError(
                 f"cannot make {self.directory} a link to its version: {error.strerror or error}",
-                hint="choose a file system that has symbolic links",
+                hint="choose a file system with symbolic links",
             ) from error
         flush_folder(self.directory.parent)
 
     def _prune(self, version: int) -> None:
-        """Keeps the version that is shown, and one more for readers that have opened it."""
+        """Deletes all versions but the one shown and one more, which readers may have open."""
         others = sorted((v for v in self._versions() if v != version), reverse=True)
         before = [v for v in others if v < version] or others
         for number in others:
@@ -328,7 +330,7 @@ class Checkout:
             fresh = self._store / "run.new"
             with self._writing("free some space, or choose another folder"):
                 _write(fresh, self.run.id.encode())
-                fresh.replace(mark)  # Half of an id would look like another run's.
+                fresh.replace(mark)  # A partially written id would look like that of another run.
         if mark.read_bytes() != self.run.id.encode():
             raise InputError(
                 f"{self.directory} follows another run",
@@ -345,7 +347,7 @@ def _check_free(directory: Path) -> None:
     if not directory.is_dir() or any(directory.iterdir()):
         raise InputError(
             f"{directory} exists but was not created by deltawire pull",
-            hint="choose a name that is free, or an empty directory",
+            hint="choose a new name or an empty directory",
         )
 
 
@@ -369,8 +371,8 @@ def _mapped(
 ) -> Iterator[Mirror]:
     """Maps the safetensors files of a folder as a mirror that holds no version.
 
-    On the way out, what could not be a view (a tensor that is not aligned in its file, the second
-    name of a tied one) is written, and everything is flushed to the disk.
+    On exit, writes what could not be a view (an unaligned tensor, the second name of a tied one),
+    and flushes everything to the disk.
     """
     specs = {spec.name: spec for spec in run.tensors}
     tensors: dict[str, Bits] = {}
@@ -405,7 +407,7 @@ def _mapped(
         tensors.clear()
         later.clear()
         for memory in maps:
-            with suppress(BufferError):  # An error that is being raised may still hold a view.
+            with suppress(BufferError):  # An error in flight may still hold a view.
                 memory.close()
     for plan in plans if writable else ():
         with (folder / plan.name).open("rb") as file:
@@ -428,7 +430,7 @@ def _digest_files(folder: Path, plans: list[FilePlan], run: Run) -> Digest:
                 for begin in range(span.begin, span.end, READ_BYTES):
                     data = file.read(min(READ_BYTES, span.end - begin))
                     if len(data) != min(READ_BYTES, span.end - begin):
-                        raise CorruptError(f"{folder / plan.name} was cut short")
+                        raise CorruptError(f"{folder / plan.name} was truncated")
                     bits = np.frombuffer(data, dtype)
                     found += codec.digest_bits(span.stored, bits, at)
                     at += bits.size
@@ -446,7 +448,7 @@ def _hash_of(path: Path) -> str:
 
 
 def _reserve(file: IO[bytes], size: int) -> None:
-    """Allocates the room now: a full disk met in mapped memory would end the process."""
+    """Allocates disk space now: a full disk met in mapped memory would kill the process."""
     file.flush()
     file.truncate(size)
     if size and hasattr(os, "posix_fallocate"):

@@ -1,4 +1,4 @@
-"""Reads Hugging Face directories to publish: weights, their layout, and the other files.
+"""Reads the Hugging Face directories to publish: weights, their layout, and the other files.
 
 `deltawire.sync.publish.model_files` says which other files are carried.
 """
@@ -51,19 +51,19 @@ from deltawire.wire.run import MAX_MODEL_FILES, ModelFile, Run, TensorSpec
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 MARKER = "STABLE"
-"""An empty file that some trainers create last in a directory: it is complete."""
+"""An empty file that some trainers create last, to mark a directory as complete."""
 
 DIGEST_ELEMENTS = 1 << 23
-"""Elements that a thread reads and digests at a time."""
+"""The number of elements that a thread reads and digests at a time."""
 
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors\Z")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory's tensors, by name, which stay in their files, and its other files.
+    """A directory's tensors, by name, left in their files, and its other files.
 
-    ``files`` holds the layout too; ``left_out`` names what is not carried.
+    ``files`` includes the layout; ``left_out`` names the files that are not carried.
     """
 
     path: Path
@@ -89,7 +89,7 @@ class Checkpoint:
     ) -> Digest:
         """Computes the digest of its weights in one pass; ``progress`` gets each number of bytes.
 
-        Raises `CheckpointDirError` if a file is cut meanwhile.
+        Raises `CheckpointDirError` if a file is truncated meanwhile.
         """
 
         def one(part: tuple[str, int]) -> tuple[Digest, int]:
@@ -115,8 +115,8 @@ class Checkpoint:
 def read_checkpoint(path: Path, *, lent: Mapping[str, bytes] = NO_FILES) -> Checkpoint:
     """Reads a directory's headers and other files; ``lent`` are files that it may lack.
 
-    Raises `CheckpointDirError` if it is no complete Hugging Face directory, or one that could not
-    be written again byte for byte.
+    Raises `CheckpointDirError` if it is not a complete Hugging Face directory, or could not be
+    reproduced byte for byte.
     """
     try:
         return _read_checkpoint(path, lent)
@@ -166,7 +166,7 @@ def _read_checkpoint(path: Path, lent: Mapping[str, bytes]) -> Checkpoint:
     files |= {name: data for name, data in lent.items() if name.casefold() not in own}
     files[LAYOUT] = encode_layout(layout)
     if len(files) > MAX_MODEL_FILES:
-        raise InputError(f"{path} has {len(files)} files, the most is {MAX_MODEL_FILES}")
+        raise InputError(f"{path} has {len(files)} files; the limit is {MAX_MODEL_FILES}")
     left_out = [name for name in left_out if name != MARKER]
     return Checkpoint(path, specs, {tensor.spec.name: tensor for tensor in found}, files, left_out)
 
@@ -182,30 +182,34 @@ def weight_files(path: Path) -> list[str]:
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(f"{index} is no index: {error}") from error
+            raise InputError(f"{index} is not an index: {error}") from error
     else:
         names = sorted(file.name for file in path.glob(f"*{SUFFIX}"))
     if not names:
         raise InputError(f"there are no safetensors files in {path}")
     if all(str(name).startswith("adapter_") for name in names):
         raise InputError(
-            f"{path} holds an adapter and no base",
+            f"{path} holds an adapter but no base model",
             hint="merge it into its base, or publish from Python: deltawire.tensors_of(peft_model)",
         )
     for name in names:
         if not isinstance(name, str) or not portable_name(name) or not name.endswith(SUFFIX):
-            raise InputError(f"{path}: {str(name)[:80]!r} cannot name a safetensors file")
+            raise InputError(
+                f"{path}: {str(name)[:80]!r} is not a valid name of a safetensors file"
+            )
         if not (path / name).is_file():
             where = "which its index names" if index.is_file() else "which is a file"
             raise InputError(f"{path} has no {name}, {where}")
     if len({name.casefold() for name in names}) != len(names):
-        raise InputError(f"{path}: two names differ in case only; not every system keeps both")
+        raise InputError(
+            f"{path}: two names differ only in case, which not every system distinguishes"
+        )
     _check_shards(path, names, indexed=index.is_file())
     return names
 
 
 def _check_shards(path: Path, names: list[str], *, indexed: bool) -> None:
-    """Raises `InputError` unless numbered shards are all there and an index names them."""
+    """Raises `InputError` unless all numbered shards exist and an index names them."""
     numbers = [(int(found[1]), int(found[2])) for n in names if (found := _SHARD.search(n))]
     if not numbers:
         return
@@ -223,7 +227,7 @@ def _check_shards(path: Path, names: list[str], *, indexed: bool) -> None:
 
 
 def check_alike(checkpoint: Checkpoint, run: Run, *, url: str = "") -> None:
-    """Raises `CheckpointDirError`, naming the first tensor that is not the run's, if one is not."""
+    """Raises `CheckpointDirError`, naming the first tensor that does not match the run."""
     there = {spec.name: spec for spec in checkpoint.specs}
     wanted = {spec.name: spec for spec in run.tensors}
     for name in sorted(there.keys() | wanted.keys()):
@@ -240,7 +244,7 @@ def check_alike(checkpoint: Checkpoint, run: Run, *, url: str = "") -> None:
             fault = f"has dtype {new.dtype}, the run's has {old.dtype}"
         raise CheckpointDirError(
             f"{checkpoint.path} holds another model: tensor {name[:80]!r} {fault}",
-            hint="a run is one model; start another run for this one",
+            hint="a run holds one model; start another run for this one",
             run=url,
         )
 
@@ -257,7 +261,7 @@ def read_files(bucket: Bucket, files: list[ModelFile], *, version: int) -> dict[
     Raises `CorruptError` for a name that is invalid or not carried, before anything is fetched.
     """
     if len({file.name.casefold() for file in files}) != len(files):
-        raise CorruptError("two files of one name", run=bucket.url, version=version)
+        raise CorruptError("two files have the same name", run=bucket.url, version=version)
     for file in files:
         if not may_be_carried(file.name) and file.name != LAYOUT:
             raise CorruptError(
@@ -267,7 +271,7 @@ def read_files(bucket: Bucket, files: list[ModelFile], *, version: int) -> dict[
             )
         if file.bytes > MAX_FILE_BYTES:
             raise CorruptError(
-                f"{file.name} has {file.bytes} bytes, the most is {MAX_FILE_BYTES}",
+                f"{file.name} has {file.bytes} bytes; the limit is {MAX_FILE_BYTES}",
                 run=bucket.url,
                 version=version,
             )
@@ -285,18 +289,19 @@ def plans_of(run: Run, files: Mapping[str, bytes], *, url: str) -> list[FilePlan
 
 
 def _header(path: Path) -> str:
-    """Reads the text of a safetensors header; it is checked when the tensors are found."""
+    """Reads the text of a safetensors header; it is checked when the tensors are located."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size - 8, MAX_HEADER_BYTES):
             raise InputError(
-                f"{path} is no safetensors file, or not whole", hint="is it still being written?"
+                f"{path} is not a safetensors file, or is incomplete",
+                hint="is it still being written?",
             )
         try:
             return file.read(length).decode()
         except UnicodeDecodeError as error:
-            raise InputError(f"{path} is no safetensors file: {error}") from error
+            raise InputError(f"{path} is not a safetensors file: {error}") from error
 
 
 def same_files(left: list[ModelFile], right: list[ModelFile]) -> bool:

@@ -15,8 +15,9 @@ Fingerprint = tuple[tuple[str, int, int], ...]
 
 
 NESTED = "policy"
-"""A folder within a subfolder that is the checkpoint itself: SkyRL exports ``global_step_N/policy``
-next to the trainer's other models."""
+"""The name of a folder inside a subfolder that is the checkpoint itself: SkyRL exports
+``global_step_N/policy`` next to the trainer's other models.
+"""
 
 
 @dataclass
@@ -26,17 +27,18 @@ class _Candidate:
 
 
 class CheckpointWatcher:
-    """Finds the subfolders of a folder that have become complete checkpoints.
+    """Finds the subfolders of a folder that are now complete checkpoints.
 
     A subfolder is complete when it has a config.json, every safetensors file that its index names
-    (without an index, files that are no numbered shards), each as long as its header states, and
+    (without an index, files other than numbered shards), each as long as its header states, and
     none of its files has changed for ``settle_s``. ``lent`` are files that it may lack, such as
-    config.json. One with the file ``STABLE`` is complete at once, and where one has it, the others
-    are not complete without. Of a subfolder with a folder ``policy``, that is the checkpoint.
+    config.json. A subfolder with the file ``STABLE`` is complete at once, and if one has it, the
+    others are complete only with it. If a subfolder has a folder ``policy``, that folder is the
+    checkpoint.
 
-    They come in the order of the last number in their names (``checkpoint-900`` before
-    ``checkpoint-1000``), then of the names. One that becomes complete after a later one was yielded
-    is passed over: versions only go forward.
+    Subfolders are ordered by the last number in their names (``checkpoint-900`` before
+    ``checkpoint-1000``), then by name. One that becomes complete after a later one was yielded is
+    skipped: versions only go forward.
 
     Example::
 
@@ -61,7 +63,9 @@ class CheckpointWatcher:
         self.lent = lent
         self.passed_over: list[Path] = []
         self.not_taken: list[tuple[Path, str]] = []
-        """Subfolders that are not complete although nothing of them changes, each once, and why."""
+        """Subfolders that are incomplete although their files no longer change, each once, and
+        why.
+        """
         self._settle_s = settle_s
         self._clock = clock
         self._candidates: dict[Path, _Candidate] = {}
@@ -98,7 +102,7 @@ class CheckpointWatcher:
             yield path
 
     def _fault(self, path: Path) -> str:
-        """Says why a subfolder is not a complete checkpoint; empty if it is one."""
+        """Explains why a subfolder is not a complete checkpoint; empty if it is one."""
         try:
             if self._marked and not (path / MARKER).exists():
                 return f"it has no {MARKER}, which others here have; is it still being written?"
@@ -113,7 +117,7 @@ class CheckpointWatcher:
 
 
 def checkpoint_name(path: Path) -> str:
-    """Returns the name of a checkpoint's folder among others: that which has its number."""
+    """Returns the part of a checkpoint's path that holds its number."""
     return path.parent.name if path.name == NESTED else path.name
 
 
@@ -148,7 +152,7 @@ def _checkpoint_in(path: Path) -> Path:
 def _subfolders(folder: Path) -> list[Path]:
     """Lists subfolders, except hidden ones and those whose name marks them as unfinished.
 
-    A link to another subfolder, such as ``latest``, is that subfolder and not one more.
+    A link to another subfolder, such as ``latest``, does not count separately.
     """
     try:
         return [

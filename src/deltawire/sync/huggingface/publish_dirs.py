@@ -1,9 +1,9 @@
-"""Publishes checkpoint directories that another program's trainer writes.
+"""Publishes checkpoint directories that another program writes.
 
-Versions are recognized by content, not by name: a directory whose weights are a version already is
-that version, whichever it is, so the same command may be stopped and started at any time. Weights
-that are no version yet become the next one, unless the directory comes before one that was
-published: old weights never become the newest version unless the caller says so.
+Directories are recognized by content, not by name: if a directory's weights are already a version,
+it is that version, so the same command may be stopped and restarted at any time. New weights become
+the next version unless the directory comes before a published one: old weights never become the
+newest version unless the caller asks for it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
 
 CHECKPOINT_RECORD = "checkpoint"
-"""The member of a version's commit metadata that names the directory it was made of."""
+"""The member of a version's commit metadata that names its source directory."""
 
 State = Literal["published", "there", "planned", "older"]
 
@@ -56,9 +56,9 @@ State = Literal["published", "there", "planned", "older"]
 class DirectoryResult:
     """The outcome for one directory.
 
-    It was ``published`` now, at the cost in ``stats``; was ``there`` already; is only ``planned``
-    by a dry run; or is ``older`` than the published weights and was skipped: ``version`` is then
-    the newest one.
+    The directory was ``published`` by this call, with ``stats``; was already ``there``; is only
+    ``planned``, in a dry run; or is ``older`` than the published weights and was skipped, in which
+    case ``version`` is the newest one.
     """
 
     path: Path
@@ -88,13 +88,12 @@ class _Version(NamedTuple):
 class CheckpointPublisher:
     """Publishes directories to one run, each as the next version. Use it as a context.
 
-    ``retain`` keeps this many of the newest versions readable and prunes older ones after each
-    anchor; 0 keeps all. ``backwards`` lets weights of an earlier version, or of a directory that
+    ``retain`` is the number of newest versions that stay readable; older ones are pruned after each
+    anchor (0 keeps all). ``backwards`` lets weights of an earlier version, or of a directory that
     comes before a published one, become the newest version. ``lent`` are files, such as
-    config.json, that directories may lack. ``options`` go to `Publisher`.
-    ``progress`` gets the bytes that were read, ``on_digest`` a directory that is to be uploaded,
-    ``on_version`` the versions read at the start and their number. Not for use by several threads
-    at once.
+    config.json, that directories may lack. ``options`` go to `Publisher`. ``progress`` gets the
+    bytes read, ``on_digest`` a directory about to be uploaded, ``on_version`` the versions read at
+    the start and their total. Not for use by several threads at once.
 
     Example::
 
@@ -121,7 +120,7 @@ class CheckpointPublisher:
         on_version: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> None:
-        """Raises `InputError` if the run is signed by another key, or asks for one."""
+        """Raises `InputError` if the run is signed by another key, or needs a key."""
         self.bucket = RetryingBucket.over(bucket)
         self._name = name
         self._signer = signer
@@ -155,13 +154,13 @@ class CheckpointPublisher:
         self.close()
 
     def close(self) -> None:
-        """Ends the publisher's threads; raises what the version under way failed with."""
+        """Ends the publisher's threads; raises the error of the version in progress."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()
 
     def find(self, path: Path) -> int | None:
-        """Returns the newest version that a directory's weights are, None if they are none."""
+        """Returns the newest version with a directory's weights, None if there is none."""
         if not self._versions:
             return None
         digest = self._digest(read_checkpoint(path, lent=self._lent)).hex()
@@ -171,11 +170,11 @@ class CheckpointPublisher:
     def publish(self, path: Path, *, in_name_order: bool = False) -> DirectoryResult:
         """Publishes a directory, unless it is a version already; returns when it is committed.
 
-        With ``in_name_order`` it is skipped as ``older`` if a directory was published whose name
-        comes later (see `checkpoint_order`).
+        With ``in_name_order`` the directory is skipped as ``older`` if one with a later name was
+        published (see `checkpoint_order`).
 
-        Raises `CheckpointDirError` if it is no complete Hugging Face directory, holds another model
-        than the run's, or changes meanwhile, `FencedError` if another publisher has taken the run.
+        Raises `CheckpointDirError` if the directory is incomplete, holds another model than the
+        run's, or changes meanwhile; `FencedError` if another publisher has taken the run.
         """
         checkpoint = read_checkpoint(path, lent=self._lent)
         if self.run is not None:
@@ -241,7 +240,7 @@ class CheckpointPublisher:
         return any(checkpoint_order(path) < checkpoint_order(name) for name in names)
 
     def _settle(self) -> None:
-        """Counts versions of our own that were committed although an earlier call failed."""
+        """Counts this publisher's versions that were committed although their call failed."""
         publisher = self._publisher
         if publisher is None or self.run is None:
             return
@@ -251,7 +250,7 @@ class CheckpointPublisher:
             try:
                 manifest = read_manifest(self.bucket, self.run, version)
             except CorruptError:
-                continue  # A number that the publisher passed over.
+                continue  # The publisher skipped this number.
             if manifest is None or manifest.epoch != publisher.epoch:
                 raise self._fenced(version)
             self._versions[version] = _version_of(self.run, manifest)
@@ -277,7 +276,7 @@ class CheckpointPublisher:
             publisher.flush()
         stats = self._stats.pop()
         if not blobs_stay(self.bucket, self.run, [BlobRef(f.blob, f.bytes) for f in files]):
-            # Retention took them while this process was stalled: no version referred to them.
+            # Retention deleted them while this process was stalled: no version referred to them.
             put_files(self.bucket, checkpoint.files)
         if stats.digest != digest.hex():
             raise CheckpointDirError(
@@ -334,7 +333,7 @@ def _version_of(run: Run, manifest: Manifest) -> _Version:
 def _read_versions(
     bucket: Bucket, run: Run, report: Callable[[int, int], None]
 ) -> dict[int, _Version]:
-    """Reads the identity of every version; ``report`` gets the numbers of those done and of all.
+    """Reads the identity of every version; ``report`` gets the number done and the total.
 
     Damaged manifests are skipped: the publisher continues from the newest that can be read.
     """

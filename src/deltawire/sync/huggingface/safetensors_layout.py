@@ -1,8 +1,8 @@
 """Describes how a published directory lays its tensors out in safetensors files.
 
-A layout holds the files' headers as they were, so that followers can write files that equal the
-published ones byte for byte. It is stored as one more model file. It comes from an
-untrusted bucket: file names must be single path components, and the headers are compared with the
+A layout holds the files' headers unchanged, so that followers can write files that equal the
+published ones byte for byte. It is stored as one more model file. Because it comes from an
+untrusted bucket, file names must be single path components, and the headers are compared with the
 run's table before any file is written.
 """
 
@@ -28,7 +28,7 @@ SUFFIX = ".safetensors"
 
 
 class WeightFile(msgspec.Struct, frozen=True):
-    """One safetensors file: its name and its header's text, with the blanks at the end."""
+    """One safetensors file: its name and the text of its header, trailing blanks included."""
 
     name: Annotated[str, Meta(max_length=128)]
     header: Annotated[str, Meta(max_length=MAX_HEADER_BYTES)]
@@ -45,8 +45,8 @@ class SafetensorsLayout(msgspec.Struct, frozen=True, kw_only=True):
 class TensorSpan:
     """The bytes of a tensor in its file.
 
-    ``name`` is its name in the file, ``stored`` that in the run: another one, if the run stores the
-    tensor that it is tied to.
+    ``name`` is its name in the file, ``stored`` its name in the run: the two differ if the run
+    stores it under the name of a tied tensor.
     """
 
     name: str
@@ -66,7 +66,7 @@ class FilePlan:
 
 
 def encode_layout(layout: SafetensorsLayout) -> bytes:
-    """Returns the content of the model file."""
+    """Encodes the content of the model file."""
     return msgspec.json.encode(layout) + b"\n"
 
 
@@ -78,15 +78,15 @@ def plan_files(layout: SafetensorsLayout, table: Run) -> list[FilePlan]:
     """
     names = [file.name.casefold() for file in layout.files]
     if len(set(names)) != len(names):
-        raise CorruptError("layout: two files of one name, which some systems do not tell by case")
+        raise CorruptError("layout: two file names differ at most in case")
     specs = {spec.name: spec for spec in table.tensors}
     plans = [_plan(file, specs, table.aliases) for file in layout.files]
     written = [span.name for plan in plans for span in plan.spans]
     if len(set(written)) != len(written):
-        raise CorruptError("layout: a tensor lies in two places")
+        raise CorruptError("layout: a tensor occurs twice")
     stored = {span.stored for plan in plans for span in plan.spans}
     if absent := sorted(specs.keys() - stored):
-        raise CorruptError(f"layout: tensor {absent[0][:80]!r} lies nowhere")
+        raise CorruptError(f"layout: tensor {absent[0][:80]!r} is missing")
     return plans
 
 
@@ -104,7 +104,8 @@ def decode_layout(data: bytes, *, table: Run, run: str, key: str) -> list[FilePl
 def default_layout(table: Run) -> SafetensorsLayout:
     """Lays out all tensors in one file, in the order of the table, for a run without directories.
 
-    Tied tensors are written under each of their names, because loaders differ in which they want.
+    Tied tensors are written under each of their names, because loaders differ in which one they
+    need.
     """
     specs = {spec.name: spec for spec in table.tensors}
     tied = {name: specs[table.aliases[name]] for name in sorted(table.aliases)}
@@ -129,7 +130,7 @@ def weight_file(name: str, tensors: Mapping[str, TensorSpec]) -> WeightFile:
 
 def _plan(file: WeightFile, specs: dict[str, TensorSpec], aliases: dict[str, str]) -> FilePlan:
     if not portable_name(file.name) or not file.name.endswith(SUFFIX):
-        raise CorruptError(f"layout: {file.name[:80]!r} cannot name a safetensors file")
+        raise CorruptError(f"layout: {file.name[:80]!r} is not a valid name of a safetensors file")
     header = file.header.encode()
     try:
         entries = json.loads(header)
@@ -148,7 +149,7 @@ def _plan(file: WeightFile, specs: dict[str, TensorSpec], aliases: dict[str, str
         if spec is None:
             raise CorruptError(f"layout: the run has no tensor {name[:80]!r}")
         if entry.get("dtype") != spec.dtype or entry.get("shape") != list(spec.shape):
-            raise CorruptError(f"layout: tensor {name[:80]!r} is not the run's")
+            raise CorruptError(f"layout: tensor {name[:80]!r} differs from the run's")
         if begin != at or end - begin != spec.count * ITEMSIZE[spec.dtype]:
             raise CorruptError(f"layout: tensor {name[:80]!r} leaves a gap or overlaps another")
         spans.append(TensorSpan(name, stored, len(prefix) + begin, len(prefix) + end))

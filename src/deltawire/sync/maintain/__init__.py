@@ -1,1 +1,1 @@
-"""Background upkeep of a run: compaction, retention, relays and fsck."""
+"""Maintains a run in the background: retention, relays and fsck."""

@@ -1,12 +1,12 @@
-"""Checks a run: every object it should have, every bit of it, every route between versions.
+"""Checks a run: every object it should have, every bit, and every route between versions.
 
 The run may be live: commits, pruning and compaction during the check are not faults.
 
-One pass, in the order of versions, with one mirror that moves along: each manifest, compacted delta
-and blob is read once, however many are damaged. A version counts as reached if a sound anchor, or a
-sound step from a version that was reached, leads to it; only where the mirror has moved past the
-base of a compacted delta that is needed is something fetched a second time. Versions are those that
-a listing shows, and gaps between them are reported as gaps: keys may state any number.
+The check makes one pass in the order of versions with one mirror, and reads each manifest,
+compacted delta and blob once, however many are damaged. A version counts as reached if a sound
+anchor leads to it, or a sound step from a version that was reached. Objects are fetched twice only
+if a compacted delta is needed after the mirror has moved past its base. Versions are those that a
+listing shows, and gaps between them are reported as gaps: keys may state any number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 
 READERS = 8
-"""Small objects read at once from a store that is not on this machine."""
+"""Small objects read at once from a remote store."""
 
 
 class StatedStep(NamedTuple):
@@ -62,8 +62,9 @@ class StatedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFault:
-    """Something missing or wrong. A ``warning`` costs readers bytes or nothing; an ``error`` costs
-    them a version."""
+    """A missing or wrong object. A ``warning`` costs readers extra bytes at most; an ``error``
+    makes a version unreadable.
+    """
 
     level: Level
     key: str
@@ -73,9 +74,10 @@ class RunFault:
 
 @dataclass
 class CheckedRun:
-    """The findings of a check. ``first`` is the oldest version here: where a relay began, 0 in
-    the run's own bucket. ``newest`` is the newest whose manifest can be read. ``unreachable``
-    versions cannot be read by any route."""
+    """The findings of a check. ``first`` is the oldest version here: 0 in the run's own bucket, at
+    a relay's destination the one that the relay began with. ``newest`` is the newest version with a
+    readable manifest. No route leads to the ``unreachable`` versions.
+    """
 
     versions: int = 0
     first: int = 0
@@ -104,14 +106,14 @@ def check_run(
     public_key: str = "",
     progress: Progress | None = None,
 ) -> CheckedRun:
-    """Checks the run in a bucket. Changes nothing: of a remote store it tries whether a create of
-    run.json is refused, with run.json's own bytes.
+    """Checks the run in a bucket. Changes nothing; to probe a remote store, it tries to create
+    run.json again with the same bytes.
 
-    Without ``deep`` blobs are only looked up, by name and size; with it every blob is read, every
-    version is rebuilt in a mirror's memory and compared with its digest. ``progress`` is called
-    with what is being checked, how many are done and how many there are in all. Raises
-    `CorruptError` if ``run.json`` cannot be read, `InputError` if there is no run at all,
-    `RetryError` if the store does not answer.
+    Without ``deep``, blobs are only looked up by name and size. With it, every blob is read, and
+    every version is rebuilt in a mirror and compared with its digest. ``progress`` is called with
+    the kind of object being checked, the number done and the total. Raises `CorruptError` if
+    ``run.json`` cannot be read, `InputError` if there is no run at all, `RetryError` if the store
+    does not answer.
 
     Example::
 
@@ -144,7 +146,7 @@ class _Check:
         self._anchors: dict[int, list[StatedStep]] = {}
         self._compacted_from: dict[int, list[StatedStep]] = {}
         self._bad: set[str] = set()
-        """Blobs that are missing or damaged, and compacted deltas that do not join versions."""
+        """Missing or damaged blobs, and compacted deltas that do not connect versions."""
         self._read: set[str] = set()
         """Blobs whose content matches their name."""
         self._reported: set[tuple[str, int | None]] = set()
@@ -187,9 +189,10 @@ class _Check:
         return found
 
     def _read_floors(self, first: int) -> int:
-        """Returns the newest floor, and reports those that are not retention's.
+        """Returns the newest floor, and reports those that retention did not create.
 
-        A relay, which has no key, records unsigned at which version it began: the first one here.
+        A relay has no key; it records the version that it began with, the first one here, in an
+        unsigned floor.
         """
         floors = read_retention_floors(self.bucket, self.run)
         unsigned = read_retention_floors(self.bucket, self.run, unsigned=True)
@@ -219,8 +222,9 @@ class _Check:
         return "error" if version >= self.found.floor else "warning"
 
     def _read_all(self, what: str, read: Callable[[T], object], items: list[T]) -> Iterator[object]:
-        """Yields what ``read`` returns for each item, in order, or the `CorruptError` that it
-        raised."""
+        """Yields the result of ``read`` for each item, in order, or the `CorruptError` that it
+        raised.
+        """
 
         def one(item: T) -> object:
             try:
@@ -259,19 +263,22 @@ class _Check:
                 self._anchors.setdefault(version, []).append(step)
             base = self._manifests.get(manifest.base) if manifest.base is not None else None
             if base is not None and base.digest != manifest.base_digest:
-                self._fault("error", key, version, "it builds on another digest than its base has")
+                self._fault(
+                    "error", key, version, "it builds on a digest that its base does not have"
+                )
             if not manifest.pruned and manifest.epoch < epoch:
-                self._fault("error", key, version, "its epoch is below that of the one before")
+                self._fault("error", key, version, "its epoch is below that of the version before")
             epoch = max(epoch, manifest.epoch)
         for version, message in damaged.items():
             self._fault(self._level(version), keys.manifest(version), version, message)
 
     def _report_gaps(self) -> None:
-        """Reports numbers without a manifest. Writers pass over one only if it is taken, so below
-        the newest version a gap is a loss."""
+        """Reports numbers without a manifest. Writers skip a number only if an object occupies it,
+        so a gap below the newest version is a lost manifest.
+        """
         first, newest = self.found.first, self.found.newest
         if first > self.found.floor:
-            message = f"nothing below version {first} is here, and no floor closes it"
+            message = f"nothing below version {first} exists, and no retention floor closes it"
             self._fault("error", keys.manifest(first - 1), None, message)
         for low, high in pairwise(self._listed):
             if high == low + 1 or newest is None or high > newest:
@@ -297,12 +304,15 @@ class _Check:
             if isinstance(compacted, CorruptError):
                 self._fault("warning", key, name[1], compacted.message)
             if not isinstance(compacted, CompactedDelta):
-                continue  # Damaged, or retention took it meanwhile.
+                continue  # Damaged, or deleted by retention meanwhile.
             ends = [(compacted.version, compacted.digest)]
             ends += [] if compacted.base is None else [(compacted.base, compacted.base_digest)]
             if any(v in self._manifests and self._manifests[v].digest != d for v, d in ends):
                 self._fault(
-                    "error", key, compacted.version, "it does not join the versions that it names"
+                    "error",
+                    key,
+                    compacted.version,
+                    "it does not connect the versions that it names",
                 )
                 self._bad.add(key)
             step = self._step(compacted.base, compacted, compacted.payload, key)
@@ -316,7 +326,7 @@ class _Check:
     def _step(
         self, base: int | None, stated: Manifest | CompactedDelta, ref: PayloadRef, key: str
     ) -> StatedStep:
-        """Returns a step with its blobs; a piece table that is missing or damaged is a fault."""
+        """Returns a step with its blobs; reports a missing or damaged piece table."""
         step = StatedStep(base, stated, ref, key, table_blobs([ref]))
         try:
             step.blobs.extend(read_blobs(self.bucket, self.run, ref))
@@ -345,7 +355,7 @@ class _Check:
         self.found.unreferenced, self.found.unreferenced_bytes = len(spare), sum(spare)
 
     def _all_refs(self) -> Iterator[tuple[Level, BlobRef, int | None]]:
-        """Yields every blob that something refers to; those of anchors and deltas last."""
+        """Yields every blob that an object refers to; those of anchors and deltas last."""
         for file in self.run.model_files:
             yield "error", BlobRef(file.blob, file.bytes), None
         for version, manifest in self._manifests.items():
@@ -358,10 +368,10 @@ class _Check:
     def _look(self, level: Level, ref: BlobRef, version: int | None, there: dict[str, int]) -> None:
         key = keys.blob(ref.hash)
         size = there.get(key)
-        if size is None:  # Perhaps it was put after the listing.
+        if size is None:  # It may have been stored after the listing.
             size = self.bucket.size(key)
         if size != ref.bytes:
-            what = "missing" if size is None else f"of {size} bytes and not {ref.bytes}"
+            what = "missing" if size is None else f"of {size} bytes instead of {ref.bytes}"
             self._fault(level, key, version, f"a blob is {what}")
             self._bad.add(key)
 
@@ -370,7 +380,7 @@ class _Check:
         return self._bad.isdisjoint([step.key, *names])
 
     def _follow(self) -> None:
-        """Finds which versions can be reached, judging blobs by their sizes and not their bits."""
+        """Finds the versions that can be reached, trusting blobs of the right size."""
         for version in self._listed:
             steps = [s for s in self._steps.get(version, ()) if s.base in self._reached]
             for step in (*self._anchors.get(version, ()), *steps):
@@ -378,7 +388,7 @@ class _Check:
                     self._reached[version] = step
 
     def _rebuild(self) -> None:
-        """Rebuilds every version from the ones before, in one mirror that moves along."""
+        """Rebuilds every version in order, in one mirror."""
         mirror = empty_mirror(self.run)
         for number, version in enumerate(self._listed):
             self._progress("versions", number, len(self._listed))
@@ -404,7 +414,7 @@ class _Check:
                 self._try(step, lambda s=step: self._go_around(s, mirror))  # type: ignore[misc]
 
     def _try(self, step: StatedStep, action: Callable[[], None]) -> None:
-        """Checks a step and reports its fault; a step that is known to be bad is skipped."""
+        """Checks a step and reports its fault; skips a step that is known to be bad."""
         if not self._sound(step):
             return
         try:
@@ -415,8 +425,9 @@ class _Check:
             self._bad.add(key)
 
     def _go_around(self, step: StatedStep, mirror: Mirror) -> None:
-        """Goes around damaged objects as a reader would: back to the base of a step, and over
-        it."""
+        """Avoids damaged objects as a reader would: returns to the base of a step, and takes that
+        step.
+        """
         route = [step]
         while route[-1].base is not None and route[-1].base != mirror.version:
             route.append(self._reached[route[-1].base])
@@ -448,7 +459,7 @@ class _Check:
             held = mirror.find(name, start, bits.size)
             if held is None or not np.array_equal(held, bits):
                 raise CorruptError(
-                    f"the anchor's tensor {name} differs from what the deltas lead to",
+                    f"the anchor's tensor {name} differs from the one that the deltas give",
                     version=stated.version,
                 )
 
@@ -463,8 +474,9 @@ class _Check:
         self._read |= {ref.hash for ref in step.blobs}
 
     def _read_the_rest(self) -> None:
-        """Compares the other blobs with their names: those of steps from versions that were not
-        reached, and of files besides the weights."""
+        """Compares the remaining blobs with their names: those of steps from versions that were not
+        reached, and of files other than weights.
+        """
         rest = {
             ref.hash: (level, ref, version)
             for level, ref, version in self._all_refs()

@@ -10,20 +10,20 @@ Concurrency::
                                                        last of all ▶ manifest N+1, the same bytes
 
 Manifests are copied byte for byte, so their signatures hold at the destination as well; the relay
-has no key and needs none. An anchor's blobs are made from the relay's own mirror: encoding is a
-function of the bits, so they come out as the ones that the manifest names, and are compared with
-those names before they are put. One that differs (its writer had another encoder) is copied, which
-is counted and reported.
+has no key and needs none. An anchor's blobs are encoded from the relay's own mirror. Encoding is
+deterministic, so they have the names that the manifest states, which is checked before they are
+stored. A blob that differs, because its writer had another encoder, is copied; this is counted and
+reported.
 
-Everything that the relay knows lies in the destination. Stopped anywhere, it finds the newest
-version there and continues after it; blobs of a version that is not committed yet are put again or
-found to be there. Compacted deltas are made at the destination, from its own deltas; in a signed
-run, where they need the key, the source's are copied once their blobs have been made.
+The relay keeps all its state in the destination. After a stop at any point, it finds the newest
+version there and continues; blobs of an uncommitted version are stored again or found. Compacted
+deltas are made at the destination, from its own deltas; in a signed run, where they need the key,
+the source's are copied once their blobs have been made.
 
 Versions that retention prunes at the source are pruned at the destination too, down to the newest
-anchor that is there, with the source's tombstones. So a region does not grow for ever. A manifest
-that the source has lost, or that cannot be read there, is passed over once a newer version can be
-read, and stays as the relay's ``alarm``.
+anchor that is there, with the source's tombstones. A region's bucket therefore does not grow
+without bound. A manifest that the source lost, or that cannot be read there, is skipped once a
+newer version can be read, and remains the relay's ``alarm``.
 """
 
 from __future__ import annotations
@@ -78,16 +78,18 @@ PRUNE_EVERY_S = 300.0
 """Seconds between checks of what the source has pruned, while it has no new version."""
 
 PATIENCE = 16
-"""Versions after which a compacted delta that the source of a signed run has not made is given
-up."""
+"""After this many further versions, a compacted delta that is missing at the source of a signed run
+is given up.
+"""
 
 
 @dataclass(frozen=True)
 class Relayed:
-    """The cost of copying one version. ``crossed`` bytes came from the source, of them
-    ``anchor_copied`` for an anchor; ``anchor_made`` were encoded here instead. ``alarm`` says which
-    manifest at the source could not be read, ``compaction_error`` why a compacted delta could not
-    be made."""
+    """The cost of copying one version. ``crossed`` bytes came from the source, of which
+    ``anchor_copied`` for an anchor; ``anchor_made`` bytes were encoded here instead. ``alarm``
+    names a manifest at the source that could not be read, ``compaction_error`` explains why a
+    compacted delta could not be made.
+    """
 
     version: int
     pruned: bool
@@ -102,12 +104,12 @@ class Relayed:
 class Relay:
     """Copies a run from one bucket to another, version by version.
 
-    ``start`` is the version to begin with where the destination is empty: the newest anchor at or
-    before it, the newest of all if it is None. ``strides`` are those of the compacted deltas made
-    at the destination; in a signed run without ``signer``, of those the ones that the source has
-    too. Unless ``retain`` is false, versions that the source has pruned are pruned at the
-    destination, ``grace_s`` after they were closed there, whenever everything at the source has
-    been copied. Not for use by several threads at once; two relays to one destination do no harm.
+    With an empty destination, copying begins with the newest anchor at or before ``start`` (None:
+    the newest of all). ``strides`` are those of the compacted deltas made at the destination; in a
+    signed run without ``signer``, only those that the source has too. Unless ``retain`` is false,
+    versions that the source has pruned are pruned at the destination, ``grace_s`` after they were
+    closed there, whenever everything at the source has been copied. Not for use by several threads
+    at once; two relays to one destination are harmless.
 
     Example::
 
@@ -141,7 +143,7 @@ class Relay:
         self.destination = RetryingBucket.over(destination)
         self._threads = threads
         self.crossed = 0
-        """Bytes of manifests, blobs and run.json that came from the source, since this was made."""
+        """Bytes of manifests, blobs and run.json that this object has read from the source."""
         self._retain = retain
         self._grace_s = grace_s
         self._prune_at = 0.0
@@ -172,11 +174,11 @@ class Relay:
 
     @property
     def alarm(self) -> CorruptError | None:
-        """Why a manifest at the source could not be read, None if all could."""
+        """The reason why a manifest at the source could not be read, None if all could."""
         return self._poller.alarm
 
     def advance(self, progress: Callable[[Relayed], None] | None = None) -> int:
-        """Copies everything that is at the source by now. Returns how many versions that was."""
+        """Copies every version that is now at the source. Returns how many there were."""
         count = 0
         while (done := self.step()) is not None:
             count += 1
@@ -199,7 +201,8 @@ class Relay:
             yield done
 
     def prune(self) -> Pruned | None:
-        """Prunes at the destination what the source has pruned; None if that is nothing.
+        """Prunes at the destination what the source has pruned. Returns None if there was nothing
+        to prune.
 
         Raises as `retention.prune`; the same call may then be repeated.
         """
@@ -214,11 +217,11 @@ class Relay:
             sealed=SealedElsewhere(self._tombstone, self._floor),
         )
         if found.pruned_below == found.floor:
-            self._pruned_below = floor  # Nothing is left to do until the source prunes more.
+            self._pruned_below = floor  # Nothing to do until the source prunes more.
         return found
 
     def close(self) -> None:
-        """Makes the compacted deltas that are due, and ends the thread that does."""
+        """Makes the compacted deltas that are due, and ends the compaction thread."""
         self.compaction.close()
 
     def step(self) -> Relayed | None:
@@ -258,7 +261,7 @@ class Relay:
         )
 
     def _compaction_error(self) -> str:
-        error = self.compaction.error  # A delta that the source has yet to make is no error.
+        error = self.compaction.error  # A delta that the source has not made yet is not an error.
         return "" if error is None or isinstance(error, RetryError) else str(error)
 
     def _next(self) -> tuple[bytes, Manifest] | None:
@@ -269,7 +272,7 @@ class Relay:
             return None
         if newest.version == self._done + 1:
             return self._data[newest.version], newest
-        # The next one is pruned, lost or damaged: the first of the others that can be read.
+        # The next one is pruned, lost or damaged; use the first later one that can be read.
         for version in committed_versions(self.source, newer_than=self._done):
             try:
                 manifest = self._read(version)
@@ -291,13 +294,13 @@ class Relay:
         return data
 
     def _begin_with(self, version: int) -> None:
-        """Records at the destination that nothing below ``version`` was ever there."""
+        """Records at the destination that it never held a version below ``version``."""
         key = keys.retention_floor(version)
         data = seal(RetentionFloor(run=self.run.id, version=version), key=key)
         self.destination.create(key, data)
 
     def _copy_run(self, public_key: str) -> Run:
-        """Copies run.json unchanged, once its files are there."""
+        """Copies run.json unchanged, after its files."""
         run = require_run(self.source, public_key=public_key)
         there = read_run(self.destination, public_key=public_key)
         if there is not None and there.id != run.id:
@@ -310,7 +313,7 @@ class Relay:
             data = self.source.get(keys.RUN, limit=MAX_RUN_BYTES)
             if data is None:
                 raise RetryError(
-                    "run.json was there and is missing now", run=self.source.url, key=keys.RUN
+                    "run.json existed and is now missing", run=self.source.url, key=keys.RUN
                 )
             check_signed(self.source, run, data, keys.RUN)
             self.crossed += len(data)
@@ -319,8 +322,9 @@ class Relay:
         return run
 
     def _resume(self) -> tuple[Mirror, int]:
-        """Loads the newest version that the destination holds from there. Returns the mirror, and
-        the newest version that was copied (-1: none)."""
+        """Loads the newest version at the destination. Returns the mirror, and the newest version
+        that was copied (-1: none).
+        """
         newest = newest_readable(self.destination, self.run)
         if newest is None:
             copied = newest_version(self.destination)
@@ -330,7 +334,7 @@ class Relay:
                 self.destination, self.run, at=newest.version, threads=self._threads
             )
         except CorruptError:
-            # An earlier relay may have been killed before it could check its blobs.
+            # An earlier relay may have been killed before it checked its blobs.
             for ref in newest.payloads:
                 self._copy_refs(self._blobs(ref, newest.version), newest.version)
             mirror = load_mirror(
@@ -340,9 +344,10 @@ class Relay:
         return mirror, newest.version
 
     def _sealed_at_source(self, base: int, target: int) -> tuple[bytes, CompactedDelta] | None:
-        """Returns the source's compacted delta, whose signature holds at the destination too; None
-        if it has none. It may come a little later than its version, and is waited for until it is
-        long overdue."""
+        """Returns the source's compacted delta, whose signature is valid at the destination too;
+        None if there is none. It may appear shortly after its version, so it is awaited until it is
+        long overdue.
+        """
         key = keys.compacted(base, target)
         data = self.source.get(key, limit=MAX_MANIFEST_BYTES)
         if data is None:
@@ -373,11 +378,11 @@ class Relay:
                 return version
         if start is not None and start < newest.version:
             raise InputError(
-                f"no version up to {start} is stored whole at the source, or not any more",
+                f"the source has no anchor at or before version {start}",
                 hint="start with a newer version, or with the newest",
                 run=self.source.url,
             )
-        raise CorruptError("no version is stored whole at the source", run=self.source.url)
+        raise CorruptError("the source has no anchor", run=self.source.url)
 
     def _read(self, version: int) -> Manifest | None:
         """Reads a manifest at the source, and keeps its bytes in ``_data``."""
@@ -403,7 +408,7 @@ class Relay:
         try:
             return read_blobs(self.destination, self.run, ref)
         except CorruptError:
-            # Of a table that was there before only the size was checked: copy it again.
+            # Only the size of an existing table was checked: copy it again.
             for table in tables:
                 self._copy_blob(table, version)
             return read_blobs(self.destination, self.run, ref)
@@ -420,8 +425,10 @@ class Relay:
         put_blob(self.destination, bytes(data))
 
     def _move(self, manifest: Manifest) -> tuple[int, int]:
-        """Moves the mirror to the version, and its anchor's blobs to the destination: encoded here
-        if the delta leads there, otherwise copied. Returns the bytes encoded and copied."""
+        """Moves the mirror to the version and stores its anchor's blobs at the destination, encoded
+        here if the mirror arrived by the delta, otherwise copied. Returns the bytes encoded and
+        copied.
+        """
         follows = manifest.delta is not None and manifest.base == self.mirror.version
         if follows:
             assert manifest.delta is not None
@@ -446,8 +453,9 @@ class Relay:
         return 0, self.crossed - before
 
     def _keep_blobs(self, manifest: Manifest) -> None:
-        """Copies or encodes again what retention at the destination deleted before the commit:
-        blobs that lay there already were counted on, and perhaps nothing referred to them."""
+        """Copies or encodes blobs again that retention at the destination deleted before the
+        commit: the relay had found them there, but perhaps no object referred to them.
+        """
         refs = table_blobs(manifest.payloads)
         for payload in manifest.payloads:
             refs += self._blobs(payload, manifest.version)
@@ -459,7 +467,7 @@ class Relay:
         self._copy_refs(refs, manifest.version)
         if not blobs_stay(self.destination, self.run, refs, unsigned=self._keyless):
             raise RetryError(
-                "blobs that were just put are missing again",
+                "blobs that were just stored are missing again",
                 run=self.destination.url,
                 version=manifest.version,
             )
@@ -490,7 +498,9 @@ class Relay:
         return made, copied
 
     def _encode(self, pieces: list[Piece]) -> bytes | None:
-        """Encodes an anchor's blob from the mirror; None if these pieces do not make one up."""
+        """Encodes an anchor's blob from the mirror. Returns None if these pieces do not form
+        one.
+        """
         ordered = sorted(pieces, key=lambda piece: piece.offset)
         count = threads_of(self._threads)
         parts: list[bytes] = []
@@ -511,14 +521,14 @@ class Relay:
         return codec.encode_full(bits, spec.dtype, threads=1)
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
-        """Creates the manifest unchanged; one that is there must be the same, or its tombstone."""
+        """Creates the manifest unchanged; an existing one must be the same, or its tombstone."""
         key = keys.manifest(manifest.version)
         if self.destination.create(key, data):
             return
         try:
             there = read_manifest(self.destination, self.run, manifest.version)
         except CorruptError:
-            self.destination.put(key, data)  # The manifest there was unreadable.
+            self.destination.put(key, data)  # The manifest at the destination was unreadable.
             return
         if there is None or (
             (there.nonce, there.digest) != (manifest.nonce, manifest.digest)
@@ -527,7 +537,7 @@ class Relay:
         ):
             raise CorruptError(
                 "the destination holds another version of this number",
-                hint="nothing else may publish to a relay's destination; start in an empty one",
+                hint="only the relay may write to its destination; start with an empty one",
                 run=self.destination.url,
                 version=manifest.version,
                 key=key,

@@ -1,25 +1,25 @@
 """Retention: prunes old versions without forking the chain or stranding a reader.
 
-In this order, so that stopping anywhere does no harm and the same call continues from there:
+The order makes a stop at any point harmless, and the same call then continues:
 
-1. Find the newest anchor at or before the cutoff whose blobs are there and from which the newest
-   version can be reached. If there is none, nothing happens.
-2. Raise the retention floor to it: create ``weights/retention-floors/<version>.json``. Publishers
+1. Find the newest anchor at or before the cutoff whose blobs exist and from which the newest
+version can be reached. Without one, do nothing. 2. Raise the retention floor to it: create
+``weights/retention-floors/<version>.json``. Publishers
    read the floors after each commit and stop if their version lies below one. Floors are only ever
    created, so two retentions at once cannot lower one.
 3. Below the newest floor that is older than the grace period, and never above the anchor that was
    verified in step 1: replace each manifest with a tombstone, and create one where a manifest is
-   missing. So the name of a committed version is never free again, and a writer that was stalled
-   all the while cannot commit under it.
+   missing. The name of a committed version is thus never free again, and a writer that was stalled
+   cannot commit under it.
 4. Delete compacted deltas that begin below it, then floors below it.
 5. Delete blobs that nothing refers to and that are older than the grace period: announce them (see
    `gc_intents`), read manifests and compacted deltas once more, delete. And parts of commits that
    were never made.
 
 Readers that planned before step 2 have the grace period to fetch what they planned; later ones find
-the tombstone of their next version and plan again. Writers need no grace: what one commits after
-the second read of step 5 it checks itself. Ages are the store's own, measured against an object
-written for the purpose: no two clocks are compared.
+the tombstone of their next version and plan again. Writers need no grace period: a writer that
+commits after the second read of step 5 checks its own blobs. Ages are measured by the store's
+clock, against an object written for that purpose: no two clocks are compared.
 
 A key by itself proves nothing. Floors must be sealed, and signed in a signed run; checkpoints count
 if their commit can be read; damaged compacted deltas and any object above the newest readable
@@ -59,10 +59,10 @@ from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer, seal
 
 GRACE_S = 24 * 3600.0
-"""The default time for a reader to fetch what it planned."""
+"""The default grace period for readers, in seconds."""
 
 MAX_FILLED = 4096
-"""The most names of missing versions that one call fills with tombstones."""
+"""The most missing versions for which one call creates tombstones."""
 
 MAX_COMMIT_BYTES = 16 << 20
 
@@ -71,9 +71,9 @@ MAX_COMMIT_BYTES = 16 << 20
 class Pruned:
     """The result of retention.
 
-    It keeps the versions from ``anchor`` on (None: none was found). Versions below ``floor`` are
-    closed, those below ``pruned_below`` deleted. ``refused`` lists the objects that were ignored
-    because they are damaged or unsigned.
+    The versions from ``anchor`` on are kept (None: no anchor was found). Versions below ``floor``
+    are closed, those below ``pruned_below`` deleted. ``refused`` lists the objects that were
+    ignored because they are damaged or unsigned.
     """
 
     anchor: int | None = None
@@ -88,8 +88,9 @@ class Pruned:
 
 @dataclass(frozen=True)
 class SealedElsewhere:
-    """Objects that a relay, which has no key, copies from the run's own bucket: the bytes of a
-    version's tombstone or floor, None if there is none."""
+    """Returns the bytes of a version's tombstone or floor in the run's own bucket, from which a
+    relay copies them because it has no key; None if there is none.
+    """
 
     tombstone: Callable[[int], bytes | None]
     floor: Callable[[int], bytes | None]
@@ -105,14 +106,14 @@ def prune(
     dry_run: bool = False,
     sealed: SealedElsewhere | None = None,
 ) -> Pruned:
-    """Closes the versions that are not needed to read version ``cutoff`` or a newer one, and
+    """Closes the versions that readers of version ``cutoff`` and newer ones do not need, and
     deletes those that were closed longer than ``grace_s`` ago.
 
     Versions that a checkpoint of the trainer refers to are kept. A relay has no key and passes
     ``sealed``; versions that are not pruned in that bucket stay here too. With ``dry_run`` nothing
-    is written except the object that shows the store's clock. Raises `CorruptError` if a version
-    that is to be kept is damaged, before anything of it is deleted, and `RetryError` if the store
-    does not answer; the same call may then be repeated.
+    is written except the object that shows the store's clock. Raises `CorruptError` before any
+    deletion if a version that is to be kept is damaged, and `RetryError` if the store does not
+    answer; the same call may then be repeated.
 
     Example::
 
@@ -122,7 +123,7 @@ def prune(
         check_signer(bucket, run, signer)
     if grace_s < 0:
         raise InputError(
-            f"a grace period of {grace_s} s", hint="give 0 or more seconds", run=bucket.url
+            f"the grace period is {grace_s} s", hint="give 0 or more seconds", run=bucket.url
         )
     call = _Retention(RetryingBucket.over(bucket), run, signer, sealed, dry_run=dry_run)
     return call.prune(cutoff, timedelta(seconds=grace_s))
@@ -147,7 +148,7 @@ class _Retention:
         self._sealed = sealed
         self._dry_run = dry_run
         self._unsigned = sealed is not None
-        """A relay's own floors and intents carry no signature where it has no key."""
+        """A relay without a key writes unsigned floors and intents."""
 
     def prune(self, cutoff: int, grace: timedelta) -> Pruned:
         found = self.found
@@ -172,7 +173,7 @@ class _Retention:
         if not self._dry_run:
             drop_dead_intents(self.bucket, now)
         closed = max((v for v, entry in valid.items() if entry.modified <= due), default=0)
-        # A former key holder may have raised the floor: prune only what nothing needs now.
+        # A former key holder may have raised the floor: prune only what no object needs now.
         found.pruned_below = min(closed, found.anchor or 0)
         if found.pruned_below:
             self._bury(versions)
@@ -181,8 +182,9 @@ class _Retention:
         return found
 
     def _anchor(self, versions: list[int], cutoff: int, newest: int) -> int | None:
-        """Returns the newest version up to ``cutoff`` that is stored whole, has its blobs, and
-        leads to the newest."""
+        """Returns the newest version up to ``cutoff`` that has an anchor with all its blobs, and
+        from which the newest version can be reached.
+        """
         later = {
             name[1]
             for key in self.bucket.list(keys.COMPACTED)
@@ -241,7 +243,7 @@ class _Retention:
             data = seal(floor, key=key, signer=self._signer)
         if data is None:
             return False
-        # One that is there already is another retention's, at the same version; or junk.
+        # An existing one was created by another retention at the same version, or is junk.
         if not self.bucket.create(key, data):
             floors = read_retention_floors(self.bucket, self.run, unsigned=self._unsigned)
             if version not in floors.valid:
@@ -249,7 +251,7 @@ class _Retention:
         return True
 
     def _bury(self, versions: Iterable[int]) -> None:
-        """Puts tombstones in the place of the manifests below `Pruned.pruned_below`."""
+        """Replaces the manifests below `Pruned.pruned_below` with tombstones."""
         for version in sorted(self._filled(versions)):
             tombstone = self._tombstone(version)
             if tombstone is None:
@@ -259,14 +261,14 @@ class _Retention:
             else:
                 data = encode_manifest(tombstone, signer=self._signer)
             if data is None:
-                self.found.pruned_below = version  # Not pruned where it comes from: wait for that.
+                self.found.pruned_below = version  # Not pruned in the run's own bucket yet: wait.
                 return
             self.found.manifests.append(version)
             if not self._dry_run:
                 self.bucket.put(keys.manifest(version), data)
 
     def _filled(self, versions: Iterable[int]) -> set[int]:
-        """Returns the versions below `Pruned.pruned_below`, those that are missing included."""
+        """Returns the versions below `Pruned.pruned_below`, including missing ones."""
         end = self.found.pruned_below
         listed = sorted(v for v in versions if v < end)
         gaps = [(low + 1, high) for low, high in pairwise([-1, *listed, end]) if high > low + 1]
@@ -274,13 +276,16 @@ class _Retention:
             gaps = []
         missing = sum(high - low for low, high in gaps)
         if missing > MAX_FILLED:
-            self.found.refused.append(f"{missing} versions below {end} are missing: not filled")
+            self.found.refused.append(
+                f"{missing} versions below {end} are missing: no tombstones were created for them"
+            )
             gaps = []
         return {*listed, *(v for low, high in gaps for v in range(low, high))}
 
     def _tombstone(self, version: int) -> Manifest | None:
-        """Returns what replaces a manifest, None if it is one already or cannot be read: a damaged
-        manifest keeps the name taken as well."""
+        """Returns the tombstone that replaces a manifest. None if it already is one, or cannot be
+        read: a damaged manifest occupies the name as well.
+        """
         try:
             manifest = read_manifest(self.bucket, self.run, version)
         except CorruptError as error:
@@ -328,8 +333,8 @@ class _Retention:
             for entry in self.bucket.list_objects(keys.BLOBS)
             if entry.key not in kept and entry.modified <= due
         }
-        # Once more: a publisher that repeats a lost version has perhaps just put it again. It puts
-        # it a third time if it has to.
+        # Read again: a publisher that repeats a lost version may just have stored it again. If it
+        # is deleted anyway, the publisher stores it a third time.
         doomed = [
             key
             for key in old
@@ -358,8 +363,9 @@ class _CheckpointCommit(msgspec.Struct):
 
 
 class _References:
-    """The keys of all blobs that a version from ``start`` on, a compacted delta or run.json
-    needs."""
+    """Collects the keys of all blobs that run.json, compacted deltas and the versions from
+    ``start`` on need.
+    """
 
     def __init__(self, bucket: Bucket, run: Run, start: int, newest: int, gone: set[str]) -> None:
         self._bucket = bucket
@@ -372,10 +378,10 @@ class _References:
         self.refused: list[str] = []
 
     def update(self) -> set[str]:
-        """Returns them as they are now: reads what was not there at the call before.
+        """Returns the current keys; reads the objects that are new since the last call.
 
         Raises `CorruptError` for a manifest up to the newest readable version that is damaged: its
-        blobs may be needed once it is repaired. Damaged objects above that hold no blobs.
+        blobs may be needed once it is repaired. Damaged objects above that version keep no blobs.
         """
         newer_than = self._start - 1 if self._start else None
         for version in committed_objects(self._bucket, newer_than=newer_than):
@@ -401,7 +407,7 @@ class _References:
             if version <= self._newest:
                 raise
             self.refused.append(str(error))
-            return  # Not remembered: a newer call may find it whole.
+            return  # Not cached: a later call may find it whole.
         self._read.add(version)
         if manifest is not None:
             self._add(manifest)

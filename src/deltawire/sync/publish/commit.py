@@ -1,13 +1,13 @@
-"""The commit path that every publisher shares, whether one process or many ranks write a version.
+"""Commits versions: the path that all publishers share, for one process and for many ranks.
 
-In this order, of which no step may be left out::
+The steps, all of which are required, in order::
 
     read the head ▶ encode against the baseline, upload blobs ▶ merge the parts and check them as a
     reader would ▶ create the manifest ▶ read back whose it is ▶ check the retention floor, keep the
     blobs ▶ baseline ⇄ staging
 
-The baseline is what the newest manifest says. It advances only when that manifest exists, so a
-version that failed is encoded again from what readers hold.
+The baseline equals the newest manifest's version. It advances only when that manifest exists, so a
+failed version is encoded again from what readers hold.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ STEP_RECORD = "global_step"
 
 
 class Encoded(NamedTuple):
-    """One writer's share of a version, uploaded: its payloads, the digest of each chunk, and how
-    many elements change."""
+    """One writer's uploaded share of a version: its payloads, the digest of each chunk, and the
+    number of changed elements.
+    """
 
     delta: Payload | None
     anchor: Payload | None
@@ -74,7 +75,7 @@ class Encoded(NamedTuple):
 
     @property
     def digest(self) -> Digest:
-        """The digest of what this writer holds of the version."""
+        """The digest of this writer's share of the version."""
         return sum(self.sums.values(), codec.ZERO)
 
 
@@ -137,7 +138,7 @@ class CommitStats:
 class AnchorSchedule:
     """Decides which versions are stored whole.
 
-    That is every ``every``-th version, and any after which the deltas since the last anchor exceed
+    An anchor is due at every ``every``-th version, and once the deltas since the last anchor exceed
     ``share`` times its bytes. 0 turns a rule off.
     """
 
@@ -155,7 +156,7 @@ class AnchorSchedule:
         )
 
     def count(self, manifest: Manifest) -> None:
-        """Takes a committed version into account."""
+        """Counts a committed version."""
         if manifest.anchor is not None:
             self._since, self._anchor_bytes = 0, manifest.anchor.bytes
         elif manifest.delta is not None:
@@ -170,7 +171,7 @@ class AnchorSchedule:
             except CorruptError:
                 before = None
             if before is None or before.pruned:
-                break  # Pruned or damaged: the next anchor comes by the rule that remains.
+                break  # Pruned or damaged: the other rule decides when the next anchor is due.
             chain.append(before)
         for manifest in reversed(chain):
             self.count(manifest)
@@ -186,7 +187,7 @@ class VersionWriter:
     version comes after both, and is stored whole for readers of either. Tensors named in ``frozen``
     are not expected to change: anchors keep them apart from the others, and upload them once.
 
-    Raises `InputError` if the store does not keep create-if-absent.
+    Raises `InputError` if the store does not honor create-if-absent.
     """
 
     def __init__(
@@ -226,13 +227,14 @@ class VersionWriter:
         self.baseline = mirror
         self.staging = mirror.copy()
         self.differing: set[str] = set()
-        """Names of the tensors whose staged bits may differ from the baseline's; nothing else is
-        encoded. Whoever writes to ``staging`` adds them."""
+        """Names of the tensors whose staged bits may differ from the baseline's; only these are
+        encoded. The code that writes to ``staging`` adds them.
+        """
         self.chunks = chunks_of(run, mirror)
         self._sums: dict[Chunk, Digest] = {}
         self._skipped = max(newest - mirror.version, 0) if mirror.version >= 0 else 0
         self._stored: dict[PayloadRef, Payload] = {}
-        """The payloads of this writer's newest part: they need not be read back."""
+        """The payloads of this writer's newest part, so that they are not read back."""
         self._merged: list[Payload] = []
         """The payloads of the manifest that this writer built last."""
         self.head_checked = False
@@ -253,7 +255,7 @@ class VersionWriter:
         return self.baseline.version + 1 + self._skipped
 
     def skip_unreadable(self) -> None:
-        """Passes over numbers above the baseline that damaged or foreign manifests occupy.
+        """Skips numbers above the baseline that damaged or foreign manifests occupy.
 
         No reader can use them, so the run continues from the baseline at the next free number.
         """
@@ -266,7 +268,7 @@ class VersionWriter:
                 break
 
     def check_metadata(self, metadata: dict[str, Any] | None) -> dict[str, Any]:
-        """Returns ``metadata``, or raises `InputError` if readers would refuse so much of it."""
+        """Returns ``metadata``; raises `InputError` if it is larger than readers accept."""
         found = metadata or {}
         size = len(msgspec.json.encode(found))
         if size > MAX_METADATA_BYTES:
@@ -288,8 +290,8 @@ class VersionWriter:
         head = read_manifest(self.bucket, self.run, self.baseline.version)
         if head is None or head.digest != self.baseline.digest.hex() or head.epoch > self.epoch:
             raise FencedError(
-                "the version that this publisher builds on is not the run's",
-                hint="load the newest version again, and take a higher epoch",
+                "this publisher's base is not a version of the run",
+                hint="load the newest version again, with a higher epoch",
                 run=self.bucket.url,
                 version=self.baseline.version,
             )
@@ -362,7 +364,8 @@ class VersionWriter:
     ) -> tuple[Manifest, bytes]:
         """Builds the manifest that commits all ``parts``, and the bytes that it is sealed in.
 
-        Raises `InputError` for whatever a reader would refuse: see `merge_parts`, and limits.
+        Raises `InputError` for everything that a reader would refuse (see `merge_parts`), limits
+        included.
         """
         manifest, self._merged = merge_parts(
             self.bucket,
@@ -384,14 +387,16 @@ class VersionWriter:
         return manifest, data
 
     def find(self, version: int) -> Manifest | None:
-        """Reads the manifest at a version, None if there is none; a damaged answer twice."""
+        """Reads the manifest at a version, None if there is none; reads again after a damaged
+        response.
+        """
         try:
             return read_manifest(self.bucket, self.run, version)
         except CorruptError:
             return read_manifest(self.bucket, self.run, version)
 
     def confirm(self, manifest: Manifest, encoded: Encoded) -> None:
-        """Checks after the commit that retention has neither closed the version nor taken its
+        """Checks after the commit that retention has neither closed the version nor deleted its
         blobs.
 
         Raises `FencedError` if the version was closed; missing blobs are uploaded again.
@@ -413,7 +418,7 @@ class VersionWriter:
         keep_blobs(self.bucket, self.run, refs, again)
 
     def advance(self, manifest: Manifest, encoded: Encoded) -> None:
-        """Makes the staged weights the baseline: ``manifest`` commits them."""
+        """Makes the staged weights, which ``manifest`` commits, the baseline."""
         self.staging.finish(manifest.version, Digest.from_hex(manifest.digest), encoded.digest)
         self.baseline, self.staging = self.staging, self.baseline
         before, self._sums = self._sums, encoded.sums
@@ -435,7 +440,7 @@ class VersionWriter:
         self._anchor = None
 
     def fence(self, version: int, what: str) -> FencedError:
-        """Makes the error of a publisher that may write no more."""
+        """Makes the error of a publisher that may no longer write."""
         return FencedError(
             what,
             hint="only one trainer may write to a run; this one stops",
@@ -448,10 +453,9 @@ class VersionWriter:
         return codec.ZERO.hex() if self.first else self.baseline.digest.hex()
 
     def _check_sums(self) -> None:
-        """Raises `InputError` unless the baseline's bits are those of its digest.
+        """Raises `InputError` unless the baseline's bits match its digest.
 
-        For a writer of ranges that is checked when the parts are merged, unless it states the
-        digest of what it holds.
+        For a writer of ranges without a stated digest, the check happens when the parts are merged.
         """
         held = sum(self._sums.values(), codec.ZERO)
         whole = sum(chunk.count for chunk in self.chunks) == sum(
@@ -460,7 +464,7 @@ class VersionWriter:
         stated = self.baseline.digest if whole else self.baseline.held
         if stated is not None and held != stated:
             raise InputError(
-                "the mirror does not hold what its digest says",
+                "the mirror's content does not match its digest",
                 hint="load it again",
                 run=self.bucket.url,
                 version=self.baseline.version,
@@ -479,12 +483,12 @@ def merge_parts(
     files: list[ModelFile] | None = None,
     stored: Mapping[PayloadRef, Payload] | None = None,
 ) -> tuple[Manifest, list[Payload]]:
-    """Builds the manifest that commits all ``parts`` of a version, checked as a reader checks it,
-    and returns it with its payloads, whose piece tables are stored. Payloads in ``stored`` are not
-    read again.
+    """Builds the manifest that commits all ``parts`` of a version, and checks it as a reader does.
+    Returns it with its payloads, whose piece tables are stored. Payloads in ``stored`` are not read
+    again.
 
     Raises `InputError` if parts overlap, leave a gap, build on different bases, or do not lead from
-    the base to the sum of what the parts say that they hold: then the mirror of at least one writer
+    the base to the sum of the parts' digests. In the last case, the mirror of at least one writer
     differs from the base, and no reader could decode the version.
     """
     version, first = parts[0].version, parts[0].version == 0
@@ -502,7 +506,9 @@ def merge_parts(
     for merged, start in ((delta, base_digest), (anchor, None)):
         fault = "" if merged is None else payload_fault(merged, run, base_digest=start, to=digest)
         if fault:
-            raise InputError(f"the parts of the ranks: {fault}", run=bucket.url, version=version)
+            raise InputError(
+                f"the ranks' parts do not fit together: {fault}", run=bucket.url, version=version
+            )
     if first and digest != run.digest:
         raise InputError(
             "the first version is not the model that run.json was written for",
@@ -548,7 +554,7 @@ def _merged(
     pieces: list[Piece] = []
     for ref in refs:
         if ref is None:
-            raise CorruptError("a part lacks the payload that the others have", run=bucket.url)
+            raise CorruptError("a part lacks a payload that the others have", run=bucket.url)
         payload = stored.get(ref) or read_table(bucket, run, ref)
         shift = len(blobs)
         blobs += payload.blobs
@@ -562,8 +568,8 @@ def create_manifest(writer: VersionWriter, manifest: Manifest, data: bytes) -> M
     """Creates the manifest, and returns the one that the bucket then holds: this writer's or
     another's.
 
-    A create that failed may still have happened, so the answer is read back. Raises `RetryError`
-    if the store does not answer, `InputError` if an object that cannot be read has the name.
+    A create that failed may still have happened, so the object is read back. Raises `RetryError` if
+    the store does not answer, `InputError` if an unreadable object occupies the name.
     """
     key = keys.manifest(manifest.version)
     try:
@@ -580,10 +586,10 @@ def create_manifest(writer: VersionWriter, manifest: Manifest, data: bytes) -> M
     except CorruptError as error:
         writer.skip_unreadable()
         raise InputError(
-            f"another object has this version's name: {error.message}",
-            hint="publish again: the weights become the next version whose number is free",
+            f"an unreadable object has this version's name: {error.message}",
+            hint="publish again: the weights become the next version with a free number",
             run=writer.bucket.url,
             version=manifest.version,
             key=key,
         ) from error
-    raise RetryError("the manifest is gone again", run=writer.bucket.url, key=key)
+    raise RetryError("the manifest was deleted again", run=writer.bucket.url, key=key)

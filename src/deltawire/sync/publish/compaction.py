@@ -1,16 +1,16 @@
 """Compacts committed deltas over longer strides, in the background.
 
 A compacted delta of stride s leads from one multiple of s to the next. A reader that lags takes the
-longest strides it can, so it fetches a number of objects that grows with the logarithm of its lag:
-with strides 4, 16 and 64 at most 12 for 60 versions, whatever version it starts from.
+longest strides it can, so the number of objects that it fetches grows with the logarithm of its
+lag: with strides 4, 16 and 64 at most 12 for 60 versions, from any start.
 
-A compacted delta is made chunk by chunk: the compactor's own mirror stands at the newest multiple
-of the longest stride; its chunk is moved to the base and on to the target by the payloads in the
-bucket, each checked against its sum, and the two are encoded. So it equals step-by-step replay by
-construction, and takes the memory of one model and a few blobs. It is dropped if it is not smaller
-than what it spans. Nothing depends on compacted deltas: a compactor may stop and start at any time,
-one that cannot be made is left out, and two compactors that make the same one do no harm, because
-it is create-if-absent.
+A compacted delta is made chunk by chunk. The compactor's mirror stands at the newest multiple of
+the longest stride. The payloads in the bucket, each checked against its sum, move a copy of the
+chunk to the base and then to the target, and the difference is encoded. The result equals
+step-by-step decoding by construction, and takes the memory of one model and a few blobs. It is
+dropped if it is not smaller than the deltas that it spans. Nothing depends on compacted deltas: a
+compactor may stop and start at any time, one that cannot be made is left out, and two compactors
+may make the same one, because it is created only if absent.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ CACHE_BYTES = 256 << 20
 
 
 MAX_BACKLOG = 64
-"""Longest strides up to the newest version that are still compacted after a long gap."""
+"""After a long gap, only this many of the newest longest strides are still compacted."""
 
 Sealed = Callable[[int, int], "tuple[bytes, CompactedDelta] | None"]
-"""From base and target to the bytes of a sealed compacted delta and its content, None if there is
-none."""
+"""Maps base and target to the bytes and content of a sealed compacted delta, None if there is
+none.
+"""
 
 
 class _BlobCache:
-    """The blobs that were read last."""
+    """Caches the most recently read blobs."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -111,7 +112,7 @@ class _Chain:
 
 
 class Compactor:
-    """Makes the compacted deltas of a run that are due, from a separate mirror.
+    """Makes the compacted deltas of a run that are due, with a separate mirror.
 
     Example::
 
@@ -130,15 +131,18 @@ class Compactor:
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
     ) -> None:
-        """``sealed`` returns a compacted delta that a holder of the key has sealed: that one is
-        published, once its blobs have been made here."""
+        """``sealed`` returns a compacted delta that a holder of the key has sealed; it is published
+        once its blobs have been made here.
+        """
         if sealed is None:
             check_signer(bucket, run, signer)
         self.bucket = RetryingBucket.over(bucket)
         self.run = run
         self.strides = nested(strides)
         self.failures: dict[tuple[int, int], CorruptError] = {}
-        """Compacted deltas that could not be made, by base and target: they are left out."""
+        """Errors of the compacted deltas that could not be made and are left out, by base and
+        target.
+        """
         self._signer = signer
         self._sealed = sealed
         self._threads = threads
@@ -147,18 +151,17 @@ class Compactor:
         self._done = -1
 
     def compact_up_to(self, version: int) -> list[tuple[int, int]]:
-        """Makes every compacted delta that is due at ``version`` and missing. Returns base and
-        target of those it made.
+        """Makes every missing compacted delta that is due at ``version``. Returns the base and
+        target of each.
 
-        Begins at the last multiple of the longest stride when it is first called. A compacted delta
-        over damaged or missing objects is left out and recorded in ``failures``: a later one may
-        span them. Raises `RetryError` if the store does not answer; the same call may then be
-        repeated.
+        The first call begins at the last multiple of the longest stride. A compacted delta over
+        damaged or missing objects is left out and recorded in ``failures``: a later one may span
+        them. Raises `RetryError` if the store does not answer; the same call may then be repeated.
         """
         if not self.strides or version < self.strides[0]:
             return []
         shortest, longest = self.strides[0], self.strides[-1]
-        # At a multiple itself, the compacted delta of the longest stride is still to be made.
+        # At a multiple itself, the compacted delta of the longest stride is not made yet.
         begin = max(version - 1, 0) // longest * longest
         if self._done < 0 or begin - self._done > MAX_BACKLOG * longest:
             self._done = begin
@@ -219,7 +222,9 @@ class Compactor:
             return False
         fault = payload_fault(payload, self.run, base_digest=first.digest, to=last.digest)
         if fault:
-            raise BugError(f"a compacted delta is wrong: {fault}", run=self.bucket.url, key=key)
+            raise BugError(
+                f"the new compacted delta is wrong: {fault}", run=self.bucket.url, key=key
+            )
         ref = store_payload(self.bucket, self.run, payload, version=target)
         compacted = CompactedDelta(
             run=self.run.id,
@@ -231,13 +236,14 @@ class Compactor:
             created_at=time.time(),
         )
         if sealed is not None and sealed[1].payload != ref:
-            return False  # Made by another encoder, whose blobs differ from these.
+            return False  # Another encoder made it, whose blobs differ from these.
         data = sealed[0] if sealed is not None else encode_compacted(compacted, signer=self._signer)
         made = self.bucket.create(key, data)
         needed = [*table_blobs([ref]), *payload.blobs]
         if blobs_stay(self.bucket, self.run, needed, unsigned=self._sealed is not None):
             return made
-        # Retention deleted them meanwhile. Nothing needs this object, and it can be made again.
+        # Retention deleted them meanwhile. No reader depends on this object, and it can be made
+        # again.
         self.bucket.delete(key)
         return False
 
@@ -278,8 +284,8 @@ def nested(strides: Sequence[int]) -> tuple[int, ...]:
 class CompactionThread:
     """A thread of a publisher or a relay that makes the compacted deltas due at each wake.
 
-    ``error`` is why the last attempt failed or left something out, None if it did not. It is tried
-    again at the next wake: a compacted delta that is missing costs readers bytes and nothing else.
+    ``error`` is why the last attempt failed or left one out, None if it succeeded. The next wake
+    tries again; until then a missing compacted delta costs readers only bytes.
     """
 
     def __init__(
@@ -310,7 +316,7 @@ class CompactionThread:
         self._thread: threading.Thread | None = None
 
     def wake(self, version: int) -> None:
-        """Compacts what the commit of ``version`` makes due."""
+        """Makes the compacted deltas that the commit of ``version`` makes due."""
         if not self._compactor.strides:
             return
         with self._wake:
@@ -347,7 +353,7 @@ class CompactionThread:
             return next(iter(self._compactor.failures.values()), None)
         except DeltawireError as error:
             return error
-        except BaseException as error:  # A thread that ends in silence would compact no more.
+        except BaseException as error:  # A thread that ended silently would never compact again.
             found = BugError(f"cannot compact: {type(error).__name__}: {error}")
             found.__cause__ = error
             return found

@@ -7,7 +7,7 @@ Concurrency::
       a chunk                   until a blob is full            put blob K+1
                                 └ waits while two uploads run
 
-So a delta of any size occupies at most four blobs and one chunk per thread in memory.
+A delta of any size therefore occupies at most four blobs and one chunk per thread in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ UPLOADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A range of a tensor that no piece may cross: one grid chunk, or the part that is held."""
+    """A range of a tensor whose borders no piece crosses: one chunk of the grid, or the part of it
+    that is held.
+    """
 
     tensor: int
     name: str
@@ -67,7 +69,7 @@ def bits_at(mirror: Mirror, chunk: Chunk) -> Bits:
 
 
 class EncodedChunk(NamedTuple):
-    """A chunk as it is uploaded; ``payload`` is None if nothing in it changed."""
+    """An encoded chunk; ``payload`` is None if no element changed."""
 
     chunk: Chunk
     payload: bytes | None
@@ -88,7 +90,7 @@ class BlobWriter:
         self._size = 0
         self._pieces: list[Piece] = []
         self.bytes = 0
-        """How many bytes were added so far."""
+        """The number of bytes added so far."""
 
     def __enter__(self) -> BlobWriter:
         return self
@@ -161,7 +163,7 @@ def upload_delta(
 def keep_blobs(
     bucket: Bucket, run: Run, refs: Sequence[BlobRef], again: Callable[[], None]
 ) -> None:
-    """Ensures that the blobs ``refs``, which a manifest has just committed, are not deleted.
+    """Ensures that the blobs ``refs``, which a manifest just committed, stay in the bucket.
 
     If retention took one (see `gc_intents`), ``again`` encodes and uploads them once more, under
     the same names: encoding is deterministic. Raises `RetryError` if the store does not answer.

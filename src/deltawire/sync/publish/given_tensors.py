@@ -1,4 +1,4 @@
-"""Checks what a caller gives as tensors, and recognizes those that are the same memory."""
+"""Checks the tensors that a caller gives, and recognizes those that share memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MemoryKey = tuple[int, tuple[int, ...], str]
 
 
 def memory_key(tensor: Any) -> MemoryKey | None:
-    """Returns where a contiguous tensor begins, its shape and dtype: tied tensors have the same.
+    """Returns the address, shape and dtype of a contiguous tensor, which tied tensors share.
 
-    None for an empty tensor, and for one that is not contiguous: a transposed view begins where the
-    tensor that it transposes does, and may have its shape. Raises `InputError` for a dtype that
-    deltawire cannot publish.
+    None for an empty tensor and for one that is not contiguous: a transposed view has the address
+    of the original tensor and may have its shape. Raises `InputError` for a dtype that deltawire
+    cannot publish.
     """
     if isinstance(tensor, np.ndarray):
         memory = tensor.__array_interface__["data"][0] if tensor.flags.c_contiguous else None
@@ -33,7 +33,9 @@ def memory_key(tensor: Any) -> MemoryKey | None:
 
 
 def check_mapping(tensors: Any) -> None:
-    """Raises `InputError` unless ``tensors`` maps names to tensors; for a module, say how to."""
+    """Raises `InputError` unless ``tensors`` maps names to tensors; the error for a module says how
+    to get one.
+    """
     if hasattr(tensors, "named_parameters"):
         raise InputError(
             "tensors is a module; give a mapping of names to tensors",
@@ -52,6 +54,6 @@ def check_names(tensors: Any) -> None:
     for name in tensors:
         if name.startswith("base_model.model.") or ".base_layer." in name or ".lora_" in name:
             raise InputError(
-                f"{name[:120]!r} is a name of PEFT's wrapper, which no engine loads",
+                f"{name[:120]!r} is a name that PEFT's wrapper gives, which no engine loads",
                 hint="pass deltawire.tensors_of(peft_model): the base with the adapter added",
             )

@@ -1,7 +1,7 @@
-"""Reads the files of a Hugging Face directory that a run carries besides its weights.
+"""Reads the files of a Hugging Face directory, other than weights, that a run carries.
 
-Plain files of the suffixes below are carried, if their names are one word. Pickles, code, the
-trainer's own state and subfolders are not.
+Carries regular files with the suffixes below whose names are one word; not pickles, code, trainer
+states or subfolders.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _DEVICE = re.compile(r"(CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9])\Z")
 
 
 def portable_name(name: str) -> bool:
-    """Returns whether ``name`` is one word that every system takes for a file's name.
+    """Returns whether ``name`` is one word that every system accepts as a file name.
 
-    Names of Windows' devices, such as ``con.json``, are not.
+    Device names of Windows, such as ``con.json``, are not accepted.
     """
     stem = name.partition(".")[0].upper()
     return bool(_NAME.match(name)) and not name.endswith(".") and not _DEVICE.match(stem)
 
 
 def may_be_carried(name: str) -> bool:
-    """Returns whether a file of this name goes through a run."""
+    """Returns whether a run may carry a file of this name."""
     return portable_name(name) and name.endswith(SUFFIXES) and name not in LEFT_OUT
 
 
@@ -56,7 +56,7 @@ def other_files(path: Path, weights: Collection[str]) -> tuple[dict[str, bytes],
         if file.stat().st_size > MAX_FILE_BYTES:
             raise InputError(f"{file} exceeds {MAX_FILE_BYTES} bytes")
         if file.name.casefold() in taken:
-            raise InputError(f"{file}: another name differs in case only")
+            raise InputError(f"{file}: another name differs only in case")
         taken.add(file.name.casefold())
         files[file.name] = file.read_bytes()
     return files, left_out

@@ -1,5 +1,6 @@
-"""Copies weights with several threads: one core seldom reaches the bandwidth of memory, and a
-trainer waits for the copy."""
+"""Copies weights with several threads: one core seldom reaches the memory bandwidth, and a trainer
+waits for the copy.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ from deltawire.codec.delta import cores
 from deltawire.sync.publish.safetensors_files import StoredTensor
 
 PART_BYTES = 8 << 20
-"""One thread copies this much at a time: much longer than handing it over takes."""
+"""Bytes that one thread copies at a time: enough to make the hand-over cost negligible."""
 
 _SINGLE_BYTES = 1 << 20
-"""Smaller arrays are copied by the caller."""
+"""The caller's thread copies arrays with fewer bytes."""
 
 
 class Copier:
     """Copies arrays, or tensors in files, into arrays of their shapes and dtypes.
 
-    ``threads`` work at once, by default as many as there are cores; they are started with the first
-    copy that is worth them.
+    ``threads`` defaults to the number of cores; they start with the first copy that is large
+    enough.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -33,7 +34,7 @@ class Copier:
     def copy(self, pairs: Iterable[tuple[Bits, Bits | StoredTensor]]) -> None:
         """Copies the second of each pair, uint[N], into the first.
 
-        When this returns or raises, no thread writes any more.
+        No thread writes after this returns or raises.
         """
         running: list[Future[None]] = []
         try:
@@ -71,7 +72,7 @@ def _copy_part(target: Bits, source: Bits | StoredTensor, start: int, stop: int)
 
 
 def _finish(running: list[Future[None]]) -> None:
-    """Waits for all; an interrupt meanwhile drops those that have not begun."""
+    """Waits for all parts; an interrupt drops those that have not started."""
     try:
         wait(running)
     except BaseException:

@@ -10,8 +10,7 @@ Concurrency::
         baseline ⇄ staging, on_commit(stats) ◀──────────────────┤
     compaction thread: compact what is due (see `compaction`) ◀─┘
 
-`commit` describes the steps from the encoding to the baseline; `sharded` takes them with many
-ranks.
+`commit` describes the steps from encoding to baseline; `sharded` does the same with many ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A commit whose answer has not come yet."""
+    """A commit that has not been answered yet."""
 
     step: _Step
     manifest: Manifest
@@ -157,8 +156,9 @@ class Publisher:
 
     @property
     def next_version(self) -> int:
-        """The number that the next call of `publish` commits under. It may be more than one above
-        the newest version: numbers that unreadable objects occupy are skipped."""
+        """The version number of the next `publish`. It may be more than one above the newest
+        version: numbers that unreadable objects occupy are skipped.
+        """
         if self._pending is not None:
             return max(self._submitted + 1, self._writer.next_version)
         return self._writer.next_version
@@ -175,15 +175,15 @@ class Publisher:
         """Copies ``tensors``, commits them in the background, and returns their version number.
 
         ``tensors`` maps names to contiguous arrays or CPU tensors of the run's shapes and dtypes;
-        of tied ones, any name or all. With ``partial``, tensors that are left out keep their bits,
-        and cost nothing. Waits first for the version before, and raises what that one
-        failed with: `FencedError` if another publisher has taken the run, `RetryError` or
-        `InputError` from the store. Raises `InputError` if the tensors are not the run's, or the
-        ``metadata``, which the manifest carries for the application, is too large.
+        of tied ones, any name or all. With ``partial``, tensors that are left out keep their bits
+        at no cost. First waits for the previous version and raises its error: `FencedError` if
+        another publisher has taken the run, `RetryError` or `InputError` from the store. Raises
+        `InputError` if the tensors are not the run's, or the ``metadata``, which the manifest
+        carries for the application, is too large.
 
-        ``files``, blobs that are there already, are the other files of the model's directory, if
-        they are not those of run.json. Weights of another digest than ``expected`` are not
-        committed: pass it for files that another process may be writing to.
+        ``files`` are the other files of the model's directory, already stored as blobs, if they
+        differ from those of run.json. Weights whose digest is not ``expected`` are not committed;
+        pass it for files that another process may be writing.
         """
         started = time.perf_counter()
         check_mapping(tensors)
@@ -198,9 +198,10 @@ class Publisher:
         return step.version
 
     def holds(self, tensors: Mapping[str, Any]) -> bool:
-        """Returns whether the newest version has the bits of ``tensors``, some or all of the run's.
+        """Returns whether the newest version has the bits of ``tensors``, which may be some of the
+        run's.
 
-        Waits for the version under way, and raises what it failed with.
+        Waits for the version in progress and raises its error.
         """
         self.flush()
         self.settle()
@@ -215,7 +216,7 @@ class Publisher:
         return self.version >= 0
 
     def flush(self) -> None:
-        """Waits until the version under way is committed; raises what it failed with."""
+        """Waits until the version in progress is committed; raises its error."""
         if self._fenced is not None:
             self._pending = None
             raise self._fenced
@@ -223,12 +224,12 @@ class Publisher:
             try:
                 self._pending.result()
             finally:
-                # An interrupt while waiting leaves it under way: it must not be forgotten.
+                # An interrupt while waiting leaves it in progress, so it must be remembered.
                 if self._pending.done():
                     self._pending = None
 
     def settle(self) -> None:
-        """Finds out whether a commit that was never answered took place, and counts it if so.
+        """Determines whether an unanswered commit took place, and counts it if so.
 
         `publish` does this first. Raises `FencedError` if another publisher has taken the run.
         """
@@ -248,7 +249,7 @@ class Publisher:
         self._unanswered = None
 
     def close(self) -> None:
-        """Waits for the version under way and the compactions that are due, and ends the
+        """Waits for the version in progress and the compactions that are due, and ends the
         threads.
         """
         try:
@@ -286,7 +287,7 @@ class Publisher:
             if not np.array_equal(_loaded(self._bits(specs[name], value)), _loaded(found[name])):
                 raise InputError(
                     f"tensor {name} is tied to another in this run, and the two differ",
-                    hint="publish tensors that are not tied to a run that was begun so",
+                    hint="start a new run with these tensors untied, and publish to that",
                     run=self.bucket.url,
                 )
         kept = self._writer.baseline.tensors
@@ -324,8 +325,8 @@ class Publisher:
         encoded = self._writer.encode()
         if step.expected is not None and encoded.digest != step.expected:
             raise InputError(
-                "the weights changed while they were copied",
-                hint="publish them once they are whole",
+                "the weights changed while they were being copied",
+                hint="publish them once they no longer change",
                 run=self.bucket.url,
                 version=step.version,
             )
@@ -336,7 +337,7 @@ class Publisher:
             files=step.files,
         )
         encoded_at = time.perf_counter()
-        # Remembered before the first attempt, forgotten when it is known what became of it.
+        # Recorded before the first attempt, removed once its outcome is known.
         self._nonces.add(manifest.nonce)
         self._unanswered = attempt = _Attempt(step, manifest, encoded)
         self._check_mine(create_manifest(self._writer, manifest, data), manifest)
@@ -368,8 +369,8 @@ class Publisher:
         if found.nonce == manifest.nonce:
             return
         if found.nonce in self._nonces:
-            # An earlier attempt, given up for lost, has landed after all. The baseline follows it;
-            # these weights were promised another number, so the caller must hear of it.
+            # An earlier attempt that seemed lost was committed after all. The baseline moves to it;
+            # the caller expects another number for these weights, so this is an error.
             self._adopt(found)
             raise InputError(
                 "an earlier attempt at this version was committed late",
@@ -380,10 +381,12 @@ class Publisher:
         raise self._writer.fence(manifest.version, "another publisher has committed this version")
 
     def _adopt(self, found: Manifest) -> None:
-        """Moves the baseline to an earlier attempt's manifest by reading what it committed."""
+        """Moves the baseline to an earlier attempt's manifest by reading the version that it
+        committed.
+        """
         mirror = load_mirror(self.bucket, self.run, at=found.version)
         if mirror is None:
-            raise CorruptError("a committed version is gone", version=found.version)
+            raise CorruptError("a committed version is missing", version=found.version)
         self._writer.restart_from(mirror)
         self._unanswered = None
         self._nonces.clear()

@@ -1,7 +1,7 @@
-"""Reads tensors out of safetensors files, in parts and never mapped into memory.
+"""Reads tensors from safetensors files in parts, never mapped into memory.
 
-A process that reads mapped memory of a file which another process cuts is ended by a signal; a read
-that comes back short is an error that can be reported.
+If another process truncates a mapped file, a signal kills the reader; a short read is an error that
+can be reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CheckpointDirError(InputError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor's place in a file: ``offset`` is that of its first byte."""
+    """The location of one tensor in a file: ``offset`` is that of its first byte."""
 
     spec: TensorSpec
     path: Path
@@ -60,7 +60,7 @@ class StoredTensor:
     def read_into(self, target: Bits, start: int = 0) -> None:
         """Fills ``target`` with elements from ``start`` on.
 
-        Raises `CheckpointDirError` if the file ends before they do.
+        Raises `CheckpointDirError` if the file ends before the elements do.
         """
         view = target.data.cast("B") if target.size else memoryview(b"")
         try:
@@ -70,7 +70,7 @@ class StoredTensor:
                     count = file.readinto(view)
                     if not count:
                         raise CheckpointDirError(
-                            f"{self.path} was cut while it was read",
+                            f"{self.path} was truncated while it was read",
                             hint="publish it again once it is complete",
                         )
                     view = view[count:]
@@ -84,8 +84,8 @@ class StoredTensor:
 def read_safetensors(directory: Path) -> dict[str, Bits]:
     """Reads the tensors of a directory of ``*.safetensors`` files into memory.
 
-    They come as unsigned bits in their shapes; the dtypes are `safetensors_table`'s. Raises
-    `InputError` for a directory that has none, a name in two files, or a damaged file.
+    Tensors are returned as unsigned bits in their shapes; `safetensors_table` gives their dtypes.
+    Raises `InputError` for a directory that has none, a name in two files, or a damaged file.
     """
     found = safetensors_in(_files_of(directory))
     return {tensor.spec.name: tensor.read().reshape(tensor.shape) for tensor in found}
@@ -101,8 +101,8 @@ def safetensors_table(directory: Path) -> list[TensorSpec]:
 
 
 def safetensors_in(files: Sequence[Path]) -> list[StoredTensor]:
-    """Finds the tensors of some safetensors files of one directory; raises as
-    `read_safetensors`.
+    """Finds the tensors in safetensors files of one directory; raises as `read_safetensors`
+    does.
     """
     found = [tensor for path in files for tensor in _tensors_of(path)]
     seen: set[str] = set()
@@ -126,7 +126,7 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError("its header is longer than it may be")
+                raise ValueError("its header is longer than allowed")
             header = json.loads(file.read(length))
         first = 8 + length
         return [
@@ -138,11 +138,11 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
         OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError,
         RecursionError,
     ) as error:  # fmt: skip
-        raise InputError(f"{path} is no safetensors file: {error}") from error
+        raise InputError(f"{path} is not a safetensors file: {error}") from error
 
 
 def _tensor(path: Path, name: str, entry: Any, first: int, available: int) -> StoredTensor:
-    name.encode()  # Raises ValueError for half a surrogate pair, which no object can carry.
+    name.encode()  # Raises ValueError for a lone surrogate, which no object can store.
     begin, end = (int(offset) for offset in entry["data_offsets"])
     if entry["dtype"] not in codec.ITEMSIZE:
         raise ValueError(f"tensor {name[:80]!r} has the unknown dtype {entry['dtype']!r:.40}")
@@ -152,5 +152,5 @@ def _tensor(path: Path, name: str, entry: Any, first: int, available: int) -> St
     spec = TensorSpec(name, shape, entry["dtype"])
     size = spec.count * codec.ITEMSIZE[spec.dtype]
     if not 0 <= begin <= end <= available or end - begin != size:
-        raise ValueError(f"tensor {name[:80]!r} does not lie where its header says")
+        raise ValueError(f"tensor {name[:80]!r} is not where its header says")
     return StoredTensor(spec, path, first + begin)

@@ -11,8 +11,8 @@ Concurrency::
       baseline ⇄ staging                      (the same)
 
 The ranks share only the bucket and the name of their ``session``. If a rank dies, or its part does
-not fit the others, nothing is committed, every rank's baseline stays where it is, and a new session
-starts from there. A rank that fails creates a refusal, so that no other rank waits for it.
+not fit the others, nothing is committed, no rank's baseline moves, and a new session starts from
+there. A rank that fails creates a refusal, so that no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ LEADER = 0
 def load_ranges(
     bucket: Bucket, run: Run, ranges: Mapping[str, tuple[int, int]], *, at: int
 ) -> Mirror:
-    """Loads flat ranges of tensors, (first element, count), of version ``at``: the mirror that a
-    `ShardPublisher` of these ranges builds on.
+    """Loads flat ranges of tensors, each (first element, count), of version ``at`` into a mirror
+    for a `ShardPublisher` of these ranges.
 
     Ranges are whole rows. Raises `CorruptError` if the version cannot be read.
 
@@ -77,7 +77,7 @@ def load_ranges(
         width = spec.count // spec.shape[0] if spec.shape else 1
         rows[name] = None if count == spec.count else (start // width, (start + count) // width)
     loaded = load_mirror(bucket, run, at=at, wanted=rows)
-    assert loaded is not None  # It raises unless the version can be read.
+    assert loaded is not None  # This raises if the version cannot be read.
     tensors = {}
     for name, (start, count) in ranges.items():
         bits = loaded.find(name, start, count)
@@ -92,11 +92,11 @@ class ShardPublisher:
 
     ``mirror`` holds this rank's range of each tensor at the bucket's newest version, by ``starts``
     where a range does not begin at element 0; the ranges of all ranks together must cover every
-    tensor once. With version -1 in it the first `publish` makes version 0. ``session`` is the
-    same on all ranks and has never been used in this run before; the epoch is as for `Publisher`.
-    A session that has failed once is over: every later call raises the same error. On the leader,
-    ``on_commit`` is called after each commit, in the publisher's thread, and compacted deltas are
-    made over ``compaction_strides``.
+    tensor once. With version -1 in it the first `publish` makes version 0. ``session`` is the same
+    on all ranks and must be new in this run; ``epoch`` is as for `Publisher`. After one failure the
+    session is over: every later call raises the same error. On the leader, ``on_commit`` is called
+    after each commit, in the publisher's thread, and compacted deltas are made over
+    ``compaction_strides``.
 
     Example::
 
@@ -159,21 +159,21 @@ class ShardPublisher:
         self._copier = Copier(threads)
         self._pending: Future[None] | None = None
         self._failure: BaseException | None = None
-        keys.part(0, session, rank)  # A session that cannot name an object is refused now.
+        keys.part(0, session, rank)  # Refuse a session that cannot be part of an object's name now.
 
     def _check_pieces(self) -> None:
-        """Raises `InputError` if a version of all ranks could exceed what readers take.
+        """Raises `InputError` if a version of all ranks could exceed what readers accept.
 
-        Every range of a rank that begins inside a chunk divides a piece in two; the other ranks
-        are taken to have as many of these as this one.
+        Every range that begins inside a chunk divides a piece in two; assume that the other ranks
+        have as many of these as this one.
         """
         divided = sum(chunk.start % self.run.chunk > 0 for chunk in self._writer.chunks)
         most = count_chunks(self.run.tensors, self.run.chunk) + self.ranks * divided
         if most > MAX_PIECES:
             raise InputError(
-                f"a version from {self.ranks} ranks may have {most} pieces; readers take "
+                f"a version from {self.ranks} ranks may have {most} pieces; readers accept "
                 f"{MAX_PIECES}",
-                hint="give each rank whole tensors, or ranges that begin at borders of chunks",
+                hint="give each rank whole tensors, or ranges that begin at chunk borders",
                 run=self.bucket.url,
             )
 
@@ -189,8 +189,9 @@ class ShardPublisher:
 
     @property
     def next_version(self) -> int:
-        """The number that the next call of `publish` commits under, the same on all ranks unless
-        an object that cannot be read took it meanwhile: see `Publisher.next_version`."""
+        """The version number of the next `publish`, the same on all ranks unless an unreadable
+        object occupies it meanwhile; see `Publisher.next_version`.
+        """
         if self._pending is not None:
             return max(self._submitted + 1, self._writer.next_version)
         return self._writer.next_version
@@ -205,10 +206,10 @@ class ShardPublisher:
         """Copies this rank's ``shards`` and commits them with the other ranks' as the next version.
 
         ``shards`` maps names to contiguous flat or shaped arrays or CPU tensors, of as many
-        elements as the mirror holds. With ``partial``, shards that are left out keep their bits,
-        and cost nothing. Returns the version, which is committed in the background.
-        The leader's ``metadata`` counts. Raises what the version before failed with, `InputError`
-        for shards that are not the mirror's, or too much metadata.
+        elements as the mirror holds. With ``partial``, shards that are left out keep their bits at
+        no cost. Returns the version, which is committed in the background with the leader's
+        ``metadata``. Raises the error of the previous version, and `InputError` for shards that do
+        not match the mirror, or too much metadata.
         """
         started = time.perf_counter()
         checked = self._writer.check_metadata(metadata)
@@ -220,7 +221,7 @@ class ShardPublisher:
         return version
 
     def flush(self) -> None:
-        """Waits until the version under way is committed; raises what it failed with."""
+        """Waits until the version in progress is committed; raises its error."""
         if self._failure is not None:
             raise self._failure
         if self._pending is None:
@@ -234,7 +235,7 @@ class ShardPublisher:
         self._pending = None
 
     def close(self) -> None:
-        """Waits for the version under way and ends the threads."""
+        """Waits for the version in progress and ends the threads."""
         try:
             if self._failure is None:
                 self.flush()
@@ -303,7 +304,7 @@ class ShardPublisher:
             )
 
     def _refuse(self, version: int, error: Exception) -> None:
-        """Tells the other ranks at once why this one fails, unless one of them said so before."""
+        """Tells the other ranks at once why this one fails, unless one of them already refused."""
         key = keys.refusal(version, self._session)
         reason = error.message if isinstance(error, DeltawireError) else str(error)
         refusal = Refusal(
@@ -316,10 +317,10 @@ class ShardPublisher:
             self.bucket.create(key, seal(refusal, key=key, signer=self._writer.signer))
 
     def _check_refusal(self, version: int) -> None:
-        """Raises `ResyncError` if another rank said that it cannot take part in this version.
+        """Raises `ResyncError` if another rank refused to take part in this version.
 
-        Raises `FencedError` instead if another publisher has taken the run: that rank may have been
-        the first to notice.
+        Raises `FencedError` instead if another publisher has taken the run, which that rank may
+        have noticed first.
         """
         key = keys.refusal(version, self._session)
         try:
@@ -330,14 +331,14 @@ class ShardPublisher:
             found = decode_refusal(
                 data, version=version, table=self.run, run=self.bucket.url, key=key
             )
-        except CorruptError:  # Nobody need believe it; the wait is limited anyway.
+        except CorruptError:  # Ignore a damaged refusal; the wait is limited anyway.
             return
         manifest = self._writer.find(version)
         if manifest is not None and manifest.nonce != self._session:
             raise self._writer.fence(version, "another publisher has committed this version")
         raise ResyncError(
             f"rank {found.rank} refused this version: {found.reason!r}",
-            hint="see that rank's error, then start all of them again",
+            hint="see that rank's error, then start all ranks again",
             run=self.bucket.url,
             version=version,
         )
@@ -350,7 +351,7 @@ class ShardPublisher:
             self.bucket.get(key, limit=MAX_MANIFEST_BYTES) != data
         ):
             raise InputError(
-                "another rank of this number, or an earlier session of this name, was here",
+                "another rank has this number, or an earlier session had this name",
                 hint="give every rank a unique number, and every start a unique session",
                 run=self.bucket.url,
                 key=key,
@@ -381,7 +382,7 @@ class ShardPublisher:
             raise self._writer.fence(version, "another publisher has committed this version")
         if self.rank == LEADER:
             for rank in range(self.ranks):
-                with suppress(DeltawireError):  # Retention removes those that stay.
+                with suppress(DeltawireError):  # Retention removes those that remain.
                     self.bucket.delete(keys.part(version, self._session, rank))
         return found
 
@@ -394,8 +395,8 @@ class ShardPublisher:
             self._check_refusal(version)
             if time.monotonic() > deadline:
                 raise RetryError(
-                    f"{what} did not come within {self._timeout_s:.0f} s",
-                    hint="has another rank ended? start all of them again",
+                    f"{what} did not appear within {self._timeout_s:.0f} s",
+                    hint="did another rank end? start all ranks again",
                     run=self.bucket.url,
                     version=version,
                     key=key,

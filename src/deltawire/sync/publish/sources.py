@@ -1,4 +1,4 @@
-"""Opens publishers of models: mappings of arrays or CPU tensors, or of tensors in files."""
+"""Opens publishers of models, given as mappings of arrays, CPU tensors, or tensors in files."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def table_of(
 ) -> tuple[list[TensorSpec], dict[str, str]]:
     """Returns the tensor table of a mapping, in name order, and the aliases of its tied tensors.
 
-    Tensors are tied if they are the same contiguous memory in the same shape. One name of them is
-    kept: one in ``stored``, or else the first in the mapping's order, which is the checkpoints'
-    name in a module's ``state_dict()``. Raises `InputError` for what has no memory on the wire.
+    Tensors are tied if they share contiguous memory and shape. One name is kept: the one in
+    ``stored``, or else the first in the mapping's order, which in a module's ``state_dict()`` is
+    the name in checkpoints. Raises `InputError` for a dtype that cannot be stored.
     """
     names: dict[MemoryKey, str] = {}
     for name in sorted(tensors, key=lambda name: name not in stored):
@@ -81,14 +81,15 @@ def open_publisher(
     ``bucket`` may be its location; a folder is made. ``tensors`` maps names to arrays or CPU
     tensors; ``deltawire.tensors_of(model)`` gives those of a module.
 
-    A new run's version 0 is ``tensors``, committed when this returns. A run that is there is
-    continued from its newest version, with the next epoch; ``tensors`` then only describe the
-    model. ``specs`` is the tensor table, if the arrays carry bits that do not tell their dtype, as
-    those of `read_safetensors` do. ``directory`` is a model directory whose other files, such as
-    its configuration and tokenizer, a new run carries, so that ``pull`` writes a directory that
-    loads; ``model_files`` are such files that are blobs already, and ``metadata`` is version 0's.
-    ``run_id`` is a new run's id, random by default. ``options`` go to `Publisher`. Raises
-    `InputError` if another model's run is there, and for tensors that no engine could load.
+    A new run's version 0 is ``tensors``, committed when this returns. An existing run is continued
+    from its newest version, with the next epoch; ``tensors`` then only describe the model.
+    ``specs`` is the tensor table, needed if the arrays hold bits without their dtype, as those of
+    `read_safetensors` do. ``directory`` is a model directory whose other files, such as its
+    configuration and tokenizer, a new run carries, so that ``pull`` writes a directory that loads;
+    ``model_files`` are such files that are already stored as blobs, and ``metadata`` is that of
+    version 0. ``run_id`` is a new run's id, random by default. ``options`` go to `Publisher`.
+    Raises `InputError` if the bucket holds a run of another model, and for tensors that no engine
+    could load.
 
     Example::
 
@@ -197,7 +198,7 @@ def _check_same_model(
     specs: list[TensorSpec],
     aliases: dict[str, str],
 ) -> None:
-    """Raises `InputError` unless a publisher of ``tensors`` can continue or starts ``run``."""
+    """Raises `InputError` unless a publisher of ``tensors`` can continue or start ``run``."""
     same = run.tensors == specs and run.aliases == aliases
     if same and newest_version(bucket) is None:
         same = run.digest == _digest_of(tensors, specs).hex()

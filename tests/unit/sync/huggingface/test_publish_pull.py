@@ -682,7 +682,7 @@ def test_a_checkpoint_truncated_while_it_is_read_is_an_error(tmp_path: Path) -> 
     with CheckpointPublisher(bucket) as publisher:
         publisher.publish(first)
         publisher._on_digest = cut
-        with pytest.raises(CheckpointDirError, match="was cut while"):
+        with pytest.raises(CheckpointDirError, match="was truncated while"):
             publisher.publish(second)
         publisher._on_digest = None
         with pytest.raises(CheckpointDirError):
@@ -708,7 +708,7 @@ def test_odd_shapes_are_one_clear_error(tmp_path: Path, shape: object) -> None:
     text = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 12]}}).encode()
     data = len(text).to_bytes(8, "little") + text + bytes(12)
     (path / "model.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointDirError, match="is no safetensors file"):
+    with pytest.raises(CheckpointDirError, match="is not a safetensors file"):
         read_checkpoint(path)
 
 

@@ -173,7 +173,7 @@ def test_a_folder_that_is_not_taken_is_told_why_and_once(
         "logs is not taken: there are no safetensors files",
         "step_1 is not taken: it has no config.json; lend a model's files with --files MODEL_DIR",
         "step_2 is not taken:",
-        "holds an adapter and no base",
+        "holds an adapter but no base model",
         "step_3 is not taken:",
         "has no model-00002-of-00002.safetensors, which its index names",
     ):
