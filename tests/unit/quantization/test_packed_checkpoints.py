@@ -233,7 +233,7 @@ def test_another_grid_is_refused_by_name(qwen, tmp_path, change):
     (out / "config.json").write_text(json.dumps(config))
     packed = transformers.AutoModelForCausalLM.from_config(model.config)
     pack_layers(packed, "int4-g32")
-    with pytest.raises(InputError, match="another grid"):
+    with pytest.raises(InputError, match="unsupported grid"):
         load_packed(packed, out)
 
 

@@ -718,7 +718,7 @@ def test_names_that_differ_in_case_only_are_refused_on_both_sides(tmp_path: Path
 
     path = write_directory(tmp_path / "c", 0)
     (path / "Config.json").write_text("{}")
-    with pytest.raises(CheckpointDirError, match="differs in case only"):
+    with pytest.raises(CheckpointDirError, match="differs only in case"):
         read_checkpoint(path)
     twins = [ModelFile(name, "0" * 64, 1) for name in ("a.json", "A.json")]
     with pytest.raises(CorruptError, match="two files of one name"):
