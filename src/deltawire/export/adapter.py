@@ -168,7 +168,7 @@ def _wrap_layers(model: Any, config: AdapterConfig, targets: Sequence[str]) -> s
     wrapped = set(wrapped_layers(model))
     if wrapped != set(targets):
         odd = min(wrapped ^ set(targets))
-        raise InputError(f"PEFT did not wrap the layers that were asked for: {odd[:200]}")
+        raise InputError(f"PEFT did not wrap the requested layers: {odd[:200]}")
     for name in targets:
         layer = model.get_submodule(name)
         if isinstance(layer.base_layer, nn.Embedding):  # Its readers ask for the vocabulary's size.
@@ -221,7 +221,7 @@ def _modules_named(model: Any, targets: Sequence[str], key: str) -> list[str]:
             raise InputError(
                 f"train.adapter.{key}: {target[:80]!r} is tied: head and embedding of this model "
                 "share one weight",
-                hint="leave it out",
+                hint="remove it from the targets",
             )
         found += matching
     return found

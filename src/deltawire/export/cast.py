@@ -100,7 +100,7 @@ def _may_change(tensor: Tensor) -> bool:
 
 
 def restore_part(tensor: Tensor, spec: TensorSpec, mirror: Mirror) -> None:
-    """Sets this rank's part of a tensor; raises `CorruptError` if it then holds other bits."""
+    """Sets this rank's part of a tensor; raises `CorruptError` if it then holds different bits."""
     local = local_part(tensor)
     if not local.numel():
         return

@@ -114,7 +114,7 @@ def _targets(model: Any) -> dict[str, _Target]:
 
 
 def _checkpoint_name(name: str) -> str:
-    """Returns a tensor's name without what an adapter adds to it."""
+    """Returns a tensor's name without the parts that an adapter adds."""
     return name.replace(".base_layer", "").replace(".original_module", "")
 
 

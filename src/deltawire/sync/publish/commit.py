@@ -84,8 +84,8 @@ class CommitStats:
     """Sizes and times of one committed version; the trainer waited for ``blocked_ms``.
 
     ``bytes_reused`` of ``bytes_anchor`` are blobs of the previous anchor, which were not uploaded
-    again.
-    ``compaction_error`` is why compacted deltas could not be made lately, empty if all could.
+    again. ``compaction_error`` explains why the latest compacted deltas could not be made; empty if
+    all could.
     """
 
     version: int
@@ -180,12 +180,12 @@ class AnchorSchedule:
 class VersionWriter:
     """Takes one writer's weights from version to version along the commit path.
 
-    ``baseline`` holds the newest version as far as this writer holds it, all of the model or ranges
-    of it; ``staging`` has the same shape and takes the next weights. A mirror at version -1 belongs
-    to a run that has no version yet. ``epoch`` must exceed that of every manifest already there.
-    Where the ``newest`` version cannot be reached any more, the mirror holds an older one: the next
-    version comes after both, and is stored whole for readers of either. Tensors named in ``frozen``
-    are not expected to change: anchors keep them apart from the others, and upload them once.
+    ``baseline`` holds this writer's part of the newest version: the whole model or ranges of it.
+    ``staging`` has the same shape and takes the next weights. A mirror at version -1 belongs to a
+    run that has no version yet. ``epoch`` must exceed that of every existing manifest. If the
+    ``newest`` version can no longer be reached, the mirror holds an older one; the next version
+    then comes after both, and has an anchor for readers of either. Tensors named in ``frozen`` are
+    not expected to change: anchors keep them apart from the others, and upload them once.
 
     Raises `InputError` if the store does not honor create-if-absent.
     """
@@ -406,7 +406,7 @@ class VersionWriter:
 
         def again() -> None:
             if self._encode(whole=False).delta != encoded.delta:
-                raise BugError("encoding the same weights again made other blobs")
+                raise BugError("encoding the same weights again gave different blobs")
             if encoded.anchor is not None:
                 restore_anchor(self.bucket, self.run, encoded.anchor, self.staging)
             for payload in self._merged:

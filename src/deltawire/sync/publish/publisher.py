@@ -70,14 +70,14 @@ class _Attempt:
 class Publisher:
     """Commits versions of one model to one run.
 
-    ``mirror`` is what the bucket's newest version holds; the publisher takes it over. With version
-    -1 in it, the run has no version yet and the first `publish` makes version 0, an anchor.
-    ``epoch`` must exceed that of every manifest already there. A version is stored whole every
-    ``anchor_every`` versions, and when the deltas since the last anchor exceed ``anchor_share``
-    times its bytes. ``threads`` copy and encode; blobs are closed at ``blob_bytes``. ``newest`` is
-    the run's newest version where it cannot be loaded any more and ``mirror`` holds an older one.
-    Tensors named in ``frozen`` are not expected to change: anchors list their blobs again instead
-    of uploading them. It is only a hint, and needed only for version 0.
+    ``mirror`` holds the bucket's newest version; the publisher takes ownership of it. If it is at
+    version -1, the run has no version yet and the first `publish` makes version 0, an anchor.
+    ``epoch`` must exceed that of every existing manifest. An anchor is made every ``anchor_every``
+    versions, and when the deltas since the last anchor exceed ``anchor_share`` times its bytes.
+    ``threads`` copy and encode; blobs are closed at ``blob_bytes``. ``newest`` is the run's newest
+    version if it can no longer be loaded and ``mirror`` holds an older one. Tensors named in
+    ``frozen`` are not expected to change: anchors list their blobs again instead of uploading them.
+    It is only a hint, and needed only for version 0.
 
     Not for use by several threads at once.
 
