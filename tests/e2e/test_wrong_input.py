@@ -258,8 +258,8 @@ def test_a_report_that_cannot_be_written(
 def test_a_replica_that_is_no_address(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, url: str
 ) -> None:
-    assert url in fail(capsys, "serve", str(tmp_path), "--replica", url)
-    line = fail(capsys, "serve", str(tmp_path), "--replica", "http://h", "--port", "70000")
+    assert url in fail(capsys, "gateway", str(tmp_path), "--replica", url)
+    line = fail(capsys, "gateway", str(tmp_path), "--replica", "http://h", "--port", "70000")
     assert "70000 is not a port" in line
 
 

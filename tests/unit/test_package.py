@@ -118,8 +118,20 @@ FLAGS = {
     "grant": {"--key", "--json"},
     "export": TRUST | {"--version", "--base", "--json"},
     "import": set(),
-    "serve": TRUST
+    "gateway": TRUST
     | {
+        "--key",
+        "--capture-header",
+        "--capture-users",
+        "--capture-share",
+        "--redact",
+        "--redact-failure",
+        "--keep-text",
+        "--state",
+        "--spool-mb",
+        "--feedback-per-minute",
+        "--feedback-per-day",
+        "--webhook-secret-file",
         "--replica",
         "--host",
         "--port",

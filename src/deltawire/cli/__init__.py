@@ -18,7 +18,7 @@ COMMANDS = (
     "import_",
     "keygen",
     "grant",
-    "serve",
+    "gateway",
     "tinker",
     "report",
     "fsck",

@@ -158,7 +158,7 @@ def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
     if not raw:
         raise InputError(
             "this run holds only weights: it was not made by deltawire run",
-            hint="use log, status, pull, relay, serve, export or fsck",
+            hint="use log, status, pull, relay, gateway, export or fsck",
             run=url,
         )
     return parse_config(raw, source=f"{url}/run.json")

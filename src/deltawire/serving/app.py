@@ -19,7 +19,7 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import aiohttp
@@ -42,17 +42,21 @@ WRITE_WITHIN_S = 60.0
 _LOG = logging.getLogger("deltawire.serving")
 
 SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity")
+ADMIN_PATHS = "/live/"
+"""Calls below it need the admin token."""
 SNAPSHOT_HEADER = "x-deltawire-snapshot"
 
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9@:._~-]+\Z")
-_RETURNED_HEADERS = ("Content-Type", "Cache-Control", "X-Request-Id")
+RETURNED_HEADERS = ("Content-Type", "Cache-Control", "X-Request-Id")
 
-_REPLICAS = web.AppKey("replicas", ReplicaSet)
-_SESSION = web.AppKey("session", aiohttp.ClientSession)
-_KEY = web.AppKey("key", str)
-_MODEL = web.AppKey("model", str)
+REPLICAS = web.AppKey("replicas", ReplicaSet)
+SESSION = web.AppKey("session", aiohttp.ClientSession)
+KEY = web.AppKey("key", str)
+MODEL = web.AppKey("model", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Exchange = Callable[[web.Request, TrackedReplica, bytes], Awaitable[web.StreamResponse]]
+"""Sends a request's body to a replica, and its answer to the client."""
 
 
 def build_app(
@@ -63,23 +67,26 @@ def build_app(
     admin_token: str,
     upstream_key: str = "",
     upstream_model: str = "",
+    self_checked: Collection[str] = (),
 ) -> web.Application:
     """Builds the application for ``replicas``, which it starts and closes; serve it with
     `build_runner`.
 
     ``token`` permits sampling, ``admin_token`` everything. ``session`` reaches the replicas with
     ``upstream_key``. ``upstream_model`` replaces each request's ``model``, so that clients may name
-    a deployment as at the hosted services.
+    a deployment as at the hosted services. Calls of the paths ``self_checked`` need no token: their
+    handlers check who sends them.
     """
     if not token or not admin_token or token == admin_token:
         raise InputError(
             "the server needs two different tokens", hint="one for sampling, one for hot-loading"
         )
     app = web.Application(
-        middlewares=[answer_errors, _bearer(token, admin_token)], client_max_size=MAX_BODY_BYTES
+        middlewares=[answer_errors, _bearer(token, admin_token, self_checked)],
+        client_max_size=MAX_BODY_BYTES,
     )
-    app[_REPLICAS], app[_SESSION] = replicas, session
-    app[_KEY], app[_MODEL] = upstream_key, upstream_model
+    app[REPLICAS], app[SESSION] = replicas, session
+    app[KEY], app[MODEL] = upstream_key, upstream_model
     app.router.add_post("/hot_load/v1/models/hot_load", _hot_load)
     app.router.add_get("/hot_load/v1/models/hot_load", _state)
     ledger = "/v1/accounts/{account}/deployments/{deployment}/ledger"
@@ -143,7 +150,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return error_answer(500, BugError("the server failed to handle this request"))
 
 
-def _bearer(token: str, admin_token: str) -> Any:
+def _bearer(token: str, admin_token: str, self_checked: Collection[str]) -> Any:
     sampling, admin = (f"Bearer {one}".encode() for one in (token, admin_token))
 
     @web.middleware
@@ -151,10 +158,11 @@ def _bearer(token: str, admin_token: str) -> Any:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         is_admin = hmac.compare_digest(given, admin)
         is_client = hmac.compare_digest(given, sampling)
-        if request.path != "/health":
+        if request.path != "/health" and request.path not in self_checked:
             if not (is_admin or is_client):
                 return error_answer(401, InputError("this is not a valid bearer token"))
-            if not is_admin and request.match_info.handler in _ADMIN:
+            handler_of = request.match_info.handler
+            if not is_admin and (handler_of in _ADMIN or request.path.startswith(ADMIN_PATHS)):
                 return error_answer(403, InputError("this call needs the admin token"))
         return await handler(request)
 
@@ -162,21 +170,19 @@ def _bearer(token: str, admin_token: str) -> Any:
 
 
 async def _hot_load(request: web.Request) -> web.StreamResponse:
-    return json_answer(
-        await request.app[_REPLICAS].hot_load(read_request(await read_body(request)))
-    )
+    return json_answer(await request.app[REPLICAS].hot_load(read_request(await read_body(request))))
 
 
 async def _state(request: web.Request) -> web.StreamResponse:
-    return json_answer(request.app[_REPLICAS].state())
+    return json_answer(request.app[REPLICAS].state())
 
 
 async def _ledger(request: web.Request) -> web.StreamResponse:
-    return json_answer({"snapshots": list(request.app[_REPLICAS].ledger.values())})
+    return json_answer({"snapshots": list(request.app[REPLICAS].ledger.values())})
 
 
 async def _forget(request: web.Request) -> web.StreamResponse:
-    request.app[_REPLICAS].forget()
+    request.app[REPLICAS].forget()
     return json_answer({})
 
 
@@ -193,21 +199,37 @@ async def read_body(request: web.Request) -> bytes:
 
 
 async def _health(request: web.Request) -> web.StreamResponse:
-    ready = request.app[_REPLICAS].ready
+    ready = request.app[REPLICAS].ready
     return web.json_response({"ready": ready}, status=200 if ready else 503)
 
 
 async def _proxy(request: web.Request) -> web.StreamResponse:
     """Proxies a request to a replica, and streams the answer back."""
-    replicas = request.app[_REPLICAS]
     _check_path(request.match_info["path"])
-    body = await read_body(request)
-    session = next((request.headers[h] for h in SESSION_HEADERS if h in request.headers), "")
-    body = _with_model(body, request.app[_MODEL])
-    while (member := replicas.pick(session)) is not None:
+    body = with_model(await read_body(request), request.app[MODEL])
+    return await to_replica(request, body, _exchange, session=session_of(request))
+
+
+def session_of(request: web.Request) -> str:
+    """Returns the session that a request names; empty if it names none."""
+    return next((request.headers[h] for h in SESSION_HEADERS if h in request.headers), "")
+
+
+async def to_replica(
+    request: web.Request,
+    body: bytes,
+    exchange: Exchange,
+    *,
+    session: str = "",
+    version: int | None = None,
+) -> web.StreamResponse:
+    """Gives a request to the replica of its session, or to the least busy one; to one that holds
+    ``version``, if there is any. Where a replica cannot be reached, another one gets it."""
+    replicas = request.app[REPLICAS]
+    while (member := replicas.pick(session, version=version)) is not None:
         replicas.begin(member)
         try:
-            return await _exchange(request, member, body)
+            return await exchange(request, member, body)
         except aiohttp.ClientConnectorError:
             replicas.lost(member)  # It never saw the request, so another may have it.
         finally:
@@ -216,26 +238,50 @@ async def _proxy(request: web.Request) -> web.StreamResponse:
     return error_answer(code, RetryError("no replica takes requests now", hint="try again shortly"))
 
 
+def call_replica(request: web.Request, member: TrackedReplica, body: bytes) -> Any:
+    """Returns the call of a replica as a context manager, which yields its response."""
+    app = request.app
+    path = request.path.removeprefix("/inference").removeprefix("/v1/")
+    headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
+    headers["Accept-Encoding"] = "identity"
+    if app[KEY]:
+        headers["Authorization"] = f"Bearer {app[KEY]}"
+    return app[SESSION].request(
+        request.method,
+        f"{member.replica.base_url}/v1/{path}",
+        params=request.query,
+        data=body if request.can_read_body or body else None,
+        headers=headers,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+        allow_redirects=False,
+    )
+
+
+def break_off(
+    request: web.Request,
+    member: TrackedReplica,
+    answer: web.StreamResponse | None,
+    error: Exception,
+) -> web.StreamResponse:
+    """Ends an answer whose replica failed: by a broken stream if its status is sent already, which
+    only shows that the answer is incomplete; else by raising `RetryError`."""
+    if answer is not None and answer.prepared:
+        if request.transport is not None:
+            request.transport.abort()
+        return answer
+    raise RetryError(
+        f"replica {member.replica.name} does not answer: {type(error).__name__}"
+    ) from error
+
+
 async def _exchange(
     request: web.Request, member: TrackedReplica, body: bytes
 ) -> web.StreamResponse:
-    app, replicas = request.app, request.app[_REPLICAS]
-    headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
-    if app[_KEY]:
-        headers["Authorization"] = f"Bearer {app[_KEY]}"
     answer: web.StreamResponse | None = None
     try:
-        async with app[_SESSION].request(
-            request.method,
-            f"{member.replica.base_url}/v1/{request.match_info['path']}",
-            params=request.query,
-            data=body if request.can_read_body or body else None,
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-            allow_redirects=False,
-        ) as upstream:
-            passed = {k: upstream.headers[k] for k in _RETURNED_HEADERS if k in upstream.headers}
-            passed[SNAPSHOT_HEADER] = replicas.identity_at(member)
+        async with call_replica(request, member, body) as upstream:
+            passed = {k: upstream.headers[k] for k in RETURNED_HEADERS if k in upstream.headers}
+            passed[SNAPSHOT_HEADER] = request.app[REPLICAS].identity_at(member)
             answer = web.StreamResponse(status=upstream.status, headers=passed)
             await answer.prepare(request)
             async for chunk in upstream.content.iter_any():
@@ -246,14 +292,7 @@ async def _exchange(
     except aiohttp.ClientConnectorError:
         raise
     except (aiohttp.ClientError, TimeoutError) as error:
-        if answer is not None and answer.prepared:
-            # The status is sent; only a broken stream can show that the answer is incomplete.
-            if request.transport is not None:
-                request.transport.abort()
-            return answer
-        raise RetryError(
-            f"replica {member.replica.name} does not answer: {type(error).__name__}"
-        ) from error
+        return break_off(request, member, answer, error)
 
 
 def _check_path(path: str) -> None:
@@ -263,7 +302,7 @@ def _check_path(path: str) -> None:
         raise InputError(f"/v1/{path[:80]} is not a path that replicas serve")
 
 
-def _with_model(body: bytes, model: str) -> bytes:
+def with_model(body: bytes, model: str) -> bytes:
     """Returns the body with the replica's own name for its model."""
     if not model or not body:
         return body

@@ -15,6 +15,7 @@ itself which version it holds, with the digest from that version's manifest.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ Transition = Literal["async", "sync"]
 
 POLL_EVERY_S = 1.0
 RETRY_AT_MOST_S = 30.0
+CONFIRM_WITHIN_S = 2.0
 MAX_LEDGER = 1024
 
 
@@ -67,6 +69,8 @@ class TrackedReplica:
     draining: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    asking: asyncio.Task[HeldVersion] | None = None
+    queued: asyncio.Task[HeldVersion] | None = None
 
 
 class ReplicaSet:
@@ -167,10 +171,13 @@ class ReplicaSet:
         """Returns whether a replica is waiting for its requests to end before it is loaded."""
         return any(member.draining for member in self._members)
 
-    def pick(self, session: str = "") -> TrackedReplica | None:
+    def pick(self, session: str = "", *, version: int | None = None) -> TrackedReplica | None:
         """Returns the replica for a request: the least busy of those that answer and do not drain;
-        requests of one ``session`` stay with one replica while possible. None if there is none."""
+        requests of one ``session`` stay with one replica while possible. None if there is none.
+        Replicas that hold ``version`` come first."""
         open_ = [m for m in self._members if m.held is not None and not m.draining]
+        if version is not None:
+            open_ = [m for m in open_ if m.held and m.held.version == version] or open_
         if not open_:
             return None
         if session:
@@ -188,6 +195,29 @@ class ReplicaSet:
         """Marks a replica as unreachable until it answers a poll again."""
         member.held, member.stage = None, "pending"
         member.wake.set()
+
+    async def confirm(self, member: TrackedReplica, before: HeldVersion | None) -> bool:
+        """Asks a replica whether it still holds the version that it held ``before``: then that drew
+        everything in between, as replicas change versions only when they are told to. Answers that
+        end at the same time share one call."""
+        if before is None or member.target not in (None, before.version):
+            return False
+        if member.queued is None:
+            member.queued = asyncio.ensure_future(self._ask(member, member.asking))
+        try:
+            async with asyncio.timeout(CONFIRM_WITHIN_S):
+                return await asyncio.shield(member.queued) == before
+        except (DeltawireError, TimeoutError):
+            return False
+
+    async def _ask(
+        self, member: TrackedReplica, before: asyncio.Task[HeldVersion] | None
+    ) -> HeldVersion:
+        """Ask after the call before, which began before the answers ended that wait for this."""
+        if before is not None:
+            await asyncio.wait([before])
+        member.asking, member.queued = member.queued, None
+        return await member.replica.held()
 
     def end(self, member: TrackedReplica) -> None:
         """Counts a request that ended on a replica, or was given up."""
@@ -259,7 +289,8 @@ class ReplicaSet:
         """Polls a replica, and loads the wanted version if it holds another."""
         held = await member.replica.held()
         if held.version not in self._digests:
-            await asyncio.to_thread(self._digest_of, held.version)
+            with contextlib.suppress(RetryError):  # An outage of the bucket stops no answers.
+                await asyncio.to_thread(self._digest_of, held.version)
         self._accept(member, held)
         if wanted is None:
             return

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from deltawire.errors import CorruptError
 from deltawire.wire.objects import FORMAT, decode_packed, encode_packed
 from deltawire.wire.receipts import MAX_SPANS, Arm, Pseudonym, Span
-from deltawire.wire.run import Identity
+from deltawire.wire.run import Identity, PublicKey
 
 MAX_SEGMENT_BYTES = 256 << 20
 MAX_ROWS = 1 << 16
@@ -130,6 +130,23 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     served_at: float
     recorded: bool = True
     note: Annotated[str, Meta(max_length=512)] = ""
+
+
+class GatewayState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The object at ``live/gateways/<gateway>.json``.
+
+    ``public_key`` checks the deployment's receipts. ``counts`` are totals since the gateway
+    started (at ``started``), and ``rates`` the mean values of its detectors.
+    """
+
+    format: int = FORMAT
+    gateway: _Name
+    run: Identity
+    public_key: PublicKey
+    started: float
+    at: float
+    counts: Annotated[dict[str, float], Meta(max_length=256)] = {}
+    rates: Annotated[dict[str, float], Meta(max_length=256)] = {}
 
 
 class _RowSegment(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""`deltawire serve` with a real `vllm serve`: hot-loading, readiness by attestation, proxying."""
+"""`deltawire gateway` with a real `vllm serve`: hot-loading, readiness by attestation, proxying."""
 
 import json
 import os
@@ -22,14 +22,14 @@ HOT_LOAD = "/hot_load/v1/models/hot_load"
 
 
 class Front:
-    """The command ``deltawire serve`` on any free port."""
+    """The command ``deltawire gateway`` on any free port."""
 
     def __init__(self, run, replica, log):
         self.log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "deltawire", "serve", run, "--port", "0",
+                    sys.executable, "-m", "deltawire", "gateway", run, "--port", "0",
                     "--replica", replica,
                 ],
                 stderr=file,

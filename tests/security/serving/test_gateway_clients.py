@@ -16,7 +16,7 @@ from aiohttp import web
 from fake_replica import FakeVllm
 
 from deltawire.errors import InputError
-from deltawire.launch.serving import ServeOptions, serve_run
+from deltawire.launch.gateway import GatewayOptions, run_gateway
 from deltawire.serving import app as gateway
 from deltawire.serving import replica_set
 from deltawire.serving.app import build_app, build_runner
@@ -39,7 +39,7 @@ def bucket():
 
 
 class Gateway:
-    """The gateway on a real socket, as ``deltawire serve`` runs it."""
+    """The gateway on a real socket, as ``deltawire gateway`` runs it."""
 
     def __init__(self, client, port, fake, replicas):
         self.client, self.port, self.fake, self.replicas = client, port, fake, replicas
@@ -206,9 +206,9 @@ def test_logs_hold_no_traceback_and_no_token(bucket, monkeypatch, caplog):
 
 
 def test_credentials_in_a_replicas_url_are_refused_without_echo(tmp_path):
-    options = ServeOptions(replicas=["http://user:hunter2@host:8000"])
+    options = GatewayOptions(replicas=["http://user:hunter2@host:8000"])
     with pytest.raises(InputError) as caught:
-        serve_run(str(tmp_path), options)
+        run_gateway(str(tmp_path), options)
     assert "host: the URL contains credentials" in str(caught.value)
     assert "hunter2" not in str(caught.value)
     replica = VllmReplica("http://user:hunter2@host:8000/a", None)
@@ -237,7 +237,7 @@ def certificate(folder):
 def command(run, *arguments, **environment):
     return subprocess.Popen(
         [
-            sys.executable, "-m", "deltawire", "serve", run, "--port", "0",
+            sys.executable, "-m", "deltawire", "gateway", run, "--port", "0",
             "--replica", "http://127.0.0.1:1", *arguments,
         ],
         stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},

@@ -127,7 +127,7 @@ def test_every_command_refuses_a_url_with_credentials_in_every_place(
             captured = capfd.readouterr()
             assert SECRET not in captured.out + captured.err, words
             tried.add(name)
-    assert {"run", "midtrain", "reference", "rollouts", "grant", "serve", "publish"} <= tried
+    assert {"run", "midtrain", "reference", "rollouts", "grant", "gateway", "publish"} <= tried
 
 
 @pytest.mark.parametrize("command", ["trainer", "relay"])

@@ -12,8 +12,9 @@ from deltawire.launch.doctor.findings import Finding, Status
 AREA = "packages"
 PURPOSES = {
     "rl": "train and sample",
-    "serve": "serve, watch",
+    "serve": "gateway, watch",
     "sign": "signed runs",
+    "presidio": "redaction of captures",
     "lora": "adapters",
     "data": "Parquet, saved datasets",
     "trl": "TRL's trainers",

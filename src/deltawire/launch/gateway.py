@@ -1,36 +1,57 @@
-"""Serves the hot-load contract in front of vLLM servers, until a signal comes."""
+"""Serves users through vLLM servers, with receipts and feedback, until a signal comes."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from deltawire.config import RunConfig, run_config
 from deltawire.display import safe_line
 from deltawire.errors import InputError
 from deltawire.launch.listening import check_port, listening, require_token, tls_context
-from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
+from deltawire.launch.role_keys import read_signer
+from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
+from deltawire.live.capture.consent import ConsentRule, read_users
+from deltawire.live.capture.pseudonyms import Pseudonyms
+from deltawire.live.capture.redaction import Redaction, load_redact
+from deltawire.live.feedback.limits import FeedbackLimits
+from deltawire.live.gateway.app import WEBHOOK, LiveCalls
+from deltawire.live.gateway.recorder import Recorder, RecorderOptions
+from deltawire.live.gateway.requests import SamplingDefaults
+from deltawire.private_files import open_private, private_folder
+from deltawire.runtime.highest_version import state_folder
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.serving.contract import ReplicaSetState
 from deltawire.serving.replica_set import ReplicaSet
-from deltawire.store import Bucket
+from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import require_run
+from deltawire.wire.roles import GATEWAY_ROLE
 from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer
+from deltawire.wire.signing import Ed25519Signer
 
 REPLICA_KEY_VARIABLE = "DELTAWIRE_REPLICA_KEY"
 REPORT_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Where to listen, and how replicas change versions."""
+class GatewayOptions:
+    """Where to listen, how replicas change versions, and what is stored of answers.
+
+    ``key`` is the deployment's private key; without one, an unsigned run's gateway keeps a new one
+    in ``state``.
+    """
 
     replicas: Sequence[str]
     host: str = "127.0.0.1"
@@ -43,9 +64,21 @@ class ServeOptions:
     drain_s: float = 90.0
     model: str = ""
     trust: ReaderTrust = ANY
+    key: str = ""
+    state: str = ""
+    spool_mb: int = 1024
+    capture_header: bool = False
+    capture_users: str = ""
+    capture_share: float = 0.0
+    redact: str = ""
+    redact_failure: Literal["closed", "open"] = "closed"
+    keep_text: bool = False
+    feedback_per_minute: int = 60
+    feedback_per_day: int = 1000
+    webhook_secret_file: str = ""
 
 
-def serve_run(location: str, options: ServeOptions) -> None:
+def run_gateway(location: str, options: GatewayOptions) -> None:
     """Serves a run until a signal comes.
 
     Tokens that were not given are generated and printed, but only to a terminal: output that goes
@@ -63,7 +96,9 @@ def serve_run(location: str, options: ServeOptions) -> None:
     check_port(options.port)
     if options.drain_s <= 0:
         raise InputError("--drain must be above 0")
-    bucket = open_trusted(location, options.trust)
+    signer = read_signer(options.key)
+    bucket = open_trusted(location, options.trust, signer=signer, role=GATEWAY_ROLE)
+    bucket.over(RetryingBucket.over(bucket.inner)).check_writer()
     run = require_run(bucket)
     token = require_token(console, "token", options.token_file, TOKEN_VARIABLE)
     admin = require_token(console, "admin token", options.admin_token_file, ADMIN_TOKEN_VARIABLE)
@@ -72,7 +107,76 @@ def serve_run(location: str, options: ServeOptions) -> None:
             "the token and the admin token are equal",
             hint="clients that only sample must not be able to change the weights",
         )
-    asyncio.run(_serve(options, bucket, run, (token, admin), console))
+    folder = _state_folder(options, run)
+    with locked(folder):
+        signer = signer or _own_key(folder)
+        calls = _live_calls(options, bucket, run, folder, signer)
+        asyncio.run(_serve(options, bucket, run, (token, admin), calls, console))
+
+
+def _state_folder(options: GatewayOptions, run: Run) -> Path:
+    place = Path(options.state) if options.state else state_folder().parent / "gateways" / run.id
+    return private_folder(place)
+
+
+def _own_key(folder: Path) -> Signer:
+    """The key of an unsigned run's gateway, a new one at the first start."""
+    path = folder / "gateway.key"
+    if not path.exists():
+        Ed25519Signer.generate().write(path)
+    return Ed25519Signer.read(path)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a gateway's state folder; raises `InputError` if another process does."""
+    descriptor = open_private(folder / "lock", os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InputError(
+                f"another gateway uses {folder}", hint="give each gateway its own --state"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def pseudonym_secret(signer: Signer) -> bytes:
+    """The secret of a deployment's pseudonyms, which follows from its key: Ed25519 signs the same
+    bytes in the same way every time."""
+    return signer.sign(b"deltawire pseudonyms 1\0")
+
+
+def _live_calls(
+    options: GatewayOptions, bucket: Bucket, run: Run, folder: Path, signer: Signer
+) -> LiveCalls:
+    secret = pseudonym_secret(signer)
+    listed = frozenset[str]()
+    if options.capture_users:
+        listed = read_users(options.capture_users, Pseudonyms(secret))
+    consent = ConsentRule(options.capture_header, listed, options.capture_share)
+    redact = load_redact(options.redact) if options.redact else None
+    config = run_config(run.config, url=bucket.url) if run.config else RunConfig(name="live")
+    webhook = ""
+    if options.webhook_secret_file:
+        webhook = read_token(options.webhook_secret_file)
+    recorder = Recorder(
+        bucket,
+        run,
+        folder,
+        signer,
+        secret,
+        Redaction(redact, on_failure=options.redact_failure),
+        RecorderOptions(
+            consent=consent,
+            keep_text=options.keep_text,
+            spool_bytes=options.spool_mb << 20,
+            limits=FeedbackLimits(options.feedback_per_minute, options.feedback_per_day),
+        ),
+    )
+    return LiveCalls(recorder, SamplingDefaults.of(config), webhook_secret=webhook.encode())
 
 
 def _is_http(url: str) -> bool:
@@ -84,7 +188,12 @@ def _is_http(url: str) -> bool:
 
 
 async def _serve(
-    options: ServeOptions, bucket: Bucket, run: Run, tokens: tuple[str, str], console: Console
+    options: GatewayOptions,
+    bucket: Bucket,
+    run: Run,
+    tokens: tuple[str, str],
+    calls: LiveCalls,
+    console: Console,
 ) -> None:
     import aiohttp
 
@@ -112,7 +221,9 @@ async def _serve(
             admin_token=tokens[1],
             upstream_key=key,
             upstream_model=options.model,
+            self_checked=(WEBHOOK,),
         )
+        calls.add_to(app)
         runner = build_runner(app)
         async with listening(
             runner,

@@ -1,0 +1,160 @@
+"""``deltawire gateway``: serves users through vLLM servers, with receipts and feedback."""
+
+from __future__ import annotations
+
+import argparse
+
+from deltawire.cli.arguments import (
+    add_key,
+    add_run_url,
+    add_token_file,
+    add_trust,
+    at_least,
+    share,
+    trust_of,
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "gateway", help="serve users through vLLM servers: receipts, feedback, hot-loading"
+    )
+    parser.set_defaults(call=run)
+    add_run_url(parser)
+    parser.add_argument(
+        "--replica",
+        action="append",
+        required=True,
+        metavar="URL",
+        help="the URL of a vLLM server; repeat it for several",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    parser.add_argument("--port", type=int, default=8400, help="the port to listen on; 0 is any")
+    add_token_file(parser)
+    parser.add_argument(
+        "--admin-token-file",
+        default="",
+        metavar="FILE",
+        help="holds the token for hot-loading (default: DELTAWIRE_ADMIN_TOKEN, or generated)",
+    )
+    parser.add_argument(
+        "--tls-cert", default="", metavar="FILE", help="serve https with this PEM certificate"
+    )
+    parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key")
+    parser.add_argument(
+        "--transition",
+        choices=("async", "sync"),
+        default="async",
+        help="swap weights while requests run, or after they have ended",
+    )
+    parser.add_argument(
+        "--drain",
+        type=float,
+        default=90.0,
+        metavar="S",
+        help="with --transition sync: wait this long for running requests (default: 90)",
+    )
+    parser.add_argument(
+        "--model", default="", help="the replicas' name for the model (default: the request's)"
+    )
+    add_key(parser)
+    add_trust(parser)
+    _add_capture(parser)
+    _add_feedback(parser)
+
+
+def _add_capture(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("capture", "without one of the first three nothing is stored")
+    group.add_argument(
+        "--capture-header",
+        action="store_true",
+        help="store answers to requests with x-deltawire-capture: true",
+    )
+    group.add_argument(
+        "--capture-users", default="", metavar="FILE", help="store answers to the users listed here"
+    )
+    group.add_argument(
+        "--capture-share",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="store answers to this share of users",
+    )
+    group.add_argument(
+        "--redact",
+        default="",
+        metavar="MODULE:FUNCTION",
+        help="pass texts through this function before anything is stored",
+    )
+    group.add_argument(
+        "--redact-failure",
+        choices=("closed", "open"),
+        default="closed",
+        help="if that function fails: store nothing, or the texts as they are (default: closed)",
+    )
+    group.add_argument(
+        "--keep-text", action="store_true", help="store redacted texts too, not only tokens"
+    )
+    group.add_argument(
+        "--state",
+        default="",
+        metavar="DIR",
+        help="where captures wait for the bucket (default: below $XDG_STATE_HOME)",
+    )
+    group.add_argument(
+        "--spool-mb",
+        type=at_least(1),
+        default=1024,
+        metavar="MB",
+        help="let captures that wait take this much disk, and as much feedback (default: 1024)",
+    )
+
+
+def _add_feedback(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("feedback")
+    group.add_argument(
+        "--feedback-per-minute", type=at_least(1), default=60, metavar="N", help="of one user"
+    )
+    group.add_argument(
+        "--feedback-per-day", type=at_least(1), default=1000, metavar="N", help="of one user"
+    )
+    group.add_argument(
+        "--webhook-secret-file",
+        default="",
+        metavar="FILE",
+        help="take signed lists of reports at /v1/feedback/webhook",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    from deltawire.launch.gateway import GatewayOptions, run_gateway
+
+    options = GatewayOptions(
+        replicas=arguments.replica,
+        host=arguments.host,
+        port=arguments.port,
+        token_file=arguments.token_file,
+        admin_token_file=arguments.admin_token_file,
+        tls_certificate=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        transition=arguments.transition,
+        drain_s=arguments.drain,
+        model=arguments.model,
+        trust=trust_of(arguments),
+        key=arguments.key,
+        state=arguments.state,
+        spool_mb=arguments.spool_mb,
+        capture_header=arguments.capture_header,
+        capture_users=arguments.capture_users,
+        capture_share=arguments.capture_share,
+        redact=arguments.redact,
+        redact_failure=arguments.redact_failure,
+        keep_text=arguments.keep_text,
+        feedback_per_minute=arguments.feedback_per_minute,
+        feedback_per_day=arguments.feedback_per_day,
+        webhook_secret_file=arguments.webhook_secret_file,
+    )
+    run_gateway(arguments.run, options)
+    return 0

@@ -1,0 +1,141 @@
+"""Uploader: moves sealed segments of a spool to the bucket, in the background.
+
+A segment is created under a key that follows from its number, so an upload that is repeated after
+a crash changes nothing. While the store does not answer, segments wait; answers do not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from deltawire.errors import CorruptError, DeltawireError, RetryError
+from deltawire.live.capture.spool import Spool
+from deltawire.store import Bucket
+from deltawire.wire.captures import (
+    MAX_SEGMENT_BYTES,
+    Capture,
+    Feedback,
+    decode_segment,
+    encode_segment,
+)
+
+UPLOAD_EVERY_S = 2.0
+RETRY_AT_MOST_S = 60.0
+SEAL_WITHIN_S = 60.0
+_LOG = logging.getLogger("deltawire.live")
+
+
+@dataclass(frozen=True)
+class SpooledStream:
+    """A spool, the key of each of its segments, and the type of its rows."""
+
+    spool: Spool
+    key: Callable[[str, int], str]
+    kind: type[Capture] | type[Feedback]
+
+
+class _Owner(msgspec.Struct):
+    user: str = ""
+
+
+class SpoolUploader(threading.Thread):
+    """Uploads the sealed segments of several spools, oldest first, until `close`.
+
+    ``forgotten`` are pseudonyms whose rows are left out. ``each_round`` is called after each round
+    in which the store answered. ``uploaded`` counts rows; ``alarm`` holds the last error.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        gateway: str,
+        streams: Collection[SpooledStream],
+        *,
+        forgotten: Callable[[], Collection[str]] = tuple,
+        each_round: Callable[[], None] = lambda: None,
+        every_s: float = UPLOAD_EVERY_S,
+    ) -> None:
+        super().__init__(name="live-uploader", daemon=True)
+        self.uploaded = 0
+        self.damaged = 0
+        self.alarm = ""
+        self._bucket = bucket
+        self._gateway = gateway
+        self._streams = list(streams)
+        self._forgotten = forgotten
+        self._each_round = each_round
+        self._every_s = every_s
+        self._closing = threading.Event()
+
+    def run(self) -> None:
+        """Upload until `close`."""
+        pause_s = self._every_s
+        while not self._closing.wait(pause_s):
+            pause_s = self._every_s if self.upload() else min(2 * pause_s, RETRY_AT_MOST_S)
+
+    def upload(self) -> bool:
+        """Uploads everything that was appended before; returns whether the store answered."""
+        try:
+            self._each_round()
+            for stream in self._streams:
+                stream.spool.seal().result(SEAL_WITHIN_S)
+                for number in stream.spool.sealed():
+                    self._move(stream, number)
+        except RetryError as error:
+            self._say(error.message)
+            return False
+        except (DeltawireError, OSError, TimeoutError) as error:
+            self._say(f"cannot upload: {error}")
+            return False
+        self.alarm = ""
+        return True
+
+    def close(self, *, within_s: float = 10.0) -> None:
+        """Uploads once more and ends the thread; the rest waits for the next start."""
+        self._closing.set()
+        last = threading.Thread(target=self.upload, name="live-last-upload", daemon=True)
+        if self.is_alive():
+            self.join(timeout=within_s)
+        last.start()
+        last.join(timeout=within_s)
+
+    def _move(self, stream: SpooledStream, number: int) -> None:
+        key = stream.key(self._gateway, number)
+        try:
+            rows = stream.spool.read(number)
+        except CorruptError as error:
+            self.damaged += 1
+            stream.spool.set_aside(number)
+            self._say(error.message)
+            return
+        gone = set(self._forgotten())
+        kept = [row for row in rows if not gone or _user_of(row) not in gone]
+        data = encode_segment(self._gateway, number, kept)
+        if not self._bucket.create(key, data):
+            found = self._bucket.get(key, limit=MAX_SEGMENT_BYTES)
+            if found is None:
+                raise RetryError("a stored segment disappeared", run=self._bucket.url, key=key)
+            if found != data:  # An erasure may have replaced it; anything else is not ours.
+                decode_segment(
+                    found, stream.kind, gateway=self._gateway, number=number,
+                    run=self._bucket.url, key=key,
+                )  # fmt: skip
+        self.uploaded += len(kept)
+        stream.spool.remove(number)
+
+    def _say(self, message: str) -> None:
+        if message != self.alarm:
+            _LOG.warning("captures wait on disk: %s", message)
+        self.alarm = message
+
+
+def _user_of(row: bytes) -> str:
+    try:
+        return msgspec.msgpack.decode(row, type=_Owner).user
+    except msgspec.MsgspecError:
+        return ""

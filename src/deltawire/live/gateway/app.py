@@ -1,0 +1,330 @@
+"""The gateway's calls: answers with receipts, and feedback.
+
+::
+
+    POST /v1/chat/completions, /v1/completions   sampling   an answer with a receipt
+    POST /v1/feedback                            sampling   one report about a receipt
+    POST /v1/feedback/webhook                    signed     up to `MAX_REPORTS` reports
+    GET  /live/state                             admin      counters and rates
+
+All other calls are those of `deltawire.serving.app`. A whole answer carries its receipt in the
+header `RECEIPT_HEADER` and in its member ``deltawire``; a stream carries it in that member of its
+last chunk, because versions are known when the last token is drawn. Text is passed on as it
+arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from deltawire.errors import CorruptError, InputError
+from deltawire.live.capture.consent import CAPTURE_HEADER
+from deltawire.live.feedback.client import RECEIPT_HEADER
+from deltawire.live.feedback.intake import MAX_BODY_BYTES, Taken, UnknownReceiptError
+from deltawire.live.gateway.engine_tokens import AnswerReader, for_client
+from deltawire.live.gateway.events import DONE, EventSplitter, data_of
+from deltawire.live.gateway.recorder import Recorder, ServedRequest
+from deltawire.live.gateway.requests import SamplingDefaults, read_asked
+from deltawire.serving.app import (
+    MODEL,
+    REPLICAS,
+    RETURNED_HEADERS,
+    SNAPSHOT_HEADER,
+    WRITE_WITHIN_S,
+    break_off,
+    call_replica,
+    error_answer,
+    json_answer,
+    read_body,
+    session_of,
+    to_replica,
+    with_model,
+)
+from deltawire.serving.replica_set import TrackedReplica
+
+USER_HEADER = "x-deltawire-user"
+CONVERSATION_HEADER = "x-deltawire-conversation"
+TASK_HEADER = "x-deltawire-task"
+COHORT_HEADER = "x-deltawire-cohort"
+SIGNATURE_HEADER = "x-deltawire-signature"
+WEBHOOK = "/v1/feedback/webhook"
+MAX_REPORTS = 1000
+MAX_WEBHOOK_BYTES = 8 << 20
+MAX_ANSWER_BYTES = 64 << 20
+
+_FINAL = re.compile(rb'"finish_reason"\s*:\s*"|"choices"\s*:\s*\[\s*\]')
+
+
+class LiveCalls:
+    """The handlers of one gateway; `add_to` adds them to the application of its replicas.
+
+    ``webhook_secret`` is the key of the webhook's HMAC-SHA256; without one there is no webhook.
+    """
+
+    def __init__(
+        self, recorder: Recorder, defaults: SamplingDefaults, *, webhook_secret: bytes = b""
+    ) -> None:
+        self._recorder = recorder
+        self._defaults = defaults
+        self._secret = webhook_secret
+
+    def add_to(self, app: web.Application) -> None:
+        """Adds the calls to an application of `deltawire.serving.app.build_app`."""
+        for prefix in ("", "/inference"):
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            app.router.add_post(f"{prefix}/v1/completions", self._complete)
+        app.router.add_post("/v1/feedback", self._feedback)
+        if self._secret:
+            app.router.add_post(WEBHOOK, self._webhook)
+        app.router.add_get("/live/state", self._state)
+
+        async def life(_: web.Application) -> Any:
+            self._recorder.start(asyncio.get_running_loop())
+            yield
+            await asyncio.to_thread(self._recorder.close)
+
+        app.cleanup_ctx.append(life)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, chat=True)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, chat=False)
+
+    async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        body = with_model(await read_body(request), request.app[MODEL])
+        asked = read_asked(body, chat=chat, defaults=self._defaults)
+        session = session_of(request)
+        if asked is None:  # The replica explains better what is wrong with it.
+            return await to_replica(request, body, _Exchange(None, self._recorder), session=session)
+        headers = request.headers
+        served = self._recorder.served(
+            asked,
+            {
+                "user": headers.get(USER_HEADER, ""),
+                "conversation": headers.get(CONVERSATION_HEADER, "") or session,
+                "task": headers.get(TASK_HEADER, ""),
+                "cohort": headers.get(COHORT_HEADER, ""),
+                "capture": headers.get(CAPTURE_HEADER, ""),
+            },
+        )
+        self._recorder.continued(served)
+        if asked.chat and not session:
+            session = served.conversation
+        return await to_replica(
+            request,
+            asked.for_replica(capture=served.capture),
+            _Exchange(served, self._recorder),
+            session=session,
+            version=served.assignment.version,
+        )
+
+    async def _feedback(self, request: web.Request) -> web.StreamResponse:
+        body = await _bounded(request, MAX_BODY_BYTES)
+        user = self._recorder.pseudonyms.user(request.headers.get(USER_HEADER, ""))
+        try:
+            return _taken(await self._recorder.intake.take(body, user=user))
+        except UnknownReceiptError as error:
+            return error_answer(404, error)
+
+    async def _webhook(self, request: web.Request) -> web.StreamResponse:
+        body = await _bounded(request, MAX_WEBHOOK_BYTES)
+        given = request.headers.get(SIGNATURE_HEADER, "").removeprefix("sha256=").encode()
+        wanted = hmac.new(self._secret, body, "sha256").hexdigest().encode()
+        if not hmac.compare_digest(given, wanted):
+            return error_answer(401, InputError("the webhook's signature is not valid"))
+        try:
+            reports = msgspec.json.decode(body, type=list[msgspec.Raw])
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise InputError("the webhook's body is not a list of reports") from error
+        if len(reports) > MAX_REPORTS:
+            raise InputError(f"{len(reports)} reports; send at most {MAX_REPORTS} at a time")
+        results = []
+        for report in reports:
+            try:
+                taken = await self._recorder.intake.take(bytes(report), source="webhook")
+            except UnknownReceiptError as error:
+                taken = Taken(404, {"error": {"message": str(error), "code": 404}})
+            except InputError as error:
+                taken = Taken(400, {"error": {"message": str(error), "code": 400}})
+            results.append({"status": taken.status, **taken.body})
+        return web.json_response({"results": results})
+
+    async def _state(self, request: web.Request) -> web.StreamResponse:
+        del request
+        return json_answer(self._recorder.state())
+
+
+class _Exchange:
+    """Sends a request to a replica, and its answer with a receipt to the client."""
+
+    def __init__(self, served: ServedRequest | None, recorder: Recorder) -> None:
+        self._served = served
+        self._recorder = recorder
+        self._began = time.monotonic()
+        self._first_s = 0.0
+
+    async def __call__(
+        self, request: web.Request, member: TrackedReplica, body: bytes
+    ) -> web.StreamResponse:
+        answer: web.StreamResponse | None = None
+        replicas, held = request.app[REPLICAS], member.held
+        self._confirmed = lambda: replicas.confirm(member, held)
+        self._version = None if held is None else held.version
+        try:
+            async with call_replica(request, member, body) as upstream:
+                headers = {
+                    k: upstream.headers[k] for k in RETURNED_HEADERS if k in upstream.headers
+                }
+                headers[SNAPSHOT_HEADER] = replicas.identity_at(member)
+                if upstream.status == 200 and "event-stream" in headers.get("Content-Type", ""):
+                    answer = web.StreamResponse(headers=headers)
+                    await answer.prepare(request)
+                    await self._stream(upstream, answer)
+                    return answer
+                return await self._whole(upstream, headers)
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ClientError, TimeoutError, CorruptError) as error:
+            self._recorder.counts["broken"] += 1
+            return break_off(request, member, answer, error)
+
+    def _reader(self) -> AnswerReader | None:
+        return AnswerReader() if self._served is not None and self._served.capture else None
+
+    async def _receipts(self, reader: AnswerReader | None) -> list[str]:
+        assert self._served is not None
+        return await self._recorder.finish(
+            self._served,
+            reader,
+            version=self._version,
+            confirmed=self._confirmed,
+            first_s=self._first_s,
+        )
+
+    async def _whole(
+        self, upstream: aiohttp.ClientResponse, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        data = await _read_answer(upstream)
+        self._first_s = time.monotonic() - self._began
+        if self._served is None or upstream.status != 200:
+            return web.Response(status=upstream.status, body=data, headers=headers)
+        reader = self._reader()
+        if reader is not None and (body := _object_of(data)) is not None:
+            reader.read(body)
+            asked = self._served.asked
+            data = msgspec.json.encode(
+                for_client(body, ids=asked.ids, logprobs=asked.logprobs) or body
+            )
+        receipts = await self._receipts(reader)
+        headers[RECEIPT_HEADER] = receipts[0]
+        return web.Response(body=_with_receipts(data, receipts), headers=headers)
+
+    async def _stream(self, upstream: aiohttp.ClientResponse, answer: web.StreamResponse) -> None:
+        """Pass events on as they arrive; those that end the answer wait for the receipt."""
+        reader, splitter = self._reader(), EventSplitter()
+        held: list[bytes] = []
+        ended = False
+        async for chunk in upstream.content.iter_any():
+            out: list[bytes] = []
+            for event in splitter.feed(chunk):
+                data = data_of(event)
+                if data == DONE:
+                    ended = True
+                    continue
+                if reader is not None and data:
+                    data, final = self._read(reader, data)
+                else:
+                    final = _FINAL.search(data) is not None
+                if not self._first_s and data:
+                    self._first_s = time.monotonic() - self._began
+                if final:
+                    held.append(data)
+                elif data:
+                    out.append(b"data: %s\n\n" % data)
+                elif event.startswith(b":"):
+                    out.append(event + b"\n\n")
+            if out:
+                await _write(answer, b"".join(out))
+        if not ended or splitter.rest.strip():
+            raise aiohttp.ClientPayloadError("the stream ended early")
+        if held and self._served is not None:
+            held[-1] = _with_receipts(held[-1], await self._receipts(reader))
+        await _write(answer, b"".join(b"data: %s\n\n" % one for one in [*held, DONE]))
+        await answer.write_eof()
+
+    def _read(self, reader: AnswerReader, data: bytes) -> tuple[bytes, bool]:
+        """Read a chunk; returns what the client gets of it, and whether it ends a choice."""
+        body = _object_of(data)
+        if body is None:
+            return data, False
+        reader.read(body)
+        assert self._served is not None
+        asked = self._served.asked
+        rows = body.get("choices") or ()
+        final = not rows or any(row.get("finish_reason") for row in rows)
+        shown = for_client(body, ids=asked.ids, logprobs=asked.logprobs)
+        return (b"" if shown is None else msgspec.json.encode(shown)), final and shown is not None
+
+
+async def _write(answer: web.StreamResponse, data: bytes) -> None:
+    async with asyncio.timeout(WRITE_WITHIN_S):
+        await answer.write(data)
+
+
+async def _read_answer(upstream: aiohttp.ClientResponse) -> bytes:
+    data = bytearray()
+    async for piece in upstream.content.iter_any():
+        data += piece
+        if len(data) > MAX_ANSWER_BYTES:
+            raise CorruptError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(data)
+
+
+def _object_of(data: bytes) -> dict[str, Any] | None:
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    rows = found.get("choices")
+    return found if isinstance(rows, list) and all(isinstance(r, dict) for r in rows) else None
+
+
+def _with_receipts(data: bytes, receipts: list[str]) -> bytes:
+    """Returns a JSON object with the member ``deltawire`` added, without decoding it."""
+    whole = data.rstrip()
+    if not whole.endswith(b"}"):
+        return data
+    member: dict[str, Any] = {"receipt": receipts[0]}
+    if len(receipts) > 1:
+        member["receipts"] = receipts
+    comma = b"" if whole[:-1].rstrip().endswith(b"{") else b","
+    return whole[:-1] + comma + b'"deltawire":' + msgspec.json.encode(member) + b"}"
+
+
+async def _bounded(request: web.Request, limit: int) -> bytes:
+    """Returns a body of at most ``limit`` bytes, without reading more of it."""
+    if (request.content_length or 0) > limit:
+        raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
+    data = bytearray()
+    async with asyncio.timeout(WRITE_WITHIN_S):
+        async for piece in request.content.iter_any():
+            data += piece
+            if len(data) > limit:
+                raise web.HTTPRequestEntityTooLarge(limit, len(data))
+    return bytes(data)
+
+
+def _taken(taken: Taken) -> web.Response:
+    headers = {"Retry-After": str(int(taken.after_s) + 1)} if taken.after_s else {}
+    return web.json_response(taken.body, status=taken.status, headers=headers)

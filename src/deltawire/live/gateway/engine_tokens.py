@@ -1,0 +1,133 @@
+"""Engine tokens: collects the ids, log-probabilities and versions that an engine states with an
+answer.
+
+vLLM states ids with ``return_token_ids``; the embedded engine also states the version of each
+token. Nothing is encoded again and nothing is filled in: whatever is missing makes the answer
+unusable for training.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+LEAST_LOGPROB = -9999.0
+"""vLLM's placeholder for a log-probability of minus infinity."""
+CONFIRMED = "confirmed"
+
+
+@dataclass
+class ChoiceTokens:
+    """One choice of an answer, as far as it arrived.
+
+    ``versions`` stays empty if the engine states none. ``calls`` counts tool calls. ``missing``
+    says that a chunk had text and no tokens.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    calls: dict[int, list[str]] = field(default_factory=dict)
+    finish: str = ""
+    missing: bool = False
+
+    def fault(self) -> str:
+        """Why the tokens cannot be trained on; empty if they can, but for their versions."""
+        if self.missing or not self.ids:
+            return "the engine stated no tokens"
+        if len(self.logprobs) != len(self.ids):
+            return "the engine did not state a log-probability for each token"
+        if not all(math.isfinite(p) and LEAST_LOGPROB < p <= 1e-3 for p in self.logprobs):
+            return "a log-probability is none"
+        if not self.finish:
+            return "the answer did not end"
+        return ""
+
+
+class AnswerReader:
+    """Reads the objects of an answer: one, or the chunks of a stream.
+
+    Example::
+
+        reader = AnswerReader()
+        for chunk in chunks:
+            reader.read(chunk)
+        reader.choices[0].ids
+    """
+
+    def __init__(self) -> None:
+        self.prompt: list[int] = []
+        self.choices: dict[int, ChoiceTokens] = {}
+        self.model = ""
+
+    def read(self, body: dict[str, Any]) -> None:
+        """Adds a whole answer, or one chunk. Members of the wrong type count as missing."""
+        self.model = self.model or str(body.get("model") or "")[:256]
+        if _are_ids(body.get("prompt_token_ids")):
+            self.prompt = body["prompt_token_ids"]
+        for row in body.get("choices") or ():
+            if isinstance(row, dict) and isinstance(row.get("index", 0), int):
+                self._read(row, self.choices.setdefault(row.get("index", 0), ChoiceTokens()))
+
+    def _read(self, row: dict[str, Any], choice: ChoiceTokens) -> None:
+        if _are_ids(row.get("prompt_token_ids")):
+            self.prompt = row["prompt_token_ids"]
+        said = row.get("message") or row.get("delta") or {}
+        text = row.get("text") or said.get("content") or ""
+        thought = said.get("reasoning_content") or said.get("reasoning") or ""
+        calls = said.get("tool_calls") or ()
+        if text:
+            choice.text.append(str(text))
+        for place, call in enumerate(calls):
+            function = call.get("function") or {}
+            parts = choice.calls.setdefault(call.get("index", place), [])
+            parts.append(str(function.get("arguments") or ""))
+        ids: Any = row.get("token_ids")
+        versions: Any = row.get("token_versions")
+        if _are_ids(ids):
+            choice.ids += ids
+            choice.versions += versions if _are_ids(versions) else ()
+        elif (text or thought or calls) and not row.get("tokens_follow"):
+            choice.missing = True
+        choice.logprobs += _logprobs_of(row.get("logprobs"))
+        choice.finish = str(row.get("finish_reason") or choice.finish)[:32]
+
+
+def _logprobs_of(found: Any) -> list[float]:
+    if not isinstance(found, dict):
+        return []
+    rows = found.get("content")
+    if isinstance(rows, list):
+        values = [row.get("logprob") if isinstance(row, dict) else None for row in rows]
+    else:
+        values = found.get("token_logprobs") or []
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def _are_ids(found: Any) -> bool:
+    return isinstance(found, list) and all(
+        isinstance(one, int) and 0 <= one < 1 << 31 for one in found
+    )
+
+
+def for_client(body: dict[str, Any], *, ids: bool, logprobs: bool) -> dict[str, Any] | None:
+    """Removes what was asked for the gateway only, in place; ``ids`` and ``logprobs`` say that the
+    client asked for it too. Returns None for a chunk with nothing left to tell."""
+    if not ids:
+        body.pop("prompt_token_ids", None)
+    empty = "usage" not in body or body["usage"] is None
+    for row in body.get("choices") or ():
+        if not ids:
+            for name in ("token_ids", "prompt_token_ids", "token_versions"):
+                row.pop(name, None)
+        row.pop("tokens_follow", None)
+        if not logprobs:
+            row["logprobs"] = None
+        delta = row.get("delta")
+        empty = empty and not (
+            delta or row.get("text") or row.get("finish_reason") or row.get("message") or logprobs
+        )
+        empty = empty and (delta is not None or "text" in row)
+    return None if empty and body.get("choices") else body

@@ -1,0 +1,423 @@
+"""Recorder: turns served answers into receipts and captures, and reports into feedback.
+
+Concurrency::
+
+    event loop                        spool's thread            uploader's thread
+      answer ends ─▶ redact ─▶ append ─▶ write, fsync
+      receipt goes out ◀─────── stored                 seal ─▶ create segments in the bucket
+
+An answer waits for its receipt at most `STORE_WITHIN_S` after its last token, whatever the disk
+does, and never for the bucket or the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from deltawire.errors import CorruptError
+from deltawire.live.capture.consent import ConsentRule
+from deltawire.live.capture.pseudonyms import Pseudonyms
+from deltawire.live.capture.redaction import Redaction
+from deltawire.live.capture.spool import Spool
+from deltawire.live.capture.uploader import UPLOAD_EVERY_S, SpooledStream, SpoolUploader
+from deltawire.live.feedback.detectors import DetectorRates
+from deltawire.live.feedback.identities import ReportIdentities
+from deltawire.live.feedback.intake import FeedbackIntake, settler
+from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackLimits
+from deltawire.live.gateway.conversations import Conversations, LastAnswer
+from deltawire.live.gateway.engine_tokens import AnswerReader, ChoiceTokens
+from deltawire.live.gateway.requests import AskedAnswer
+from deltawire.private_files import private_folder, read_private, replace_private
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.captures import Capture, Feedback, GatewayState, encode_row
+from deltawire.wire.decisions import Assignment
+from deltawire.wire.objects import encode_json
+from deltawire.wire.receipts import MAX_SPANS, Receipt, hash_tokens, sign_receipt, spans_of
+from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer
+
+STORE_WITHIN_S = 2.0
+STATE_EVERY_S = 10.0
+DEFAULT_SPOOL_BYTES = 1 << 30
+MAX_STATE_BYTES = 1 << 20
+MAX_KEPT_CHARACTERS = 4000
+_LOG = logging.getLogger("deltawire.live")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecorderOptions:
+    """The deployment's rules. ``keep_text`` also stores the redacted conversations as text."""
+
+    consent: ConsentRule = field(default_factory=ConsentRule)
+    keep_text: bool = False
+    spool_bytes: int = DEFAULT_SPOOL_BYTES
+    limits: FeedbackLimits = field(default_factory=FeedbackLimits)
+
+
+@dataclass(frozen=True)
+class ServedRequest:
+    """A request that is being answered: its conversation and user as pseudonyms, whether it may be
+    stored, and who the product says it is for."""
+
+    asked: AskedAnswer
+    conversation: str
+    user: str
+    capture: bool
+    assignment: Assignment
+    task: str = ""
+    cohort: str = ""
+    began: float = field(default_factory=time.time)
+
+
+class Recorder:
+    """The receipts, captures and feedback of one gateway.
+
+    ``folder`` is the gateway's state: its name, its spools, the ids of reports. It belongs to one
+    process at a time. ``signer`` signs receipts; pseudonyms follow from ``secret``.
+
+    Example::
+
+        recorder = Recorder(bucket, run, Path("state"), signer, secret, Redaction(None))
+        recorder.start(asyncio.get_running_loop())
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: Run,
+        folder: Path,
+        signer: Signer,
+        secret: bytes,
+        redaction: Redaction,
+        options: RecorderOptions | None = None,
+    ) -> None:
+        self.options = options or RecorderOptions()
+        self.pseudonyms = Pseudonyms(secret)
+        self.counts: Counter[str] = Counter()
+        self.rates = DetectorRates()
+        self.conversations = Conversations()
+        self.forgotten: frozenset[str] = frozenset()
+        self._bucket = bucket
+        self._run = run
+        self._signer = signer
+        self._redaction = redaction
+        self._folder = private_folder(folder)
+        self.name = _name_in(self._folder)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started = time.time()
+        self._state_at = float("-inf")
+        limit = self.options.spool_bytes
+        self.captures = self._spool("captures", limit)
+        self.feedback = self._spool("feedback", limit)
+        self._identities = ReportIdentities(self._folder / "reports")
+        self.intake = FeedbackIntake(
+            self.feedback,
+            self._identities,
+            FeedbackLimiter(self.options.limits),
+            run=run.id,
+            public_key=signer.public_key,
+        )
+        self.uploader = SpoolUploader(
+            bucket,
+            self.name,
+            [
+                SpooledStream(self.captures, keys.live_captures, Capture),
+                SpooledStream(self.feedback, keys.live_feedback, Feedback),
+            ],
+            forgotten=lambda: self.forgotten,
+            each_round=self._each_round,
+            every_s=UPLOAD_EVERY_S,
+        )
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts the uploads; stored rows are reported to ``loop``."""
+        self._loop = loop
+        self.uploader.start()
+
+    def close(self) -> None:
+        """Uploads what can be uploaded and closes the spools; the rest waits on disk."""
+        self.uploader.close()
+        self.captures.close()
+        self.feedback.close()
+        self._identities.close()
+        self._redaction.close()
+
+    def state(self) -> GatewayState:
+        """Returns the gateway's key, counters and rates."""
+        counts: dict[str, float] = {
+            **self.counts,
+            **{f"feedback_{name}": count for name, count in self.intake.counts.items()},
+            "captures_lost": self.captures.lost,
+            "feedback_lost": self.feedback.lost,
+            "redaction_failures": self._redaction.failures,
+            "spooled_bytes": self.captures.size + self.feedback.size,
+            "uploaded_rows": self.uploader.uploaded,
+            "damaged_segments": self.uploader.damaged,
+        }
+        return GatewayState(
+            gateway=self.name,
+            run=self._run.id,
+            public_key=self._signer.public_key,
+            started=self._started,
+            at=time.time(),
+            counts=counts,
+            rates=self.rates.listed(),
+        )
+
+    def served(self, asked: AskedAnswer, names: dict[str, str]) -> ServedRequest:
+        """Returns what is known of a request before it is answered; ``names`` are ``user``,
+        ``conversation``, ``task``, ``cohort`` and ``capture`` as its headers state them."""
+        user = self.pseudonyms.user(names["user"] or asked.user)
+        named = names["conversation"]
+        place = f"named\0{named}" if named else f"opening\0{asked.opening}"
+        conversation = self.pseudonyms.conversation(user, place)
+        if not named and not asked.chat:
+            conversation = secrets.token_hex(16)
+        capture = self.options.consent.allows(names["capture"], user) and user not in self.forgotten
+        return ServedRequest(
+            asked,
+            conversation,
+            user,
+            capture,
+            Assignment("serving", 1.0, None),
+            names["task"][:256],
+            names["cohort"][:64],
+        )
+
+    def continued(self, served: ServedRequest) -> None:
+        """Stores the signals that this request gives about the conversation's last answer."""
+        found = self.conversations.continued(served.conversation, served.asked)
+        if found is None or not served.capture:
+            return
+        last, went = found
+        now = time.time()
+        for name, value in self.rates.detect(went).items():
+            self.intake.note(
+                Feedback(
+                    id=f"{name}-{last.receipt.answer}",
+                    answer=last.receipt.answer,
+                    conversation=last.receipt.conversation,
+                    user=last.receipt.user,
+                    arm=last.receipt.arm,
+                    kind=f"detected_{name}",
+                    value=value,
+                    source="detector",
+                    at=now,
+                    received=now,
+                    served_at=last.receipt.at,
+                    recorded=last.receipt.recorded,
+                )
+            )
+
+    async def finish(
+        self,
+        served: ServedRequest,
+        reader: AnswerReader | None,
+        *,
+        version: int | None,
+        confirmed: Callable[[], Any],
+        first_s: float,
+    ) -> list[str]:
+        """Returns a receipt for each choice of an answer, after it was stored if it may be.
+
+        ``version`` is the one that the replica held when the answer began, and ``confirmed`` asks
+        whether it still does; both count only where the engine states no versions.
+        """
+        self.counts["answers"] += 1
+        if reader is None or not reader.choices:
+            spans = [] if version is None else [(version, 1)]
+            return [self._sign(self._receipt(served, spans, recorded=False))]
+        stated = all(len(c.versions) == len(c.ids) for c in reader.choices.values())
+        known = stated or (version is not None and await confirmed())
+        choices = [reader.choices[index] for index in sorted(reader.choices)]
+        return await asyncio.gather(
+            *(self._record(served, reader, c, version if known else None, first_s) for c in choices)
+        )
+
+    async def _record(
+        self,
+        served: ServedRequest,
+        reader: AnswerReader,
+        choice: ChoiceTokens,
+        version: int | None,
+        first_s: float,
+    ) -> str:
+        fault, versions = choice.fault(), choice.versions
+        if not fault and not reader.prompt:
+            fault = "the engine stated no prompt tokens"
+        if not fault and len(versions) != len(choice.ids):
+            versions = [] if version is None else [version] * len(choice.ids)
+            fault = "" if versions else "the weights may have changed while it was drawn"
+        spans = [] if fault else spans_of(versions)
+        if len(spans) > MAX_SPANS:
+            fault, spans = "its weights changed too often", []
+        tokens = "" if fault else hash_tokens(reader.prompt, choice.ids)
+        text = "".join(choice.text)
+        told = [text, *("".join(parts) for parts in choice.calls.values())]
+        redacted = await self._redaction.apply([*served.asked.texts, *told])
+        if redacted.changed:
+            fault = fault or "redacted"
+        blocked = redacted.texts is None or (self._redaction.on and served.asked.opaque)
+        receipt = self._receipt(served, spans, recorded=not blocked, tokens=tokens)
+        signed = self._sign(receipt)
+        stored = False
+        if not blocked:
+            row = _capture(served, reader, choice, receipt, signed, fault, first_s)
+            if self.options.keep_text:
+                kept = {"texts": redacted.texts, "answer": len(served.asked.texts)}
+                row = msgspec.structs.replace(row, text=json.dumps(kept).encode())
+            stored = await self._store(encode_row(row))
+        self._count(stored=stored, blocked=blocked, fault=fault)
+        if not stored and receipt.recorded:
+            receipt = msgspec.structs.replace(receipt, recorded=False)
+            signed = self._sign(receipt)
+        self.conversations.remember(
+            LastAnswer(
+                receipt,
+                served.asked.asked[:MAX_KEPT_CHARACTERS],
+                text[:MAX_KEPT_CHARACTERS],
+                first_s,
+            )
+        )
+        return signed
+
+    def _count(self, *, stored: bool, blocked: bool, fault: str) -> None:
+        if blocked:
+            self.counts["withheld"] += 1
+        elif not stored:
+            self.counts["unrecorded"] += 1
+            if self.counts["unrecorded"] in (1, 10, 100) or self.counts["unrecorded"] % 1000 == 0:
+                _LOG.error(
+                    "%d answers could not be recorded: the spool is full or the disk fails",
+                    self.counts["unrecorded"],
+                )
+        else:
+            self.counts["recorded"] += 1
+            self.counts["unusable"] += bool(fault)
+
+    async def _store(self, row: bytes) -> bool:
+        stored: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.captures.append(row, settler(stored))
+        try:
+            async with asyncio.timeout(STORE_WITHIN_S):
+                return await asyncio.shield(stored)
+        except TimeoutError:
+            return False
+
+    def _receipt(
+        self,
+        served: ServedRequest,
+        spans: list[tuple[int, int]],
+        *,
+        recorded: bool,
+        tokens: str = "",
+    ) -> Receipt:
+        return Receipt(
+            run=self._run.id,
+            answer=secrets.token_hex(16),
+            conversation=served.conversation,
+            turn=min(served.asked.turn, 1 << 20),
+            user=served.user,
+            arm=served.assignment.arm,
+            propensity=served.assignment.propensity,
+            spans=spans,
+            tokens=tokens,
+            recorded=recorded,
+            at=time.time(),
+        )
+
+    def _sign(self, receipt: Receipt) -> str:
+        return sign_receipt(receipt, self._signer)
+
+    def _spool(self, name: str, limit: int) -> Spool:
+        return Spool(self._folder / name, limit_bytes=limit, call_back=self._call_back)
+
+    def _call_back(self, call: Callable[[], None]) -> object:
+        if self._loop is not None:
+            return self._loop.call_soon_threadsafe(call)
+        call()
+        return None
+
+    def _each_round(self) -> None:
+        """Reads who was forgotten, and writes the state now and then; on the uploader's thread."""
+        now = time.monotonic()
+        if now - self._state_at < STATE_EVERY_S:
+            return
+        names = [key.rsplit("/", 1)[-1] for key in self._bucket.list(keys.LIVE_FORGOTTEN)]
+        found = frozenset(name.removesuffix(".json") for name in names)
+        for user in found - self.forgotten:
+            self.conversations.forget(user)
+        self.forgotten = found
+        self._bucket.put(keys.live_gateway(self.name), encode_json(self.state()))
+        self._state_at = now
+
+
+def _capture(
+    served: ServedRequest,
+    reader: AnswerReader,
+    choice: ChoiceTokens,
+    receipt: Receipt,
+    signed: str,
+    fault: str,
+    first_s: float,
+) -> Capture:
+    usable = not fault
+    broken = sum(not _is_object("".join(parts)) for parts in choice.calls.values())
+    return Capture(
+        answer=receipt.answer,
+        conversation=receipt.conversation,
+        turn=receipt.turn,
+        user=receipt.user,
+        cohort=served.cohort,
+        task=served.task,
+        arm=receipt.arm,
+        propensity=receipt.propensity,
+        at=receipt.at,
+        receipt=signed,
+        model=reader.model,
+        finish=choice.finish,
+        temperature=max(0.0, served.asked.temperature),
+        truncated=served.asked.truncated,
+        prompt=np.asarray(reader.prompt, "<i4").tobytes() if usable else b"",
+        tokens=np.asarray(choice.ids, "<i4").tobytes() if usable else b"",
+        logprobs=np.asarray(choice.logprobs, "<f4").tobytes() if usable else b"",
+        spans=receipt.spans if usable else [],
+        unusable=fault,
+        first_s=first_s,
+        total_s=receipt.at - served.began,
+        calls=len(choice.calls),
+        broken_calls=broken,
+    )
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return False
+
+
+def _name_in(folder: Path) -> str:
+    """Returns the gateway's name in its state folder, a new one if there is none: whoever deletes
+    the folder gets another name, so that no number of a segment repeats."""
+    path = folder / "name"
+    name = (read_private(path, 128) or b"").decode("ascii", "replace").strip()
+    if not name:
+        name = f"g{secrets.token_hex(8)}"
+        replace_private(path, f"{name}\n".encode())
+    if not keys.valid_name(name):
+        raise CorruptError(f"{path} holds no name of a gateway", hint="remove the file")
+    return name

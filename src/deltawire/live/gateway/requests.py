@@ -1,0 +1,154 @@
+"""Requests: reads what a client asks for, and adds what receipts and captures need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from deltawire.config import RunConfig
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "logit_bias": (None, {}),
+    "response_format": (None, {"type": "text"}),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None, {}),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "use_beam_search": (None, False),
+    "typical_p": (None, 1, 1.0),
+    "logits_processors": (None, []),
+}
+"""Options that change which tokens are drawn, and the values with which they do not."""
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """The run's sampling settings: requests that leave them out get these, so that users are
+    served, and answers trained on, as in training."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> SamplingDefaults:
+        """The settings of a run."""
+        rollout = config.rollout
+        return cls(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+
+    def listed(self) -> dict[str, float | int]:
+        """The settings by the names of requests."""
+        return {
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k,
+            "min_p": self.min_p,
+        }  # fmt: skip
+
+
+@dataclass
+class AskedAnswer:
+    """A request for an answer, as far as the gateway understands it.
+
+    ``body`` is what the replica gets. ``temperature`` and ``truncated`` are as in
+    `deltawire.wire.captures.Capture`. ``asked`` is the last message of the user and ``texts`` are
+    all texts of the conversation. ``turn`` counts earlier answers, ``quoted`` is the last of them.
+    """
+
+    body: dict[str, Any]
+    chat: bool
+    stream: bool = False
+    ids: bool = False
+    logprobs: bool = False
+    temperature: float = 1.0
+    truncated: bool = False
+    user: str = ""
+    asked: str = ""
+    opening: str = ""
+    quoted: str | None = None
+    turn: int = 0
+    texts: list[str] = field(default_factory=list)
+    opaque: bool = False
+    """Part of the request is no text, such as token ids or images: it cannot be redacted."""
+
+    def for_replica(self, *, capture: bool) -> bytes:
+        """Returns the body for the replica; with ``capture`` it asks for tokens too."""
+        if capture:
+            self.body["return_token_ids"] = True
+            if not self.logprobs:
+                self.body["logprobs"] = True if self.chat else 0
+        return msgspec.json.encode(self.body)
+
+
+def read_asked(data: bytes, *, chat: bool, defaults: SamplingDefaults) -> AskedAnswer | None:
+    """Reads a request; None if it is not a JSON object, which the replica explains better."""
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    if not isinstance(body, dict):
+        return None
+    truncated = any(body.get(name) not in fine for name, fine in _NEUTRAL.items())
+    for name, value in defaults.listed().items():
+        if body.get(name) is None:
+            body[name] = value
+        elif name != "temperature" and body[name] != value and (name, body[name]) != ("top_k", -1):
+            truncated = True
+    temperature = body["temperature"]
+    asked = AskedAnswer(
+        body,
+        chat,
+        stream=bool(body.get("stream")),
+        ids=bool(body.get("return_token_ids")),
+        logprobs=bool(body.get("logprobs")) if chat else body.get("logprobs") is not None,
+        temperature=float(temperature) if isinstance(temperature, int | float) else -1.0,
+        truncated=truncated,
+        user=str(body.get("safety_identifier") or body.get("user") or "")[:1024],
+    )
+    if chat:
+        _read_messages(asked, body.get("messages"))
+    else:
+        prompt = body.get("prompt")
+        asked.opaque = not isinstance(prompt, str)
+        asked.asked = asked.opening = prompt if isinstance(prompt, str) else ""
+        asked.texts = [asked.asked]
+    return asked
+
+
+def _read_messages(asked: AskedAnswer, messages: Any) -> None:
+    if not isinstance(messages, list):
+        return
+    for message in messages:
+        if not isinstance(message, dict):
+            continue
+        text = _text_of(message.get("content"), asked)
+        arguments = [
+            str((call.get("function") or {}).get("arguments") or "")
+            for call in message.get("tool_calls") or ()
+            if isinstance(call, dict)
+        ]
+        asked.texts += [text, *arguments]
+        if message.get("role") == "assistant":
+            asked.turn += 1
+            asked.quoted = text
+        elif message.get("role") == "user":
+            asked.opening = asked.opening or text
+            asked.asked = text
+
+
+def _text_of(content: Any, asked: AskedAnswer) -> str:
+    if isinstance(content, str) or content is None:
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    texts = [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
+    asked.opaque = asked.opaque or len(texts) != len(parts)
+    return "".join(texts)

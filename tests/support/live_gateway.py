@@ -1,0 +1,214 @@
+"""A gateway with receipts on real sockets, over a replica that states tokens as vLLM does."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+from aiohttp import web
+from fake_replica import FakeVllm
+
+from deltawire.live.capture import uploader
+from deltawire.live.capture.consent import ConsentRule
+from deltawire.live.capture.redaction import Redaction
+from deltawire.live.gateway.app import WEBHOOK, LiveCalls
+from deltawire.live.gateway.recorder import Recorder, RecorderOptions
+from deltawire.live.gateway.requests import SamplingDefaults
+from deltawire.serving import replica_set
+from deltawire.serving.app import build_app, build_runner
+from deltawire.serving.replica_set import ReplicaSet
+from deltawire.serving.vllm import VllmReplica
+from deltawire.store import open_bucket
+from deltawire.testing.tiny import start_publisher, start_run, weights
+from deltawire.wire import keys
+from deltawire.wire.captures import Capture, Feedback, decode_segment
+from deltawire.wire.signing import Ed25519Signer
+
+TOKEN, ADMIN, HOOK = "sampling-secret", "admin-secret", b"hook-secret"
+SIGNER = Ed25519Signer(bytes(range(32)))
+SECRET = b"pseudonyms"
+PROMPT = [5, 6, 7]
+WORDS = ["Hello", " there", "!"]
+
+
+class TokenReplica(FakeVllm):
+    """Answers chats with `WORDS`, whose tokens are 100, 101, … and log-probabilities -0.5.
+
+    ``mode``: ``tokens`` states them if asked; ``no tokens`` never does; ``break`` dies in
+    mid-stream; ``error`` answers 400; ``calls`` makes a tool call. ``swap_to`` loads a version
+    while it answers. ``seen`` are the requests.
+    """
+
+    def __init__(self, bucket, run, version=0):
+        super().__init__(bucket, run, version)
+        self.mode, self.swap_to, self.seen = "tokens", None, []
+        self.server.app.router.add_post("/v1/chat/completions", self.chat)
+
+    async def chat(self, request):
+        body = await request.json()
+        self.seen.append(body)
+        if self.mode == "error":
+            return web.json_response({"error": {"message": "no"}}, status=400)
+        if self.swap_to is not None:
+            from deltawire.sync import load_mirror
+
+            self.mirror = load_mirror(self.bucket, self.run, at=self.swap_to)
+        count = body.get("n") or 1
+        ids = body.get("return_token_ids") and self.mode != "no tokens"
+        if not body.get("stream"):
+            return web.json_response(self.whole(body, count, ids))
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+
+        async def send(index, delta, finish=None, token=None, **more):
+            row = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
+            if token is not None and ids:
+                row["token_ids"] = [100 + token]
+            if token is not None and body.get("logprobs"):
+                row["logprobs"] = {"content": [{"token": "x", "logprob": -0.5}]}
+            event = {"id": "c", "object": "chat.completion.chunk", "model": "m", "choices": [row]}
+            await answer.write(b"data: %s\n\n" % json.dumps(event | more).encode())
+
+        for index in range(count):
+            first = {"prompt_token_ids": PROMPT} if ids else {}
+            await send(index, {"role": "assistant", "content": ""}, **first)
+        for place, word in enumerate(WORDS):
+            for index in range(count):
+                last = place == len(WORDS) - 1
+                await send(index, {"content": word}, "stop" if last else None, place)
+            if self.mode == "break":
+                request.transport.abort()
+                return answer
+            await asyncio.sleep(0)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"id": "c", "choices": [], "usage": {"total_tokens": 6}}
+            await answer.write(b"data: %s\n\n" % json.dumps(usage).encode())
+        await answer.write(b"data: [DONE]\n\n")
+        await answer.write_eof()
+        return answer
+
+    def whole(self, body, count, ids):
+        rows = []
+        for index in range(count):
+            message = {"role": "assistant", "content": "".join(WORDS)}
+            if self.mode == "calls":
+                call = {"id": "1", "type": "function", "index": 0}
+                message["tool_calls"] = [call | {"function": {"name": "f", "arguments": "{]"}}]
+            row = {"index": index, "message": message, "finish_reason": "stop"}
+            if body.get("logprobs"):
+                rows_ = [{"token": w, "logprob": -0.5} for w in WORDS]
+                row["logprobs"] = {"content": rows_}
+            if ids:
+                row["token_ids"] = [100, 101, 102]
+            rows.append(row)
+        return {
+            "id": "c", "object": "chat.completion", "model": "m", "choices": rows,
+            "prompt_token_ids": PROMPT if ids else None, "created": 1,
+        }  # fmt: skip
+
+
+class LiveGateway:
+    """The gateway and a client."""
+
+    def __init__(self, client, port, fakes, recorder, bucket):
+        self.client, self.port, self.fakes = client, port, fakes
+        self.recorder, self.bucket = recorder, bucket
+        self.fake = fakes[0]
+
+    def url(self, path):
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    async def call(self, method, path, token=TOKEN, headers=None, **options):
+        headers = {"Authorization": f"Bearer {token}"} | (headers or {})
+        async with self.client.request(
+            method, self.url(path), headers=headers, **options
+        ) as answer:
+            return answer.status, await answer.read(), answer.headers
+
+    async def ask(self, text="Hi", *, user="alice", capture="true", messages=None, **body):
+        messages = messages or [{"role": "user", "content": text}]
+        headers = {"x-deltawire-user": user, "x-deltawire-capture": capture}
+        status, data, found = await self.call(
+            "POST", "/v1/chat/completions", headers=headers,
+            json={"model": "m", "messages": messages, **body},
+        )  # fmt: skip
+        return status, data, found
+
+    async def receipt(self, text="Hi", **options):
+        status, data, _ = await self.ask(text, **options)
+        assert status == 200, data
+        return json.loads(data)["deltawire"]["receipt"]
+
+    async def report(self, receipt, kind="thumbs", value="up", headers=None, **more):
+        body = {"receipt": receipt, "kind": kind, "value": value} | more
+        status, data, _ = await self.call("POST", "/v1/feedback", json=body, headers=headers)
+        return status, json.loads(data)
+
+    async def uploaded(self):
+        assert await asyncio.to_thread(self.recorder.uploader.upload)
+        return rows_in(self.bucket)
+
+
+def rows_in(bucket):
+    """All captures and feedback in a bucket."""
+    found = []
+    for prefix, kind in ((keys.LIVE_CAPTURES, Capture), (keys.LIVE_FEEDBACK, Feedback)):
+        rows = []
+        for key in bucket.list(prefix):
+            gateway, number = key.removeprefix(prefix).split("/")
+            data = bucket.get(key, limit=1 << 30)
+            rows += decode_segment(
+                data, kind, gateway=gateway, number=int(number), run="", key=key
+            )
+        found.append(rows)
+    return found
+
+
+def published(versions=3, url="memory://"):
+    """A bucket with a run of a few versions."""
+    bucket = open_bucket(url, create=True) if "://" not in url else open_bucket(url)
+    publisher = start_publisher(bucket)
+    for version in range(versions):
+        publisher.publish(weights(version))
+    publisher.close()
+    return bucket
+
+
+@asynccontextmanager
+async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, **options):
+    """A gateway over `TokenReplica`; uploads happen by `LiveGateway.uploaded` only."""
+    monkeypatch.setattr(replica_set, "POLL_EVERY_S", 0.02)
+    monkeypatch.setattr(uploader, "UPLOAD_EVERY_S", 3600.0)
+    on_failure = options.pop("redact_failure", "closed")
+    options.setdefault("consent", ConsentRule(header=True))
+    run = start_run(bucket)
+    recorder = Recorder(
+        bucket, run, folder, SIGNER, SECRET, Redaction(redact, on_failure=on_failure),
+        RecorderOptions(**options),
+    )  # fmt: skip
+    recorder.uploader._every_s = 3600.0
+    fakes = [TokenReplica(bucket, run) for _ in range(replicas)]
+    async with aiohttp.ClientSession() as upstream, aiohttp.ClientSession() as client:
+        for fake in fakes:
+            await fake.server.start_server()
+        members = [
+            VllmReplica(str(fake.server.make_url("/")), upstream, key="upstream") for fake in fakes
+        ]
+        members = ReplicaSet(bucket, run, members)
+        app = build_app(
+            members, upstream, token=TOKEN, admin_token=ADMIN, upstream_key="upstream",
+            self_checked=(WEBHOOK,),
+        )  # fmt: skip
+        LiveCalls(recorder, SamplingDefaults(), webhook_secret=HOOK).add_to(app)
+        runner = build_runner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with asyncio.timeout(60):
+                while not members.ready:
+                    await asyncio.sleep(0.01)
+            yield LiveGateway(client, runner.addresses[0][1], fakes, recorder, bucket)
+        finally:
+            await runner.cleanup()
+            for fake in fakes:
+                await fake.server.close()
