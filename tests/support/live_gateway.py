@@ -157,9 +157,7 @@ def rows_in(bucket):
         for key in bucket.list(prefix):
             gateway, number = key.removeprefix(prefix).split("/")
             data = bucket.get(key, limit=1 << 30)
-            rows += decode_segment(
-                data, kind, gateway=gateway, number=int(number), run="", key=key
-            )
+            rows += decode_segment(data, kind, gateway=gateway, number=int(number), run="", key=key)
         found.append(rows)
     return found
 

@@ -1,1 +1,1 @@
-"""Keeps served answers: consent, pseudonyms, redaction, spool, upload."""
+"""Keeps parts of served answers: consent, pseudonyms, redaction, spool, upload."""

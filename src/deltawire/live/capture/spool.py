@@ -90,17 +90,19 @@ class Spool:
 
     @property
     def size(self) -> int:
-        """The bytes on disk."""
+        """The bytes on disk, and of rows that wait for it."""
         with self._lock:
             return self._bytes
 
     def append(self, data: bytes, on_stored: OnStored | None = None) -> None:
         """Stores a row; ``on_stored`` is called with whether it is on disk."""
         with self._lock:
-            full = self._bytes + len(data) > self._limit or self._waiting >= WAITING_ROWS
+            size = _HEAD.size + len(data)
+            full = self._bytes + size > self._limit or self._waiting >= WAITING_ROWS
             refused = full or len(data) > MAX_ROW_BYTES or not self._thread.is_alive()
             self.lost += refused
             if not refused:
+                self._bytes += size
                 self._waiting += 1
                 self._queue.put(_Row(data, on_stored))
         if refused and on_stored is not None:
@@ -206,7 +208,7 @@ class Spool:
             self._undo()
         with self._lock:
             self._waiting -= len(rows)
-            self._bytes += len(data) if stored else 0
+            self._bytes -= 0 if stored else len(data)
             self.stored += len(rows) if stored else 0
             self.lost += 0 if stored else len(rows)
         calls = [row.on_stored for row in rows if row.on_stored is not None]

@@ -16,7 +16,7 @@ from msgspec import Meta
 from deltawire.errors import InputError
 from deltawire.live.capture.spool import Spool
 from deltawire.live.feedback.identities import ReportIdentities
-from deltawire.live.feedback.limits import FeedbackLimiter, Refusal
+from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackRefusal
 from deltawire.wire.captures import KINDS, Feedback, Source, encode_row
 from deltawire.wire.receipts import MAX_RECEIPT_CHARACTERS, Receipt, read_receipt
 
@@ -214,5 +214,5 @@ def _refused(status: int, message: str, hint: str, after_s: float = 0.0) -> Take
     return Taken(status, body, after_s)
 
 
-def _limited(refusal: Refusal) -> Taken:
+def _limited(refusal: FeedbackRefusal) -> Taken:
     return _refused(429, refusal.reason, "try again later", max(1.0, refusal.after_s))

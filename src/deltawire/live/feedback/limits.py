@@ -23,7 +23,7 @@ class FeedbackLimits:
     per_answer: int = 16
 
 
-class Refusal(NamedTuple):
+class FeedbackRefusal(NamedTuple):
     """The reason of a refusal, and the seconds after which it may be over."""
 
     reason: str
@@ -47,7 +47,7 @@ class FeedbackLimiter:
         self._users: OrderedDict[str, _Allowance] = OrderedDict()
         self._answers: OrderedDict[str, int] = OrderedDict()
 
-    def take(self, user: str, answer: str) -> Refusal | None:
+    def take(self, user: str, answer: str) -> FeedbackRefusal | None:
         """Counts a report; returns why it is refused, None if it is not."""
         now, limits = self._clock(), self._limits
         rate = limits.per_minute / 60
@@ -60,15 +60,17 @@ class FeedbackLimiter:
         if now - found.day_began >= DAY_S:
             found.day_began, found.today = now, 0
         if found.today >= limits.per_day:
-            return Refusal("too much feedback of this user today", found.day_began + DAY_S - now)
+            return FeedbackRefusal(
+                "too much feedback of this user today", found.day_began + DAY_S - now
+            )
         if found.tokens < 1:
-            return Refusal("too much feedback of this user", (1 - found.tokens) / rate)
+            return FeedbackRefusal("too much feedback of this user", (1 - found.tokens) / rate)
         about = self._answers.pop(answer, 0)
         self._answers[answer] = about
         if len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
         if about >= limits.per_answer:
-            return Refusal("too much feedback about this answer", DAY_S)
+            return FeedbackRefusal("too much feedback about this answer", DAY_S)
         self._answers[answer] = about + 1
         found.tokens -= 1
         found.today += 1

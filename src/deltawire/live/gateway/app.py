@@ -104,7 +104,9 @@ class LiveCalls:
         asked = read_asked(body, chat=chat, defaults=self._defaults)
         session = session_of(request)
         if asked is None:  # The replica explains better what is wrong with it.
-            return await to_replica(request, body, _Exchange(None, self._recorder), session=session)
+            return await to_replica(
+                request, body, _LiveExchange(None, self._recorder), session=session
+            )
         headers = request.headers
         served = self._recorder.served(
             asked,
@@ -122,7 +124,7 @@ class LiveCalls:
         return await to_replica(
             request,
             asked.for_replica(capture=served.capture),
-            _Exchange(served, self._recorder),
+            _LiveExchange(served, self._recorder),
             session=session,
             version=served.assignment.version,
         )
@@ -163,7 +165,7 @@ class LiveCalls:
         return json_answer(self._recorder.state())
 
 
-class _Exchange:
+class _LiveExchange:
     """Sends a request to a replica, and its answer with a receipt to the client."""
 
     def __init__(self, served: ServedRequest | None, recorder: Recorder) -> None:

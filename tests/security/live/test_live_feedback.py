@@ -1,0 +1,308 @@
+"""What clients can do with receipts and feedback, and what may be stored."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import time
+from types import SimpleNamespace
+
+import aiohttp
+import msgspec
+import pytest
+from live_gateway import HOOK, SIGNER, TOKEN, live_serving, published
+
+from deltawire.errors import InputError
+from deltawire.live.capture.consent import ConsentRule
+from deltawire.live.capture.presidio import replace_spans
+from deltawire.live.capture.pseudonyms import Pseudonyms
+from deltawire.live.capture.redaction import load_redact
+from deltawire.live.feedback.client import FeedbackClient
+from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackLimits
+from deltawire.testing.tiny import start_run
+from deltawire.wire.receipts import read_receipt, sign_receipt
+from deltawire.wire.signing import Ed25519Signer
+
+PLANTED = "planted-text-4711"
+
+
+@pytest.fixture
+def bucket():
+    return published(1)
+
+
+@pytest.fixture
+def serve(bucket, tmp_path, monkeypatch):
+    def run(scenario, **options):
+        async def whole():
+            async with live_serving(bucket, tmp_path / "state", monkeypatch, **options) as at:
+                await scenario(at)
+
+        asyncio.run(whole())
+
+    return run
+
+
+def test_forged_foreign_truncated_and_anothers_receipts_look_the_same(serve, bucket):
+    async def scenario(at):
+        text = await at.receipt()
+        receipt = read_receipt(text, public_key=SIGNER.public_key, run=start_run(bucket).id)
+        forged = sign_receipt(receipt, Ed25519Signer.generate())
+        foreign = sign_receipt(msgspec.structs.replace(receipt, run="f" * 32), SIGNER)
+        answers = [await at.report(one) for one in (forged, foreign, text[:-5], "", "dw1..", text)]
+        other_user = await at.report(text, headers={"x-deltawire-user": "mallory"})
+        assert answers[-1][0] == 200
+        assert [status for status, _ in answers[:-1]] == [404] * 5
+        assert len({json.dumps(body) for _, body in [*answers[:-1], other_user]}) == 1
+        assert at.recorder.intake.counts["unknown"] == 6
+
+    serve(scenario)
+
+
+def test_a_retry_is_one_report_and_other_content_is_a_conflict(serve):
+    async def scenario(at):
+        text = await at.receipt()
+        first = await at.report(text, id="click-1")
+        assert first == (200, {"id": "click-1"})
+        assert [await at.report(text, id="click-1") for _ in range(3)] == [first] * 3
+        status, body = await at.report(text, id="click-1", value="down")
+        assert (status, body["error"]["code"]) == (409, 409)
+        unnamed = [await at.report(text, value="down") for _ in range(2)]
+        assert unnamed[0] == unnamed[1]
+        together = await asyncio.gather(
+            *(at.report(text, kind="accept", value=1, id="click-2") for _ in range(8))
+        )
+        assert {status for status, _ in together} == {200}
+        _, rows = await at.uploaded()
+        assert sorted(row.id for row in rows) == sorted(["click-1", "click-2", unnamed[0][1]["id"]])
+
+    serve(scenario)
+
+
+def test_ids_are_remembered_over_a_restart(serve):
+    texts = []
+
+    async def before(at):
+        texts.append(await at.receipt())
+        assert (await at.report(texts[0], id="click"))[0] == 200
+
+    async def after(at):
+        assert (await at.report(texts[0], id="click"))[0] == 200
+        assert (await at.report(texts[0], id="click", value="down"))[0] == 409
+        assert at.recorder.intake.counts["repeated"] == 1
+
+    serve(before)
+    serve(after)
+
+
+def test_feedback_before_the_answer_is_in_the_bucket_is_taken(serve, bucket):
+    async def scenario(at):
+        text = await at.receipt()
+        assert not bucket.list("live/captures/")
+        assert (await at.report(text))[0] == 200
+        (capture,), (row,) = await at.uploaded()
+        assert row.answer == capture.answer
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"kind": "thumbs", "value": 3},
+        {"kind": "thumbs", "value": "great"},
+        {"kind": "detected_retry", "value": 1},
+        {"kind": "event_", "value": 1},
+        {"kind": "kept_share", "value": -0.1},
+        {"kind": "score", "value": 1e300},
+        {"kind": "accept", "at": 5.0},
+        {"kind": "accept", "at": time.time() + 1e5},
+        {"kind": "accept", "extra": 1},
+        {"kind": "accept", "id": "x" * 1000},
+    ],
+)
+def test_reports_that_make_no_sense_are_refused(serve, body):
+    async def scenario(at):
+        text = await at.receipt()
+        status, data, _ = await at.call("POST", "/v1/feedback", json={"receipt": text} | body)
+        assert status == 400, data
+        assert await at.uploaded() != []
+        assert not (await at.uploaded())[1]
+
+    serve(scenario)
+
+
+def test_a_flood_is_limited_by_user_and_by_answer(serve):
+    async def scenario(at):
+        texts = [await at.receipt(f"question {number}") for number in range(4)]
+        flood = [
+            (await at.report(texts[n % 4], id=f"f{n}", kind="score", value=n))[0] for n in range(30)
+        ]
+        assert flood.count(200) == 10
+        assert flood.count(429) == 20
+        other = await at.receipt(user="bob")
+        assert (await at.report(other))[0] == 200
+
+    serve(scenario, limits=FeedbackLimits(per_minute=10, per_day=100, per_answer=5))
+
+
+def test_limits_by_the_day_and_by_answer_whoever_asks():
+    now = SimpleNamespace(at=0.0)
+    limiter = FeedbackLimiter(FeedbackLimits(60, 5, 3), lambda: now.at)
+    assert [limiter.take(f"u{n}", "a") is None for n in range(5)] == [True] * 3 + [False] * 2
+    assert [limiter.take("u", f"b{n}") is None for n in range(7)] == [True] * 5 + [False] * 2
+    now.at = 86_400.0
+    assert limiter.take("u", "c") is None
+
+
+def test_bodies_of_100_mb_are_refused_without_being_read(serve):
+    async def scenario(at):
+        sent = 0
+
+        async def pour():
+            nonlocal sent
+            for _ in range(1600):
+                sent += 1 << 16
+                yield b"x" * (1 << 16)
+
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        for path in ("/v1/feedback", "/v1/chat/completions", "/v1/feedback/webhook"):
+            sent = 0
+            try:
+                async with at.client.post(at.url(path), data=pour(), headers=headers) as answer:
+                    assert answer.status == 413
+            except (OSError, aiohttp.ClientError):
+                pass  # The connection was closed while it was sending.
+            assert sent < 100 << 20 or "chat" in path
+        assert (await at.ask())[0] == 200
+
+    serve(scenario)
+
+
+def test_the_webhook_takes_signed_lists_only(serve):
+    async def scenario(at):
+        texts = [await at.receipt() for _ in range(2)]
+        rows = [{"receipt": t, "kind": "event_purchase", "value": 3, "id": t[-9:]} for t in texts]
+        body = json.dumps([*rows, {"receipt": "x", "kind": "accept"}]).encode()
+        signature = hmac.new(HOOK, body, hashlib.sha256).hexdigest()
+        for wrong in ("", "0" * 64, signature[:-1]):
+            headers = {"x-deltawire-signature": wrong}
+            found = await at.call(
+                "POST", "/v1/feedback/webhook", token="", data=body, headers=headers
+            )
+            assert found[0] == 401
+        headers = {"x-deltawire-signature": f"sha256={signature}"}
+        for _ in range(2):
+            status, data, _ = await at.call(
+                "POST", "/v1/feedback/webhook", token="", data=body, headers=headers
+            )
+            assert status == 200
+            assert [one["status"] for one in json.loads(data)["results"]] == [200, 200, 404]
+        _, found = await at.uploaded()
+        assert [r.source for r in found if r.source != "detector"] == ["webhook"] * 2
+
+    serve(scenario)
+
+
+def test_feedback_needs_a_token(serve):
+    async def scenario(at):
+        text = await at.receipt()
+        body = {"receipt": text, "kind": "accept"}
+        assert (await at.call("POST", "/v1/feedback", token="wrong", json=body))[0] == 401
+        client = FeedbackClient(at.url(""), TOKEN)
+        assert await asyncio.to_thread(client.send, text, "accept", id="one") == "one"
+        with pytest.raises(InputError, match="no answer with this receipt"):
+            await asyncio.to_thread(client.send, text[:-1], "accept")
+
+    serve(scenario)
+
+
+def everything_in(bucket, folder):
+    data = [bucket.get(key, limit=1 << 30) for key in bucket.list("")]
+    return b"".join([*data, *(path.read_bytes() for path in folder.rglob("*") if path.is_file())])
+
+
+def test_a_redaction_that_raises_stores_nothing_and_users_are_served(
+    serve, bucket, tmp_path, caplog
+):
+    caplog.set_level(logging.DEBUG)
+
+    def fail(texts):
+        raise ValueError(texts[0])
+
+    async def scenario(at):
+        text = await at.receipt(PLANTED)
+        receipt = read_receipt(text, public_key=SIGNER.public_key, run=start_run(bucket).id)
+        assert not receipt.recorded
+        assert not (await at.uploaded())[0]
+        assert at.recorder.state().counts["redaction_failures"] == 1
+        assert at.recorder.state().counts["withheld"] == 1
+
+    serve(scenario, redact=fail, keep_text=True)
+    assert PLANTED.encode() not in everything_in(bucket, tmp_path)
+    assert PLANTED not in caplog.text
+
+
+def test_an_open_redaction_stores_what_it_could_not_redact(serve, bucket, tmp_path):
+    async def scenario(at):
+        await at.receipt(PLANTED)
+        (row,), _ = await at.uploaded()
+        assert PLANTED.encode() in row.text
+
+    serve(scenario, redact=lambda texts: [], redact_failure="open", keep_text=True)
+
+
+def test_redacted_answers_keep_no_tokens(serve, bucket, tmp_path):
+    async def scenario(at):
+        await at.receipt(f"my name is {PLANTED}")
+        (row,), _ = await at.uploaded()
+        assert row.unusable == "redacted"
+        assert not row.tokens + row.prompt + row.logprobs
+        assert b"<NAME>" in row.text
+
+    def redact(texts):
+        return [text.replace(PLANTED, "<NAME>") for text in texts]
+
+    serve(scenario, redact=redact, keep_text=True)
+    assert PLANTED.encode() not in everything_in(bucket, tmp_path)
+
+
+def test_users_are_stored_as_pseudonyms_only(serve, bucket, tmp_path):
+    async def scenario(at):
+        text = await at.receipt(user="alice@example.com")
+        await at.report(text)
+        await at.uploaded()
+
+    serve(scenario)
+    assert b"alice" not in everything_in(bucket, tmp_path)
+    assert Pseudonyms(b"a").user("alice") != Pseudonyms(b"b").user("alice")
+
+
+def test_consent_rules():
+    names = Pseudonyms(b"secret")
+    alice = names.user("alice")
+    assert not ConsentRule().on
+    assert not ConsentRule().allows("true", alice)
+    assert ConsentRule(header=True).allows("true", "")
+    assert not ConsentRule(header=True).allows("", alice)
+    listed = ConsentRule(users=frozenset([alice]))
+    assert listed.allows("", alice)
+    assert not listed.allows("false", alice)
+    assert not listed.allows("true", names.user("bob"))
+    users = [names.user(str(number)) for number in range(2000)]
+    shared = [ConsentRule(share=0.25).allows("", user) for user in users]
+    assert 0.2 < sum(shared) / len(shared) < 0.3
+    assert shared == [ConsentRule(share=0.25).allows("", user) for user in users]
+    assert not ConsentRule(share=1.0).allows("", "")
+
+
+def test_spans_of_presidio_are_replaced_also_where_they_overlap():
+    def found(start, end, kind):
+        return SimpleNamespace(start=start, end=end, entity_type=kind)
+
+    text = "I am Ada Lovelace, call 123"
+    results = [found(24, 27, "PHONE"), found(5, 17, "PERSON"), found(9, 17, "PERSON")]
+    assert replace_spans(text, results) == "I am <PERSON>, call <PHONE>"
+    with pytest.raises(InputError, match="cannot load"):
+        load_redact("no.such.module:function")
