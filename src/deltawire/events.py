@@ -173,6 +173,26 @@ class HeldoutScore(msgspec.Struct, frozen=True, kw_only=True):
     problems: int
 
 
+class BudgetScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Results on held-out problems with one ``budget`` of thinking tokens.
+
+    ``accuracy`` is the share correct of all answers, ``pass_at`` that of problems of which at least
+    one of k answers is correct, by k; ``majority`` that of problems whose most frequent answer is.
+    ``tokens`` is the mean number of tokens drawn for an answer, ``tokens_per_correct`` all tokens
+    by correct answers, ``forced`` the share of answers whose thinking was closed by force.
+    ``families`` is the accuracy by kind of task.
+    """
+
+    budget: int
+    accuracy: float
+    pass_at: dict[str, float]
+    majority: float
+    tokens: float
+    tokens_per_correct: float | None
+    forced: float
+    families: dict[str, float] = {}
+
+
 class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     """Held-out accuracy of one version over ``problems`` problems: the share correct of
     ``samples`` answers each at the rollout's temperature, and of one greedy answer each; and the
@@ -187,6 +207,10 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     seconds: float
     reward: float | None = None
     sets: dict[str, HeldoutScore] = {}
+    budgets: list[BudgetScore] = []
+    """The curve of accuracy over budgets, the smallest first; empty if it is not measured."""
+    area: float | None = None
+    """The area under that curve, as a share of the largest possible one."""
 
 
 class SourceLoss(msgspec.Struct, frozen=True, kw_only=True):

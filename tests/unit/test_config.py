@@ -56,6 +56,7 @@ def test_the_tables_were_found():
     neither = {key for key in DEFAULTS if key not in NUMBERS and key not in WORDS}
     assert neither == {
         "chat.template_kwargs",
+        "evaluate.budgets",
         "evaluate.sets",
         "midtrain",
         "rollout.thinking",
@@ -224,7 +225,14 @@ TOGETHER = {
     *(f"train.{key}" for key in ("replicate", "tensor_parallel", "expert_parallel")),
     "train.loss.ratio_base",
     *(f"train.schedule.{key}" for key in ("kind", "steps", "decay_steps", "floor")),
-    *("evaluate.sets", "task.data", "task.mixture", "midtrain", "rollout.thinking"),
+    *(
+        "evaluate.budgets",
+        "evaluate.sets",
+        "task.data",
+        "task.mixture",
+        "midtrain",
+        "rollout.thinking",
+    ),
 }
 """Keys of which one alone is refused; other tests have them."""
 

@@ -81,6 +81,7 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         config.evaluate.contradiction(),
         config.rollout.contradiction(),
         config.midtrain.contradiction() if config.midtrain is not None else None,
+        _budgets_fault(config),
     ):
         if found:
             raise InputError(f"{source}: {found[0]}", hint=found[1])
@@ -126,6 +127,21 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         evaluate = msgspec.structs.replace(config.evaluate, every=0)
         config = msgspec.structs.replace(config, rollout=rollout, evaluate=evaluate)
     return config
+
+
+def _budgets_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Why the budgets of an evaluation cannot be measured, and what to do; None if they can."""
+    budgets, thinking = config.evaluate.budgets, config.rollout.thinking
+    if not budgets:
+        return None
+    if thinking is None:
+        return "evaluate.budgets are set without rollout.thinking", "add [rollout.thinking]"
+    needed = budgets[-1] + thinking.answer_tokens
+    if needed >= config.rollout.context:
+        reason = f"evaluate.budgets: the largest takes {needed} tokens with its answer"
+        hint = "raise rollout.context, or leave out the largest budget"
+        return f"{reason}, rollout.context = {config.rollout.context}", hint
+    return None
 
 
 def _reference_fault(config: RunConfig) -> tuple[str, str] | None:

@@ -166,12 +166,17 @@ class EvaluateConfig(Section, frozen=True, kw_only=True):
     """The evaluator's device, if not the run's."""
     sets: list[EvaluationSet] = []
     """Further sets of problems, each measured and reported under its name."""
+    budgets: Annotated[list[Count], Meta(max_length=16)] = []
+    """Budgets of thinking with which the held-out problems are measured as well: the curve of
+    accuracy over tokens (needs rollout.thinking)."""
 
     def contradiction(self) -> tuple[str, str] | None:
         """Finds settings that contradict each other: the reason and what to do, or None."""
         names = [one.name for one in self.sets]
         if len(set(names)) < len(names):
             return "evaluate.sets names a set twice", "give each its own name"
+        if self.budgets != sorted(set(self.budgets)):
+            return "evaluate.budgets do not rise", "list each budget once, the smallest first"
         for number, one in enumerate(self.sets):
             where = f"evaluate.sets[{number}].task"
             if one.task.mixture:

@@ -156,7 +156,7 @@ def _preparations(state: RunState) -> Iterable[float]:
 
 
 def _heldout(
-    part: Literal["accuracy", "greedy", "reward", "version"],
+    part: Literal["accuracy", "greedy", "reward", "version", "area"],
     at: Callable[[Iterable[int]], int] = max,
 ) -> Callable[[RunState], float | None]:
     """A figure of the newest evaluation, or with ``min`` of the first."""
@@ -224,6 +224,20 @@ FIGURES: Final = (
         _heldout("reward"),
         metric="heldout_reward",
         tracked="heldout/reward",
+    ),
+    Figure(
+        "heldout_area",
+        "share",
+        "Area under held-out accuracy over thinking budgets, newest measured",
+        _heldout("area"),
+        metric="heldout_area",
+        tracked="heldout/area",
+    ),
+    Figure(
+        "heldout_area_first",
+        "share",
+        "Area under held-out accuracy over thinking budgets, first measured",
+        _heldout("area", min),
     ),
     Figure(
         "heldout_greedy",

@@ -47,6 +47,7 @@ class Charts(NamedTuple):
 
     accuracy: str
     losses: str
+    budgets: str
     staleness: str
     bytes: str
     timeline: str
@@ -85,6 +86,7 @@ def charts(state: RunState, bound: int) -> Charts:
         return Charts(
             accuracy=_accuracy(state),
             losses=_losses(state),
+            budgets=_budgets(state),
             staleness=_staleness(state, bound),
             bytes=_bytes(state),
             timeline=_timeline(state),
@@ -206,6 +208,33 @@ def _losses(state: RunState) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.set_xlabel("version")
     return _svg(figure, "losses")
+
+
+def _budgets(state: RunState) -> str:
+    """Accuracy over thinking budgets at the first, the middle and the last measured version."""
+    measured = [version for version in sorted(state.evaluated) if state.evaluated[version].budgets]
+    if not measured:
+        return ""
+    figure, axes = _figure(_WIDE, 2.9, left=0.058, right=0.985, bottom=0.135)
+    shown = sorted({measured[0], measured[len(measured) // 2], measured[-1]})
+    for version in shown:
+        scores = state.evaluated[version].budgets
+        at, level = [one.budget for one in scores], [one.accuracy for one in scores]
+        last = version == shown[-1]
+        paint = _PAINT["accent" if last else "second"]
+        axes.plot(at, level, color=paint, lw=2 if last else 1, marker="o", markersize=3.4)
+        axes.annotate(
+            f"version {version}",
+            (at[-1], level[-1]),
+            xytext=(-4, 5),
+            textcoords="offset points",
+            ha="right",
+            color=paint,
+        )
+    axes.margins(x=0.07, y=0.15)
+    _keep_to_shares(axes)
+    axes.set_xlabel("thinking budget in tokens")
+    return _svg(figure, "budgets")
 
 
 def _keep_to_shares(axes: Any) -> None:

@@ -188,6 +188,14 @@ def _chart_cards(drawn: Charts, summary: Summary, state: RunState) -> list[str]:
         "",
         wide=True,
     )
+    budgets = _card(
+        "Accuracy over thinking budgets",
+        "The share of held-out answers that are correct if the model may think this many tokens, "
+        "at the first, the middle and the last measured version.",
+        drawn.budgets,
+        _legend(("accent", "last version"), ("second", "earlier versions"), stroke=True),
+        wide=True,
+    )
     staleness = _card(
         "Staleness",
         "How many versions older than the trainer the consumed groups were: smallest to largest "
@@ -214,7 +222,7 @@ def _chart_cards(drawn: Charts, summary: Summary, state: RunState) -> list[str]:
         wide=True,
     )
     pair = f'<div class="pair">{staleness}{size}</div>' if staleness or size else ""
-    return [losses, accuracy, pair, timeline]
+    return [losses, accuracy, budgets, pair, timeline]
 
 
 def _card(title: str, caption: str, chart: str, legend: str, *, wide: bool = False) -> str:
@@ -314,6 +322,7 @@ def _figures(summary: Summary, state: RunState) -> str:
             for name, score in summary.heldout_sets.items()
         ),
         *_source_losses(summary),
+        *_over_budgets(summary),
         ("Groups consumed", f"{summary.groups_consumed:,}"),
         *_proof(summary),
         (BY_NAME["groups_dropped_total"].help, f"{summary.groups_dropped:,}"),
@@ -339,6 +348,29 @@ def _source_losses(summary: Summary) -> list[tuple[str, str]]:
             f"{_nats(one.loss)}, {_nats(one.perplexity)}, {one.tokens:,}",
         )
         for name, one in losses.sources.items()
+    ]
+
+
+def _over_budgets(summary: Summary) -> list[tuple[str, str]]:
+    """Render rows on accuracy over thinking budgets; none where it was not measured."""
+    if not summary.heldout_budgets:
+        return []
+    first, last = summary.heldout_area
+    area = f"{percent(first)} → {percent(last)}"
+    newest = summary.heldout_budgets[max(summary.heldout_budgets)]
+    return [("Area under accuracy over thinking budgets", area)] + [
+        (
+            f"· {one.budget:,} tokens: solved, majority, tokens for an answer, closed by force",
+            ", ".join(
+                (
+                    percent(one.accuracy),
+                    percent(one.majority),
+                    figure(one.tokens),
+                    percent(one.forced),
+                )
+            ),
+        )
+        for one in newest
     ]
 
 

@@ -20,7 +20,7 @@ from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError, ResyncError
-from deltawire.events import HeldoutScore, Life, Role, SourceLoss
+from deltawire.events import BudgetScore, HeldoutScore, Life, Role, SourceLoss
 from deltawire.reward_monitor.monitor import ProbeState
 from deltawire.reward_monitor.watch import describe_flag, excesses, flagged_in, read_probes
 from deltawire.runtime.event_window import RecentEvents
@@ -115,6 +115,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     heldout_loss: float | None
     heldout_perplexity: float | None
     heldout_loss_version: int | None
+    heldout_area: float | None
+    heldout_budgets: list[BudgetScore]
     heldout_sources: dict[str, SourceLoss]
     staleness: StalenessSplit
     trainer_idle: float | None
@@ -257,6 +259,7 @@ class Watch:
             groups_in_flight=_in_flight(trainer, beats, lines),
             groups_stored=sum(beat.worker.stored for beat in beats.values() if beat.worker),
             heldout_sets=tested.sets if (tested := state.newest_evaluation) else {},
+            heldout_budgets=tested.budgets if tested else [],
             heldout_sources=lost.sources if (lost := state.newest_heldout_loss) else {},
             settings=trainer.settings if trainer else {},
             failures=failures_by_cause(state),

@@ -39,6 +39,8 @@ def view(status: RunStatus) -> RenderableType:
         parts += [Text(), _sources(status)]
     if status.heldout_sets:
         parts += [Text(), _sets(status.heldout_sets)]
+    if status.heldout_budgets:
+        parts += [Text(), _budgets(status)]
     if status.failures:
         parts += [Text(), _counts("failures", status.failures)]
     if status.probes:
@@ -202,6 +204,26 @@ def _sets(scores: dict[str, HeldoutScore]) -> Table:
             percent(score.greedy),
             figure(score.reward),
             str(score.problems),
+        )
+    return table
+
+
+def _budgets(status: RunStatus) -> Table:
+    """Accuracy over thinking budgets at the newest version that was measured."""
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
+    table.add_column(f"thinking budget, area {_text('heldout_area', status)}", no_wrap=True)
+    for heading in ("solved", "pass@k", "majority", "tokens", "per correct", "forced"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in status.heldout_budgets[:MAX_ROWS]:
+        most = list(one.pass_at.items())[-1:]
+        table.add_row(
+            f"{one.budget:,}",
+            percent(one.accuracy),
+            f"{percent(most[0][1])} of {most[0][0]}" if most else MISSING,
+            percent(one.majority),
+            figure(one.tokens),
+            MISSING if one.tokens_per_correct is None else figure(one.tokens_per_correct),
+            percent(one.forced),
         )
     return table
 

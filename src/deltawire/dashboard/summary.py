@@ -11,7 +11,7 @@ import msgspec
 
 from deltawire.dashboard.figures import value, whole
 from deltawire.dashboard.state import RunState
-from deltawire.events import HeldoutScore, SourceLoss
+from deltawire.events import BudgetScore, HeldoutScore, SourceLoss
 from deltawire.reward_monitor.watch import ProbeFigures
 from deltawire.rl.control.drop_bias import PolicyCost, cost_of
 from deltawire.rl.evaluate.audit import Consumption
@@ -179,6 +179,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     heldout_sets: dict[str, HeldoutScore] = {}
     """The newest evaluation of each named set."""
     heldout_loss: HeldoutLosses | None = None
+    heldout_budgets: dict[int, list[BudgetScore]] = {}
+    """By version, accuracy over thinking budgets."""
+    heldout_area: tuple[float | None, float | None] = (None, None)
+    """The area under that curve at the first and at the last version that was measured."""
     """Null where no held-out documents were measured."""
     last_step: dict[str, float | None] = {}
     """The figures of `LAST_STEP`, by name."""
@@ -235,6 +239,10 @@ def summarize(
         probes=state.probes,
         settings_changed=_settings(state),
         heldout_sets=newest.sets if (newest := state.newest_evaluation) else {},
+        heldout_budgets={
+            version: one.budgets for version, one in sorted(state.evaluated.items()) if one.budgets
+        },
+        heldout_area=(value("heldout_area_first", state), value("heldout_area", state)),
         heldout_loss=_heldout_losses(state),
         last_step={name: value(name, state) for name in LAST_STEP},
     )

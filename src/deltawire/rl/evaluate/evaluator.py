@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from statistics import fmean
 
 from deltawire.config import RunConfig
-from deltawire.envs import Task, TaskSource, open_tasks
+from deltawire.envs import TaskSource, open_tasks
 from deltawire.envs.mixture import MixtureTasks
 from deltawire.errors import InputError
 from deltawire.events import Evaluated, HeldoutScore
-from deltawire.rl.rollout.episode import play_all, run_episode
+from deltawire.rl.evaluate.budget_curve import area_of, measure_budgets
+from deltawire.rl.rollout.episode import play_tasks
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy, swap
 from deltawire.runtime.event_tail import events_of
@@ -41,19 +41,13 @@ async def measure(
     problems = source.heldout()
 
     async def solve(temperature: float, times: int) -> list[Episode]:
-        def play(task: Task) -> Awaitable[Episode]:
-            return run_episode(
-                served.engine,
-                source.open(task),
-                served.text,
-                temperature=temperature,
-                limits=limits,
-            )
-
-        plays = [partial(play, task) for task in problems for _ in range(times)]
-        episodes = await play_all(
+        episodes = await play_tasks(
             served.engine,
-            plays,
+            source,
+            served.text,
+            [task for task in problems for _ in range(times)],
+            temperature=temperature,
+            limits=limits,
             concurrent=rollout.concurrent or served.engine.slots,
             after_step=lambda: progress("evaluate"),
         )
@@ -141,6 +135,7 @@ def _follow(
             began = process.events.now()
             beat = process.heartbeat.progress
             whole, named = asyncio.run(measure_all(served, config, sets, beat))
+            curve = asyncio.run(measure_budgets(served, config, beat))
             ended = process.events.span("evaluate", began)
             process.events.record(
                 Evaluated(
@@ -154,6 +149,8 @@ def _follow(
                     seconds=ended - began,
                     reward=whole.reward,
                     sets=named,
+                    budgets=curve,
+                    area=area_of(curve),
                 )
             )
             process.events.flush()

@@ -18,6 +18,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,15 @@ from deltawire.chat.thinking import (
     limits_of,
 )
 from deltawire.engines.base import Completion, Sampler, Sampling
-from deltawire.envs.base import Action, AgentHarness, Environment, Message, Turn
+from deltawire.envs.base import (
+    Action,
+    AgentHarness,
+    Environment,
+    Message,
+    Task,
+    TaskSource,
+    Turn,
+)
 from deltawire.errors import InputError
 from deltawire.parity.routes import pack_parts
 from deltawire.rl.rollout.episode_types import (
@@ -114,6 +123,26 @@ async def play_all(
     finally:
         together.cancel()
     return await together
+
+
+async def play_tasks(
+    engine: Sampler,
+    source: TaskSource,
+    text: Text,
+    tasks: Sequence[Task],
+    *,
+    temperature: float,
+    limits: EpisodeLimits,
+    concurrent: int,
+    after_step: Callable[[], None] = lambda: None,
+) -> list[Episode]:
+    """Play one episode of each task, at most ``concurrent`` at a time; returns them in order."""
+
+    def play(task: Task) -> Awaitable[Episode]:
+        return run_episode(engine, source.open(task), text, temperature=temperature, limits=limits)
+
+    plays = [partial(play, task) for task in tasks]
+    return await play_all(engine, plays, concurrent=concurrent, after_step=after_step)
 
 
 @dataclass
