@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.initialization import no_init_weights
 
 from deltawire.errors import CorruptError, InputError
+from deltawire.placement.base_statement import states_base
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import get_blob
 from deltawire.sync.publish.model_files import LAYOUT
@@ -292,7 +293,7 @@ def fetch_model_files(bucket: Bucket, run: Run) -> tempfile.TemporaryDirectory[s
     """Writes the run's model files, without weights, into a temporary folder."""
     files = {}
     for file in run.model_files:
-        if file.name in _PULLED_ONLY:
+        if file.name in _PULLED_ONLY or states_base(file.name):
             continue
         if file.bytes > MAX_MODEL_FILE_BYTES:
             raise InputError(f"model file {file.name[:80]!r} has {file.bytes} bytes")

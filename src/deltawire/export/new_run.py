@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
+from deltawire import codec
 from deltawire.config import RunConfig
 from deltawire.export.adapter import load_adapted
 from deltawire.export.models import published_files
 from deltawire.export.peft_directory import adapter_files, load_peft
 from deltawire.export.source import WeightSource, open_source
+from deltawire.placement.base_statement import BaseStatement, state_base
+from deltawire.quantization.packing import report_of
 from deltawire.store import Bucket
 from deltawire.sync import open_publisher
 from deltawire.sync.chain.objects import put_blob
-from deltawire.wire.run import ModelFile
+from deltawire.wire.run import ModelFile, TensorSpec
 from deltawire.wire.seal import Signer
 
 
@@ -37,16 +42,19 @@ def publish_start(
     signer: Signer | None = None,
     run_id: str = "",
 ) -> None:
-    """Creates the run and commit version 0: ``start`` is what `load_start` returned.
+    """Creates the run and commits version 0: ``start`` is what `load_start` returned.
 
     With ``signer``, the run is signed by its key; ``run_id`` is the new run's id, random by
     default.
     """
     model, source = start
-    specs = source.specs()
+    specs, tensors = source.specs(), source.tensors()
+    frozen = tensors.keys() - source.trained().keys()
     contents = published_files(directory, specs)
     if config.train.adapter.kind != "none":
         contents |= adapter_files(model, config.train.adapter, specs, base=config.model.path)
+        base = _stated_base(model, config, specs, {name: tensors[name] for name in frozen})
+        contents[base.file_name] = base.encode()
     files = [
         ModelFile(name=name, blob=ref.hash, bytes=ref.bytes)
         for name, data in contents.items()
@@ -54,7 +62,7 @@ def publish_start(
     ]
     open_publisher(
         bucket,
-        source.tensors(),
+        tensors,
         specs=specs,
         name=config.name,
         config=msgspec.to_builtins(config),
@@ -62,4 +70,19 @@ def publish_start(
         signer=signer,
         run_id=run_id,
         compaction_strides=(),
+        frozen=frozen,
     ).close()
+
+
+def _stated_base(
+    model: Any, config: RunConfig, specs: Sequence[TensorSpec], frozen: Mapping[str, Tensor]
+) -> BaseStatement:
+    """States the frozen tensors, and what packing them changed."""
+    digests = {}
+    for spec in specs:
+        if spec.name in frozen:
+            bits = codec.bits_of(frozen[spec.name], spec.dtype).reshape(-1)
+            digests[spec.name] = codec.digest_bits(spec.name, bits)
+    report = report_of(model)
+    packed = config.train.adapter.packed
+    return state_base(specs, digests, packed=packed, native=report.native, errors=report.errors)

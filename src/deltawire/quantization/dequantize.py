@@ -6,6 +6,7 @@ All three compute bf16(values[code] × scale) with one rounding, and give the sa
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,15 @@ def dequantize_with_torch(form: PackedFormat, parts: Parts) -> Tensor:
 
 def relative_error(form: PackedFormat, weight: Tensor, parts: Parts) -> float:
     """Returns ‖dequantized − weight‖ / ‖weight‖ (Frobenius), 0 for a weight of zeros."""
+    difference, norm = squared_error(form, weight, parts)
+    return math.sqrt(difference / norm) if norm else 0.0
+
+
+def squared_error(form: PackedFormat, weight: Tensor, parts: Parts) -> tuple[float, float]:
+    """Returns ‖dequantized − weight‖² and ‖weight‖² (Frobenius)."""
     exact = weight.float()
-    norm = float(exact.norm())
     difference = float((dequantize(form, parts).float() - exact).norm())
-    return difference / norm if norm else 0.0
+    return difference**2, float(exact.norm()) ** 2
 
 
 def _on_cpu(form: PackedFormat, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ directory is read, packed if it is not yet, and copied, one after the other.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,12 +18,13 @@ from torch import Tensor
 
 from deltawire.errors import InputError
 from deltawire.quantization.checkpoints import PackedCheckpoint, StoredWeight
-from deltawire.quantization.dequantize import dequantize, relative_error
+from deltawire.quantization.dequantize import dequantize, squared_error
 from deltawire.quantization.experts import STACKS, find_experts, replace_stacks
-from deltawire.quantization.formats import Parts
+from deltawire.quantization.formats import PackedFormat, Parts
 from deltawire.quantization.linear import PackedLinear, PackedWeight
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_REPORT = "_deltawire_pack_report"
 _HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 
 
@@ -30,12 +32,27 @@ _HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 class PackReport:
     """The tensors that were packed while a directory was read, and those that kept their codes.
 
-    ``errors`` is the relative error (Frobenius) of each tensor that was packed here, by name; a
-    tensor that was packed in the directory is not in it, because it keeps its codes.
+    ``native`` counts stored tensors that were packed in the directory and kept their codes.
     """
 
     native: int = 0
-    errors: dict[str, float] = field(default_factory=dict)
+    squares: dict[str, list[float]] = field(default_factory=dict)
+    """‖dequantized − weight‖² and ‖weight‖² of what was packed here, by the layer's name."""
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """The relative error (Frobenius) of each layer that was packed here: a stack of experts, or
+        a linear layer."""
+        return {
+            name: math.sqrt(difference / norm) if norm else 0.0
+            for name, (difference, norm) in self.squares.items()
+        }
+
+    def add(self, name: str, form: PackedFormat, weight: Tensor, parts: Parts) -> None:
+        """Counts a tensor of layer ``name`` that was packed as ``parts``."""
+        total = self.squares.setdefault(name, [0.0, 0.0])
+        for place, square in enumerate(squared_error(form, weight, parts)):
+            total[place] += square
 
 
 def pack_layers(model: Any, form: str, linear: Iterable[str] = ()) -> None:
@@ -77,7 +94,14 @@ def load_packed(model: Any, folder: Path) -> PackReport:
             raise InputError(
                 f"the weights in {folder} do not fit its config.json: {name} is {what}"
             )
+    setattr(model, _REPORT, report)
     return report
+
+
+def report_of(model: Any) -> PackReport:
+    """Returns the report of the directory that a model was read from; an empty one if none was."""
+    found: PackReport = getattr(model, _REPORT, PackReport())
+    return found
 
 
 @dataclass
@@ -156,7 +180,7 @@ def _fill(
         raise InputError(f"{stored.name}: the model has {weight.shape[0]} experts")
     rows = weight.shape[-2]
     place = slice(0, rows) if half is None else slice(half * rows // 2, (half + 1) * rows // 2)
-    parts = _parts(checkpoint, stored, weight, report)
+    parts = _parts(checkpoint, stored, weight, report, name)
     weight.set_rows(expert, place, parts)
 
 
@@ -174,23 +198,25 @@ def _fill_stack(
         dense = dense.transpose(-1, -2)
     if tuple(dense.shape) != weight.shape:
         raise InputError(f"{stored.name} is {list(dense.shape)}, not {list(weight.shape)}")
-    errors = []
     for index in range(len(dense)):
         parts = weight.form.quantize(dense[index])
-        errors.append(relative_error(weight.form, dense[index], parts) ** 2)
+        report.add(stored.name, weight.form, dense[index], parts)
         weight.set_matrix(index, parts)
-    report.errors[stored.name] = (sum(errors) / len(errors)) ** 0.5
 
 
 def _parts(
-    checkpoint: PackedCheckpoint, stored: StoredWeight, weight: PackedWeight, report: PackReport
+    checkpoint: PackedCheckpoint,
+    stored: StoredWeight,
+    weight: PackedWeight,
+    report: PackReport,
+    layer: str,
 ) -> Parts:
     if stored.parts and checkpoint.form is weight.form:
         report.native += 1
         return checkpoint.read_packed(stored)
     dense = _dense(checkpoint, stored)
     parts = weight.form.quantize(dense)
-    report.errors[stored.name] = relative_error(weight.form, dense, parts)
+    report.add(layer, weight.form, dense, parts)
     return parts
 
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Container, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -128,6 +129,22 @@ class MasterWeights:
         total = codec.ZERO
         for part in self.mesh.gather(own.hex().encode()):
             total += Digest.from_hex(part.decode())
+        return total
+
+    def digests(self, names: Container[str]) -> dict[str, Digest]:
+        """Returns the digests of some published tensors now, by name, from all ranks."""
+        dtypes = {spec.name: spec.dtype for spec in self.source.specs()}
+        own = {
+            name: codec.digest_bits(
+                name, codec.bits_of(shard.bits, dtypes[name]).reshape(-1), shard.start
+            ).hex()
+            for name, shard in self.shards().items()
+            if name in names
+        }
+        total: dict[str, Digest] = {}
+        for part in self.mesh.gather(msgspec.json.encode(own)):
+            for name, digest in msgspec.json.decode(part, type=dict[str, str]).items():
+                total[name] = total.get(name, codec.ZERO) + Digest.from_hex(digest)
         return total
 
     @torch.no_grad()

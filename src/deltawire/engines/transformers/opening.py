@@ -13,6 +13,7 @@ def check_machine() -> None:
 def open_engine(request: EngineRequest) -> OpenEngine:
     """See `deltawire.engines.registry.open_engine`."""
     from deltawire.engines.transformers.engine import TransformersEngine
+    from deltawire.placement.base_statement import check_module, read_base
     from deltawire.placement.live import LiveWeights
     from deltawire.sync import Subscriber, load_mirror
 
@@ -24,6 +25,8 @@ def open_engine(request: EngineRequest) -> OpenEngine:
         )
     weights = LiveWeights(model, request.run.tensors, aliases=request.run.aliases)
     weights.load(mirror)
+    statement = read_base(request.bucket, request.run)
+    check_module(statement, model, who="sampler", run=request.bucket.url)
     sampler = TransformersEngine(
         model,
         stop_tokens=request.stop_tokens(model),

@@ -11,6 +11,7 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.export.adapter import open_model
 from deltawire.export.models import fetch_model_files, load_model, serve_as
 from deltawire.export.source import digest_of, open_source
+from deltawire.placement.base_statement import check_module, read_base
 from deltawire.store import Bucket
 from deltawire.sync import load_mirror
 from deltawire.wire.run import Run
@@ -47,5 +48,6 @@ def load_reference_model(bucket: Bucket, run: Run, config: RunConfig) -> tuple[A
             run=bucket.url,
         )
     open_source(config.train.exporter, policy).restore(origin)
+    check_module(read_base(bucket, run), policy, who="reference", run=bucket.url)
     serve_as(policy, config.train.compute)
     return policy.eval().requires_grad_(requires_grad=False), origin.digest
