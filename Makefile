@@ -2,6 +2,7 @@
 # make test           sets everything up and checks everything but the drills
 # make drills         kills, cuts off and damages runs; DRILLS=5 does each drill five times
 # make test-engines   follows runs with vLLM, for every family of models, on one rank and on two
+# make docs           builds the documents as a site, in build/site
 # make dist           builds the source archive and a wheel, and tests it in an empty environment
 # make fuzz           fuzzes the native kernels, each target for SECONDS=600
 BIN := .venv/bin
@@ -10,7 +11,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 # Tests that start processes wait a third of their time, so two cores keep three of them busy.
 PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder --strict-skips
 
-.PHONY: setup demo test drills test-engines engines lint format bench dist fuzz clean
+.PHONY: setup demo test drills test-engines engines lint format bench docs dist fuzz clean
 
 setup: .venv/.ready
 
@@ -45,6 +46,9 @@ format: setup
 
 bench: setup
 	$(BIN)/deltawire bench loop
+
+docs: setup
+	$(BIN)/python scripts/site/build.py
 
 dist: setup
 	$(BIN)/python scripts/dist.py --out dist

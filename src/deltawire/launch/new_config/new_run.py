@@ -73,7 +73,7 @@ def new_config(wishes: Wishes, *, where: Path) -> str:
     """The text of the configuration; checked as ``deltawire run`` checks it."""
     document = Document(
         f"A run of deltawire. Check it with:  deltawire run {where} --dry-run\n"
-        "Every key is in docs/CONFIGURATION.md; those left out here have defaults."
+        "That prints every key with its value; those left out here have defaults."
     )
     name = _NAME.sub("-", wishes.name).strip("-")[:64] or "first"
     if not wishes.scratch:
