@@ -38,13 +38,15 @@ EXPERTS = "experts"
 _NAME = "default"
 
 
-def open_model(folder: Path, adapter: AdapterConfig, *, seed: int = 0) -> Any:
+def open_model(folder: Path, adapter: AdapterConfig, *, seed: int = 0, meta: bool = False) -> Any:
     """Returns the causal LM of a model's files with its adapter, weights unset.
 
     ``seed`` is the run's for a trainer whose versions hold no adapter, which starts from it again.
-    Raises `InputError`.
+    With ``meta``, weights have no memory (`empty_model`), unless they are packed: also an adapter's,
+    so versions have to hold it. Raises `InputError`.
     """
-    return adapted(empty_model(folder), adapter, seed=seed)
+    model = empty_model(folder, meta=meta and adapter.packed == "none")
+    return adapted(model, adapter, seed=seed)
 
 
 def adapted(model: Any, config: AdapterConfig, *, seed: int) -> Any:

@@ -13,12 +13,13 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.initialization import no_init_weights
 
@@ -245,12 +246,27 @@ def write_files(files: dict[str, bytes], path: Path) -> None:
         (path / name).write_bytes(data)
 
 
-def empty_model(path: Path) -> Any:
+class _EmptyOnMeta(TorchFunctionMode):
+    """Gives what ``torch.empty`` makes no memory, in this thread. Layers make their weights so;
+    frequencies, norms and the like, which are small, have their values."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def empty_model(path: Path, *, meta: bool = False) -> Any:
     """Builds the causal LM that a directory's ``config.json`` describes, in float32, with weights
-    unset."""
+    unset. With ``meta``, weights have no memory either, until each rank gives its shards some
+    (`deltawire.train.parallel.shard_model`)."""
     _check_settings(path)
     try:
-        with _quiet(), no_init_weights():
+        with _quiet(), no_init_weights(), _EmptyOnMeta() if meta else nullcontext():
             config = AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
             )
@@ -259,6 +275,10 @@ def empty_model(path: Path) -> Any:
             if (path / "generation_config.json").is_file():  # it may name more stop tokens
                 model.generation_config = GenerationConfig.from_pretrained(path)
         model.tie_weights()
+        for module in model.modules() if meta else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
         return model
     except Exception as error:  # as above
         raise InputError(f"cannot build the run's model: {_first_line(error)}") from error

@@ -28,7 +28,7 @@ from deltawire.export.source import WeightSource, bits_of, open_source
 from deltawire.placement.live import saved_buffers
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.train.optimizer import Optimizer, StepSettings, open_optimizer
-from deltawire.train.parallel import TrainerMesh, open_mesh, shard_model
+from deltawire.train.parallel import TrainerMesh, device_of, open_mesh, shard_model
 from deltawire.train.parallel.clipping import clip_gradients
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -52,7 +52,7 @@ class MasterWeights:
         mesh: TrainerMesh | None = None,
     ) -> None:
         self.model = model
-        self.mesh = mesh or open_mesh(config, next(model.parameters()).device)
+        self.mesh = mesh or open_mesh(config, device_of(model))
         published = (source or open_source(config.exporter, model)).compute_dtype
         if self.mesh.data is not None:
             compute = COMPUTE_DTYPES[config.compute]
@@ -161,6 +161,7 @@ class MasterWeights:
 
     def restart_optimizer(self) -> None:
         """Sets the optimizer to its start; the masters keep their values."""
+        del self._optimizer  # There is no room for the states of two.
         self._optimizer = self._open_optimizer()
         self.steps = 0
 

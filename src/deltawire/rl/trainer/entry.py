@@ -31,6 +31,7 @@ from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket
 from deltawire.sync import require_run
+from deltawire.train.parallel import is_sharded, to_device
 from deltawire.train.parallel.ranks import join_ranks, leave_ranks, local_rank, lost_ranks, world_of
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
@@ -111,11 +112,15 @@ def follow_trainer(
 
 
 def open_policy(bucket: Bucket, run: Run, config: RunConfig) -> Any:
-    """The policy's model on this rank's device, weights unset."""
+    """The policy's model on this rank's device, weights unset; if they will be sharded, they have
+    no memory yet."""
     torch.set_num_threads(config.threads)
+    device = resolve_device(config.device_of("trainer"), index=local_rank())
     with fetch_model_files(bucket, run) as folder:
-        model = open_model(Path(folder), config.train.adapter, seed=config.seed)
-    return model.to(resolve_device(config.device_of("trainer"), index=local_rank()))
+        # A merged adapter is in no version, so it starts with the values that its seed gives.
+        meta = is_sharded(config.train, world_of()[1]) and config.train.exporter != "merged"
+        model = open_model(Path(folder), config.train.adapter, seed=config.seed, meta=meta)
+    return to_device(model, device)
 
 
 def _check_layout(config: RunConfig) -> None:

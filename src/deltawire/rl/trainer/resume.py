@@ -31,7 +31,7 @@ from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror, read_history, read_manifest
 from deltawire.train.checkpoint import load_checkpoint
 from deltawire.train.masters import COMPUTE_DTYPES, MasterWeights
-from deltawire.train.parallel import TrainerMesh, open_mesh, shard_model
+from deltawire.train.parallel import TrainerMesh, device_of, open_mesh, shard_model
 from deltawire.train.reference import AdapterOff, FrozenCopy, Reference, SleepingCopy
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire import keys
@@ -96,7 +96,7 @@ def resume(
     All ranks call this together. Raises `CorruptError` if there is neither, and `InputError` for a
     checkpoint of another run.
     """
-    mesh = mesh or open_mesh(config.train, next(model.parameters()).device)
+    mesh = mesh or open_mesh(config.train, device_of(model))
     reference = load_reference(bucket, run, config, model, mesh)
     model.train(config.train.dropout)
     masters = MasterWeights(model, config.train, mesh=mesh)
@@ -122,6 +122,7 @@ def resume(
             return Resumed(
                 masters, commit.ledger, commit.version, config.train, reference, commit.ranks
             )
+    del state  # It holds the optimizer's states, which are made again.
     masters.reset(_load_version(bucket, run, masters.source, at=0))
     _check_base(bucket, run, masters)
     return Resumed(masters, Ledger(), 0, config.train, reference)

@@ -99,6 +99,11 @@ class TrainerMesh:
         return broadcast(data)
 
 
+def is_sharded(config: TrainConfig, ranks: int) -> bool:
+    """Returns whether `open_mesh` gives this many ranks a mesh with axes."""
+    return ranks > 1 or config.compute != "float32"
+
+
 def open_mesh(config: TrainConfig, device: torch.device, *, sharded: bool = False) -> TrainerMesh:
     """Joins this process to the trainer's other ranks; without a launcher it is the only one.
 
@@ -110,7 +115,7 @@ def open_mesh(config: TrainConfig, device: torch.device, *, sharded: bool = Fals
     rank, ranks = world_of()
     if found := config.layout_contradiction(ranks):
         raise InputError(f"train: {found[0]}", hint=found[1])
-    if ranks == 1 and config.compute == "float32" and not sharded:
+    if not (is_sharded(config, ranks) or sharded):
         return TrainerMesh(0, 1, device, None, None, 0, 1)
     _join(ranks, device)
     if device.type == "cuda":

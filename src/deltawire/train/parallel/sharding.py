@@ -40,9 +40,10 @@ def shard_model(
 ) -> None:
     """Shards ``model`` in place: each decoder layer, then the rest.
 
-    The parameters become float32 DTensors. ``published`` is the dtype that a forward pass rounds
-    them to, ``compute`` the one that it computes in. A model that is sharded already stays as it
-    is. Raises `InputError` if ``compute`` would change the published bits.
+    The parameters become float32 DTensors. Those on the meta device get memory on the mesh's device
+    for this rank's shard only, with values unset. ``published`` is the dtype that a forward pass
+    rounds them to, ``compute`` the one that it computes in. A model that is sharded already stays
+    as it is. Raises `InputError` if ``compute`` would change the published bits.
 
     Example::
 
@@ -84,6 +85,36 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    _give_memory(model, mesh.device)
+
+
+def to_device(model: Any, device: torch.device) -> Any:
+    """Moves a model whose parameters may have no memory; those stay on the meta device."""
+    return model._apply(lambda one: one if one.is_meta else one.to(device))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model, some of whose parameters may have no memory yet."""
+    tensors = (*model.parameters(), *model.buffers())
+    return next((one.device for one in tensors if not one.is_meta), torch.device("cpu"))
+
+
+@torch.no_grad()
+def _give_memory(model: nn.Module, device: torch.device) -> None:
+    """Replaces sharded parameters on the meta device by ones with memory; tied ones stay tied.
+    FSDP2 takes them over before the first forward pass."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        held: dict[str, Any] = module._parameters
+        for name, parameter in list(held.items()):
+            if not isinstance(parameter, DTensor) or not parameter.to_local().is_meta:
+                continue
+            if id(parameter) not in made:
+                local = torch.empty_like(parameter.to_local(), device=device)
+                made[id(parameter)] = nn.Parameter(
+                    placed_like(parameter, local), requires_grad=parameter.requires_grad
+                )
+            module._parameters[name] = made[id(parameter)]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
