@@ -42,8 +42,8 @@ def open_model(folder: Path, adapter: AdapterConfig, *, seed: int = 0, meta: boo
     """Returns the causal LM of a model's files with its adapter, weights unset.
 
     ``seed`` is the run's for a trainer whose versions hold no adapter, which starts from it again.
-    With ``meta``, weights have no memory (`empty_model`), unless they are packed: also an adapter's,
-    so versions have to hold it. Raises `InputError`.
+    With ``meta``, weights have no memory (`empty_model`), unless they are packed. Nor has the
+    adapter, so versions have to hold it. Raises `InputError`.
     """
     model = empty_model(folder, meta=meta and adapter.packed == "none")
     return adapted(model, adapter, seed=seed)

@@ -289,6 +289,7 @@ def _mixture(shape: FeedForward, setting: _Setting) -> Iterator[Operation]:
     hidden, split = setting.hidden, setting.tensor
     inner, width = shape.expert_hidden, shape.expert_intermediate / split
     k = shape.chosen * setting.imbalance
+    dispatch = _dispatch(2 * inner, sent=shape.chosen, received=k, setting=setting)
     local = shape.experts / setting.expert
     trained, rank = setting.trained, setting.expert_rank
     router = hidden * shape.experts
@@ -304,6 +305,7 @@ def _mixture(shape: FeedForward, setting: _Setting) -> Iterator[Operation]:
     yield Operation(saved=4 * shape.experts + 8 * k, held=8 * shape.experts, out=8 * k)
     if inner != hidden:
         yield _project(setting, hidden, inner, shared=True)
+    yield from dispatch
     yield Operation(saved=24 * k, held=2 * inner * k + 2 * hidden, out=2 * inner * k)
 
     def packed(values: float) -> float:
@@ -334,6 +336,7 @@ def _mixture(shape: FeedForward, setting: _Setting) -> Iterator[Operation]:
         out=2 * inner * k,
     )
     score = 4 if shape.scores_fp32 else 2
+    yield from dispatch
     yield Operation(
         saved=(2 * inner + score) * k,
         held=3 * score * inner * k + waiting,
@@ -343,6 +346,22 @@ def _mixture(shape: FeedForward, setting: _Setting) -> Iterator[Operation]:
         yield _project(setting, inner, hidden)
     if shape.shared_intermediate:
         yield from _shared(shape.shared_intermediate, setting)
+
+
+def _dispatch(
+    width: float, *, sent: float, received: float, setting: _Setting
+) -> tuple[Operation, ...]:
+    """Returns the exchange of tokens among expert-parallel ranks, there or back; nothing without.
+
+    While rows of ``width`` bytes travel, the buffer that is sent and the one that is received both
+    exist, in the forward pass and, with gradients, in the backward pass. A rank sends the rows of
+    its own tokens and receives those of its experts, and keeps where they belong (8 bytes a row).
+    Source: `deltawire.train.parallel.expert_parallel`.
+    """
+    if setting.expert == 1:
+        return ()
+    both = width * (sent + received)
+    return (Operation(saved=8 * sent, held=both, out=both),)
 
 
 def _shared(width: float, setting: _Setting) -> Iterator[Operation]:

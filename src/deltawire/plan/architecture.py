@@ -54,6 +54,12 @@ class Attention:
     state: int = 0
     """Linear attention: values of one recurrent state, heads times keys' times values' width."""
 
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values that tensor parallelism divides: fewer than `heads` where
+        several query heads share one."""
+        return self.keys * self.heads // self.queries if self.kind == "grouped" else self.heads
+
 
 @dataclass(frozen=True)
 class FeedForward:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from deltawire.errors import InputError
-from deltawire.plan.architecture import Model
+from deltawire.plan.architecture import Attention, Model
 
 Mode = Literal["full", "lora", "reference"]
 Checkpointing = Literal["none", "selective", "full", "offloaded"]
@@ -92,13 +92,12 @@ def check_layout(model: Model, layout: TrainingLayout) -> None:
             f"expert {layout.expert} does not divide data x context_parallel = {layout.shards}"
         )
     for layer, _ in model.kinds:
-        experts, heads = layer.feed_forward.experts, layer.attention.heads
+        experts = layer.feed_forward.experts
         if experts and experts % layout.expert:
             raise InputError(
                 f"expert {layout.expert} does not divide {model.name}'s {experts} experts"
             )
-        if heads % layout.tensor:
-            raise InputError(f"tensor {layout.tensor} does not divide {model.name}'s {heads} heads")
+        _check_heads(model.name, layer.attention, layout.tensor)
     if layout.expert > 1 and not model.expert_parameters:
         raise InputError(f"{model.name} has no experts to spread over {layout.expert} ranks")
     if layout.pipeline > len(model.layers):
@@ -119,3 +118,13 @@ def check_layout(model: Model, layout: TrainingLayout) -> None:
         raise InputError(
             f"imbalance is the most loaded over the mean, at least 1: {layout.imbalance}"
         )
+
+
+def _check_heads(name: str, attention: Attention, tensor: int) -> None:
+    """Raises `InputError` unless tensor parallelism divides whole heads, as the trainer does."""
+    for count, kind in ((attention.heads, "heads"), (attention.key_value_heads, "key/value heads")):
+        if count % tensor:
+            raise InputError(
+                f"tensor {tensor} does not divide {name}'s {count} {kind}",
+                hint="use a divisor of both, or shard over more data ranks instead",
+            )

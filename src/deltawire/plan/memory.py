@@ -395,3 +395,14 @@ def host_bytes(model: Model, layout: TrainingLayout) -> float:
     if layout.checkpointing == "offloaded" and layout.mode != "reference":
         total += first.in_flight * sum(act.boundary for act in first.acts)
     return total
+
+
+def rescoring_bytes(model: Model, layout: TrainingLayout) -> float:
+    """Host memory in which rank 0 computes workers' log-probabilities again: a float32 copy of the
+    model, and the bf16 bits that it is set from; packed experts twice in their format. A reference
+    has no workers. Activations are not counted (`deltawire.rl.evaluate.rescoring.memory_of`)."""
+    if layout.mode == "reference":
+        return 0.0
+    packed = model.expert_parameters if layout.packing != "none" else 0
+    dense = (MASTER + COMPUTE) * (model.parameters - packed)
+    return dense + 2 * PACKED_BITS[layout.packing] / 8 * packed

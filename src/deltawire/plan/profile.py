@@ -104,6 +104,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     faster: Alternative | None = None
     references: list[ReferencePrice] = []
     """The ways to compute a reference for this policy; the first is the resolver's choice."""
+    rescoring_host_bytes: Bytes = 0
+    """Host memory that re-scoring workers' groups (``trust.rescore_share``) takes in addition, once
+    a run, on rank 0's machine; where it exceeds half of what is free there, only tasks, tokens and
+    rewards are judged."""
     unsupported: list[Text] = []
     """The parts of the layout that deltawire's trainer does not support yet."""
 

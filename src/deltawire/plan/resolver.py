@@ -37,7 +37,7 @@ from deltawire.plan.layout import (
     Packing,
     TrainingLayout,
 )
-from deltawire.plan.memory import Breakdown, host_bytes, predict_memory
+from deltawire.plan.memory import Breakdown, host_bytes, predict_memory, rescoring_bytes
 from deltawire.plan.profile import PROFILE_VERSION, Alternative, LayoutData, Profile
 from deltawire.plan.references import price_references
 from deltawire.plan.step_time import StepTime, estimate_step
@@ -200,6 +200,7 @@ def resolve_training_profile(
         peak_with_allowance=round(best.peak.with_allowance),
         usable_bytes=round(accelerators.kind.usable_bytes),
         host_bytes_per_rank=round(best.host),
+        rescoring_host_bytes=round(rescoring_bytes(model, best.layout)),
         binding=_binding(best, other),
         estimated_seconds_per_step=round(best.time.seconds, 4),
         estimated_tokens_per_second=round(best.time.tokens_per_second, 1),
@@ -377,6 +378,7 @@ def _axes(model: Model, wish: Wish, accelerators: Accelerators) -> Iterator[Trai
     """Yields layouts that differ in their axes only."""
     count, node = accelerators.count, accelerators.kind.per_node
     heads = [layer.attention.heads for layer, _ in model.kinds]
+    heads += [layer.attention.key_value_heads for layer, _ in model.kinds]
     experts = [layer.feed_forward.experts for layer, _ in model.kinds if layer.feed_forward.experts]
     basis = TrainingLayout(
         mode=wish.mode,

@@ -120,6 +120,7 @@ def profile_lines(profile: Profile) -> list[str]:
     ]
     lines += [
         f"  host          {profile.host_bytes_per_rank / GIB:,.1f} GiB per accelerator",
+        *_rescoring_lines(profile),
         f"  time          {time}",
         f"  binding       {profile.binding}",
         f"  next cheaper  {_alternative_line(profile.cheaper)}",
@@ -129,6 +130,14 @@ def profile_lines(profile: Profile) -> list[str]:
     if profile.unsupported:
         lines.append(f"  not yet       the trainer lacks: {', '.join(profile.unsupported)}")
     return lines
+
+
+def _rescoring_lines(profile: Profile) -> list[str]:
+    if not profile.rescoring_host_bytes:
+        return []
+    size = profile.rescoring_host_bytes / GIB
+    where = "of host memory on rank 0's machine, for workers' log-probabilities"
+    return [f"  re-scoring    {size:,.1f} GiB {where} (trust.rescore_share)"]
 
 
 def _reference_lines(profile: Profile) -> list[str]:

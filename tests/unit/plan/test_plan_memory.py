@@ -8,10 +8,20 @@ from typing import Any
 
 import pytest
 
+from deltawire.config import BuildConfig, parse_config
 from deltawire.errors import InputError
+from deltawire.export.adapter import adapted
+from deltawire.export.source import open_source
+from deltawire.plan.activations import Operation, _mixture, _Setting
+from deltawire.plan.architecture import FeedForward
 from deltawire.plan.catalogue import catalogue
+from deltawire.plan.configuration import decode_config
+from deltawire.plan.families import describe
 from deltawire.plan.layout import TrainingLayout
-from deltawire.plan.memory import all_phases, host_bytes, predict_memory
+from deltawire.plan.memory import all_phases, host_bytes, predict_memory, rescoring_bytes
+from deltawire.rl.evaluate.rescoring import memory_of
+from deltawire.train.build import build_model
+from deltawire.wire.run import Run
 
 GIB = 2**30
 
@@ -147,3 +157,37 @@ def test_the_memory_model_needs_no_torch() -> None:
         "assert not {'torch', 'numpy', 'transformers', 'obstore'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_expert_parallelism_counts_the_buffers_of_its_exchanges() -> None:
+    """Rows that are sent and rows that arrive exist together: twice k rows of bf16 each."""
+    shape = FeedForward(experts=16, chosen=4, expert_intermediate=64, expert_hidden=256)
+
+    def chain(expert: int) -> list[Operation]:
+        setting = _Setting(
+            hidden=256, tensor=1, expert=expert, imbalance=1.25 if expert > 1 else 1.0,
+            trained=True, rank=0, expert_rank=0, packing="none",
+        )  # fmt: skip
+        return list(_mixture(shape, setting))
+
+    alone, spread = chain(1), chain(4)
+    assert len(spread) == len(alone) + 2, "there and back"
+    buffers = 2 * 256 * (4 + 1.25 * 4)
+    exchanges = [one for one in spread if one.out == one.held == buffers]
+    assert [one.saved for one in exchanges] == [8 * 4] * 2
+
+
+@pytest.mark.parametrize("adapter", [{}, {"kind": "lora", "rank": 4, "targets": ["q_proj"]}])
+def test_re_scoring_needs_the_host_memory_that_the_plan_says(adapter) -> None:
+    """Against the sizes of the model and the mirror that the trainer opens for it."""
+    built = BuildConfig(family="qwen3_moe", hidden_size=64, layers=2, head_size=16, context=64)
+    model = build_model(built, seed=0)
+    described = describe(
+        decode_config(model.config.to_json_string(use_diff=False).encode(), where="t"), name="t"
+    )
+    config = parse_config({"name": "m", "train": {"adapter": adapter}}, source="t")
+    adapted(model, config.train.adapter, seed=0)
+    run = Run(name="m", created_at=0, tensors=open_source("bf16", model).specs(), digest="0" * 32)
+    layout = TrainingLayout(mode="lora" if adapter else "full", lora_rank=4 if adapter else 0)
+    assert rescoring_bytes(described, layout) == pytest.approx(memory_of(model, run), rel=0.02)
+    assert rescoring_bytes(described, TrainingLayout(mode="reference")) == 0

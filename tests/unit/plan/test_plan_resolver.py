@@ -16,12 +16,14 @@ from deltawire.plan.accelerators import (
     shipped_accelerators,
 )
 from deltawire.plan.catalogue import catalogue, find_model, published_shapes, shipped_profiles
-from deltawire.plan.layout import MODES
+from deltawire.plan.layout import MODES, TrainingLayout, check_layout
 from deltawire.plan.memory import predict_memory
 from deltawire.plan.profile import decode_profile, encode_profile, read_profile
 from deltawire.plan.published import compare_row
 from deltawire.plan.resolver import (
     Accelerators,
+    Wish,
+    _layouts,
     resolve_shape,
     resolve_training_profile,
     unsupported_parts,
@@ -203,3 +205,16 @@ def test_profiles_of_another_version_and_hostile_ones_are_refused() -> None:
     for wrong in (raw.replace(b'"data": 1', b'"data": 0'), b"", b"[]", raw[:-20], b"[" * 50_000):
         with pytest.raises(InputError, match="training profile"):
             decode_profile(wrong, where="x")
+
+
+def test_tensor_parallelism_that_divides_no_key_value_head_is_refused_by_name() -> None:
+    model = catalogue()["qwen3-30b-a3b"].describe()
+    assert (model.layers[0].attention.heads, model.layers[0].attention.key_value_heads) == (32, 4)
+    with pytest.raises(InputError, match=r"tensor 8 does not divide .* 4 key/value heads"):
+        check_layout(model, TrainingLayout(tensor=8))
+    check_layout(model, TrainingLayout(tensor=4))
+    wish = Wish(mode="full", context=4096, packing="none", lora_rank=0)
+    found = {
+        one.tensor for one in _layouts(model, wish, Accelerators(shipped_accelerators()["h200"], 8))
+    }
+    assert found == {1, 2, 4}

@@ -47,7 +47,8 @@ class ParityRecheck:
     ``model`` is the trainer's, whose parameters hold the published bits between two steps. The copy
     shares frozen parameters with it, is made when it is first needed, and takes, with the
     measurements, at most ``parity.recheck_share`` of the time. ``report`` is called with the reason
-    if a measurement fails; no further one is made then. A model that is sharded is not measured.
+    if a measurement fails; no further one is made then. A model that is sharded is not measured,
+    which ``report`` says once.
 
     Example::
 
@@ -69,7 +70,15 @@ class ParityRecheck:
         self._report = report
         self._clock = clock
         # A sharded model cannot be copied, and no rank needs to have room for all of it.
-        self._share = 0.0 if isinstance(model, FSDPModule) else config.parity.recheck_share
+        sharded = isinstance(model, FSDPModule)
+        if sharded and config.parity.recheck_share:
+            report(
+                f"parity.recheck_share = {config.parity.recheck_share:g} has no effect: the "
+                "model's weights are sharded (several ranks, or train.compute = bfloat16), and a "
+                "copy would need room for all of them on one rank; parity is measured on groups "
+                "of the trained version"
+            )
+        self._share = 0.0 if sharded else config.parity.recheck_share
         self._copy: Any = None
         self._version: int | None = None
         self._starved = 0

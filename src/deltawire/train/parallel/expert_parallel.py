@@ -118,16 +118,18 @@ def _dispatched(module: Any, mesh: TrainerMesh) -> Callable[[Tensor, Tensor, Ten
         order_P = torch.argsort(chosen_P, stable=True)
         if tensor is not None:
             order_P = order_P[(block_P % width == number)[order_P]]
-        rows_PH = torch.index_select(hidden_TH, 0, order_P // chosen_TK.shape[1])
         experts_P = chosen_P[order_P] % held
         route = _Exchange(mesh.expert, block_P[order_P] // width)
+        # No buffer of an exchange has a name here: each is freed once the next one exists.
+        rows_RH = route.there(torch.index_select(hidden_TH, 0, order_P // chosen_TK.shape[1]))
         with ExitStack() as parts:
             for holder in holders:
                 parts.enter_context(local_parameters(holder))
-            out_RH = _computed(own_forward, route.there(rows_PH), route.there(experts_P))
-        back_PH = route.back(out_RH)
+            back_PH = route.back(_computed(own_forward, rows_RH, route.there(experts_P)))
+        del rows_RH
         pairs_PH = back_PH.new_zeros(chosen_P.numel(), back_PH.shape[1])
         pairs_TKH = pairs_PH.index_copy(0, order_P, back_PH).view(*chosen_TK.shape, -1)
+        del back_PH, pairs_PH
         # As the experts' own code does: weights apply to each pair's result, which then add up.
         sum_TH = (pairs_TKH * weights_TK[:, :, None]).sum(1)
         if tensor is not None:

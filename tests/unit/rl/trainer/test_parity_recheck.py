@@ -13,6 +13,7 @@ from deltawire.parity import BatchParity, parity_event
 from deltawire.parity.divergence import NO_DIVERGENCE, Divergence
 from deltawire.rl.trainer.parity_recheck import STARVED_STEPS, ParityRecheck
 from deltawire.train.batch import collate
+from deltawire.train.parallel import open_mesh, shard_model
 from deltawire.train.policy import token_logprobs
 from deltawire.wire.rollouts import Group, Trajectory
 
@@ -215,3 +216,20 @@ def test_it_waits_for_no_measurement(slow, monkeypatch):
     one.recheck._pending[1].result()
     parity = BatchParity(NO_DIVERGENCE, NO_DIVERGENCE)
     assert one.recheck.observe(parity, [], version=20).numeric.largest_gap == 0.0
+
+
+def test_a_sharded_model_is_not_measured_and_the_run_says_so(tiny):
+    config = config_of()
+    model = copy.deepcopy(tiny)
+    shard_model(model, open_mesh(config.train, torch.device("cpu"), sharded=True))
+    said = []
+    recheck = ParityRecheck(model, config, report=said.append)
+    assert [line.partition(":")[0] for line in said] == [
+        "parity.recheck_share = 0.02 has no effect"
+    ]
+    recheck.close()
+    off = ParityRecheck(model, config_of(recheck_share=0.0), report=said.append)
+    parity = BatchParity(NO_DIVERGENCE, NO_DIVERGENCE)
+    assert off.observe(parity, [], version=1) is parity
+    off.close()
+    assert len(said) == 1, "it was switched off"
