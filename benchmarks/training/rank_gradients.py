@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from benchmarks.training.keys import Measured, Options
 from benchmarks.training.rank_runs import free_port
 from deltawire.config import RunConfig, parse_config
-from deltawire.launch.ranks import rank_environment
 from deltawire.parity.routes import pack_routes
 from deltawire.rl.trainer.resume import seed_step
 from deltawire.train.build import build_model
 from deltawire.train.masters import MasterWeights
 from deltawire.train.parallel.ranks import join_ranks
+from deltawire.train.rank_agent import rank_environment
 from deltawire.train.step import train_step
 from deltawire.wire.rollouts import Group, Trajectory
 

@@ -31,7 +31,6 @@ from benchmarks.runner import ROOT
 from deltawire.config import parse_config
 from deltawire.export.models import save_model
 from deltawire.launch.processes import ChildOptions, lead_trainer, run_as_trainer
-from deltawire.launch.ranks import rank_environment
 from deltawire.rl.control.challenges import nonce_of
 from deltawire.rl.trainer import entry  # noqa: F401 - imported before forking
 from deltawire.rl.trainer.bootstrap import start_run
@@ -41,6 +40,7 @@ from deltawire.sync.publish import commit, publisher, sharded
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.checkpoint_storage import BucketWriter
 from deltawire.train.masters import MasterWeights
+from deltawire.train.rank_agent import rank_environment
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.objects import encode_json

@@ -22,13 +22,13 @@ from deltawire.config import RunConfig, check_config, parse_config, read_values
 from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError
 from deltawire.events import Role
-from deltawire.launch.ranks import ending_at_once, is_follower, is_rank, run_ranks
 from deltawire.launch.role_keys import read_signer
 from deltawire.launch.shapes import find_profile, shaped_config
 from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.signed_bucket import grant_role
 from deltawire.runtime.trusted import ANY, ReaderTrust, owned_run, trusted
 from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.train.rank_agent import ending_at_once, is_follower, is_rank, run_ranks
 from deltawire.wire.keys import valid_name
 from deltawire.wire.roles import TRAINER_ROLE, Pin, role_of
 from deltawire.wire.seal import Signer

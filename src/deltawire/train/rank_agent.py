@@ -3,7 +3,7 @@
 Processes::
 
     deltawire run ── Supervisor ──▶ deltawire trainer ── elastic agent ──▶ rank 0, … rank N-1
-                                    (`run_ranks`)                          (the same command)
+    TrainingClient ── Popen ──────▶ train.client.host    (`run_ranks`)     (the same command)
 
 A rank is the same command with the variables of `rank_environment`, so ``torchrun`` on several
 machines, or another launcher, starts ranks as well. If a rank ends with an error, the agent kills
@@ -122,11 +122,10 @@ def run_ranks(command: Sequence[str], ranks: int, *, supervised: bool) -> None:
 
 
 def _first_error(failures: dict[int, Any]) -> RankError:
-    """Returns the error of the rank that failed first, not of a rank that lost its peer."""
+    """Returns the error of the rank that failed first: not of one that lost its peer, or that the agent
+    ended after that."""
     ordered = sorted(failures.items())
-    rank, failure = next(
-        (one for one in ordered if not _words_of(one[1]).startswith("LostRankError")), ordered[0]
-    )
+    rank, failure = next((one for one in ordered if not _follows(one[1])), ordered[0])
     if failure.exitcode < 0:
         reason = f" was ended by signal {-failure.exitcode} ({failure.signal_name()})"
     elif words := _words_of(failure):
@@ -134,6 +133,13 @@ def _first_error(failures: dict[int, Any]) -> RankError:
     else:
         reason = f" ended with exit code {failure.exitcode}"
     return RankError(f"rank {rank}{reason}", failure.exitcode)
+
+
+def _follows(failure: Any) -> bool:
+    """Returns whether a rank's end is a consequence of another one's."""
+    return bool(
+        failure.exitcode == -signal.SIGTERM or _words_of(failure).startswith("LostRankError")
+    )
 
 
 def _words_of(failure: Any) -> str:
@@ -155,7 +161,7 @@ def ending_at_once(supervised: bool) -> Iterator[None]:
         yield
         return
     if supervised:
-        _die_with_parent()
+        die_with_parent()
     try:
         yield
     except Exception as error:
@@ -182,10 +188,13 @@ def _end_rank(error: Exception) -> None:
     os._exit(1)
 
 
-def _die_with_parent() -> None:
-    """Makes this process end as soon as the agent that started it has ended, even if it hangs."""
+def die_with_parent(*, at_once: bool = True) -> None:
+    """Makes this process end once the process that started it has ended, even if it hangs.
+
+    ``at_once`` also ends it when the thread that started it has ended: an agent's main thread.
+    """
     parent = os.getppid()
-    if sys.platform == "linux":
+    if at_once and sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     threading.Thread(target=_when_orphaned, args=(parent, lambda: os._exit(1)), daemon=True).start()
