@@ -161,6 +161,33 @@ def add_retention(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_address(parser: argparse.ArgumentParser, *, port: int) -> None:
+    """Declare where a server listens."""
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    parser.add_argument("--port", type=int, default=port, help="the port to listen on; 0 is any")
+
+
+def add_tls(parser: argparse.ArgumentParser) -> None:
+    """Declare the certificate of a server and its key."""
+    parser.add_argument(
+        "--tls-cert", default="", metavar="FILE", help="serve https with this PEM certificate"
+    )
+    parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key")
+
+
+def add_count(
+    parser: argparse.ArgumentParser, flag: str, default: int, text: str, *, least: int = 1
+) -> None:
+    """Declare a whole number of at least ``least``; ``text`` describes it."""
+    parser.add_argument(
+        flag,
+        type=at_least(least),
+        default=default,
+        metavar="N",
+        help=f"{text} (default: %(default)s)",
+    )
+
+
 def add_token_file(parser: argparse.ArgumentParser) -> None:
     """Declare ``--token-file``."""
     parser.add_argument(

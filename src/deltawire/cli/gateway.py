@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 
 from deltawire.cli.arguments import (
+    add_address,
     add_key,
     add_run_url,
+    add_tls,
     add_token_file,
     add_trust,
     at_least,
@@ -29,8 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="URL",
         help="the URL of a vLLM server; repeat it for several",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
-    parser.add_argument("--port", type=int, default=8400, help="the port to listen on; 0 is any")
+    add_address(parser, port=8400)
     add_token_file(parser)
     parser.add_argument(
         "--admin-token-file",
@@ -38,10 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help="holds the token for hot-loading (default: DELTAWIRE_ADMIN_TOKEN, or generated)",
     )
-    parser.add_argument(
-        "--tls-cert", default="", metavar="FILE", help="serve https with this PEM certificate"
-    )
-    parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key")
+    add_tls(parser)
     parser.add_argument(
         "--transition",
         choices=("async", "sync"),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from deltawire.cli.arguments import add_run_url, add_token_file, add_trust, add_window, trust_of
+from deltawire.cli.arguments import (
+    add_address,
+    add_run_url,
+    add_token_file,
+    add_trust,
+    add_window,
+    trust_of,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -13,8 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(call=run)
     add_run_url(parser)
     add_trust(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
-    parser.add_argument("--port", type=int, default=9464, help="the port to listen on; 0 is any")
+    add_address(parser, port=9464)
     add_token_file(parser)
     parser.add_argument("--no-token", action="store_true", help="let everyone on this machine read")
     parser.add_argument(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from deltawire.cli.arguments import (
     BUCKET,
+    add_count,
     add_json,
     add_key,
     add_retention,
     add_threads,
-    at_least,
     seconds,
     share,
 )
@@ -55,13 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="end after this long without a new checkpoint",
     )
     parser.add_argument("--name", default="", help="name of a new run (default: the bucket's)")
-    parser.add_argument(
-        "--anchor-every",
-        type=at_least(0),
-        default=25,
-        metavar="N",
-        help="store every Nth version whole; 0 stores none (default: 25)",
-    )
+    add_count(parser, "--anchor-every", 25, "store every Nth version whole; 0 stores none", least=0)
     parser.add_argument(
         "--anchor-share",
         type=share,
@@ -69,13 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="X",
         help="store a version whole once the deltas exceed this share of the model",
     )
-    parser.add_argument(
-        "--retain",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="keep the newest N versions; 0 keeps all",
-    )
+    add_count(parser, "--retain", 0, "keep the newest N versions; 0 keeps all", least=0)
     parser.add_argument(
         "--backwards",
         action="store_true",
