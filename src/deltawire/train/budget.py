@@ -77,6 +77,30 @@ def divide(
     return [sorted(batches, key=lambda members: (not members, members)) for batches in found]
 
 
+def divide_sequences(
+    lengths: Sequence[int], *, budget: int, ranks: int = 1, packed: bool = True
+) -> list[list[list[int]]]:
+    """Return the indices of each rank's sequences, pass by pass: [rank][pass].
+
+    Every rank gets equally many passes; without a sequence, it takes part in one whose result does
+    not count.
+
+    Example::
+
+        for indices in divide_sequences(lengths, budget=16_384, ranks=2)[rank]:
+            ...
+    """
+    parts = [
+        MicroBatchPart(((n, 0),), size, cost_of(0, [size + 1], shared=False), 1, size)
+        for n, size in enumerate(lengths)
+    ]
+    slots = _balanced(parts, budget, ranks) if packed else _in_order(parts, budget, ranks)
+    found: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for number, slot in enumerate(slots):
+        found[number % ranks].append(sorted(part.members[0][0] for part in slot.parts))
+    return [sorted(passes, key=lambda indices: (not indices, indices)) for passes in found]
+
+
 def _parts(number: int, group: Group, budget: int, *, packed: bool) -> list[MicroBatchPart]:
     """Returns the group as one part, or as several of whole episodes if it exceeds the budget."""
     episodes: dict[int, list[tuple[int, Trajectory]]] = {}

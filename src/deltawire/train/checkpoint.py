@@ -168,6 +168,12 @@ class CheckpointWriter:
         if pending is not None:
             pending.result()
 
+    def release_memory(self) -> None:
+        """Wait for the current save, and free the memory that states are copied to; the next save
+        takes it again."""
+        self.flush()
+        self._staging.clear()
+
     def close(self) -> None:
         """Waits for the current save and ends the threads."""
         try:

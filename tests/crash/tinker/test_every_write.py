@@ -17,6 +17,7 @@ from deltawire.tinker import models, samplers
 from deltawire.tinker.samplers import SamplerOptions
 from deltawire.tinker.server import TinkerOptions, TinkerServer
 from deltawire.train.client import client as training_client
+from deltawire.train.client import ranks as trainer_ranks
 from deltawire.train.client import session as training_session
 
 WRITES = ("put", "create")
@@ -124,7 +125,7 @@ def live(url, model, client, life, monkeypatch):
     def opened(location, **options):
         return life.bucket(open_bucket(location, **options))
 
-    for module in (models, samplers, training_client):
+    for module in (models, samplers, training_client, trainer_ranks):
         monkeypatch.setattr(module, "open_bucket", opened)
     trusted = training_session.open_trusted
     monkeypatch.setattr(

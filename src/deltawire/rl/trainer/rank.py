@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
-from deltawire.config import RunConfig
 from deltawire.errors import BugError, DeltawireError, FencedError, InputError, ResyncError
 from deltawire.events import SourceLoss
 from deltawire.export.merge import MergeReport, require_kept
@@ -32,12 +31,12 @@ from deltawire.rl.trainer.orders import (
 )
 from deltawire.rl.trainer.resume import Resumed
 from deltawire.store import Bucket
-from deltawire.sync import COMPACTION_STRIDES, CommitStats, Publisher, ShardPublisher, load_mirror
-from deltawire.sync.publish.sharded import load_ranges
+from deltawire.sync import COMPACTION_STRIDES, CommitStats
 from deltawire.train.checkpoint import CheckpointWriter
 from deltawire.train.masters import MasterWeights
 from deltawire.train.parallel import TrainerMesh
 from deltawire.train.parallel.ranks import lost_ranks
+from deltawire.train.publishing import open_rank_publisher
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
@@ -102,8 +101,18 @@ class Rank(Generic[R_co]):
         self._confirm, self._stopping = confirm, stopping
         state = self._restore(model, long_task)
         self.masters, self.ledger = state.masters, state.ledger
-        self.publisher = open_publisher(
-            bucket, run, self.config, self.masters, start, signer=signer, on_commit=on_commit
+        train = self.config.train
+        self.publisher = open_rank_publisher(
+            bucket,
+            run,
+            self.masters,
+            version=start.version,
+            epoch=start.epoch,
+            session=start.session,
+            anchor_every=train.anchor_every,
+            compaction_strides=COMPACTION_STRIDES if train.compaction else (),
+            signer=signer,
+            on_commit=on_commit,
         )
         self.checkpoints = CheckpointWriter(bucket, self.mesh, run=run.id, confirm=confirm)
         self._saved = -1
@@ -240,36 +249,6 @@ def translated(bucket: Bucket, run: Run, epoch: int) -> Iterator[None]:
         raise unfenced(bucket, run, epoch, error) from error
     except InputError as error:
         raise restartable(error) from error
-
-
-def open_publisher(
-    bucket: Bucket,
-    run: Run,
-    config: RunConfig,
-    masters: MasterWeights,
-    start: Start,
-    *,
-    signer: Signer | None,
-    on_commit: Callable[[CommitStats], None] | None,
-) -> Publisher | ShardPublisher:
-    """The publisher of this rank's shards, which builds on the run's newest version."""
-    settings: dict[str, Any] = {
-        "epoch": start.epoch,
-        "anchor_every": config.train.anchor_every,
-        "compaction_strides": COMPACTION_STRIDES if config.train.compaction else (),
-        "on_commit": on_commit,
-        "signer": signer,
-    }
-    mesh = masters.mesh
-    if mesh.ranks > 1:
-        ranges = {name: (one.start, one.bits.numel()) for name, one in masters.shards().items()}
-        mirror = load_ranges(bucket, run, ranges, at=start.version)
-        return ShardPublisher(
-            bucket, run, mirror, rank=mesh.rank, ranks=mesh.ranks, session=start.session, **settings
-        )
-    head = load_mirror(bucket, run, at=start.version)
-    assert head is not None
-    return Publisher(bucket, run, head, **settings)
 
 
 def _other_ranks(state: Resumed) -> str:

@@ -2,11 +2,11 @@
 
 Operations run one after another, in the order of the calls, in one thread::
 
-    caller                          operations' thread
-      forward_backward(data) ─────▶   gradients add up
-      optim_step(params) ─────────▶   one optimizer step on them
-      save_weights…() ────────────▶   publish a version, wait for its commit
-      ◀──────── future.result() ───
+    caller                          operations' thread        trainer: here, or in N processes
+      forward_backward(data) ─────▶   Evaluate ───────────────▶ gradients add up
+      optim_step(params) ─────────▶   TakeStep ───────────────▶ one optimizer step on them
+      save_weights…() ────────────▶   PublishWeights ─────────▶ publish a version, and commit it
+      ◀──────── future.result() ───   ◀────────────────────────
 
 A save publishes a version through the bucket like any trainer, so that workers, readers and
 `deltawire run` see an ordinary run.
@@ -14,41 +14,71 @@ A save publishes a version through the bucket like any trainer, so that workers,
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
-from deltawire.config import RunConfig
+from deltawire.config import ModelConfig, RunConfig
 from deltawire.errors import InputError
-from deltawire.runtime.process import Process
-from deltawire.runtime.trusted import ANY, ReaderTrust, open_as_trainer
+from deltawire.export.models import fetch_model_files, load_tokenizer
+from deltawire.runtime.process import open_run
+from deltawire.runtime.trusted import open_as_trainer
 from deltawire.store import Bucket, open_bucket
-from deltawire.train.client.forward import check_tokens
-from deltawire.train.client.losses import LOSSES, check_inputs, check_loss
+from deltawire.train.client.hosted import HostedTrainer
+from deltawire.train.client.losses import check_loss
+from deltawire.train.client.operations import (
+    Evaluate,
+    Evaluation,
+    Opened,
+    Operation,
+    PreparedDatum,
+    PublishWeights,
+    Restore,
+    Result,
+    Saved,
+    SaveState,
+    Stepped,
+    TakeStep,
+    check_record,
+    prepare,
+)
+from deltawire.train.client.ranks import LeadingTrainer, OpenSettings, configured, follow
 from deltawire.train.client.sampling import Kind, SamplingClient
-from deltawire.train.client.session import LostState, TrainingSession, new_run
+from deltawire.train.client.session import LostState, new_run
 from deltawire.train.client.types import (
     AdamParams,
     APIFuture,
-    Datum,
     ForwardBackwardOutput,
     OptimStepResponse,
     SaveResponse,
-    tensor_of,
-    tokens_of,
 )
-from deltawire.train.head import TokenTerms
-from deltawire.wire.roles import Pin, pin_of
+from deltawire.train.parallel.ranks import world_of
+from deltawire.train.rank_agent import ending_at_once
+from deltawire.wire.roles import pin_of
+from deltawire.wire.run import Run
 from deltawire.wire.signing import Ed25519Signer
 
 T = TypeVar("T")
 CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Any, Mapping[str, float]]]
+
+
+class ClientTrainer(Protocol):
+    """Carries out a client's operations: in this process, or in others."""
+
+    opened: Opened
+
+    def run(self, operation: Operation) -> Result:
+        """Carries out an operation; raises its error."""
+        ...
+
+    def close(self) -> None:
+        """Releases the run; changes that are not saved are dropped."""
+        ...
 
 
 class TrainingClient:
@@ -70,13 +100,13 @@ class TrainingClient:
             sampler = client.save_weights_and_get_sampling_client()
     """
 
-    def __init__(self, session: TrainingSession, process: Process) -> None:
-        self._session = session
-        self._process = process
-        self._stack = contextlib.ExitStack()
+    def __init__(self, trainer: ClientTrainer, bucket: Bucket, run: Run) -> None:
+        self._trainer = trainer
+        self._bucket, self._run = bucket, run
+        self._version = trainer.opened.version
+        self._tokenizer: Any = None
         self._closed = False
         self._samplers: list[SamplingClient] = []
-        self._stack.enter_context(process.registered())
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="training-client")
 
     @classmethod
@@ -88,18 +118,32 @@ class TrainingClient:
         config: RunConfig | None = None,
         name: str = "client",
         key: str | Path = "",
+        ranks: int | None = None,
+        hosted: bool = False,
     ) -> TrainingClient:
         """Starts a run from a model directory: its version 0 is that model.
 
         ``config`` is what ``deltawire run`` would use to continue it. ``key`` is a file that
         ``deltawire keygen`` made: the run is then signed, and `pin` is what readers insist on.
-        Raises `InputError` if the bucket holds a run, or the model cannot be loaded.
+        ``ranks`` and ``hosted`` are those of `load`; the run keeps the number of ranks. Raises
+        `InputError` if the bucket holds a run, or the model cannot be loaded.
         """
+        asked = _asked_ranks(ranks, hosted=hosted)
+        if world_of()[0]:  # Rank 0 creates the run.
+            return cls.load(run_url, key=key, ranks=ranks, hosted=hosted)
         signer = Ed25519Signer.read(Path(key)) if key else None
         bucket = open_as_trainer(open_bucket(run_url, create=True), signer)
         run_id = bucket.pin.run_id if bucket.pin else ""
-        new_run(bucket, Path(model), config, name=name, signer=signer, run_id=run_id)
-        return cls.load(run_url, key=key, public_key=str(bucket.pin or ""))
+        config = config or RunConfig(name=name, model=ModelConfig(path=str(model)))
+        ranks = asked or config.train.ranks
+        train = msgspec.structs.replace(config.train, ranks=ranks)
+        if found := train.layout_contradiction(ranks):
+            raise InputError(f"train: {found[0]}", hint=found[1], run=bucket.url)
+        config = msgspec.structs.replace(config, train=train)
+        new_run(bucket, Path(model), config, signer=signer, run_id=run_id)
+        return cls.load(
+            run_url, key=key, public_key=str(bucket.pin or ""), ranks=ranks, hosted=hosted
+        )
 
     @classmethod
     def load(
@@ -110,6 +154,8 @@ class TrainingClient:
         take_over: bool = False,
         key: str | Path = "",
         public_key: str = "",
+        ranks: int | None = None,
+        hosted: bool = False,
     ) -> TrainingClient:
         """Continues a run from its newest version, with its optimizer state.
 
@@ -122,21 +168,41 @@ class TrainingClient:
 
         A signed run needs the file of its owner's ``key``; with ``public_key``, which may name the
         run's id after a colon, another run is refused.
+
+        ``ranks`` processes compute, by default as many as the run's configuration says. More than
+        one are started on this machine, and so is a single one if ``hosted``; otherwise this
+        process computes. In a script that ``torchrun`` or another launcher started, its processes
+        are the ranks: rank 0 gets the client, and the others carry out its operations, then raise
+        `SystemExit`. With another number of ranks than the state was saved with, `notice` says
+        that later bits may differ.
         """
         if lost_state not in ("refuse", "reset", "repeat"):
             raise InputError(
                 f"lost_state is {lost_state[:40]!r}", hint='give "refuse", "reset" or "repeat"'
             )
-        signer = Ed25519Signer.read(Path(key)) if key else None
-        trust = ReaderTrust(Pin.parse(public_key)) if public_key else ANY
-        bucket = open_as_trainer(open_bucket(run_url), signer, trust)
-        process = Process(bucket, "trainer", "trainer", supervised=False)
-        if not take_over:
-            process.refuse_live_namesake()
-        session = TrainingSession.open(
-            process.bucket, process.lease, lost_state=lost_state, signer=signer
+        settings = OpenSettings(
+            url=run_url,
+            ranks=_asked_ranks(ranks, hosted=hosted),
+            lost_state=lost_state,
+            take_over=take_over,
+            key=str(key),
+            public_key=public_key,
         )
-        return cls(session, process)
+        rank, started = world_of()
+        if rank:
+            with ending_at_once(supervised=False):
+                follow(settings)
+            raise SystemExit(0)
+        bucket = settings.open_bucket()
+        run, config = open_run(bucket)
+        if not settings.ranks:
+            settings = msgspec.structs.replace(settings, ranks=config.train.ranks)
+        configured(bucket, settings)
+        if hosted or settings.ranks > started:
+            return cls(HostedTrainer.open(settings), bucket, run)
+        trainer = LeadingTrainer.open(settings)
+        trainer.keep_alive()
+        return cls(trainer, bucket, run)
 
     def __enter__(self) -> Self:
         return self
@@ -147,27 +213,41 @@ class TrainingClient:
     @property
     def bucket(self) -> Bucket:
         """The run's bucket."""
-        return self._session.bucket
+        return self._bucket
 
     @property
     def pin(self) -> str:
         """The ``--public-key`` of this run for readers, empty if the run is not signed."""
-        return pin_of(self._session.run)
+        return pin_of(self._run)
 
     @property
     def version(self) -> int:
         """The newest version that was published."""
-        return self._session.version
+        return self._version
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes that compute."""
+        return self._trainer.opened.ranks
+
+    @property
+    def notice(self) -> str:
+        """Returns what to know about the state that was loaded, such as another number of ranks
+        that saved it; empty if there is nothing."""
+        return self._trainer.opened.notice
 
     @property
     def state_record(self) -> Mapping[str, Any]:
         """The ``record`` of the save that the state was loaded from, with its ``step`` and
         ``name``; empty if no client saved it."""
-        return self._session.state_record
+        return self._trainer.opened.state_record
 
     def get_tokenizer(self) -> Any:
         """Returns the run's tokenizer."""
-        return self._session.tokenizer
+        if self._tokenizer is None:
+            with fetch_model_files(self._bucket, self._run) as folder:
+                self._tokenizer = load_tokenizer(Path(folder))
+        return self._tokenizer
 
     def forward(
         self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
@@ -194,25 +274,26 @@ class TrainingClient:
         shape of its targets, and returns a scalar and metrics. It is called once, in the
         operations' thread, over all data.
         """
-        prepared = [_Prepared(self._session.model, "custom", datum) for datum in data]
-        _require(prepared)
+        bare = self._prepared(data, "custom")
 
         def run() -> ForwardBackwardOutput:
-            with torch.no_grad():
-                logprobs = self._logprobs(prepared)
-            leaves = [one.detach().cpu().requires_grad_() for one in logprobs]
+            found = self._evaluated(bare, "cross_entropy", {}, backward=False)
+            leaves = [one.clone().requires_grad_() for one in found.logprobs]
             loss, metrics = loss_fn(data, leaves)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise InputError("a custom loss must return a scalar tensor and metrics")
-            slopes: list[Tensor | None] = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-
-            def surrogate(one: _Prepared, values: Tensor, place: int) -> Tensor:
-                del one
-                slope = slopes[place]
-                return values.sum() * 0 if slope is None else (values * slope.to(values)).sum()
-
-            self._backward(prepared, surrogate)
-            outputs = [{"logprobs": one.detach()} for one in leaves]
+            slopes: Sequence[Tensor | None] = torch.autograd.grad(loss, leaves, allow_unused=True)
+            # The sum of -w·x has the gradient of the loss where w is its negative slope.
+            weighted = [
+                PreparedDatum(
+                    tokens=one.tokens,
+                    inputs=one.inputs
+                    | {"weights": torch.zeros_like(leaf) if slope is None else -slope},
+                )
+                for one, leaf, slope in zip(bare, leaves, slopes, strict=True)
+            ]
+            self._evaluated(weighted, "cross_entropy", {}, backward=True)
+            outputs = [{"logprobs": one} for one in found.logprobs]
             named = {_reduced(name): float(value) for name, value in metrics.items()}
             return ForwardBackwardOutput(outputs, {"loss:sum": float(loss.detach()), **named})
 
@@ -230,7 +311,9 @@ class TrainingClient:
                 raise InputError(f"AdamParams.{name} is {value}", hint="it must not be negative")
 
         def run() -> OptimStepResponse:
-            return OptimStepResponse(self._session.step(params))
+            answer = self._trainer.run(TakeStep(params=params))
+            assert isinstance(answer, Stepped)
+            return OptimStepResponse(answer.metrics)
 
         return self._submit(run)
 
@@ -240,20 +323,16 @@ class TrainingClient:
         """Publishes the weights as a version and waits for its commit; weights that are published
         already keep their version. ``name`` and ``record``, a small JSON object, are stored with
         the version."""
-        return self._submit(lambda: self._saved(self._session.publish(name, record)))
+        operation = PublishWeights(name=name, record=check_record(record))
+        return self._submit(lambda: self._save(operation))
 
     def save_state(
         self, name: str = "", *, keep: bool = False, record: Mapping[str, Any] | None = None
     ) -> APIFuture[SaveResponse]:
         """Publishes the weights and stores the optimizer's state for that version. Of the states
         the last two are kept, and those saved with ``keep``."""
-
-        def run() -> SaveResponse:
-            version = self._session.publish(name, record)
-            self._session.save(keep=keep)
-            return self._saved(version)
-
-        return self._submit(run)
+        operation = SaveState(name=name, record=check_record(record), keep=keep)
+        return self._submit(lambda: self._save(operation))
 
     def load_state(
         self, path: str | SaveResponse, *, optimizer: bool = True
@@ -267,8 +346,8 @@ class TrainingClient:
         where = path if isinstance(path, str) else path.path
 
         def run() -> SaveResponse:
-            self._session.restore(where, optimizer=optimizer)
-            return SaveResponse(where, self._session.version)
+            self._trainer.run(Restore(path=where, optimizer=optimizer))
+            return SaveResponse(where, self._version)
 
         return self._submit(run)
 
@@ -288,9 +367,7 @@ class TrainingClient:
     ) -> SamplingClient:
         """Opens a sampling client on a version that was saved."""
         version = saved if isinstance(saved, int) else saved.version
-        sampler = SamplingClient(
-            self.bucket, self._session.run, version=version, kind=kind, **options
-        )
+        sampler = SamplingClient(self.bucket, self._run, version=version, kind=kind, **options)
         self._samplers.append(sampler)
         return sampler
 
@@ -308,11 +385,13 @@ class TrainingClient:
             self._pool.shutdown()
             for sampler in self._samplers:
                 sampler.close()
-            self._session.close()
-            self._stack.close()
+            self._trainer.close()
 
-    def _saved(self, version: int) -> SaveResponse:
-        return SaveResponse(f"{self.bucket.url}@{version}", version)
+    def _save(self, operation: PublishWeights | SaveState) -> SaveResponse:
+        answer = self._trainer.run(operation)
+        assert isinstance(answer, Saved)
+        self._version = answer.newest
+        return SaveResponse(f"{self.bucket.url}@{answer.version}", answer.version)
 
     def _submit(self, run: Callable[[], T]) -> APIFuture[T]:
         if self._closed:
@@ -329,103 +408,54 @@ class TrainingClient:
         backward: bool,
     ) -> Callable[[], ForwardBackwardOutput]:
         values = check_loss(loss_fn, settings)
-        prepared = [_Prepared(self._session.model, loss_fn, datum) for datum in data]
-        _require(prepared)
-        loss = LOSSES[loss_fn]
-
-        def evaluate(one: _Prepared, logprobs: Tensor, place: int) -> Tensor:
-            del place
-            inputs = {name: value.to(logprobs.device) for name, value in one.inputs.items()}
-            return loss(logprobs, inputs, values)
+        prepared = self._prepared(data, loss_fn)
 
         def run() -> ForwardBackwardOutput:
-            if backward:
-                logprobs, total = self._backward(prepared, evaluate)
-            else:
-                with torch.no_grad():
-                    logprobs = self._logprobs(prepared)
-                    total = sum(
-                        float(evaluate(one, found, place))
-                        for place, (one, found) in enumerate(zip(prepared, logprobs, strict=True))
-                    )
-            outputs = [{"logprobs": one.detach().cpu()} for one in logprobs]
-            return ForwardBackwardOutput(outputs, {"loss:sum": total})
+            found = self._evaluated(prepared, loss_fn, values, backward=backward)
+            outputs = [{"logprobs": one} for one in found.logprobs]
+            return ForwardBackwardOutput(outputs, {"loss:sum": found.loss})
 
         return run
 
-    def _logprobs(self, prepared: Sequence[_Prepared]) -> list[Tensor]:
-        found: list[Tensor] = []
-        for part in self._parts(prepared):
-            with self._terms(part) as terms:
-                found += [one.logprobs for one in terms]
-        return found
+    def _prepared(self, data: Sequence[Any], loss_fn: str) -> list[PreparedDatum]:
+        if not data:
+            raise InputError("there are no data", hint="give at least one datum")
+        vocabulary = self._trainer.opened.vocabulary
+        return [prepare(datum, loss_fn, vocabulary=vocabulary) for datum in data]
 
-    def _terms(self, part: Sequence[_Prepared]) -> AbstractContextManager[list[TokenTerms]]:
-        policy = self._session.policy
-        return policy.sequence_terms([one.tokens for one in part], [one.targets for one in part])
-
-    def _backward(
-        self, prepared: Sequence[_Prepared], loss: Callable[[_Prepared, Tensor, int], Tensor]
-    ) -> tuple[list[Tensor], float]:
-        """Adds the gradients, one part of the data after another; a failure adds no gradients."""
-        found: list[Tensor] = []
-        total = 0.0
-        with self._session.gradients():
-            for part in self._parts(prepared):
-                with self._terms(part) as terms:
-                    values = [
-                        loss(one, term.logprobs, len(found) + place)
-                        for place, (one, term) in enumerate(zip(part, terms, strict=True))
-                    ]
-                    summed = torch.stack(values).sum()
-                    summed.backward()  # type: ignore[no-untyped-call]
-                total += float(summed.detach())
-                found += [one.logprobs.detach() for one in terms]
-        return found, total
-
-    def _parts(self, prepared: Sequence[_Prepared]) -> list[list[_Prepared]]:
-        """Divides the data, in their order, into passes within the run's budget of tokens."""
-        budget, packed = self._session.budget, self._session.policy.packs
-        parts: list[list[_Prepared]] = []
-        rows = tokens = longest = 0
-        for one in prepared:
-            length = len(one.tokens)
-            rows, tokens, longest = rows + 1, tokens + length, max(longest, length)
-            if not parts or (tokens if packed else rows * longest) > budget:
-                parts.append([])
-                rows, tokens, longest = 1, length, length
-            parts[-1].append(one)
-        return parts
+    def _evaluated(
+        self,
+        data: list[PreparedDatum],
+        loss: str,
+        settings: dict[str, float],
+        *,
+        backward: bool,
+    ) -> Evaluation:
+        operation = Evaluate(data=data, loss=loss, settings=settings, backward=backward)
+        answer = self._trainer.run(operation)
+        assert isinstance(answer, Evaluation)
+        return answer
 
 
 _ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 
 
-class _Prepared:
-    """A datum, checked: its tokens int64[L], its loss inputs, and its targets."""
-
-    def __init__(self, model: Any, loss_fn: str, datum: Datum | Any) -> None:
-        self.tokens = torch.tensor(tokens_of(datum.model_input))
-        raw = {name: tensor_of(name, value) for name, value in datum.loss_fn_inputs.items()}
-        self.inputs = raw
-        if loss_fn != "custom":
-            check_inputs(loss_fn, raw)
-        elif "target_tokens" not in raw:
-            raise InputError("a datum has no 'target_tokens'", hint="every loss needs them")
-        self.targets = raw["target_tokens"]
-        if self.targets.dim() not in (1, 2) or len(self.targets) != len(self.tokens):
-            raise InputError(
-                f"target_tokens has shape {list(self.targets.shape)} for {len(self.tokens)} input "
-                "tokens",
-                hint="give one row of targets for each input token, shifted by one",
-            )
-        check_tokens(model, self.tokens)
-        check_tokens(model, self.targets)
-
-
-def _require(prepared: Sequence[_Prepared]) -> None:
-    if not prepared:
-        raise InputError("there are no data", hint="give at least one datum")
+def _asked_ranks(ranks: int | None, *, hosted: bool) -> int:
+    """Returns the number of ranks that a caller asks for, 0 for that of the run. Raises
+    `InputError` if it is not the number that a launcher has started."""
+    _, started = world_of()
+    if ranks is not None and not 1 <= ranks <= 65536:
+        raise InputError(f"ranks is {ranks}", hint="give 1 or more")
+    if started == 1:
+        return ranks or 0
+    if hosted or ranks not in (None, started):
+        asked = "hosted=True" if hosted else f"ranks={ranks}"
+        raise InputError(
+            f"this script runs in {started} processes that a launcher started, and asks for "
+            f"{asked}",
+            hint="leave both out, or start the script as one process",
+        )
+    return started
 
 
 def _reduced(name: str) -> str:

@@ -1,37 +1,57 @@
-"""The trainer's side of a training client: model, optimizer, publisher and checkpoints of a run."""
+"""One rank's side of a training client: model, optimizer, publisher and checkpoints of a run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from deltawire.config import ModelConfig, RunConfig, TrainConfig, run_config
+from deltawire.config import RunConfig
 from deltawire.errors import CorruptError, InputError
 from deltawire.export.adapter import open_model
 from deltawire.export.models import check_directory, fetch_model_files, load_tokenizer
 from deltawire.export.new_run import load_start, publish_start
-from deltawire.export.source import open_source
-from deltawire.runtime.fleet import next_epoch
-from deltawire.runtime.lease import Lease
+from deltawire.export.source import wanted_of
+from deltawire.placement.device import resolve_device
 from deltawire.runtime.trusted import open_trusted
 from deltawire.store import Bucket
 from deltawire.sync import (
+    Mirror,
     Publisher,
+    ShardPublisher,
     load_mirror,
     newest_version,
     read_manifest,
     read_run,
     require_run,
 )
-from deltawire.train.checkpoint import keep_checkpoint, load_checkpoint, save_checkpoint
+from deltawire.train.checkpoint import CheckpointWriter, keep_checkpoint, load_checkpoint
+from deltawire.train.client.forward import evaluate
+from deltawire.train.client.operations import (
+    Begin,
+    Done,
+    EndTrainer,
+    Evaluate,
+    Evaluation,
+    Operation,
+    PublishWeights,
+    Restore,
+    Result,
+    Saved,
+    SaveState,
+    StayAlive,
+    Stepped,
+    TakeStep,
+)
 from deltawire.train.client.types import AdamParams
 from deltawire.train.masters import MasterWeights
 from deltawire.train.optimizer import StepSettings
+from deltawire.train.parallel.ranks import local_rank
 from deltawire.train.policy import TrainedPolicy
+from deltawire.train.publishing import open_rank_publisher
 from deltawire.wire.ledger import CLIENT_RECORD, Ledger
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
@@ -43,9 +63,8 @@ LostState = Literal["refuse", "reset", "repeat"]
 def new_run(
     bucket: Bucket,
     model: Path,
-    config: RunConfig | None,
+    config: RunConfig,
     *,
-    name: str,
     signer: Signer | None = None,
     run_id: str = "",
 ) -> None:
@@ -63,44 +82,44 @@ def new_run(
         )
     check_directory(model)
     load_tokenizer(model)
-    config = config or RunConfig(name=name, model=ModelConfig(path=str(model)))
     start = load_start(config, model)
     publish_start(bucket, config, model, start, signer=signer, run_id=run_id)
 
 
 class TrainingSession:
-    """The state between two operations of a training client, on this process's devices."""
+    """One rank's state between two operations of a training client.
+
+    All ranks open a session together, and carry out every operation together, in the same order.
+    """
 
     def __init__(
         self,
         bucket: Bucket,
         run: Run,
-        model: Any,
-        tokenizer: Any,
+        config: RunConfig,
         masters: MasterWeights,
-        publisher: Publisher,
-        ledger: Ledger,
-        lease: Lease,
-        config: TrainConfig,
+        publisher: Publisher | ShardPublisher,
+        state: _LoadedState,
         *,
-        state_of: int | None,
-        saved: bool,
+        confirm: Callable[[], None],
     ) -> None:
         self.bucket = bucket
         self.run = run
-        self.model = model
-        self.tokenizer = tokenizer
         self.masters = masters
+        self.model = masters.model
         self._publisher = publisher
-        self._ledger = ledger
-        self._lease = lease
-        self.policy = TrainedPolicy.of(model, config)
-        self.budget = config.max_tokens_per_batch
-        """Tokens of one forward pass; a longer sequence gets its own pass."""
-        self._held = publisher.version if state_of is None else state_of
+        self._ledger = state.ledger
+        self._confirm = confirm
+        self.policy = TrainedPolicy.of(self.model, config.train)
+        self.budget = config.train.max_tokens_per_batch
+        """Tokens of one forward pass; a longer sequence gets a separate pass."""
+        self._checkpoints = CheckpointWriter(bucket, masters.mesh, run=run.id, confirm=confirm)
+        self._held = state.version
         """The version that the weights are, unless they changed."""
-        self._saved = self._held if saved else -1
+        self._saved = self._held if state.saved else -1
         self._changed = False
+        self.notice = state.notice
+        """A remark for the user on the state; empty if there is none."""
         self.state_record = _client_record(bucket, run, self._held)
         """The caller's record, stored with the version that the state was loaded from."""
         ahead = range(self._held + 1, publisher.version + 1)
@@ -108,71 +127,66 @@ class TrainingSession:
 
     @classmethod
     def open(
-        cls, bucket: Bucket, lease: Lease, *, lost_state: LostState, signer: Signer | None = None
+        cls,
+        bucket: Bucket,
+        run: Run,
+        config: RunConfig,
+        begin: Begin,
+        *,
+        lost_state: LostState,
+        signer: Signer | None = None,
+        confirm: Callable[[], None] = lambda: None,
     ) -> TrainingSession:
-        """Opens a run's newest version; see `deltawire.train.TrainingClient.load`."""
-        run = require_run(bucket)
-        config = run_config(run.config, url=bucket.url)
+        """Opens the version that rank 0 begins from; see `deltawire.train.TrainingClient.load`."""
         torch.set_num_threads(config.threads)
-        head = load_mirror(bucket, run)
-        if head is None:
-            raise InputError("the run has no version 0", run=bucket.url)
         with fetch_model_files(bucket, run) as name:
             model = open_model(Path(name), config.train.adapter, seed=config.seed)
-            tokenizer = load_tokenizer(Path(name))
-        source = open_source(config.train.exporter, model)
-        source.restore(head)
+        model = model.to(resolve_device(config.device_of("trainer"), index=local_rank()))
         model.train(config.train.dropout)
-        masters = MasterWeights(model, config.train, source=source)
-        state = masters.state()
-        found = load_checkpoint(bucket, state, newest=head.version, run=run.id)
-        ledger = found.ledger if found else Ledger()
-        saved = found is not None and found.version == head.version
-        state_of: int | None = None
-        if saved:
-            masters.restore(state)
-            if masters.digest() != head.digest:
-                raise CorruptError(
-                    "the newest checkpoint holds other weights than its version", run=bucket.url
-                )
-        elif head.version > 0 and lost_state == "repeat":
-            saved, state_of = found is not None, found.version if found else 0
-            if found is None:
-                masters.reset(load_mirror(bucket, run, at=0) or head)
-            else:
-                masters.restore(state)
-        elif head.version > 0 and lost_state == "refuse":
-            at = f"that of version {found.version}" if found else "missing"
-            raise InputError(
-                f"the newest version is {head.version}, and the newest optimizer state is {at}",
-                hint="stop a trainer with one Ctrl-C so that it saves its state; or load with "
-                'lost_state="reset", which starts a new optimizer state on the newest weights',
-                run=bucket.url,
-            )
-        if not saved and state_of is None:
-            masters.reset(head)  # An older state was read over it.
-        publisher = Publisher(
+        masters = MasterWeights(model, config.train)
+        wanted = None if masters.mesh.ranks == 1 else wanted_of(masters.source)
+        head = _load(bucket, run, begin.version, wanted)
+        masters.reset(head)
+        state = _load_state(bucket, run, masters, head, lost_state)
+        publisher = open_rank_publisher(
             bucket,
             run,
-            head,
-            epoch=next_epoch(bucket, run, head.version),
-            anchor_every=config.train.anchor_every,
-            compaction_strides=(),
-            signer=signer,
-        )
-        return cls(
-            bucket,
-            run,
-            model,
-            tokenizer,
             masters,
-            publisher,
-            ledger,
-            lease,
-            config.train,
-            state_of=state_of,
-            saved=saved,
+            version=begin.version,
+            epoch=begin.epoch,
+            session=begin.session,
+            anchor_every=config.train.anchor_every,
+            signer=signer,
+            head=head if masters.mesh.ranks == 1 else None,
         )
+        return cls(bucket, run, config, masters, publisher, state, confirm=confirm)
+
+    def carry_out(self, operation: Operation) -> Result:
+        """Carries out an operation, with all ranks; rank 0's result counts."""
+        match operation:
+            case Evaluate():
+                return self._evaluate(operation)
+            case TakeStep():
+                return Stepped(metrics=self._step(operation.params))
+            case PublishWeights():
+                return self._as_saved(self._publish(operation.name, operation.record))
+            case SaveState():
+                version = self._publish(operation.name, operation.record)
+                self._save(keep=operation.keep)
+                return self._as_saved(version)
+            case Restore():
+                self._restore(operation.path, optimizer=operation.optimizer)
+                return self._as_saved(self.version)
+            case StayAlive() | EndTrainer():
+                return Done()
+
+    def _as_saved(self, version: int) -> Saved:
+        return Saved(version=version, newest=self.version)
+
+    def _evaluate(self, operation: Evaluate) -> Evaluation:
+        gradients = self.gradients() if operation.backward else contextlib.nullcontext()
+        with gradients:
+            return evaluate(self.policy, self.masters.mesh, operation, budget=self.budget)
 
     @property
     def version(self) -> int:
@@ -199,8 +213,7 @@ class TrainingSession:
             elif old is not None:
                 one.grad = old.add_(one.grad)
 
-    def step(self, params: AdamParams) -> dict[str, float]:
-        """Takes one optimizer step; returns its metrics."""
+    def _step(self, params: AdamParams) -> dict[str, float]:
         before = self.masters.steps
         norm = self.masters.step(
             StepSettings(
@@ -221,7 +234,7 @@ class TrainingSession:
             "step:max": float(before + 1),
         }
 
-    def publish(self, name: str, record: Mapping[str, Any] | None = None) -> int:
+    def _publish(self, name: str, record: Mapping[str, Any]) -> int:
         """Publishes the weights, unless they are published already; returns their version.
 
         ``record`` is stored with the version. A version after the state that was loaded is found
@@ -229,13 +242,12 @@ class TrainingSession:
         """
         if not self._changed:
             return self._held
-        self._lease.confirm()
-        stored = {"step": self.masters.steps} | ({"name": name[:200]} if name else {})
-        stored |= record or {}
+        self._confirm()
+        stored = {"step": self.masters.steps} | ({"name": name[:200]} if name else {}) | {**record}
         version = self._found_again(stored)
         if version is None:
             version = self._publisher.publish(
-                self.masters.source.tensors(), metadata={CLIENT_RECORD: stored}
+                self.masters.trained(), partial=True, metadata={CLIENT_RECORD: stored}
             )
             self._publisher.flush()
         self._held, self._changed = version, False
@@ -249,27 +261,24 @@ class TrainingSession:
                     return version
         return None
 
-    def save(self, *, keep: bool = False) -> None:
+    def _save(self, *, keep: bool) -> None:
         """Stores the state for the version that the weights are. ``keep`` keeps it until
         `deltawire.train.checkpoint.release_checkpoint`; of the others the last two are kept."""
-        if self._changed:
-            return
-        self._lease.confirm()
-        if keep:
+        self._confirm()
+        if keep and self.masters.mesh.leads:
             keep_checkpoint(self.bucket, self._held)
         if self._saved == self._held:
             return
-        save_checkpoint(
-            self.bucket,
+        self._checkpoints.save(
             self.masters.state(),
             self._ledger,
             version=self._held,
             digest=self.masters.digest().hex(),
-            run=self.run.id,
         )
+        self._checkpoints.release_memory()
         self._saved = self._held
 
-    def restore(self, where: str, *, optimizer: bool = True) -> None:
+    def _restore(self, where: str, *, optimizer: bool) -> None:
         """Restores the state of ``RUN_URL@VERSION``; without ``optimizer``, its weights only."""
         url, _, number = where.rpartition("@")
         if not url or not number.isdecimal() or len(number) > 10:
@@ -280,7 +289,7 @@ class TrainingSession:
         if run.tensors != self.run.tensors:
             raise InputError("the state belongs to another model", run=url, version=version)
         state = {name: one.clone() for name, one in self.masters.state().items()}
-        found = load_checkpoint(bucket, state, newest=version)
+        found = load_checkpoint(bucket, state, newest=version, mesh=self.masters.mesh)
         if found is None or found.version != version:
             raise InputError(
                 f"there is no state of version {version}",
@@ -295,8 +304,80 @@ class TrainingSession:
         self._changed = True
 
     def close(self) -> None:
-        """Waits for the version under way."""
-        self._publisher.close()
+        """Ends the threads; a version under way is finished."""
+        try:
+            self._publisher.close()
+        finally:
+            self._checkpoints.close()
+
+
+class _LoadedState(NamedTuple):
+    """Where a session begins: the version that the weights are, and whether its state is stored."""
+
+    version: int
+    saved: bool
+    ledger: Ledger
+    notice: str
+
+
+def _load(
+    bucket: Bucket, run: Run, version: int, wanted: Mapping[str, tuple[int, int] | None] | None
+) -> Mirror:
+    """Loads a version, or of it what this rank wants."""
+    found = load_mirror(bucket, run, at=version, wanted=wanted)
+    if found is None:
+        raise InputError("the run has no version 0", run=bucket.url)
+    return found
+
+
+def _load_state(
+    bucket: Bucket, run: Run, masters: MasterWeights, head: Mirror, lost_state: LostState
+) -> _LoadedState:
+    """Restores the newest state. ``masters`` hold ``head``, the newest version; without a state of
+    that version, ``lost_state`` decides."""
+    mesh, newest = masters.mesh, head.version
+    state = masters.state()
+    found = load_checkpoint(bucket, state, newest=newest, mesh=mesh, run=run.id)
+    ledger = found.ledger if found else Ledger()
+    if found is not None and found.version == newest:
+        masters.restore(state)
+        if masters.digest() != head.digest:
+            raise CorruptError(
+                "the newest checkpoint holds other weights than its version", run=bucket.url
+            )
+        return _LoadedState(newest, True, ledger, _other_ranks(found.ranks, mesh.ranks))
+    if newest == 0 or lost_state == "reset":
+        masters.reset(head)  # An older state may have been read over it.
+        return _LoadedState(newest, False, ledger, "")
+    if lost_state == "refuse":
+        at = f"that of version {found.version}" if found else "missing"
+        raise InputError(
+            f"the newest version is {newest}, and the newest optimizer state is {at}",
+            hint="stop a trainer with one Ctrl-C so that it saves its state; or load with "
+            'lost_state="repeat", which goes back to that state, or "reset", which starts a new '
+            "optimizer state on the newest weights",
+            run=bucket.url,
+        )
+    if found is None:
+        wanted = None if mesh.ranks == 1 else wanted_of(masters.source)
+        masters.reset(_load(bucket, run, 0, wanted))
+        return _LoadedState(0, False, ledger, "")
+    masters.restore(state)
+    return _LoadedState(found.version, True, ledger, _other_ranks(found.ranks, mesh.ranks))
+
+
+def _other_ranks(before: int, now: int) -> str:
+    """Describes a change in the number of ranks since the state was saved; empty without one."""
+    if before == now:
+        return ""
+    return (
+        f"the state was saved by {_counted(before)}, and this trainer has {_counted(now)}: sums "
+        "have another order, so later results may differ from those in their last bits"
+    )
+
+
+def _counted(ranks: int) -> str:
+    return f"{ranks} ranks" if ranks > 1 else "1 rank"
 
 
 def _client_record(bucket: Bucket, run: Run, version: int) -> dict[str, Any]:

@@ -100,9 +100,9 @@ def test_a_batch_in_several_passes_is_the_batch(url, model_directory):
     wide = Datum(ModelInput.from_ints([7, 8, 9]), {"target_tokens": [[1, 2], [3, 4], [5, 6]]})
     with TrainingClient.create(url, model_directory) as client:
         whole = client.forward([*data, wide], "cross_entropy").result()
-        client._session.budget = 8
+        client._trainer.session.budget = 8
         parts = client.forward([*data, wide], "cross_entropy").result()
-        model = client._session.model
+        model = client._trainer.session.model
         for one, out, again in zip(
             [*data, wide], whole.loss_fn_outputs, parts.loss_fn_outputs, strict=True
         ):
@@ -120,7 +120,7 @@ def test_a_step_is_torchs_adamw(url, model_directory):
         learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-9, weight_decay=0.1, grad_clip_norm=0.5
     )
     with TrainingClient.create(url, model_directory) as client:
-        masters = client._session.masters
+        masters = client._trainer.session.masters
         twin = [one.clone().requires_grad_() for one in masters._masters.values()]
         optimizer = torch.optim.AdamW(twin, lr=3e-3, betas=(0.8, 0.9), eps=1e-9, weight_decay=0.1)
         for text in ("one", "two words"):
@@ -233,7 +233,7 @@ def test_one_trainer_at_a_time(url, model_directory):
         client.optim_step(RATE).result()
         other = TrainingClient.load(url, take_over=True)
         try:
-            client._process.lease.check()
+            client._trainer.process.lease.check()
             with pytest.raises(FencedError):
                 client.save_weights_for_sampler().result()
         finally:

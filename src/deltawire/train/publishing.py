@@ -1,0 +1,53 @@
+"""Opens the publisher of one trainer rank, which builds on a version of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deltawire.store import Bucket
+from deltawire.sync import CommitStats, Publisher, ShardPublisher, load_mirror
+from deltawire.sync.follow.mirror import Mirror
+from deltawire.sync.publish.sharded import load_ranges
+from deltawire.train.masters import MasterWeights
+from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer
+
+
+def open_rank_publisher(
+    bucket: Bucket,
+    run: Run,
+    masters: MasterWeights,
+    *,
+    version: int,
+    epoch: int,
+    session: str,
+    anchor_every: int,
+    compaction_strides: Sequence[int] = (),
+    signer: Signer | None = None,
+    on_commit: Callable[[CommitStats], None] | None = None,
+    head: Mirror | None = None,
+) -> Publisher | ShardPublisher:
+    """Returns the publisher of this rank's shards, which builds on ``version``.
+
+    ``epoch`` and ``session`` are the same on all ranks. A single process may pass ``head``, the
+    whole of that version, which the publisher takes over.
+    """
+    settings: dict[str, Any] = {
+        "epoch": epoch,
+        "anchor_every": anchor_every,
+        "compaction_strides": compaction_strides,
+        "on_commit": on_commit,
+        "signer": signer,
+    }
+    mesh = masters.mesh
+    if mesh.ranks > 1:
+        ranges = {name: (one.start, one.bits.numel()) for name, one in masters.shards().items()}
+        mirror = load_ranges(bucket, run, ranges, at=version)
+        return ShardPublisher(
+            bucket, run, mirror, rank=mesh.rank, ranks=mesh.ranks, session=session, **settings
+        )
+    if head is None:
+        head = load_mirror(bucket, run, at=version)
+    assert head is not None
+    return Publisher(bucket, run, head, **settings)

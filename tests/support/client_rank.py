@@ -1,0 +1,106 @@
+"""A script with a training client, as a launcher starts it: rank 0 drives, the others follow.
+
+Run with a JSON object: ``url`` and ``model`` of the run to create, ``out``, ``ranks`` (of the
+client, null for those of the launcher), ``train`` (keys of the section) and ``steps``. Rank 0
+writes ``out.json`` (losses, digests) and ``out.npz`` (the gradients of the first step).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from deltawire.config import ModelConfig, RunConfig, TrainConfig
+from deltawire.store import open_bucket
+from deltawire.sync import read_history, read_run
+from deltawire.train import AdamParams, Datum, ModelInput, TrainingClient
+from deltawire.train.client.session import TrainingSession
+
+TEXTS = ["hello there", "general", "kenobi, how are you?", "abcabcabc", "x" * 40]
+gradients: dict[str, np.ndarray] = {}
+
+
+def datum(text, **inputs):
+    tokens = list(text.encode())
+    shape = [1.0] * (len(tokens) - 1)
+    given = {"target_tokens": tokens[1:], "weights": shape}
+    return Datum(ModelInput.from_ints(tokens[:-1]), given | inputs)
+
+
+def drawn(text, advantage):
+    """A datum of RL: every token has the advantage, and was drawn with log-probability −5."""
+    count = len(text.encode()) - 1
+    return datum(text, logprobs=[-5.0] * count, advantages=[advantage] * count)
+
+
+def squares(_data, logprobs):
+    return sum((one.square()).sum() for one in logprobs), {"count": len(logprobs)}
+
+
+def keep_gradients(session):
+    if not gradients:
+        for name, parameter in session.model.named_parameters():
+            if parameter.requires_grad:
+                grad = parameter.grad
+                gradients[name] = (
+                    (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone().numpy()
+                )
+
+
+def loop(client, steps):
+    """Every kind of call: several passes, one datum for all ranks, a loss of the caller's own."""
+    losses = []
+    for number in range(steps):
+        calls = [
+            client.forward_backward([datum(one) for one in TEXTS], "cross_entropy"),
+            client.forward_backward([datum(TEXTS[number % len(TEXTS)])], "cross_entropy"),
+            client.forward_backward(
+                [drawn(one, place - 2.0) for place, one in enumerate(TEXTS)],
+                "ppo",
+                {"clip_high_threshold": 1.5},
+            ),
+            client.forward_backward_custom([datum(one) for one in TEXTS[:3]], squares),
+            client.forward([datum(TEXTS[0])], "cross_entropy"),
+        ]
+        losses += [one.result().metrics["loss:sum"] for one in calls]
+        metrics = client.optim_step(AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).result()
+        losses.append(metrics.metrics["grad_norm:mean"])
+        client.save_weights_for_sampler().result()
+    return losses
+
+
+def config_of(task):
+    train = msgspec.convert(task.get("train", {}), TrainConfig)
+    return RunConfig(name="ranks", model=ModelConfig(path=task["model"]), train=train)
+
+
+def main(task):
+    torch.set_num_threads(1)
+    step = TrainingSession._step
+
+    def kept(session, params):
+        keep_gradients(session)
+        return step(session, params)
+
+    TrainingSession._step = kept
+    with TrainingClient.create(
+        task["url"], task["model"], config=config_of(task), ranks=task.get("ranks")
+    ) as client:
+        losses = loop(client, task["steps"])
+        found = {"losses": losses, "ranks": client.ranks, "version": client.version}
+    bucket = open_bucket(task["url"])
+    found["digests"] = [one.digest for one in read_history(bucket, read_run(bucket))]
+    TrainingSession._step = step
+    Path(f"{task['out']}.json").write_text(json.dumps(found))
+    np.savez(f"{task['out']}.npz", **gradients)
+    gradients.clear()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
