@@ -62,3 +62,9 @@ async def result_of(server, future):
     while (found := await server.retrieve(future["request_id"], hold_s=60)) is None:
         pass
     return found
+
+
+def logprobs_of(result):
+    """The log-probabilities of a forward_backward's result, of all its data."""
+    output = schema.parse("ForwardBackwardOutput", result.body)
+    return np.frombuffer(output.loss_fn_outputs[0].fields["logprobs"].data, np.float32)

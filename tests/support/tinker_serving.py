@@ -1,6 +1,7 @@
 """Runs a server for Tinker's SDK in a process that can be killed."""
 
 import contextlib
+import copy
 import os
 import socket
 import subprocess
@@ -8,6 +9,8 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+
+import torch
 
 from deltawire.config import BuildConfig
 from deltawire.export.models import save_model
@@ -18,10 +21,16 @@ SIZES = BuildConfig(hidden_size=32, layers=2, head_size=16, feed_forward_size=48
 PATIENCE_S = 120
 
 
-def make_model(folder: Path) -> Path:
-    """Writes a byte-level model as ``folder/org/tiny``."""
+def make_model(folder: Path, *, tied: bool = True) -> Path:
+    """Writes a byte-level model as ``folder/org/tiny``, with its head tied to the embedding."""
     path = folder / "org" / "tiny"
-    save_model(build_model(SIZES, seed=1), byte_tokenizer(), path)
+    model = build_model(SIZES, seed=1)
+    if not tied:
+        torch.manual_seed(1)
+        config = copy.deepcopy(model.config)
+        config.tie_word_embeddings = False
+        model = type(model)(config)
+    save_model(model, byte_tokenizer(), path)
     return path
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deltawire.cli.arguments import add_run_url, add_token_file, at_least
+from deltawire.cli.arguments import add_address, add_count, add_run_url, add_tls, add_token_file
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,49 +31,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--frozen-head",
         action="store_true",
-        help="with --parameters lora: accept train_unembed=True, and leave the head frozen",
+        help="with --parameters lora: accept train_unembed=True, and leave the head frozen; for a "
+        "model that ties it to the embedding",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
-    parser.add_argument("--port", type=int, default=8600, help="the port to listen on; 0 is any")
+    add_address(parser, port=8600)
     add_token_file(parser)
-    parser.add_argument(
-        "--tls-cert", default="", metavar="FILE", help="serve https with this PEM certificate"
+    add_tls(parser)
+    add_count(parser, "--ranks", 1, "processes on this machine that compute for each model")
+    add_count(parser, "--models", 4, "models held in memory; others wait in the bucket")
+    add_count(parser, "--samplers", 4, "engines held in memory, one for each version sampled from")
+    add_count(parser, "--slots", 64, "sequences that an engine decodes at a time")
+    add_count(
+        parser, "--context", 2048, "tokens of a sequence that is sampled, prompt included", least=8
     )
-    parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key")
-    parser.add_argument(
-        "--models",
-        type=at_least(1),
-        default=4,
-        metavar="N",
-        help="models held in memory; others wait in the bucket (default: 4)",
-    )
-    parser.add_argument(
-        "--samplers",
-        type=at_least(1),
-        default=4,
-        metavar="N",
-        help="engines held in memory, one for each version sampled from (default: 4)",
-    )
-    parser.add_argument(
-        "--slots",
-        type=at_least(1),
-        default=64,
-        metavar="N",
-        help="sequences that an engine decodes at a time (default: 64)",
-    )
-    parser.add_argument(
-        "--context",
-        type=at_least(8),
-        default=2048,
-        metavar="N",
-        help="tokens of a sequence that is sampled, prompt included (default: 2048)",
-    )
-    parser.add_argument(
+    add_count(
+        parser,
         "--checkpoint-every",
-        type=at_least(1),
-        default=16,
-        metavar="N",
-        help="optimizer steps between stored states, which a restart repeats (default: 16)",
+        16,
+        "optimizer steps between stored states, which a restart repeats",
     )
 
 
@@ -96,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         slots=arguments.slots,
         context=arguments.context,
         checkpoint_every=arguments.checkpoint_every,
+        ranks=arguments.ranks,
     )
     serve_tinker(arguments.run, launch)
     return 0

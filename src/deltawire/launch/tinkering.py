@@ -37,6 +37,7 @@ class TinkerLaunch:
     slots: int = 64
     context: int = 2048
     checkpoint_every: int = 16
+    ranks: int = 1
 
 
 def serve_tinker(location: str, launch: TinkerLaunch) -> None:
@@ -83,6 +84,7 @@ async def _serve(location: str, launch: TinkerLaunch, token: str, console: Conso
         frozen_head=launch.frozen_head,
         models=launch.models,
         checkpoint_every=launch.checkpoint_every,
+        ranks=launch.ranks,
         sampling=SamplerOptions(
             engines=launch.samplers, slots=launch.slots, context=launch.context
         ),

@@ -10,7 +10,8 @@ Concurrency::
 
 A request counts once it is stored. When the model is opened again, the training client starts from
 the newest state in the bucket, and the requests since then are repeated. That gives the same bits,
-so that results and versions which exist are not made twice.
+so that results and versions which exist are not made twice. The same happens when a rank dies that
+computes for the model: clients only wait longer.
 """
 
 from __future__ import annotations
@@ -21,15 +22,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
-from deltawire.config import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from deltawire.errors import BugError, DeltawireError, FencedError, InputError
 from deltawire.store import open_bucket
 from deltawire.tinker import requests
+from deltawire.tinker.model_runs import ModelOptions, start_run
 from deltawire.tinker.requests import (
     CreateModel,
     ForwardBackward,
@@ -43,25 +41,16 @@ from deltawire.tinker.results import RequestResult, forward_backward_result
 from deltawire.tinker.state import ModelRecord, SamplerRecord, SaveRecord, ServerState
 from deltawire.train.checkpoint import release_checkpoint
 from deltawire.train.client.client import TrainingClient
-from deltawire.train.client.session import new_run
+from deltawire.train.client.hosted import LostTrainerError
 
 GAP_S = 600.0
 """How long a request waits for the one numbered before it, which a client may have lost."""
+MOST_LOSSES = 3
+"""How often a model's trainer may end without having finished a request; then requests fail."""
 KEPT_RESULTS = 1024
 """Results that are kept of requests before the states in the bucket."""
 
 _LOG = logging.getLogger("deltawire.tinker")
-
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """State that all models of a server share. ``directory`` is the base model; every
-    ``checkpoint_every`` optimizer steps the state is stored, so that a restart repeats fewer."""
-
-    directory: Path
-    checkpoint_every: int = 16
 
 
 class _Call(NamedTuple):
@@ -114,6 +103,10 @@ class HostedModel:
         self._started = 0
         """The last number that was given to the training client."""
         self._closing = False
+        self._lost: LostTrainerError | None = None
+        """Why the trainer's processes have ended."""
+        self._losses = 0
+        """How often they ended since a request was finished."""
         self._last_step = 0
         """The last number that took a step or loaded weights."""
         self._floors: list[int] = []
@@ -216,7 +209,8 @@ class HostedModel:
     def _close(self, client: TrainingClient, *, save: bool) -> None:
         try:
             if save and self._started:
-                client.save_state(record={"seq": self._started}).result()
+                with contextlib.suppress(LostTrainerError):  # Its requests are repeated.
+                    client.save_state(record={"seq": self._started}).result()
         finally:
             client.close(save=False)
 
@@ -224,19 +218,11 @@ class HostedModel:
 
     async def _run(self) -> None:
         try:
-            # A thread cannot be cancelled: wait for it even if the model is closed meanwhile.
-            opening = asyncio.ensure_future(asyncio.to_thread(self._open))
-            try:
-                first = await asyncio.shield(opening)
-            except asyncio.CancelledError:
-                with contextlib.suppress(Exception):
-                    await opening
-                raise
-            await self._repeat(first)
-            self._resolve(0, self._created())
             while True:
-                number, request = await self._take()
-                await self._work(number, request)
+                try:
+                    await self._serve()
+                except LostTrainerError as error:
+                    await self._recover(error)
         except asyncio.CancelledError:
             raise
         except DeltawireError as error:
@@ -244,6 +230,42 @@ class HostedModel:
         except Exception as error:
             _LOG.exception("the model %s failed", self.record.id)
             self._fail(BugError(f"the server failed: {type(error).__name__}: {error}"))
+
+    async def _serve(self) -> None:
+        """Opens the model and works on its requests, until its trainer has ended."""
+        # A thread cannot be cancelled: wait for it even if the model is closed meanwhile.
+        opening = asyncio.ensure_future(asyncio.to_thread(self._open))
+        try:
+            first = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                await opening
+            raise
+        await self._repeat(first)
+        self._resolve(0, self._created())
+        while True:
+            number, request = await self._take()
+            await self._work(number, request)
+
+    async def _recover(self, error: LostTrainerError) -> None:
+        """Forgets what the lost trainer had in memory, so that it is repeated from the bucket.
+        Raises the error if that has not helped."""
+        _LOG.warning("%s: %s", self.record.id, error)
+        if self._finishing:
+            await asyncio.wait(self._finishing)
+        client, self._client = self._client, None
+        if client is not None:
+            await asyncio.to_thread(self._close, client, save=False)
+        self._losses += 1
+        if self._losses > MOST_LOSSES:
+            raise InputError(
+                f"the trainer of {self.record.id} ended {self._losses} times in a row: "
+                f"{error.message}",
+                hint="see the server's log: a request may need more memory than there is",
+            )
+        self._lost = None
+        self._steps = self._started = self._last_step = 0
+        self._floors.clear()
 
     def _fail(self, error: DeltawireError) -> None:
         """Answers every waiting request with the error; the next use opens the model again."""
@@ -263,10 +285,8 @@ class HostedModel:
         request that its state has seen."""
         url = self._state.run_url(self.record.folder)
         bucket = open_bucket(url, create=True)
-        directory = self._options.directory
-        with contextlib.suppress(_RunIsThere):
-            _new_run(bucket, directory, config_of(self.record, directory))
-        client = TrainingClient.load(url, lost_state="repeat")
+        start_run(bucket, self.record, self._options)
+        client = TrainingClient.load(url, lost_state="repeat", ranks=self._options.ranks)
         self._client = client
         if self.record.source and "seq" not in client.state_record:
             folder, _, version = self.record.source.rpartition("@")
@@ -313,7 +333,7 @@ class HostedModel:
     async def _take(self) -> tuple[int, TrainingRequest | RequestResult]:
         """Waits for the next number."""
         queue = self._queue
-        while queue.next not in queue.waiting:
+        while self._lost is None and queue.next not in queue.waiting:
             self._arrived.clear()
             try:
                 async with asyncio.timeout(GAP_S if queue.waiting else None):
@@ -327,6 +347,8 @@ class HostedModel:
                     hint="a request of this client was lost: open a new training client",
                 )
                 queue.waiting[queue.next] = RequestResult.of_error(lost)
+        if self._lost is not None:
+            raise self._lost
         number = queue.next
         queue.next += 1
         return number, queue.waiting.pop(number)
@@ -365,6 +387,10 @@ class HostedModel:
             if known is not None and known.kind != "proto":
                 return  # Its checkpoint and its answer are stored.
             result = await asyncio.to_thread(call.finish, value)
+        except LostTrainerError as error:  # The request is repeated by the next trainer.
+            self._lost = error
+            self._arrived.set()
+            return
         except DeltawireError as error:
             result = RequestResult.of_error(error)
             self._stop_if_fenced(error)
@@ -392,6 +418,7 @@ class HostedModel:
             self._resolve(number, RequestResult.of_error(error))
             return
         self._queue.stored.add(number)
+        self._losses = 0
         self._resolve(number, result)
 
     async def _count_step(self, number: int) -> None:
@@ -517,46 +544,6 @@ def release_unused(state: ServerState, model: ModelRecord, gone: SaveRecord) -> 
     others = [one for one in state.saves(model.id) if one.kind == "weights"]
     if all(one.version != gone.version for one in others):
         release_checkpoint(open_bucket(state.run_url(model.folder)), gone.version)
-
-
-def config_of(record: ModelRecord, directory: Path) -> RunConfig:
-    """Returns the configuration of a model's run."""
-    adapter, seed = AdapterConfig(), 0
-    if record.lora is not None:
-        targets = lora_targets(directory, record.lora.train_attn, record.lora.train_mlp)
-        adapter = AdapterConfig(kind="lora", rank=record.lora.rank, targets=targets)
-        seed = (record.lora.seed or 0) % (1 << 31)
-    base = RunConfig(name="tinker", model=ModelConfig(path=str(directory)), seed=seed)
-    return msgspec.structs.replace(base, train=TrainConfig(adapter=adapter))
-
-
-def lora_targets(directory: Path, attention: bool, mlp: bool) -> list[str]:
-    """Returns the last names of the linear layers that an adapter wraps; raises `InputError` if
-    nothing is left to train."""
-    from deltawire.export.adapter import linear_targets
-    from deltawire.export.models import empty_model
-
-    lasts = {
-        one.rpartition(".")[2] for one in linear_targets(empty_model(directory), ["all-linear"])
-    }
-    chosen = {one for one in lasts if (attention if one in _ATTENTION else mlp)}
-    if not chosen:
-        raise InputError(
-            "this LoRA adapter has no layer to train", hint="set train_attn or train_mlp"
-        )
-    return sorted(chosen)
-
-
-class _RunIsThere(Exception):  # noqa: N818 - it is no error
-    pass
-
-
-def _new_run(bucket: Any, directory: Path, config: RunConfig) -> None:
-    from deltawire.sync import newest_version
-
-    if newest_version(bucket) is not None:
-        raise _RunIsThere
-    new_run(bucket, directory, config, name="tinker")
 
 
 def _decoded(kind: str, body: bytes) -> TrainingRequest | RequestResult:

@@ -16,19 +16,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from blake3 import blake3
 
 from deltawire.errors import InputError
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_run
 from deltawire.tinker import requests
-from deltawire.tinker.models import (
-    HostedModel,
-    ModelOptions,
-    config_of,
-    lora_targets,
-    release_unused,
-)
+from deltawire.tinker.model_runs import ModelOptions, lora_targets, start_run
+from deltawire.tinker.models import HostedModel, release_unused
 from deltawire.tinker.requests import (
     CreateModel,
     CreateSampler,
@@ -50,7 +46,6 @@ from deltawire.tinker.state import (
     model_name,
     sampler_of,
 )
-from deltawire.train.client.session import new_run
 
 HOLD_S = 30.0
 """How long a call for a result is held; the client waits 45 s."""
@@ -65,8 +60,9 @@ class TinkerOptions:
     """The offer of a server: the base model in ``directory``, under ``names`` besides its own.
 
     With ``lora`` a model is the adapter that its client asks for, otherwise all parameters are
-    trained, whatever adapter it asks for. ``frozen_head`` accepts adapters for the head, and leaves
-    it frozen. At most ``models`` are held in memory; others wait in the bucket.
+    trained, whatever adapter it asks for. ``frozen_head`` accepts adapters for the unembedding
+    layer, and leaves it frozen. At most ``models`` are held in memory; others wait in the bucket.
+    ``ranks`` processes compute for each.
     """
 
     directory: Path
@@ -75,8 +71,19 @@ class TinkerOptions:
     frozen_head: bool = False
     models: int = 4
     checkpoint_every: int = 16
+    ranks: int = 1
     tokenizer: str = ""
     sampling: SamplerOptions = field(default_factory=SamplerOptions)
+
+    @property
+    def of_models(self) -> ModelOptions:
+        """Returns what models need to know."""
+        return ModelOptions(
+            directory=self.directory,
+            checkpoint_every=self.checkpoint_every,
+            ranks=self.ranks,
+            frozen_head=self.frozen_head,
+        )
 
 
 class TinkerServer:
@@ -130,11 +137,8 @@ class TinkerServer:
 
     def _need_root(self, lora: LoraConfig | None = None) -> None:
         """Makes sure that there is a run in the bucket itself."""
-        if read_run(self._bucket) is not None and newest_version(self._bucket) is not None:
-            return
         record = ModelRecord(id="", folder="", base_model="", created_at=time.time(), lora=lora)
-        directory = self.options.directory
-        new_run(self._bucket, directory, config_of(record, directory), name="tinker")
+        start_run(self._bucket, record, self.options.of_models)
 
     async def close(self) -> None:
         """Stores the state of every model, and closes everything."""
@@ -247,13 +251,9 @@ class TinkerServer:
     def _lora(self, wanted: LoraConfig | None) -> LoraConfig:
         if wanted is None:
             raise InputError("this server trains LoRA adapters", hint="give a lora_config")
-        if wanted.train_unembed and not self.options.frozen_head:
-            raise InputError(
-                "an adapter of the unembedding layer cannot be trained here",
-                hint="set train_unembed=False; or start the server with --parameters full, or with "
-                "--frozen-head, which leaves that layer frozen",
-            )
-        lora_targets(self.options.directory, wanted.train_attn, wanted.train_mlp)
+        if self.options.frozen_head:
+            wanted = msgspec.structs.replace(wanted, train_unembed=False)
+        lora_targets(self.options.of_models, wanted)
         return wanted
 
     def _require_base(self, name: str) -> None:
@@ -284,11 +284,7 @@ class TinkerServer:
                 if record is None:
                     raise InputError(f"there is no model {model[:100]!r}", hint="create it first")
                 await self._make_room()
-                options = ModelOptions(
-                    directory=self.options.directory,
-                    checkpoint_every=self.options.checkpoint_every,
-                )
-                hosted = HostedModel(self.state, record, options)
+                hosted = HostedModel(self.state, record, self.options.of_models)
                 await hosted.open()
                 self._models[model] = hosted
             self._models.move_to_end(model)
@@ -434,7 +430,7 @@ class TinkerServer:
             "base_model": record.base_model,
             "is_lora": lora is not None,
             "lora_rank": lora.rank if lora else None,
-            "train_unembed": False if lora else None,
+            "train_unembed": lora.train_unembed if lora else None,
             "train_mlp": lora.train_mlp if lora else None,
             "train_attn": lora.train_attn if lora else None,
         }

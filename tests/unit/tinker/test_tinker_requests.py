@@ -11,7 +11,7 @@ from tinker_serving import make_model
 
 from deltawire.errors import InputError
 from deltawire.store import open_bucket
-from deltawire.sync import newest_version, read_run
+from deltawire.sync import load_mirror, newest_version, read_run
 from deltawire.tinker import models, server
 from deltawire.tinker.samplers import SamplerOptions
 from deltawire.tinker.server import ExpiredError, TinkerOptions, TinkerServer
@@ -220,9 +220,42 @@ def test_snapshots_stay_and_inflight_samplers_follow(tmp_path, model):
     serve(tmp_path / "b", model, run)
 
 
+def test_the_head_has_the_adapter_that_recipes_ask_for(tmp_path):
+    """tinker's default, ``train_unembed=True``: trained, published, and sampled with."""
+
+    async def run(found, session):
+        name = await created(found, session)
+        info = await found.model_info(name)
+        assert (info["is_lora"], info["lora_rank"]) == (True, 4)
+        for number in (1, 3, 5):
+            await found.submit("forward_backward", ask.forward_backward(name, number))
+            await found.submit("optim_step", ask.optim_step(name, number + 1, rate=3e-2))
+        future = await found.submit("save_weights_for_sampler", ask.save_sampler(name, 7, 0))
+        await ask.result_of(found, future)
+        last = ask.forward_backward(name, 8, forward_only=True)
+        future = await found.submit("forward_backward", last)
+        trained = ask.logprobs_of(await ask.result_of(found, future))
+        sampled = await found.sample(ask.sample(f"{session}:sample:0", 0, prompt_logprobs=True))
+        body = (await ask.result_of(found, sampled)).body
+        scores = ask.schema.parse("SampleResponse", body).prompt_logprobs
+        scores = np.frombuffer(scores, np.float32)[1:]
+        np.testing.assert_allclose(scores, trained, atol=1e-5)
+        run = read_run(open_bucket(str(tmp_path / "b")))
+        names = {one.name for one in run.tensors}
+        assert "base_model.model.lm_head.lora_B.weight" in names
+        weights = load_mirror(open_bucket(str(tmp_path / "b")), run)
+        assert np.any(weights.tensors["base_model.model.lm_head.lora_B.weight"])
+        future = await found.submit("save_weights", ask.save(name, 9, "s"))
+        path = json.loads((await ask.result_of(found, future)).body)["path"]
+        assert (await found.weights_info(path))["train_unembed"] is True
+        return name
+
+    serve(tmp_path / "b", make_model(tmp_path, tied=False), run, lora=True)
+
+
 def test_an_adapter_is_trained_as_asked_for(tmp_path, model):
     async def run(found, session):
-        with pytest.raises(InputError, match="train_unembed=False"):
+        with pytest.raises(InputError, match="ties its unembedding layer to its embedding"):
             await found.submit("create_model", ask.create_model(session))
         name = await created(found, session, 1, train_unembed=False, train_mlp=False)
         info = await found.model_info(name)
