@@ -48,21 +48,21 @@ def lora_targets(options: ModelOptions, lora: LoraConfig) -> list[str]:
 
     Raises `InputError` if nothing is left to train, and for a head that is tied to the embedding.
     """
-    from deltawire.export.adapter import linear_targets, tied_head
+    from deltawire.export.adapter import linear_targets
     from deltawire.export.models import empty_model
 
     model = empty_model(options.directory)
     lasts = {one.rpartition(".")[2] for one in linear_targets(model, ["all-linear"])}
     chosen = {one for one in lasts if (lora.train_attn if one in _ATTENTION else lora.train_mlp)}
     if lora.train_unembed and not options.frozen_head:
-        if tied_head(model):
+        head = model.get_output_embeddings()
+        if head is None or head.weight is model.get_input_embeddings().weight:
             raise InputError(
                 "this model ties its unembedding layer to its embedding, so that layer can have no "
                 "adapter: merging it would change the embedding too",
                 hint="set train_unembed=False; or start the server with --parameters full, or with "
                 "--frozen-head, which leaves that layer frozen",
             )
-        head = model.get_output_embeddings()
         chosen |= {name for name, module in model.named_modules() if module is head}
     if not chosen:
         raise InputError(

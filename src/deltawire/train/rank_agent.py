@@ -122,8 +122,8 @@ def run_ranks(command: Sequence[str], ranks: int, *, supervised: bool) -> None:
 
 
 def _first_error(failures: dict[int, Any]) -> RankError:
-    """Returns the error of the rank that failed first: not of one that lost its peer, or that the agent
-    ended after that."""
+    """Returns the error of the rank that failed first: not of one that lost its peer, or that the
+    agent ended after that."""
     ordered = sorted(failures.items())
     rank, failure = next((one for one in ordered if not _follows(one[1])), ordered[0])
     if failure.exitcode < 0:
