@@ -144,10 +144,8 @@ class TrainingSession:
         model = model.to(resolve_device(config.device_of("trainer"), index=local_rank()))
         model.train(config.train.dropout)
         masters = MasterWeights(model, config.train)
-        wanted = None if masters.mesh.ranks == 1 else wanted_of(masters.source)
-        head = _load(bucket, run, begin.version, wanted)
-        masters.reset(head)
-        state = _load_state(bucket, run, masters, head, lost_state)
+        head = _reset(bucket, run, masters, at=_base_version(masters, begin.version))
+        state = _load_state(bucket, run, masters, begin.version, lost_state)
         publisher = open_rank_publisher(
             bucket,
             run,
@@ -157,7 +155,7 @@ class TrainingSession:
             session=begin.session,
             anchor_every=config.train.anchor_every,
             signer=signer,
-            head=head if masters.mesh.ranks == 1 else None,
+            head=head if masters.mesh.ranks == 1 and head.version == begin.version else None,
         )
         return cls(bucket, run, config, masters, publisher, state, confirm=confirm)
 
@@ -320,34 +318,44 @@ class _LoadedState(NamedTuple):
     notice: str
 
 
-def _load(
-    bucket: Bucket, run: Run, version: int, wanted: Mapping[str, tuple[int, int] | None] | None
-) -> Mirror:
-    """Loads a version, or of it what this rank wants."""
-    found = load_mirror(bucket, run, at=version, wanted=wanted)
+def _base_version(masters: MasterWeights, version: int) -> int:
+    """Returns the version that a model is read from: version 0 of a run whose later versions do not
+    hold the frozen base."""
+    found: int = getattr(masters.source, "base_version", version)
+    return found
+
+
+def _reset(bucket: Bucket, run: Run, masters: MasterWeights, *, at: int) -> Mirror:
+    """Sets the weights to a version, and the optimizer to its start; returns what was loaded: the
+    whole version on a single process, else this rank's part."""
+    wanted = None if masters.mesh.ranks == 1 else wanted_of(masters.source)
+    found = load_mirror(bucket, run, at=at, wanted=wanted)
     if found is None:
         raise InputError("the run has no version 0", run=bucket.url)
+    masters.reset(found)
     return found
 
 
 def _load_state(
-    bucket: Bucket, run: Run, masters: MasterWeights, head: Mirror, lost_state: LostState
+    bucket: Bucket, run: Run, masters: MasterWeights, newest: int, lost_state: LostState
 ) -> _LoadedState:
-    """Restores the newest state. ``masters`` hold ``head``, the newest version; without a state of
-    that version, ``lost_state`` decides."""
-    mesh, newest = masters.mesh, head.version
-    state = masters.state()
+    """Restores the newest state; without one of the version ``newest``, ``lost_state`` decides.
+
+    ``masters`` hold the weights of that version, or the base that it was trained from.
+    """
+    mesh, state = masters.mesh, masters.state()
     found = load_checkpoint(bucket, state, newest=newest, mesh=mesh, run=run.id)
     ledger = found.ledger if found else Ledger()
     if found is not None and found.version == newest:
         masters.restore(state)
-        if masters.digest() != head.digest:
+        manifest = read_manifest(bucket, run, newest)
+        if manifest is None or masters.digest().hex() != manifest.digest:
             raise CorruptError(
                 "the newest checkpoint holds other weights than its version", run=bucket.url
             )
         return _LoadedState(newest, True, ledger, _other_ranks(found.ranks, mesh.ranks))
     if newest == 0 or lost_state == "reset":
-        masters.reset(head)  # An older state may have been read over it.
+        _reset(bucket, run, masters, at=newest)  # An older state may have been read over it.
         return _LoadedState(newest, False, ledger, "")
     if lost_state == "refuse":
         at = f"that of version {found.version}" if found else "missing"
@@ -359,8 +367,7 @@ def _load_state(
             run=bucket.url,
         )
     if found is None:
-        wanted = None if mesh.ranks == 1 else wanted_of(masters.source)
-        masters.reset(_load(bucket, run, 0, wanted))
+        _reset(bucket, run, masters, at=0)
         return _LoadedState(0, False, ledger, "")
     masters.restore(state)
     return _LoadedState(found.version, True, ledger, _other_ranks(found.ranks, mesh.ranks))
