@@ -22,7 +22,6 @@ from deltawire.codec import Digest
 from deltawire.config import ParityLimits, RunConfig, TrainConfig, run_config, with_settings
 from deltawire.errors import CorruptError, InputError
 from deltawire.export.source import WeightSource, open_source, wanted_of
-from deltawire.placement.base_statement import held_tensors, read_base
 from deltawire.rl.control.credits import settle
 from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
 from deltawire.rl.reference.models import load_reference_model
@@ -30,6 +29,7 @@ from deltawire.rl.reference.reader import ReferenceReader
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror, read_history, read_manifest
 from deltawire.train.checkpoint import load_checkpoint
+from deltawire.train.frozen_base import check_frozen_base
 from deltawire.train.masters import COMPUTE_DTYPES, MasterWeights
 from deltawire.train.parallel import TrainerMesh, device_of, open_mesh, shard_model
 from deltawire.train.reference import AdapterOff, FrozenCopy, Reference, SleepingCopy
@@ -118,23 +118,14 @@ def resume(
                 continue
         masters.restore(state)
         if masters.digest().hex() == manifest.digest:
-            _check_base(bucket, run, masters)
+            check_frozen_base(bucket, run, masters)
             return Resumed(
                 masters, commit.ledger, commit.version, config.train, reference, commit.ranks
             )
     del state  # It holds the optimizer's states, which are made again.
     masters.reset(_load_version(bucket, run, masters.source, at=0))
-    _check_base(bucket, run, masters)
+    check_frozen_base(bucket, run, masters)
     return Resumed(masters, Ledger(), 0, config.train, reference)
-
-
-def _check_base(bucket: Bucket, run: Run, masters: MasterWeights) -> None:
-    """Raises `InputError` if the trainer's frozen weights are not those that the run states."""
-    statement = read_base(bucket, run)
-    if statement is not None:
-        names = {one.name for one in statement.tensors}
-        held = held_tensors(masters.source.specs(), masters.digests(names))
-        statement.check(held, who="trainer", run=bucket.url)
 
 
 def _load_version(bucket: Bucket, run: Run, source: WeightSource, *, at: int) -> Mirror:

@@ -47,6 +47,7 @@ from deltawire.train.client.operations import (
     TakeStep,
 )
 from deltawire.train.client.types import AdamParams
+from deltawire.train.frozen_base import check_frozen_base
 from deltawire.train.masters import MasterWeights
 from deltawire.train.optimizer import StepSettings
 from deltawire.train.parallel.ranks import local_rank
@@ -145,6 +146,7 @@ class TrainingSession:
         model.train(config.train.dropout)
         masters = MasterWeights(model, config.train)
         head = _reset(bucket, run, masters, at=_base_version(masters, begin.version))
+        check_frozen_base(bucket, run, masters)
         state = _load_state(bucket, run, masters, begin.version, lost_state)
         publisher = open_rank_publisher(
             bucket,
