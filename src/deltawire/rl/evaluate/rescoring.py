@@ -18,10 +18,12 @@ Of a group that `deltawire.rl.control.worker_guard` drew, this checks
 Not judged: versions that are pruned or cannot be read, and environments that this machine
 does not have. Probes and expert choices are not compared; they are self-attested.
 
-A thread does this, one group at a time and at low priority. It has a separate model and mirror,
-in main memory: 4 bytes a parameter in fp32 and the published bytes, 2 a parameter in bf16, and the
-activations of one group's forward pass. If that is more than `MEMORY_SHARE` of what is available,
-log-probabilities are not judged. The trainer never waits for this thread.
+A thread does this, one group at a time and at low priority. Episodes are played as groups arrive;
+log-probabilities wait until groups of older versions are unlikely to come, so that the model moves
+forward from version to version: going back takes an anchor and every delta since. It has a separate
+model and mirror, in main memory: 4 bytes a parameter in fp32 and the published bytes, 2 a parameter
+in bf16, and the activations of one group's forward pass. If that is more than half of what is
+available, log-probabilities are not judged. The trainer never waits for this thread.
 
 Time to detection: each of its groups is drawn with probability s, so that n groups with a
 detectable lie pass with (1 - s)^n. For s = 0.1 and n = 50 that is 0.0052.
@@ -31,42 +33,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import queue
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from deltawire.chat.text import Text
-from deltawire.codec import ITEMSIZE
 from deltawire.config import RunConfig
 from deltawire.engines.base import Completion, OnToken, Sampling
-from deltawire.engines.cache_size import available_bytes
 from deltawire.envs import Task, TaskSource, open_tasks
-from deltawire.errors import CorruptError, DeltawireError, RetryError
-from deltawire.export.adapter import open_model
-from deltawire.export.models import fetch_model_files, load_tokenizer, stop_tokens
-from deltawire.export.source import open_source
+from deltawire.errors import DeltawireError, RetryError
+from deltawire.export.models import fetch_model_files, load_tokenizer
 from deltawire.rl.control.challenges import stream_of
 from deltawire.rl.control.draws import NOT_KNOWN, RUN_STREAM
 from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.rl.control.worker_guard import Verdict
+from deltawire.rl.evaluate.recorded_model import Logprobs, RecordedModel
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits, one_line
 from deltawire.rl.rollout.policy_server import text_of
 from deltawire.store import Bucket
-from deltawire.sync import Mirror, load_mirror
-from deltawire.train.batch import collate
-from deltawire.train.policy import token_logprobs
 from deltawire.wire.rollouts import MAX_NAME, MAX_TASK, Group, Trajectory
 from deltawire.wire.run import Run
 
@@ -79,8 +73,10 @@ REPLAYS = 2
 PLAYED_ELSEWHERE = 8
 """Episodes of others that were played again without a failure before failures of a worker's count
 as a doubt about it, and not about this machine."""
-MEMORY_SHARE = 0.5
-"""The largest part of the available main memory that the separate model and mirror may take."""
+MOST_LAG = 16
+"""Log-probabilities wait for at most so many later versions, whatever staleness is allowed."""
+IDLE_S = 60.0
+"""Without a new group for this long, those that wait are judged."""
 NICE = 10
 _JOIN_S = 60.0
 
@@ -91,6 +87,16 @@ class _Work:
     lease: int
     number: int
     secret: str
+
+
+@dataclass
+class _Held:
+    """A group whose episodes were right, log π of its tokens by version so far, and an error."""
+
+    buffered: BufferedGroup
+    versions: frozenset[int]
+    found: dict[int, Logprobs] = field(default_factory=dict)
+    cause: str = ""
 
 
 class DepartedError(Exception):
@@ -152,60 +158,6 @@ class RecordedSampler:
         """Does nothing: no request waits."""
 
 
-class RecordedModel:
-    """The policy at any version that can be read, in main memory."""
-
-    def __init__(self, bucket: Bucket, run: Run, config: RunConfig, folder: Path) -> None:
-        self._bucket = bucket
-        self._run = run
-        with torch.device("meta"):
-            needed = memory_of(open_model(folder, config.train.served_adapter), run)
-        free = available_bytes(torch.device("cpu"))
-        self.lacking = ""
-        """Why there is no model here; empty if there is one."""
-        if needed > MEMORY_SHARE * free:
-            self.lacking = (
-                f"another copy of the weights needs {needed / 1e9:.3g} GB, "
-                f"and {free / 1e9:.3g} GB of main memory are available"
-            )
-        with torch.device("meta" if self.lacking else "cpu"):
-            self._model = open_model(folder, config.train.served_adapter)
-        self._source = open_source(config.train.exporter, self._model)
-        self.stops = stop_tokens(self._model, load_tokenizer(folder))
-        """The tokens that end a completion."""
-        self._mirror: Mirror | None = None
-        self._version = -1
-
-    def logprobs(self, group: Group, version: int) -> list[NDArray[np.float32]] | None:
-        """log π of the tokens of each trained trajectory, float32[T] each, at ``version``; None if
-        that cannot be read, or there is no model here."""
-        if self.lacking:
-            return None
-        if self._version != version:
-            behind = self._mirror is not None and self._version < version
-            into, self._mirror, self._version = self._mirror if behind else None, None, -1
-            try:
-                mirror = load_mirror(self._bucket, self._run, at=version, into=into)
-            except CorruptError:
-                mirror = None
-            if mirror is None:
-                return None
-            self._source.restore(mirror)
-            self._mirror, self._version = mirror, version
-            self._model.eval().requires_grad_(False)
-        batch = collate([group])
-        with torch.no_grad():
-            found_NC = token_logprobs(self._model, batch).numpy()
-        lengths = [len(group.trajectories[place].tokens_T) for _, place in batch.members_N]
-        return [row[:count] for row, count in zip(found_NC, lengths, strict=True)]
-
-
-def memory_of(model: torch.nn.Module, run: Run) -> int:
-    """Bytes of a separate model and of the mirror that it is filled from, without activations."""
-    sizes = (math.prod(one.shape) * ITEMSIZE[one.dtype] for one in run.tensors)
-    return sum(p.numel() * p.element_size() for p in model.parameters()) + sum(sizes)
-
-
 class GroupChecker:
     """Judges groups; ``tasks`` is None if this machine lacks the run's environment.
 
@@ -240,15 +192,35 @@ class GroupChecker:
 
     def check(self, buffered: BufferedGroup, *, lease: int, number: int, secret: str) -> Verdict:
         """Compute a group again."""
-        group, sequence = buffered.group, buffered.sequence
+        verdict = self.check_episodes(buffered, lease=lease, number=number, secret=secret)
+        if verdict.kind:
+            return verdict
+        found: dict[int, Logprobs] = {}
+        for version in sorted(versions_of(buffered.group)):
+            found[version] = self.logprobs(buffered.group, version)
+        return self.check_logprobs(buffered, found)
+
+    def check_episodes(
+        self, buffered: BufferedGroup, *, lease: int, number: int, secret: str
+    ) -> Verdict:
+        """Compare a group's task, and play its episodes again."""
+        group = buffered.group
         kind, detail, certain = "", "", True
         if self._tasks is not None and secret and buffered.drawn != NOT_KNOWN:
             own = stream_of(group.worker, secret, lease), number
             stream, place = own if buffered.drawn is None else (RUN_STREAM, buffered.drawn)
             kind, detail, certain = self._rewards_of(group, self._tasks.draw(stream, place))
-        if not kind:
-            kind, detail, certain = "log-probabilities", self._gap(group), True
-        return Verdict(group.worker, sequence, kind if detail else "", detail, certain)
+        return Verdict(group.worker, buffered.sequence, kind if detail else "", detail, certain)
+
+    def logprobs(self, group: Group, version: int) -> Logprobs:
+        """See `RecordedModel.logprobs`."""
+        return self._model.logprobs(group, version)
+
+    def check_logprobs(self, buffered: BufferedGroup, found: Mapping[int, Logprobs]) -> Verdict:
+        """Compare a group's log-probabilities with those ``found`` for each of its versions."""
+        detail = self._gap(buffered.group, found)
+        kind = "log-probabilities" if detail else ""
+        return Verdict(buffered.group.worker, buffered.sequence, kind, detail, certain=True)
 
     def fails_here(self, worker: str, cause: str) -> tuple[str, str, bool] | None:
         """A doubt about a worker whose episodes fail on replay; None unless those of others are
@@ -354,17 +326,13 @@ class GroupChecker:
                 return f"a budget of {t.thinking.budget} tokens, which the run does not have"
         return ""
 
-    def _gap(self, group: Group) -> str:
+    def _gap(self, group: Group, given: Mapping[int, Logprobs]) -> str:
         """Why the log-probabilities are not those of the versions that the tokens state; empty if
         they are, or cannot be computed."""
         trained = [t for _, _, t in group.trained()]
-        versions = sorted({int(v) for t in trained for v in np.unique(t.versions_T[t.mask_T == 1])})
-        found: dict[int, list[NDArray[np.float32]]] = {}
-        for version in versions:
-            rows = self._model.logprobs(group, version)
-            if rows is None:
-                return ""
-            found[version] = rows
+        found = {version: rows for version, rows in given.items() if rows is not None}
+        if len(found) < len(given):
+            return ""
         pure, mixed = [np.zeros(0)], [np.zeros(0)]
         for place, t in enumerate(trained):
             drawn = t.mask_T == 1
@@ -377,6 +345,12 @@ class GroupChecker:
                 mixed.append(near[drawn & ~same])
         limit = self._config.trust.logprob_gap
         return _beyond(np.concatenate(pure), limit) or _beyond(np.concatenate(mixed), MIXED * limit)
+
+
+def versions_of(group: Group) -> frozenset[int]:
+    """The versions that drew the tokens that are trained on."""
+    drawn = (t.versions_T[t.mask_T == 1] for _, _, t in group.trained())
+    return frozenset(int(version) for versions_D in drawn for version in np.unique(versions_D))
 
 
 def _beyond(gaps: NDArray[np.float64], limit: float) -> str:
@@ -472,21 +446,76 @@ class Rescoring:
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        while (work := self._waiting.get()) is not None and not self._closed.is_set():
-            verdict = Verdict(work.buffered.worker, work.buffered.sequence)
+        held: list[_Held] = []
+        newest, lag = -1, min(self._config.train.largest_age, MOST_LAG)
+        while True:
+            due = newest
             try:
-                self._checker = self._checker or self._open()
-                verdict = self._checker.check(
-                    work.buffered, lease=work.lease, number=work.number, secret=work.secret
-                )
-            except RetryError as error:
-                self.error = str(error)
-            except (
-                Exception
-            ) as error:  # The environment's code can raise anything, and a group may break ours.
-                self.error = f"{type(error).__name__}: {error}"
-                verdict = self._doubt(verdict, self.error)
-            self._verdicts.put(verdict)
+                work = self._waiting.get(timeout=IDLE_S if held else None)
+            except queue.Empty:
+                pass
+            else:
+                if work is None or self._closed.is_set():
+                    return
+                held += self._check_episodes(work)
+                newest = max([newest, *(max(one.versions, default=-1) for one in held)])
+                due = newest if len(held) > self._config.trust.rescore_waiting else newest - lag
+            held = self._check_logprobs(held, due)
+
+    def _check_episodes(self, work: _Work) -> list[_Held]:
+        """Report a group whose episodes are false; returns any other, to be held."""
+        verdict = Verdict(work.buffered.worker, work.buffered.sequence)
+        try:
+            self._checker = self._checker or self._open()
+            verdict = self._checker.check_episodes(
+                work.buffered, lease=work.lease, number=work.number, secret=work.secret
+            )
+            if not verdict.kind:
+                return [_Held(work.buffered, versions_of(work.buffered.group))]
+        except RetryError as error:
+            self.error = str(error)
+        except Exception as error:  # The environment's code can raise anything.
+            self.error = f"{type(error).__name__}: {error}"
+            verdict = self._doubt(verdict, self.error)
+        self._verdicts.put(verdict)
+        return []
+
+    def _check_logprobs(self, held: list[_Held], due: int) -> list[_Held]:
+        """Compute log-probabilities of versions up to ``due``, in order, and judge the groups that
+        need no later one; returns the others."""
+        wanted = {v for one in held for v in one.versions - one.found.keys() if v <= due}
+        for version in sorted(wanted):
+            for one in held:
+                if version in one.versions and version not in one.found:
+                    one.found[version] = self._logprobs(one, version)
+        rest = []
+        for one in held:
+            if one.found.keys() < one.versions:
+                rest.append(one)
+            else:
+                self._verdicts.put(self._verdict(one))
+        return rest
+
+    def _logprobs(self, one: _Held, version: int) -> Logprobs:
+        if self._closed.is_set() or self._checker is None:
+            return None
+        try:
+            return self._checker.logprobs(one.buffered.group, version)
+        except RetryError as error:
+            self.error = str(error)
+        except Exception as error:  # A group may break the model's code.
+            self.error = one.cause = f"{type(error).__name__}: {error}"
+        return None
+
+    def _verdict(self, one: _Held) -> Verdict:
+        verdict = Verdict(one.buffered.worker, one.buffered.sequence)
+        if self._checker is None or one.cause:
+            return self._doubt(verdict, one.cause)
+        try:
+            return self._checker.check_logprobs(one.buffered, one.found)
+        except Exception as error:  # As above.
+            self.error = f"{type(error).__name__}: {error}"
+            return self._doubt(verdict, self.error)
 
     def _doubt(self, verdict: Verdict, cause: str) -> Verdict:
         found = self._checker.fails_here(verdict.worker, cause) if self._checker else None

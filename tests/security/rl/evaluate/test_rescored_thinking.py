@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from honest_groups import CONFIG, HonestRun
 
-from deltawire.rl.evaluate.rescoring import GroupChecker, RecordedModel
+from deltawire.rl.evaluate.recorded_model import RecordedModel
+from deltawire.rl.evaluate.rescoring import GroupChecker
 from deltawire.wire.rollouts import Thinking
 
 THINKING = {

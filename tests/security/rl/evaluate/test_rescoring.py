@@ -15,8 +15,9 @@ from deltawire.envs import register
 from deltawire.envs.base import Environment, Task, Turn
 from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.rl.control.rollout_reader import Bounds
-from deltawire.rl.evaluate import rescoring as rescoring_module
-from deltawire.rl.evaluate.rescoring import GroupChecker, RecordedModel, Rescoring, memory_of
+from deltawire.rl.evaluate import recorded_model
+from deltawire.rl.evaluate.recorded_model import RecordedModel, memory_of
+from deltawire.rl.evaluate.rescoring import GroupChecker, Rescoring
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +265,7 @@ def test_the_thread_judges_and_never_blocks(honest):
 
 def test_a_model_that_does_not_fit_is_not_opened(honest, monkeypatch):
     """Rewards are still judged, and what is not is named in the status."""
-    monkeypatch.setattr(rescoring_module, "available_bytes", lambda _: 1000)
+    monkeypatch.setattr(recorded_model, "available_bytes", lambda _: 1000)
     model = RecordedModel(honest.bucket, honest.run, honest.config, honest.folder)
     assert {one.device.type for one in model._model.parameters()} == {"meta"}
     checker = GroupChecker(honest.config, honest.tasks, honest.text, model)

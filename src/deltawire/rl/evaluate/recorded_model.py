@@ -1,0 +1,84 @@
+"""The policy at recorded versions, in main memory, to compute log-probabilities again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltawire.codec import ITEMSIZE
+from deltawire.config import RunConfig
+from deltawire.engines.cache_size import available_bytes
+from deltawire.errors import CorruptError
+from deltawire.export.adapter import open_model
+from deltawire.export.models import load_tokenizer, stop_tokens
+from deltawire.export.source import open_source
+from deltawire.store import Bucket
+from deltawire.sync import Mirror, load_mirror
+from deltawire.train.batch import collate
+from deltawire.train.policy import token_logprobs
+from deltawire.wire.rollouts import Group
+from deltawire.wire.run import Run
+
+MEMORY_SHARE = 0.5
+"""The largest part of the available main memory that the separate model and mirror may take."""
+
+Logprobs = list[NDArray[np.float32]] | None
+"""log π of the tokens of each trained trajectory, float32[T] each; None if it is not known."""
+
+
+class RecordedModel:
+    """The policy at any version that can be read, in main memory."""
+
+    def __init__(self, bucket: Bucket, run: Run, config: RunConfig, folder: Path) -> None:
+        self._bucket = bucket
+        self._run = run
+        with torch.device("meta"):
+            needed = memory_of(open_model(folder, config.train.served_adapter), run)
+        free = available_bytes(torch.device("cpu"))
+        self.lacking = ""
+        """Why there is no model here; empty if there is one."""
+        if needed > MEMORY_SHARE * free:
+            self.lacking = (
+                f"another copy of the weights needs {needed / 1e9:.3g} GB, "
+                f"and {free / 1e9:.3g} GB of main memory are available"
+            )
+        with torch.device("meta" if self.lacking else "cpu"):
+            self._model = open_model(folder, config.train.served_adapter)
+        self._source = open_source(config.train.exporter, self._model)
+        self.stops = stop_tokens(self._model, load_tokenizer(folder))
+        """The tokens that end a completion."""
+        self._mirror: Mirror | None = None
+        self._version = -1
+
+    def logprobs(self, group: Group, version: int) -> Logprobs:
+        """log π of the tokens of each trained trajectory, float32[T] each, at ``version``; None if
+        that cannot be read, or there is no model here."""
+        if self.lacking:
+            return None
+        if self._version != version:
+            behind = self._mirror is not None and self._version < version
+            into, self._mirror, self._version = self._mirror if behind else None, None, -1
+            try:
+                mirror = load_mirror(self._bucket, self._run, at=version, into=into)
+            except CorruptError:
+                mirror = None
+            if mirror is None:
+                return None
+            self._source.restore(mirror)
+            self._mirror, self._version = mirror, version
+            self._model.eval().requires_grad_(False)
+        batch = collate([group])
+        with torch.no_grad():
+            found_NC = token_logprobs(self._model, batch).numpy()
+        lengths = [len(group.trajectories[place].tokens_T) for _, place in batch.members_N]
+        return [row[:count] for row, count in zip(found_NC, lengths, strict=True)]
+
+
+def memory_of(model: torch.nn.Module, run: Run) -> int:
+    """Bytes of a separate model and of the mirror that it is filled from, without activations."""
+    sizes = (math.prod(one.shape) * ITEMSIZE[one.dtype] for one in run.tensors)
+    return sum(p.numel() * p.element_size() for p in model.parameters()) + sum(sizes)
