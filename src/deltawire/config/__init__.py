@@ -1,4 +1,4 @@
-"""A run's configuration: its sections with their defaults, and the file they are read from.
+"""Defines a run's configuration: its sections with their defaults, and the file that sets them.
 
 Every key has a default that suits a small run on one machine. Unknown keys are refused by name,
 with the nearest valid one.

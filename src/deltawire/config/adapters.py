@@ -1,4 +1,4 @@
-"""Section of the adapter that is trained instead of the whole model."""
+"""Defines the section of the adapter that is trained instead of the whole model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     """Modules that are trained whole next to the adapter, such as ``lm_head``, named as in
     `targets`."""
     dropout: Fraction = 0.0
-    """Of the adapter's input; needs ``train.dropout``. Adapters of experts have none, as in
-    PEFT."""
+    """Dropout of the adapter's input; needs ``train.dropout``. Adapters of experts have none, as in
+    PEFT.
+    """
     init: Annotated[str, Meta(max_length=4096)] = ""
     """A directory in PEFT's format that the adapter starts from. Its ranks, alphas and targets have
     to be those that are configured."""
@@ -46,12 +47,13 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     less of the adapter's change than this share; 0 never stops. 4-bit formats keep 0 to 4 % of
     small changes."""
     packed: Literal["none", "int4-g32", "int8-row", "mxfp4", "nvfp4", "fp8-block"] = "none"
-    """The format that frozen experts are kept in, by trainer and sampler."""
+    """The format in which trainer and sampler keep frozen experts."""
     packed_layers: list[Name] = []
-    """Linear layers that are packed too, named as in `targets`."""
+    """Further linear layers to pack, named as in `targets`."""
     shared_factor: bool = False
-    """If true, the experts of a layer share the factor on its outside: A of ``gate_up_proj``, B of
-    ``down_proj``."""
+    """If true, the experts of a layer share the outer factor: A of ``gate_up_proj``, B of
+    ``down_proj``.
+    """
 
     def rank_of(self, name: str) -> int:
         """Return the rank of the adapter of a layer or stack."""

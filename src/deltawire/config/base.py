@@ -1,4 +1,4 @@
-"""The base of all sections, and number types that several of them share."""
+"""Defines the base of all sections, and the number types that they share."""
 
 from __future__ import annotations
 

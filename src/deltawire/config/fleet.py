@@ -1,4 +1,4 @@
-"""Sections about workers: who may take part, and how far they are believed."""
+"""Defines the sections about workers: which may take part, and how far the trainer trusts them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
     """The workers that may take part, and the largest share of a step that one of them makes."""
 
     allow: Annotated[list[_WorkerName], Meta(max_length=1 << 16)] = []
-    """Names of workers, in which ``*`` stands for any characters; all names if it is empty. A
-    machine's policy may name fewer (`deltawire.config.machine`)."""
+    """Names of workers, in which ``*`` stands for any characters; empty allows all names. A
+    machine's policy may name fewer (`deltawire.config.machine`).
+    """
     quota: Fraction = 0.0
     """The largest share of a step's groups that one worker makes while others deliver. 0 derives
     it: a half with ``allow``, and no limit without, where all workers have one owner."""
@@ -28,14 +29,15 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
 
 
 class TrustConfig(Section, frozen=True, kw_only=True):
-    """How far the trainer believes its workers (`deltawire.rl.evaluate.rescoring`)."""
+    """How far the trainer trusts its workers (`deltawire.rl.evaluate.rescoring`)."""
 
     rescore_share: Fraction = 0.1
     """The share of groups, drawn by the trainer, whose rewards and log-probabilities it computes
     again; 0 computes none. A worker whose groups disagree is quarantined."""
     rescore_waiting: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
-    """Groups that wait to be computed again, at most; with more, drawn groups are left out and
-    counted."""
+    """The most groups that wait to be computed again; further drawn groups are skipped and
+    counted.
+    """
     logprob_gap: Annotated[float, Meta(ge=0, le=1e9)] = 0.1
     """The largest mean difference of a group's log-probabilities, in nats a token: room for other
     engines and precisions. One token may differ by 30 times as much."""

@@ -1,7 +1,7 @@
 """Reads what this machine allows a run to do: isolation, ceilings, environments, trusted modules.
 
-A run's configuration comes from its bucket, and everybody who can write there can change it. So the
-user of a machine decides what a worker on it may be asked for, in a TOML file that the environment
+A run's configuration comes from its bucket, where every writer can change it. The user of a machine
+therefore decides what a run may ask of a worker on it, in a TOML file that the environment
 variable ``DELTAWIRE_MACHINE_POLICY`` names, or in ``/etc/deltawire/policy.toml``::
 
     isolation = "process"              # the weakest isolation that a run may ask for
@@ -14,7 +14,7 @@ variable ``DELTAWIRE_MACHINE_POLICY`` names, or in ``/etc/deltawire/policy.toml`
     wall_s = 600.0
     memory_mib = 4096
 
-Without a file, commands are isolated by namespaces and bounded by the ceilings below.
+Without a file, commands are isolated by namespaces and limited by the ceilings below.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if module not in trusted:
             raise InputError(
                 f"the run wants code of module {module}, which this machine does not trust",
-                hint=f"if you do, set {TRUSTED}={module} for every process of the run",
+                hint=f"if you trust it, set {TRUSTED}={module} for every process of the run",
             )
 
     def at_most(self, name: str, asked: float) -> float:

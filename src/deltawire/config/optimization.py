@@ -1,4 +1,4 @@
-"""Sections of the optimizer and of its schedule."""
+"""Defines the sections of the optimizer and of its schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from deltawire.config.base import Decay, Fraction, Positive, Section
 
 
 class ParameterGroup(Section, frozen=True, kw_only=True):
-    """Settings for the parameters whose names a pattern is found in; None keeps the optimizer's."""
+    """Settings for the parameters whose names match a pattern; None keeps the optimizer's
+    setting.
+    """
 
     names: Annotated[str, Meta(min_length=1, max_length=1024)]
     """A regular expression, searched in names such as ``model.layers.0.mlp.down_proj.weight``."""
@@ -22,22 +24,22 @@ class ParameterGroup(Section, frozen=True, kw_only=True):
 class OptimizerConfig(Section, frozen=True, kw_only=True):
     """The optimizer (`deltawire.train.optimizer`).
 
-    ``muon`` is for whole matrices, each expert's separately; embeddings, the head, norms and biases
-    are then AdamW's.
+    ``muon`` updates whole matrices, each expert's separately; AdamW then updates embeddings, the
+    head, norms and biases.
     """
 
     kind: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 1e-4
     weight_decay: Annotated[float, Meta(ge=0, le=1)] = 0.0
     decay_all: bool = False
-    """Decay norms and biases too."""
+    """Apply weight decay to norms and biases too."""
     max_grad_norm: Positive = 1.0
     """Gradients are always clipped to this norm, over all parameters."""
     beta1: Decay = 0.9
     beta2: Decay = 0.99
     epsilon: Positive = 1e-8
     momentum: Decay = 0.95
-    """Of Muon."""
+    """The momentum of Muon."""
     muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """``match_rms_adamw`` makes Muon's updates as large as AdamW's, so that both take one rate."""
     groups: list[ParameterGroup] = []
@@ -53,11 +55,11 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 20
-    """The rate rises linearly over these."""
+    """The number of steps over which the rate rises linearly."""
     steps: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
-    """The step at which the rate reaches its floor; required but for ``constant``."""
+    """The step at which the rate reaches its floor; required for all kinds except ``constant``."""
     decay_steps: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
-    """The last steps of ``wsd``, over which the rate falls; it stays constant before."""
+    """The number of last steps of ``wsd``, over which the rate falls; before, it is constant."""
     floor: Fraction = 0.0
     """The last rate, as a share of the highest."""
 
@@ -65,7 +67,7 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
         """Finds settings that contradict each other: the reason and what to do, or None."""
         if self.kind == "constant":
             if self.steps or self.decay_steps or self.floor:
-                return "schedule: a constant rate has no end", "leave out steps, or set a kind"
+                return "schedule: a constant rate takes no steps", "remove steps, or set a kind"
             return None
         if self.steps <= self.warmup_steps:
             return (

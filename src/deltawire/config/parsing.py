@@ -1,4 +1,4 @@
-"""Reads and checks a run's configuration, a TOML file, before anything starts."""
+"""Reads and checks a run's configuration, a TOML file, before any process starts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_config(raw: dict[str, Any], *, source: str) -> RunConfig:
     config = parse_config(raw, source=source)
     if not config.model.path and config.model.build is None:
         raise InputError(
-            f"{source} names no model",
+            f"{source} does not name a model",
             hint="set model.path to a Hugging Face directory, or add a [model.build] section",
         )
     return config
@@ -54,7 +54,7 @@ def read_values(path: Path) -> dict[str, Any]:
             hint="give the path of a TOML file, such as examples/demo.toml",
         ) from error
     if len(data) > MAX_CONFIG_BYTES:
-        raise InputError(f"{path} is too large: a configuration may have 1 MiB")
+        raise InputError(f"{path} is larger than 1 MiB, the limit of a configuration")
     try:
         text = data.decode()
         raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -122,7 +122,7 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
             f"{source}: rollout.engine vllm does not load train.adapter yet",
             hint='set rollout.engine = "transformers", or train.exporter = "merged"',
         )
-    if config.midtrain is not None:  # Nobody samples, and nobody evaluates.
+    if config.midtrain is not None:  # This run neither samples nor evaluates.
         rollout = msgspec.structs.replace(config.rollout, workers=0)
         evaluate = msgspec.structs.replace(config.evaluate, every=0)
         config = msgspec.structs.replace(config, rollout=rollout, evaluate=evaluate)
@@ -152,7 +152,7 @@ def _reference_fault(config: RunConfig) -> tuple[str, str] | None:
             return "[reference] has no effect without a penalty", "set train.loss.kl"
         if not loss.policy_coefficient:
             return (
-                "train.loss.policy_coefficient = 0 leaves nothing to train on",
+                "train.loss.policy_coefficient = 0 without a penalty leaves nothing to train on",
                 "set train.loss.kl, to distill",
             )
     if reference.mode == "adapter_off":

@@ -1,4 +1,4 @@
-"""Which settings may change when a run is continued, and how a change is applied.
+"""Lists the settings that may change when a run is continued, and applies such changes.
 
 ``run.json`` is written once and never changed. A change is a setting of this table with its new
 value: the trainer's status carries the present ones for processes that start later, and each
@@ -78,11 +78,13 @@ RESUMABLE: Final[dict[str, str]] = {
     "trust.logprob_gap": "step",
     **_LIMITS,
 }
-"""The keys that may differ when a run is continued; any other change would make it another run.
+"""The keys that may differ when a run is continued; with any other change it would be a different
+run.
 
-``step``: takes effect at the continued trainer's next step. ``start``: in processes that start
-from then on; `deltawire run` restarts all that it started, and a worker that was started by hand
-keeps what it has."""
+``step``: takes effect at the continued trainer's next step. ``start``: in processes that start from
+then on; `deltawire run` restarts all that it started, and a worker that was started by hand keeps
+its values.
+"""
 
 
 def flatten(config: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
@@ -103,7 +105,7 @@ def differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
 
 
 def changed_settings(ours: RunConfig, theirs: RunConfig) -> dict[str, Any]:
-    """Our values of the keys of `RESUMABLE` in which two configurations differ."""
+    """Returns our values of the `RESUMABLE` keys in which two configurations differ."""
     flat = flatten(ours)
     return {key: flat[key] for key in sorted(_differing(ours, theirs) & RESUMABLE.keys())}
 
@@ -124,7 +126,7 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any], *, source: str
     raw: dict[str, Any] = msgspec.to_builtins(config)
     for key, value in settings.items():
         if key not in RESUMABLE:
-            raise InputError(f"{source}: {key[:80]!r} cannot change in a run that was started")
+            raise InputError(f"{source}: {key[:80]!r} cannot change once the run has started")
         *tables, last = key.split(".")
         table = raw
         for name in tables:
@@ -134,8 +136,9 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any], *, source: str
 
 
 def require_same(ours: RunConfig, theirs: RunConfig, *, url: str) -> None:
-    """Raises `InputError` if the run at ``url`` was started with another configuration, but for the
-    keys of `RESUMABLE`."""
+    """Raises `InputError` if the run at ``url`` was started with a different configuration; the
+    keys of `RESUMABLE` may differ.
+    """
     if not (changed := differences(ours, theirs)):
         return
     left, right = flatten(theirs), flatten(ours)

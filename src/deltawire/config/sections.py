@@ -1,4 +1,4 @@
-"""The sections of a run's configuration: one struct a table, with defaults and limits."""
+"""Defines the sections of a run's configuration: one struct per table, with defaults and limits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BuildConfig(Section, frozen=True, kw_only=True):
     """Experts of a layer; this and the next key are for ``qwen3_moe`` only."""
     experts_per_token: Count = 2
     vocabulary: Annotated[int, Meta(ge=264, le=1_000_000)] = 264
-    """Rows of the embedding; those after the 256 bytes and the two marks stay unused."""
+    """Rows of the embedding; those after the 256 bytes and the two special tokens stay unused."""
     context: Count = 512
 
     def architecture(self) -> dict[str, Any]:
@@ -104,9 +104,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     min_p: Fraction = 0.0
     """Draw only tokens of at least this share of the likeliest one's probability."""
     slots: Count = 64
-    """Sequences that one worker decodes at a time, at most; memory may allow fewer."""
+    """The most sequences that one worker decodes at a time; memory may allow fewer."""
     context: Count = 256
-    """Tokens of one sequence, prompt included."""
+    """The most tokens of one sequence, prompt included."""
     concurrent: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Episodes that one worker runs at a time; 0 is one for each slot. More of them keep the slots
     busy while environments work."""
@@ -121,14 +121,16 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Seconds that one call of an environment may take."""
     episode_limit_s: Positive = 7200.0
     max_characters: Count = 20_000
-    """Longest message of an environment that the model reads; the rest is cut."""
+    """The longest message of an environment that the model reads, in characters; the rest is
+    cut.
+    """
     on_failure: Literal["drop", "stop"] = "drop"
     """Once an episode fails for a reason other than the model: leave it out and count it, or stop
     the run."""
     max_failed: Fraction = 0.5
     """Stop the run in any case once more than this share of the last 64 or more episodes failed."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the engine. The trainer computes in float32."""
+    """The precision of the engine; ``train.compute`` is the trainer's."""
     device: OwnDevice = ""
     """The workers' device, if not the run's."""
     thinking: ThinkingConfig | None = None
@@ -183,7 +185,7 @@ SURROGATES = {
 
 
 OWN_BOUNDS = (0.2, 0.28)
-"""The bounds that a surrogate of one's own is called with, unless the configuration sets others."""
+"""The bounds that a custom surrogate is called with, unless the configuration sets others."""
 _PLACE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASCII)
 """``module:function``."""
 
@@ -207,15 +209,16 @@ class LossConfig(Section, frozen=True, kw_only=True):
     horizon: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
     """The constant length of ``dr_grpo``; 0 is rollout.max_tokens times rollout.max_turns."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """A penalty for the distance to the reference (``[reference]``), version 0 by default."""
+    """The penalty for the distance to the reference (``[reference]``), by default version 0."""
     kl_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1e-3
     policy_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Weight of the surrogate; 0 trains on the penalty only, as on-policy distillation does."""
     entropy_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """A bonus: this times the mean entropy of the policy is subtracted from the loss."""
+    """An entropy bonus: this factor times the policy's mean entropy is subtracted from the loss."""
     mask_overlong: bool = False
-    """Leave episodes out of the loss that were cut off at max_tokens or by a full context. Their
-    rewards still count in the group's baseline."""
+    """Leave episodes out of the loss that ended at max_tokens or with a full context. Their rewards
+    still count in the group's baseline.
+    """
 
     @property
     def traits(self) -> SurrogateTraits:
@@ -239,7 +242,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
         return DUAL_CLIP if self.traits.dual_clip else 0.0
 
     def contradiction(self, largest_age: int) -> tuple[str, str] | None:
-        """Finds settings that contradict each other, or that groups of that age rule out.
+        """Finds settings that contradict each other, or that do not work with groups of that age.
 
         Returns the reason and what to do, None if there is no contradiction.
         """
@@ -258,7 +261,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
             return reason, 'set ratio_base = "old", or weigh = false to reject without weighing'
         if len(weighing) > 1:
             return (
-                "two corrections weigh, which corrects from sampler to trainer twice",
+                "two corrections have weigh = true, which corrects from sampler to trainer twice",
                 "set weigh = false on all but one",
             )
         for number, correction in enumerate(self.corrections):
@@ -307,23 +310,26 @@ class StalenessConfig(Section, frozen=True, kw_only=True):
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):
-    """The trainer: how many versions it makes, with which optimizer, how far off-policy."""
+    """The trainer: the number of versions, the optimizer, and how far off-policy it trains."""
 
     versions: Count = 100
     groups_per_step: Count = 16
     max_staleness: Annotated[int, Meta(ge=0, le=1024)] = 2
-    """No group older than this many versions is ever trained on; 0 alternates strictly."""
+    """Groups older than this many versions are not trained on; 0 alternates strictly between
+    sampling and training.
+    """
     offload: Literal["none", "optimizer"] = "none"
     """``optimizer`` keeps the optimizer's states in host memory and streams them to the device
     layer by layer; the bits are the same."""
     max_tokens_per_batch: Count = 16_384
-    """Tokens of one forward and backward pass, prompts and padding included; a step has as many
-    passes as it needs. An episode that is longer has a pass for itself."""
+    """Tokens of one forward and backward pass, prompts and padding included; a step takes as many
+    passes as it needs. A longer episode gets a separate pass.
+    """
     packing: Literal["auto", "off"] = "auto"
     """``auto`` packs trajectories into one row without padding if the model's attention allows it;
     ``off`` pads."""
     fp32_head: bool = False
-    """Compute the head's product in float32 even where the model computes in bf16."""
+    """Compute the head's product in float32 even if the model computes in bf16."""
     activation_checkpointing: Literal["none", "selective", "full", "offloaded"] = "none"
     """Layers whose activations are computed again in the backward pass instead of kept: ``full``
     keeps each layer's input, ``selective`` also the results of products and attention,
@@ -335,8 +341,9 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """The registered name in `deltawire.export.source` of the exporter of the model's weights."""
     anchor_every: Count = 50
     compaction: bool = False
-    """Also make compacted deltas over longer strides, for readers that lag far. This takes a core
-    and a model's memory, and helps where few weights change in a step."""
+    """Also make compacted deltas over longer strides, for readers that lag far behind the trainer.
+    This takes a core and a model's memory, and helps if few weights change in a step.
+    """
     checkpoint_every: Count = 20
     dropout: bool = False
     """Train with the model's dropout. Without it the trainer computes the policy that samples; the
@@ -351,16 +358,20 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """The precision of forward and backward passes. Both compute with the published weights; the
     masters, their gradients and the optimizer are float32 in either case."""
     ranks: Ranks = 1
-    """Processes that weights are sharded over. ``deltawire run`` starts as many on this machine;
-    under ``torchrun`` the number that it starts counts."""
+    """The number of processes that weights are sharded over. ``deltawire run`` starts that many on
+    this machine; under ``torchrun`` the number that torchrun starts counts.
+    """
     replicate: Ranks = 1
-    """Copies of the sharded weights (hybrid sharding): each lies on ranks / replicate ranks."""
+    """Copies of the sharded weights (hybrid sharding); each is spread over ranks / replicate
+    ranks.
+    """
     tensor_parallel: Ranks = 1
     """Ranks that compute one micro-batch together: each layer's heads and columns, the vocabulary,
     and whole experts are divided over them."""
     expert_parallel: Ranks = 1
-    """Ranks that the experts of a layer are divided over. It adds no ranks: these compute different
-    micro-batches, and exchange tokens."""
+    """The number of ranks that the experts of a layer are divided over. These are ranks that
+    compute different micro-batches, and exchange tokens.
+    """
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
@@ -406,7 +417,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         """Finds a contradiction between staleness and loss: the reason and what to do, or None."""
         if self.minibatches > self.groups_per_step:
             return (
-                f"{self.minibatches} minibatches of {self.groups_per_step} groups would be empty",
+                f"{self.groups_per_step} groups cannot fill {self.minibatches} minibatches",
                 "lower minibatches, or raise groups_per_step",
             )
         policy = self.staleness.policy
@@ -434,7 +445,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             except re.error as error:
                 return (
                     f"optimizer.groups[{number}]: names is not a regular expression: {error}",
-                    "escape the characters that are meant as they are",
+                    "escape characters that should match literally",
                 )
         return self.schedule.contradiction() or self.loss.contradiction(self.largest_age)
 
@@ -458,12 +469,12 @@ class ParityLimits(Section, frozen=True, kw_only=True):
     largest_gap: Limit = NO_LIMIT
     extreme_share: Fraction = 1.0
     flipped_share: Fraction = 1.0
-    """Of expert choices, in the worst layer."""
+    """The share of expert choices that differ, in the worst layer."""
     drift_k3: Limit = NO_LIMIT
     drift_largest_gap: Limit = NO_LIMIT
     drift_extreme_share: Fraction = 1.0
     drift_effective_share: Fraction = 0.0
-    """A lower bound, unlike the others: the effective sample size as a share."""
+    """The effective sample size as a share; a lower bound, unlike the others."""
 
 
 class WarnLimits(ParityLimits, frozen=True, kw_only=True):
@@ -496,9 +507,10 @@ class ParityConfig(Section, frozen=True, kw_only=True):
     min_tokens: Count = 32
     """A batch's means are compared from this many tokens on; its largest gaps always are."""
     recheck_share: Annotated[float, Meta(ge=0, le=1)] = 0.02
-    """If the trainer is so slow that no batch holds tokens of the trained version, it keeps a copy
-    of one version now and then, and compares it with tokens that this version drew, in a thread
-    for at most this share of its time; 0 does not. It costs one copy of the trained weights."""
+    """If the trainer is so slow that no batch holds tokens of the trained version, it periodically
+    keeps a copy of one version and compares it with tokens that this version drew, in a thread that
+    runs for at most this share of the time; 0 never does. It costs one copy of the trained weights.
+    """
     routes: Literal["off", "record", "replay"] = "off"
     """For models with experts: ``record`` sends each token's expert choices to the trainer, which
     compares them with its own; ``replay`` also trains with them."""
@@ -512,11 +524,13 @@ class FaultsConfig(Section, frozen=True, kw_only=True):
     (`deltawire.runtime.supervisor` derives the bounds)."""
 
     silence_s: Positive = 30.0
-    """Without a heartbeat for so long, the process counts as silent."""
+    """Seconds without a heartbeat after which a process counts as silent."""
     stall_s: Positive = 120.0
-    """Without progress for so long, a living process counts as stalled."""
+    """Seconds without progress after which a living process counts as stalled."""
     long_s: Positive = 1800.0
-    """The longest time of any activity, and the limit of the first long one, such as loading."""
+    """The longest time of any activity in seconds, and the limit of the first long one, such as
+    loading.
+    """
 
 
 class RetainConfig(Section, frozen=True, kw_only=True):
@@ -528,7 +542,7 @@ class RetainConfig(Section, frozen=True, kw_only=True):
     """Keep this many versions readable, and always those from the oldest checkpoint on. Older ones
     are deleted a day after that, so that readers can finish."""
     events_days: Annotated[float, Meta(ge=0, le=1e5)] = 0.0
-    """Keep archives of events, which hold those older than ten minutes, for this many days."""
+    """Keep archives of events for this many days; they hold events older than ten minutes."""
     checkpoints: Annotated[int, Meta(ge=0, le=10**9)] = 2
     """Keep this many states of the trainer."""
 
@@ -538,9 +552,11 @@ class ProbesConfig(Section, frozen=True, kw_only=True):
     probe diverge (`deltawire.reward_monitor`)."""
 
     action: Literal["warn", "downweight", "stop"] = "warn"
-    """Report it; also train on fewer groups of the family; or also stop."""
+    """Report the divergence; with ``downweight`` also train on fewer groups of the family; with
+    ``stop`` also stop.
+    """
     false_alarm: Annotated[float, Meta(gt=0, le=0.5)] = 0.01
-    """Largest chance that a run without divergence is flagged, at any length of the run."""
+    """The largest probability that a run without divergence is flagged, over its whole length."""
     tolerance: Annotated[float, Meta(gt=0, le=0.5)] = 0.05
     """Largest mean excess of the reward over a probe, as a share of ``reward_scale``."""
     reward_scale: Positive = 1.0
@@ -550,7 +566,9 @@ class ProbesConfig(Section, frozen=True, kw_only=True):
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
-    """The whole configuration. ``threads`` is for each process's tensor library."""
+    """The whole configuration. ``threads`` is the number of threads of each process's tensor
+    library.
+    """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
     seed: Annotated[int, Meta(ge=0, le=2**31)] = 0

@@ -1,4 +1,4 @@
-"""Sections of tasks, their data, the chat template, and evaluation."""
+"""Defines the sections of tasks, their data, the chat template, and evaluation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PLACEHOLDER = re.compile(r"\{([^{}\s]{1,128})\}")
 
 
 class ChatConfig(Section, frozen=True, kw_only=True):
-    """How messages become tokens, in every task of the run."""
+    """Defines how messages become tokens, in every task of the run."""
 
     system: Annotated[str, Meta(max_length=100_000)] = ""
     """A system prompt before the messages of every episode that begins without one."""
     template: Annotated[str, Meta(max_length=1_000_000)] = ""
-    """A Jinja chat template, instead of the model's own; its text, not the name of a file."""
+    """The text of a Jinja chat template that replaces the model's; not a file name."""
     template_kwargs: dict[str, Any] = {}
     """Further variables of the template, such as ``enable_thinking``."""
 
@@ -38,22 +38,24 @@ class MessageTemplate(Section, frozen=True, kw_only=True):
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
-    """The rows of the environment ``dataset``: where they are, and which columns have which part
-    (`deltawire.data.rows`)."""
+    """The rows of the environment ``dataset``: their location, and the meaning of their columns
+    (`deltawire.data.rows`).
+    """
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     """A .jsonl or .parquet file, a folder of them, or a folder that ``save_to_disk`` of Hugging
-    Face datasets wrote. Every process reads it: it must be the same on all machines."""
+    Face datasets wrote. Every process reads it, so it must be the same on all machines.
+    """
     split: Annotated[str, Meta(max_length=128)] = ""
     heldout_split: Annotated[str, Meta(max_length=128)] = ""
-    """The split that is evaluated on; empty holds rows of ``split`` out."""
+    """The split for evaluation; if empty, rows of ``split`` are held out."""
     messages: Column = ""
     """The column with a list of messages, each with ``role`` and ``content``, instead of
     ``task.prompt`` or ``task.messages``."""
     answer: Column = ""
     """The column with the correct answer: for the exact reward, and for a warm start."""
     identity: Column = ""
-    """The column that names a row; otherwise its number does."""
+    """The column that identifies a row; without it, the row's number does."""
     family: Column = ""
     """The column with the kind of a task."""
     shuffle: bool = True
@@ -81,8 +83,9 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     data: DataConfig | None = None
     """The rows of the environment ``dataset``."""
     reward: Place = ""
-    """A function of one's own, ``module:function`` of a module that this machine trusts, instead of
-    the environment's score."""
+    """A custom reward, ``module:function`` of a module that this machine trusts, instead of the
+    environment's score.
+    """
     reward_limit_s: Positive = 10.0
     """Seconds that one call of ``reward`` may take."""
     mixture: list[MixtureEntry] = []
@@ -130,7 +133,7 @@ class TaskConfig(Section, frozen=True, kw_only=True):
         return None
 
     def each(self) -> Iterator[TaskConfig]:
-        """Returns the tasks that it consists of: the mixture's, or itself."""
+        """Returns its tasks: those of the mixture, or itself."""
         yield from (entry.task for entry in self.mixture) if self.mixture else [self]
 
 
@@ -143,7 +146,7 @@ class MixtureEntry(Section, frozen=True, kw_only=True):
 
 
 class EvaluationSet(Section, frozen=True, kw_only=True):
-    """A named set of problems that is evaluated on: the held-out ones of ``task``."""
+    """A named set of problems for evaluation: the held-out ones of ``task``."""
 
     name: SetName
     task: TaskConfig
@@ -161,7 +164,7 @@ class EvaluateConfig(Section, frozen=True, kw_only=True):
     """0 starts no evaluator."""
     samples: Count = 4
     slots: Count = 256
-    """Sequences that are decoded at a time, at most; memory may allow fewer."""
+    """The most sequences that are decoded at a time; memory may allow fewer."""
     device: OwnDevice = ""
     """The evaluator's device, if not the run's."""
     sets: list[EvaluationSet] = []
@@ -190,7 +193,9 @@ class DocumentStreamConfig(Section, frozen=True, kw_only=True):
     """One stream of documents for mid-training: rows with a text each."""
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
-    """As ``task.data.path``: JSONL, Parquet, a folder of them, or a saved dataset."""
+    """The documents, as in ``task.data.path``: JSONL, Parquet, a folder of them, or a saved
+    dataset.
+    """
     split: Annotated[str, Meta(max_length=128)] = ""
     column: Annotated[str, Meta(min_length=1, max_length=128)] = "text"
     weight: Positive = 1.0

@@ -1,1 +1,1 @@
-"""Engines that sample from a run's weights, and take up new versions while they do."""
+"""Samples from a run's weights, and switches to new versions while sampling."""

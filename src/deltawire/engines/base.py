@@ -1,4 +1,6 @@
-"""The interface of an engine: opened on a run, sampled from, and moved from version to version."""
+"""Defines the interface of an engine: opened on a run, sampled from, and moved from version to
+version.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ OnToken = Callable[[int], bool | None]
 
 class Truncation(NamedTuple):
     """Restricts sampling to likely tokens: the fewest that make up the share ``top_p``, the
-    ``top_k`` likeliest (0: all), and those of at least ``min_p`` times the likeliest one's
-    probability. The defaults restrict nothing."""
+    ``top_k`` likeliest (0: all), and those with at least ``min_p`` times the likeliest one's
+    probability. The defaults keep every token.
+    """
 
     top_p: float = 1.0
     top_k: int = 0
@@ -36,7 +39,8 @@ EVERYTHING = Truncation()
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters. ``temperature`` 0 is greedy. Log-probabilities are those of the full
-    tempered distribution, whatever the ``truncation`` (of the untempered one when greedy)."""
+    tempered distribution, regardless of ``truncation`` (of the untempered one when greedy).
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -54,9 +58,10 @@ class Completion:
     finish: FinishReason = "length"
     experts: int = 0
     routes: list[NDArray[np.int32]] = field(default_factory=list)
-    """Where an engine records them, the expert choices of every token that was read, the prompt's
-    first, each below ``experts``: consecutive parts of int32[positions, layers, experts chosen].
-    The last token was not read."""
+    """The expert choices of every token that was read, the prompt's first, if the engine records
+    them: consecutive parts of int32[positions, layers, experts chosen], each below ``experts``. The
+    last token was not read.
+    """
 
 
 class Sampler(Protocol):
@@ -94,8 +99,7 @@ class Sampler(Protocol):
         on_token: OnToken | None = None,
     ) -> Completion:
         """Continues ``prompt``. ``on_token`` is called with each token as it is drawn; if it
-        returns True, no more are wanted, and an engine that can ends the sequence there with
-        ``stop``.
+        returns True, the sequence ends there with ``stop``, in an engine that can end it.
 
         Cancelling the task that awaits this cancels the request and frees its place. Raises
         `InputError` if the prompt is empty, or exceeds the capacity with ``max_tokens``.
@@ -107,7 +111,7 @@ class Sampler(Protocol):
         ...
 
     def cancel_all(self) -> None:
-        """Drops every request without an answer, once nothing awaits them any more."""
+        """Drops every request without an answer. Call it when no task awaits one."""
         ...
 
 
@@ -126,8 +130,9 @@ class Weights(Protocol):
         ...
 
     def stage(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
-        """Prepares the next `swap` while serving continues, in any one thread. Raises
-        `ResyncError` if that swap would."""
+        """Prepares the next `swap` while serving continues, in any single thread. Raises
+        `ResyncError` if that swap would.
+        """
         ...
 
     def swap(self, patches: Mapping[str, Patch], version: int, digest: Digest) -> None:
@@ -176,8 +181,9 @@ async def nothing_to_close() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEngine:
-    """An engine that serves a version: what draws tokens, its weights, and where new versions
-    come from. An ``external`` engine runs in another process and keeps decoding during a swap."""
+    """An engine that serves a version: its sampler, its weights, and the source of new versions. An
+    ``external`` engine runs in another process and keeps decoding during a swap.
+    """
 
     sampler: Sampler
     weights: Weights

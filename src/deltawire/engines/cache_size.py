@@ -1,4 +1,4 @@
-"""The memory that keys and values take, and how much of it this machine can give."""
+"""Computes the memory that keys and values take, and how much of it this machine has free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     import torch
 
 SHARE = 0.5
-"""The share of available memory that caches may take: activations and other workers need some."""
+"""The share of available memory that caches may take; activations and other workers need the
+rest.
+"""
 
 
 def token_bytes(config: Any, *, itemsize: int) -> int:
@@ -38,24 +40,24 @@ def available_bytes(device: torch.device) -> int:
 def available_host_bytes() -> int:
     """Returns the host memory that can still be allocated, within a container's limit.
 
-    Where neither Linux nor a limit says it, a number that is larger than any memory.
+    If neither Linux nor a limit states it, returns a number larger than any memory.
     """
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 return min(int(line.split()[1]) << 10, _control_group_bytes())
     except OSError:
-        pass  # Not Linux: no limit is known before an allocation fails.
+        pass  # Not Linux: the limit is unknown until an allocation fails.
     return 1 << 62
 
 
 def _control_group_bytes() -> int:
-    """Returns what the process's control group, a container's limit, still allows."""
+    """Returns the memory that the process's control group (a container's limit) still allows."""
     root = Path("/sys/fs/cgroup")
     try:
         limit = int((root / "memory.max").read_text(encoding="ascii"))
         used = int((root / "memory.current").read_text(encoding="ascii"))
         stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # There is none, or its limit is the word "max".
+    except (OSError, ValueError):  # There is no control group, or its limit is the word "max".
         return 1 << 62
     return max(0, limit - used + int(stat.get("inactive_file", 0)))

@@ -1,6 +1,6 @@
-"""The registry of engines: a folder here, and one line in `ENGINES`.
+"""Registers engines: each is a folder here and one line in `ENGINES`.
 
-Each entry names a module with two functions, which import whatever is heavy when they are called::
+Each entry names a module with two functions, which import heavy packages only when called::
 
     def check_machine() -> None: ...                           # raises InputError: cannot run here
     def open_engine(request: EngineRequest) -> OpenEngine: ...

@@ -1,11 +1,10 @@
 """Records and replaces the expert choices of a mixture-of-experts model.
 
 A router scores every expert for every token, picks the best by one ``topk`` over the scores, and
-returns (logits, weights, indices). Families differ in how they score and in how the scores of the
-chosen experts become weights: softmax before or after the choice, sigmoid, groups, correction
-biases, scaling. None of that is reimplemented here. A choice is replaced where the router makes it:
-its ``topk`` returns other indices and their scores, and the rest of its forward continues, with
-gradients.
+returns (logits, weights, indices). Families differ in how they score experts and turn scores into
+weights: softmax before or after the choice, sigmoid, groups, correction biases, scaling. None of
+that is reimplemented here. A choice is replaced where the router makes it: its ``topk`` returns
+other indices and their scores, and the rest of its forward continues, with gradients.
 
 Shapes: R rows (tokens of all sequences, flat), E experts a layer, K chosen a token.
 """
@@ -191,6 +190,6 @@ def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]
         yield
     finally:
         if before is None:
-            del module.forward  # Uncovers the method of the class.
+            del module.forward  # This makes the method of the class visible again.
         else:
             module.forward = before

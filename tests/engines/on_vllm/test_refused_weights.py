@@ -30,6 +30,8 @@ def test_experts_whose_halves_vllm_exchanges_are_refused(trainer, monkeypatch):
         layer.w13_weight.data.copy_(swap_w13_to_w31(layer.w13_weight.data))
 
     monkeypatch.setattr(method.UnquantizedFusedMoEMethod, "process_weights_after_loading", exchange)
-    with pytest.raises(Exception, match=r"w13_weight holds other bits, or in another order"):
+    with pytest.raises(
+        Exception, match=r"w13_weight holds different bits, or in a different order"
+    ):
         Engine(trainer.model, run=trainer.publisher.bucket.url)
     assert torch.distributed.is_initialized()  # It got as far as to load the model.

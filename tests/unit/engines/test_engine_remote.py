@@ -192,15 +192,15 @@ def test_expert_choices_that_the_server_tells_go_into_the_completion() -> None:
 @pytest.mark.parametrize(
     ("told", "error", "message"),
     [
-        ("", InputError, "vLLM does not tell its expert choices"),
-        (None, InputError, "vLLM does not tell its expert choices"),
+        ("", InputError, "vLLM does not return its expert choices"),
+        (None, InputError, "vLLM does not return its expert choices"),
         ("%%%", CorruptError, "cannot be read"),
         (base64.b64encode(b"no numpy").decode(), CorruptError, "cannot be read"),
         (npy(np.array([{}], object)), CorruptError, "cannot be read"),
         (npy(ROUTES[:4]), CorruptError, r"the shape \(4, 2, 2\), not \[5, layers, 2\]"),
         (npy(ROUTES[:, :, :1]), CorruptError, "the shape"),
         (npy(ROUTES.astype(np.float32)), CorruptError, "the shape"),
-        (npy(ROUTES + 1), CorruptError, "an expert that is none of 4"),
+        (npy(ROUTES + 1), CorruptError, "an expert outside the model's 4"),
         (npy(ROUTES * 0), CorruptError, "an expert twice"),
     ],
 )

@@ -219,7 +219,7 @@ def test_the_version_tells_which_tokens_are_numeric(tiny):
 
 
 def test_more_minibatches_than_groups_are_refused():
-    with pytest.raises(InputError, match="9 minibatches of 4 groups would be empty"):
+    with pytest.raises(InputError, match="4 groups cannot fill 9 minibatches"):
         parse_config({"name": "x", "train": {"minibatches": 9, "groups_per_step": 4}}, source="s")
 
 

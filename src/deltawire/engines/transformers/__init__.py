@@ -1,4 +1,4 @@
-"""The embedded engine: batched sampling on a ``transformers`` causal LM in this process."""
+"""Samples in batches from a ``transformers`` causal LM in this process: the embedded engine."""
 
 from deltawire.engines.transformers.engine import IDLE_S, SamplingRequest, TransformersEngine
 

@@ -1,4 +1,4 @@
-"""Keys and values of sequences of different lengths, in tensors that grow with what runs.
+"""Caches keys and values of sequences of different lengths, in tensors that grow as needed.
 
 Shapes: N running sequences, R allocated rows, H key/value heads, T allocated positions, D head
 size, W positions read at once.

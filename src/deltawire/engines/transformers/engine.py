@@ -1,4 +1,4 @@
-"""Batched sampling on any transformers causal LM, whose weights may change between steps.
+"""Samples in batches from any transformers causal LM, whose weights may change between steps.
 
 Shapes: N running sequences, R allocated rows, P parked sequences, V vocabulary.
 
@@ -6,10 +6,10 @@ Running sequences always occupy rows ``0 … N-1`` of one cache, so a decode ste
 copies nothing; the last row moves into a finished one. Prompts shared by several requests (the
 completions of one group) are prefilled once.
 
-A finished sequence is parked in a row that nothing runs in, from the last one downwards. A prompt
-that continues it, a conversation's next turn, takes its keys and values over and reads only the
-new tokens, if a single version computed them and is still being served. A request that needs a row
-takes the one that was parked first::
+A finished sequence is parked in a free row, from the last one downwards. A prompt that continues
+it, such as a conversation's next turn, reuses its keys and values and reads only the new tokens, if
+a single version computed them and is still being served. A request that needs a row takes the one
+that was parked first::
 
     rows   0 … N-1        running, in the order of admission
            N … R-P-1      free
@@ -42,11 +42,13 @@ from deltawire.engines.transformers.truncation import kept_tokens
 from deltawire.errors import InputError
 
 IDLE_S = 0.001
-"""How long `TransformersEngine.advance` pauses when there is nothing to do."""
+"""Seconds that `TransformersEngine.advance` pauses when there is nothing to do."""
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _ATTENTION_CODE = {"eager", "sdpa"}
-"""Attention implementations whose masks are built here: eager ones add theirs to the scores."""
+"""Attention implementations whose masks are built here; the eager ones add the mask to the
+scores.
+"""
 
 WIDTH_STEP = 64
 """Positions are allocated in multiples of this."""
@@ -172,7 +174,7 @@ class TransformersEngine:
                 hint="raise rollout.context or lower rollout.max_tokens",
             )
         if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-            # It would fail the forward pass of all prompts that are read together with it.
+            # It would make the forward pass fail for all prompts that are read with it.
             raise InputError(f"a token of the prompt is not one of the model's {self._vocabulary}")
         request = SamplingRequest(tuple(prompt), sampling, on_done, on_token)
         self._require_memory(request)
@@ -214,7 +216,7 @@ class TransformersEngine:
         width = max((request.reserved for request in self._running), default=0)
         while self._waiting and (count := len(self._running) + len(admitted)) < self.slots:
             wider = max(width, self._waiting[0].reserved)
-            # If nothing runs, the first must be tried: it fitted when it was submitted.
+            # If nothing runs, try the first: it fitted when it was submitted.
             if count and self._size(count + 1, self._rounded(wider)) > limit:
                 break
             width = wider
@@ -271,7 +273,7 @@ class TransformersEngine:
             raise
 
     async def advance(self) -> int:
-        """Does one `step` and yields to other tasks; with nothing to do, pauses shortly."""
+        """Does one `step` and yields to other tasks; with nothing to do, pauses briefly."""
         drawn = self.step()
         await asyncio.sleep(0 if drawn or self.active else IDLE_S)
         return drawn
@@ -320,7 +322,7 @@ class TransformersEngine:
         )
 
     def _take(self, parked: _Parked, request: SamplingRequest) -> None:
-        """Runs a request in the next row, over the parked keys and values."""
+        """Runs a request in the next row, on the parked keys and values."""
         place, row = self._parked.index(parked), len(self._running)
         own, last = self._cache.height - 1 - place, self._parked[-1]
         full = row + len(self._parked) == self._cache.height
@@ -505,7 +507,9 @@ class TransformersEngine:
     def _truncated(
         self, logprobs_NV: torch.Tensor, requests: Sequence[SamplingRequest]
     ) -> torch.Tensor:
-        """Returns the log-probabilities with minus infinity for what a request may not draw."""
+        """Returns the log-probabilities, with minus infinity for tokens that a request may not
+        draw.
+        """
         truncations = [request.sampling.truncation for request in requests]
         if all(truncation == EVERYTHING for truncation in truncations):
             return logprobs_NV
@@ -523,12 +527,12 @@ class TransformersEngine:
             request.on_done(request.completion)
 
     def _park(self, row: int) -> None:
-        """Ends a running sequence; keeps its keys and values if one version computed them all."""
+        """Ends a running sequence; keeps its keys and values if a single version computed them."""
         request, running = self._running[row], len(self._running)
         if not self._reuse or request.version != self.version:
             self._vacate(row)
             return
-        # The last token was drawn and not read yet.
+        # The last token was drawn but not read.
         tokens = (*request.prompt, *request.completion.tokens[:-1])
         target, last = self._cache.height - 1 - len(self._parked), running - 1
         if target == last and row != last:

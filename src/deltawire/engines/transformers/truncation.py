@@ -1,11 +1,11 @@
-"""Truncated sampling: restricts each row's distribution to its likeliest tokens.
+"""Restricts each row's distribution to its likeliest tokens (truncated sampling).
 
 Only the draw is restricted. The log-probability that is stored with a token is that of the full
 softmax at the temperature, which is what a trainer computes, so that the ratio of trainer to
 sampler is 1 while both hold the same weights. Under the truncated distribution every kept token is
-1/Z times as likely, where Z is the probability of all that was kept: such ratios would all lie
-below 1, by the same factor for good and for bad tokens of a position, and PPO's lower bound would
-cut off whatever is sampled where Z is small.
+1/Z times as likely, where Z is the total probability of the kept tokens. Ratios to it would all be
+below 1, by the same factor for good and bad tokens of a position, and PPO's lower bound would clip
+every token at positions where Z is small.
 
 Shapes: N rows, V vocabulary.
 """

@@ -1,6 +1,6 @@
-"""vLLM as an engine: weights that follow a run while they are served.
+"""Runs vLLM as an engine whose weights follow a run while it serves.
 
 Two sides share this folder. In vLLM's processes, loaded as a plugin: `swap_controller` (the core),
-`rank_weights` (each worker) and what they need. In a rollout worker, which starts a vLLM server
+`rank_weights` (each worker) and their dependencies. In a rollout worker, which starts a vLLM server
 and imports no vLLM module: `opening`, `server`, `guard` and `remote`.
 """

@@ -2,8 +2,8 @@
 
 vLLM finds cached keys and values by a hash of the preceding tokens, salted with a value that the
 request brings. Here the salt also names the weights, so a new request never reuses what older
-weights computed. Sequences that keep running over a swap keep the salt they started with, so what
-they add to the cache is not found by requests that start later.
+weights computed. Sequences that keep running over a swap keep the salt they started with, so later
+requests do not find what they add to the cache.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ TERMINATE_WITHIN_S = 10.0
 def main() -> None:
     """Runs the guard, which must be the leader of a new session."""
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)  # noqa: S603  (the starting process chose it)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Only now: the command must not inherit it.
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # Import it only now: the command must not inherit it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(child,), daemon=True).start()
     child.wait()

@@ -1,6 +1,6 @@
 """Detects weights that vLLM reorders or repacks after loading.
 
-Some kernels need weights in their own order: halves exchanged, rows shuffled, values quantised.
+Some kernels need weights in their own order: halves exchanged, rows shuffled, values quantized.
 vLLM converts them after loading, often in place. Writing where the loader writes would then put
 correct bits in wrong places, and no digest of those bits would show it. So each parameter is summed
 before and after that step, and `refusals` refuses a model whose weights changed.
@@ -26,7 +26,8 @@ _ODD = 0x1E3779B97F4A7C15
 
 class ParameterSum(NamedTuple):
     """A parameter's layout, and the sum of its elements' bits, each times an odd weight that
-    depends on the position: other values, or another order, give another sum."""
+    depends on the position: different values, or a different order, change the sum.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -86,7 +87,7 @@ def differences(
         elif (old.shape, old.dtype) != (new.shape, new.dtype):
             found[name] = f"became {list(new.shape)} of {str(new.dtype).removeprefix('torch.')}"
         else:
-            found[name] = "holds other bits, or in another order"
+            found[name] = "holds different bits, or in a different order"
     return found
 
 

@@ -51,8 +51,8 @@ class RankWeights:
     """The weights of one rank, which follow a run. All ranks must construct it together.
 
     ``context`` is entered around every call of the model's own loader. Raises `InputError` if the
-    run is of another model than the engine's, or the weights do not lie where the loader puts
-    them, and whatever loading the mirror raises.
+    run's model is not the engine's, or the weights are not where the loader puts them, and the
+    errors of loading the mirror.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RankWeights:
         error: BaseException | None = None
         try:
             result.append(work())
-        except BaseException as caught:  # Raised after the other ranks know.
+        except BaseException as caught:  # Raise it after the other ranks know.
             error = caught
         answers = self.peers.gather([int(error is None)])
         if error is not None:
@@ -189,7 +189,9 @@ class RankWeights:
             self._prepared = self.placed.prepare(update.patches, self.mirror, update.version)
         except DeltawireError as error:
             self._failure = str(error)
-        except BaseException as error:  # A Rust panic is one; the callers poll `status` for it.
+        except (
+            BaseException
+        ) as error:  # Includes a Rust panic; the callers poll `status` for the error.
             self._failure = f"cannot prepare: {type(error).__name__}: {error}"
         finally:
             self._prepare_ms = (time.perf_counter() - began) * 1e3
@@ -279,7 +281,7 @@ class RankWeights:
         try:
             self.placed.verify(self.mirror)
             if self.placed.attest() != self.placed.share:
-                raise CorruptError("the live weights have another digest than the version's")
+                raise CorruptError("the live weights' digest differs from the version's")
         except CorruptError as error:
             failure = f"rank {self.peers.number}: {error}"
         return {**self.status(), "sound": not failure, "failure": failure}
@@ -307,7 +309,7 @@ class RankWeights:
 
 
 def _refuse(model: torch.nn.Module, placement: Placement) -> None:
-    """Raises `InputError` if the engine could serve other weights than the run's."""
+    """Raises `InputError` if the engine could serve weights that are not the run's."""
     refuse_changed(changes_after_loading(model))
     refuse_stale_products(placement)
     refuse_unreached(placement, model)

@@ -32,8 +32,9 @@ def refuse_configuration(vllm_config: Any) -> None:
 
 
 def refuse_changed(changes: Mapping[str, str] | None) -> None:
-    """Raises `InputError` if weights did not stay where and as the loader put them, according to
-    `postprocess_check.changes_after_loading`."""
+    """Raises `InputError` if weights changed or moved after the loader wrote them, according to
+    `postprocess_check.changes_after_loading`.
+    """
     if changes is None:
         raise InputError(
             "vLLM's post-processing of the loaded weights was not observed",
@@ -75,5 +76,5 @@ def refuse_stale_products(placement: Placement) -> None:
         raise InputError(
             f"vLLM derived {stale[0]} and {len(stale) - 1} more from other weights, as copies that "
             "deltawire does not update",
-            hint="serve latent attention's kv_b_proj unquantised, without replicated queries",
+            hint="serve latent attention's kv_b_proj unquantized, without replicated queries",
         )

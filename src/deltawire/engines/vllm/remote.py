@@ -35,15 +35,16 @@ from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncErr
 
 MAX_ANSWER_BYTES = 4 << 20
 BYTES_A_TOKEN = 1024
-"""The most that an answer may take for a token: its id and log-probability, twice, with names."""
+"""The most bytes of an answer per token: its id and log-probability, twice, with names."""
 ADVANCE_S = 0.02
 POLL_EVERY_S = 0.01
 ANSWER_WITHIN_S = 60.0
 CHECK_EVERY_S = 10.0
-"""Seconds between status requests to a busy engine: requests may take arbitrarily long, so nothing
-else shows that an engine hangs."""
+"""Seconds between status requests to a busy engine: requests may take arbitrarily long, so only
+this shows that an engine hangs.
+"""
 SWAP_WITHIN_S = 90.0
-"""Less than ``faults.stall_s``: a process that reports why it stops is better than a killed one."""
+"""Less than ``faults.stall_s``, so that the process reports why it stops before it is killed."""
 LEAST_LOGPROB = -9999.0
 """vLLM's placeholder for a log-probability of minus infinity."""
 
@@ -167,7 +168,8 @@ class EngineClient:
 class RemoteWeights:
     """The engine's weights, as `deltawire.engines.base.Weights`.
 
-    ``version`` is -1 until the first `swap`, whatever the engine loaded when it started.
+    ``version`` is -1 until the first `swap`, regardless of the version that the engine loaded at
+    its start.
     """
 
     def __init__(self, calls: EngineClient) -> None:
@@ -242,7 +244,7 @@ class RemoteSampler:
 
     All tokens of a request arrive when it ends; ``on_token`` is called then, too late to end it.
     With ``experts``, how many there are and how many a token chooses, completions carry the expert
-    choices that the server tells. Use and close it within one event loop.
+    choices that the server reports. Use and close it within one event loop.
     """
 
     def __init__(
@@ -308,7 +310,7 @@ class RemoteSampler:
         if self._requests:
             first = asyncio.FIRST_COMPLETED
             await asyncio.wait(self._requests, timeout=ADVANCE_S, return_when=first)
-        # Tasks that awaited a request take their tokens meanwhile.
+        # Meanwhile, tasks that awaited a request receive their tokens.
         await asyncio.sleep(0 if self._requests else ADVANCE_S)
         drawn, self._drawn = self._drawn, 0
         return drawn
@@ -393,7 +395,7 @@ class RemoteSampler:
 
 
 def _completion(choice: _Generation, sampling: Sampling) -> Completion:
-    """Returns what was drawn; raises `CorruptError` if the answer contradicts itself."""
+    """Returns the drawn tokens; raises `CorruptError` if the answer contradicts itself."""
     tokens = choice.token_ids
     if choice.finish_reason not in ("stop", "length"):
         raise ResyncError(f"vLLM ended a request: {choice.finish_reason[:40]!r}")

@@ -1,9 +1,9 @@
-"""Reads the expert choices that vLLM tells with an answer.
+"""Reads the expert choices that vLLM returns with an answer.
 
 Started with ``--enable-return-routed-experts``, vLLM adds ``routed_experts`` to each choice of
 ``/inference/v1/generate``: base64 of a ``.npy`` file of unsigned integers, with the shape [tokens
 of the prompt and the answer − 1, layers, experts chosen], since the last token was not read. It is
-null where vLLM does not know them.
+null if vLLM does not know them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def experts_of(config: Any) -> tuple[int, int]:
 def read_routes(told: str | None, *, positions: int, experts: tuple[int, int]) -> NDArray[np.int32]:
     """Returns the choices, int32[positions, layers, chosen].
 
-    Raises `InputError` if vLLM told none, `CorruptError` for anything but choices of that many
+    Raises `InputError` if vLLM returned none, `CorruptError` unless they are choices for that many
     positions among ``experts``, all different for a token and layer.
     """
     if told is None:
         raise InputError(
-            "vLLM does not tell its expert choices",
-            hint=f'use a vLLM that has {FLAG}, or set parity.routes = "off"',
+            "vLLM does not return its expert choices",
+            hint=f'use a vLLM with {FLAG}, or set parity.routes = "off"',
         )
     count, chosen = experts
     try:
@@ -71,12 +71,12 @@ def read_routes(told: str | None, *, positions: int, experts: tuple[int, int]) -
         )
     routes = found.astype(np.int32)
     if routes.min() < 0 or routes.max() >= count:
-        raise CorruptError(f"vLLM chose an expert that is none of {count}")
+        raise CorruptError(f"vLLM chose an expert outside the model's {count}")
     if (np.diff(np.sort(routes, axis=2), axis=2) == 0).any():
         raise CorruptError("vLLM chose an expert twice for one token")
     return routes
 
 
 def route_bytes(positions: int, chosen: int) -> int:
-    """Returns the most bytes that the choices of so many positions take in an answer."""
+    """Returns the most bytes that the choices of that many positions take in an answer."""
     return 1024 + 3 * positions * chosen * MAX_LAYERS

@@ -1,7 +1,7 @@
 """Starts a vLLM server for this process, waits for it, and ends it with this process.
 
 The server listens on a socket in a folder that only this user can enter. There is no port to guess
-or to race for, and no other user can make the calls that vLLM does not protect by its key, such as
+or to race for, and other users cannot make the calls that vLLM does not protect by its key, such as
 ``/collective_rpc``.
 """
 
@@ -39,15 +39,15 @@ def vllm_python() -> str:
     """Returns the Python that runs vLLM: the one that the environment variable `PYTHON` names, this
     one if it has vLLM, or that of a ``.venv-vllm`` in the same folder as this environment.
 
-    A run's configuration cannot name it, because that comes out of a bucket. Raises `InputError`
-    if there is none.
+    A run's configuration cannot name it, because the configuration comes from a bucket. Raises
+    `InputError` if there is none.
     """
     if named := os.environ.get(PYTHON, ""):
         if not os.access(named, os.X_OK):
             raise InputError(f"{PYTHON} is {named}, which cannot be run", hint=HINT)
         return named
     spec = importlib.util.find_spec("vllm")
-    if spec is not None and spec.origin is not None:  # Not just any folder of that name.
+    if spec is not None and spec.origin is not None:  # The folder's name is not enough.
         return sys.executable
     neighbour = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
     if not os.access(neighbour, os.X_OK):
@@ -58,8 +58,8 @@ def vllm_python() -> str:
 class VllmServer:
     """A ``vllm serve`` process for the model files in ``folder``, with weights from the run.
 
-    Call `wait_until_up` before anything else. The server ends with this process, however that ends;
-    it writes to the file ``log``. The environment variable `ARGUMENTS` adds to its command line.
+    Call `wait_until_up` first. The server ends when this process ends, for any reason; it writes to
+    the file ``log``. The environment variable `ARGUMENTS` adds to its command line.
     """
 
     def __init__(

@@ -18,9 +18,9 @@ SECTION = "deltawire"
 class FollowSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """The plugin's settings. ``run`` is a bucket's location; the rest has defaults.
 
-    ``in_flight`` decides about running sequences at a swap: **keep** them on the keys and values
-    they have, **recompute** those under the new weights, or **drain**: let them finish first,
-    while new ones wait.
+    ``in_flight`` decides what happens to running sequences at a swap: **keep** them on their keys
+    and values, **recompute** these under the new weights, or **drain**: let the sequences finish
+    first, while new ones wait.
     """
 
     run: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -31,11 +31,11 @@ class FollowSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     threads: Annotated[int, Meta(ge=1, le=64)] = 1
     """Threads that decode, on each rank, in addition to the model's own."""
     attest_every_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """Seconds between checks of all live bits, which repair any difference; 0 is never."""
+    """Seconds between checks of all live bits, which repair any difference; 0 never checks."""
 
 
 def parse(values: Any, *, where: str) -> FollowSettings:
-    """Converts a JSON object; raises `InputError` that names ``where`` and what is wrong."""
+    """Converts a JSON object; raises `InputError` that names ``where`` and the fault."""
     try:
         return msgspec.convert(values, FollowSettings)
     except msgspec.ValidationError as error:
@@ -46,8 +46,9 @@ def parse(values: Any, *, where: str) -> FollowSettings:
 
 
 def settings_of(vllm_config: Any) -> FollowSettings | None:
-    """Returns the settings in ``--additional-config '{"deltawire": {…}}'``; None if there are none,
-    and the run comes later, with a call."""
+    """Returns the settings in ``--additional-config '{"deltawire": {…}}'``; None if there are none;
+    a later call then names the run.
+    """
     additional = getattr(vllm_config, "additional_config", None)
     if not isinstance(additional, dict) or not additional.get(SECTION):
         return None

@@ -43,8 +43,9 @@ RETRY_AFTER_S = 1.0
 RETRY_AT_MOST_S = 30.0
 
 FIRST_CALL_WITHIN_S = 30.0
-"""How long an engine that cannot start waits for a first caller, to answer it with the reason.
-vLLM's clients call at once."""
+"""Seconds that an engine that cannot start waits for a first caller, to answer with the reason;
+vLLM's clients call at once.
+"""
 
 Phase = Literal["serving", "preparing", "ready"]
 
@@ -174,8 +175,9 @@ class SwapController:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Handles vLLM's own calls and those that arrive over HTTP; deltawire's concern the whole
-        engine and have one answer."""
+        """Handles vLLM's own calls and those that arrive over HTTP; deltawire's calls concern the
+        whole engine and have one answer.
+        """
         own: dict[Any, Callable[..., dict[str, Any]]] = {
             "deltawire_status": self.status, "deltawire_want": self.want,
             "deltawire_attest": self.attest,
@@ -296,7 +298,7 @@ class SwapController:
             if all(answer["prepared"] == self.wanted for answer in answers):
                 self.phase = "ready"
             elif not any(answer["preparing"] for answer in answers):
-                self.phase = "serving"  # Another version is wanted by now.
+                self.phase = "serving"  # The wanted version has changed meanwhile.
         if self.phase == "ready" and self._idle():
             self._swap()
 
@@ -359,7 +361,8 @@ class SwapController:
 
     def _repair(self) -> None:
         """Writes the mirrors' bits over the live ones at once. Raises if that fails, which ends the
-        engine: it has nothing valid to serve then."""
+        engine: it then has no valid weights to serve.
+        """
         for answer in self._call_ranks(rank_weights.repair):
             _raise_if_failed(answer)
         self._adopt()
@@ -387,7 +390,7 @@ class SwapController:
 class VersionWatcher(threading.Thread):
     """Polls for newer versions, and wakes the core's loop when it has work to do.
 
-    Whatever a poll raises is reported by `failure_now` until one succeeds; so is the thread's end.
+    `failure_now` reports the error of a poll until one succeeds, and the end of the thread.
     """
 
     def __init__(
@@ -403,7 +406,7 @@ class VersionWatcher(threading.Thread):
         self._closed = threading.Event()
 
     def failure_now(self) -> str:
-        """Returns why newer versions are not found at present; empty if they are."""
+        """Returns why newer versions cannot be found at present; empty if they can."""
         if self.ident is not None and not self.is_alive() and not self._closed.is_set():
             return f"the thread that polls for versions has died: {self.failure}"
         return self.failure
@@ -436,7 +439,7 @@ class VersionWatcher(threading.Thread):
             self.failure = ""
         except DeltawireError as error:
             self.failure = str(error)
-        except BaseException as error:  # A panic in the store's client is no `Exception`.
+        except BaseException as error:  # A panic in the store's client is not an `Exception`.
             self.failure = f"cannot poll for versions: {type(error).__name__}: {error}"
 
     def _poll(self) -> None:

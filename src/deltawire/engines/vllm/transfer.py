@@ -67,7 +67,7 @@ class DeltawireTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # ty
         rank_weights.keep_rank(self.model, opened)
 
     def start_weight_update(self) -> None:
-        """Drops an earlier request; nothing is written until `finish_weight_update`."""
+        """Drops an earlier request; no weights are written until `finish_weight_update`."""
         self._wanted = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

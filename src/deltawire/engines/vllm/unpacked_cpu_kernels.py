@@ -1,13 +1,13 @@
-"""Replaces vLLM's packing CPU kernels by kernels over unpacked parameters.
+"""Replaces vLLM's packing CPU kernels with kernels over unpacked parameters.
 
-vLLM packs linear and expert weights for its CPU kernels after loading and drops the parameters they
-came from, so nothing is left that could be changed in place. Where deltawire is in use, these
-kernels read the parameters as loaded. GPUs need none of this.
+After loading, vLLM packs linear and expert weights for its CPU kernels and drops the original
+parameters, so none are left to change in place. If deltawire is in use, these kernels read the
+parameters as loaded. GPUs do not need this.
 
-One more function is replaced because it is wrong. vLLM 0.32's rotary embedding for CPUs counts
-heads and finds tokens as if queries and keys were [T, H·D]; latent attention passes slices
-[T, H, D]. Of their T·H rows it rotates T, by other tokens' positions, so that answers depend on
-what else is in the batch. `docs/LOG.md` has the figures.
+One more function is replaced because it has a bug. vLLM 0.32's rotary embedding for CPUs counts
+heads and finds tokens as if queries and keys were [T, H·D]; latent attention passes slices [T, H,
+D]. Of their T·H rows it rotates T, by other tokens' positions, so that answers depend on what else
+is in the batch. `docs/LOG.md` has the figures.
 """
 
 from __future__ import annotations
