@@ -173,7 +173,7 @@ def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
     """
     if not raw:
         raise InputError(
-            "this run holds only weights: it was not made by deltawire run",
+            "this run holds only weights: deltawire run did not create it",
             hint="use log, status, pull, relay, gateway, export or fsck",
             run=url,
         )
