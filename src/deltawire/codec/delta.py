@@ -58,6 +58,11 @@ none."""
 class Delta(NamedTuple):
     """An encoded delta: its bytes, the number of changed elements, and what it adds to the model's
     digest.
+
+    Example::
+
+        delta = encode(base_bits, target_bits, layout_of("BF16"), columns=4096, name="lm_head")
+        digest = digest + delta.moved
     """
 
     payload: bytes

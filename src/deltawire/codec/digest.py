@@ -48,7 +48,13 @@ _HEX = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest, or the difference of two: both lanes lie in 0 to 2^64 - 1."""
+    """A digest, or the difference of two: both lanes lie in 0 to 2^64 - 1.
+
+    Example::
+
+        digest = digest_model({"a": np.zeros(4, np.uint16)})
+        assert Digest.from_hex(digest.hex()) == digest
+    """
 
     lane0: int
     lane1: int

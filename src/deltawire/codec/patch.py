@@ -22,7 +22,14 @@ _NOWHERE: NDArray[np.int64] = np.empty(0, np.int64)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Patch:
-    """A decoded delta: ``positions``, int64[N], strictly ascending and flat; ``bits``, uint[N]."""
+    """A decoded delta: ``positions``, int64[N], strictly ascending and flat; ``bits``, uint[N].
+
+    Example::
+
+        patch = diff(base_bits, target_bits)
+        before = undo(patch, base_bits)
+        apply(patch, base_bits)  # base_bits now equals target_bits
+    """
 
     positions: NDArray[np.int64]
     bits: Bits

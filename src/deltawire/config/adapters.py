@@ -15,7 +15,15 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class AdapterConfig(Section, frozen=True, kw_only=True):
-    """The part of the model that is trained: all of it, or a LoRA adapter over the frozen rest."""
+    """The part of the model that is trained: all of it, or a LoRA adapter over the frozen rest.
+
+    Example::
+
+        [train.adapter]
+        kind = "lora"
+        rank = 32
+        targets = ["q_proj", "v_proj"]
+    """
 
     kind: Literal["none", "lora"] = "none"
     rank: Annotated[int, Meta(ge=1, le=4096)] = 16

@@ -12,7 +12,14 @@ _WorkerName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9*][A-Za-z0-9_*-]{0,62}\Z"
 
 
 class WorkersConfig(Section, frozen=True, kw_only=True):
-    """The workers that may take part, and the largest share of a step that one of them makes."""
+    """The workers that may take part, and the largest share of a step that one of them makes.
+
+    Example::
+
+        [workers]
+        allow = ["w*", "lab-7"]
+        quota = 0.5
+    """
 
     allow: Annotated[list[_WorkerName], Meta(max_length=1 << 16)] = []
     """Names of workers, in which ``*`` stands for any characters; empty allows all names. A
@@ -29,7 +36,13 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
 
 
 class TrustConfig(Section, frozen=True, kw_only=True):
-    """How far the trainer trusts its workers (`deltawire.rl.evaluate.rescoring`)."""
+    """How far the trainer trusts its workers (`deltawire.rl.evaluate.rescoring`).
+
+    Example::
+
+        [trust]
+        rescore_share = 0.2
+    """
 
     rescore_share: Fraction = 0.1
     """The share of groups, drawn by the trainer, whose rewards and log-probabilities it computes

@@ -12,6 +12,12 @@ from deltawire.config.base import Decay, Fraction, Positive, Section
 class ParameterGroup(Section, frozen=True, kw_only=True):
     """Settings for the parameters whose names match a pattern; None keeps the optimizer's
     setting.
+
+    Example::
+
+        [[train.optimizer.groups]]
+        names = 'norm\\.weight$'
+        weight_decay = 0.0
     """
 
     names: Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -26,6 +32,13 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
 
     ``muon`` updates whole matrices, each expert's separately; AdamW then updates embeddings, the
     head, norms and biases.
+
+    Example::
+
+        [train.optimizer]
+        kind = "muon"
+        learning_rate = 3e-4
+        weight_decay = 0.1
     """
 
     kind: Literal["adamw", "muon"] = "adamw"
@@ -51,6 +64,14 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
 
     It counts optimizer steps and does not depend on ``train.versions``, which may change while a
     run continues.
+
+    Example::
+
+        [train.schedule]
+        kind = "cosine"
+        warmup_steps = 50
+        steps = 1000
+        floor = 0.1
     """
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"

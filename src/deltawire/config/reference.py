@@ -10,7 +10,16 @@ from deltawire.config.base import Section
 
 
 class ReferenceConfig(Section, frozen=True, kw_only=True):
-    """The reference of ``train.loss.kl``: its weights, and where it computes."""
+    """The reference of ``train.loss.kl``: its weights, and where it computes.
+
+    Example::
+
+        [train.loss]
+        kl = "k3"
+
+        [reference]
+        mode = "sleeping"
+    """
 
     mode: Literal["auto", "adapter_off", "sleeping", "process"] = "auto"
     """``adapter_off``: the policy without its adapter. ``sleeping``: a copy that the trainer keeps

@@ -28,7 +28,16 @@ Ranks = Annotated[int, Meta(ge=1, le=65536)]
 
 
 class BuildConfig(Section, frozen=True, kw_only=True):
-    """An architecture to build with random weights and a byte tokenizer."""
+    """An architecture to build with random weights and a byte tokenizer.
+
+    Example::
+
+        [model.build]
+        family = "qwen3_moe"
+        hidden_size = 256
+        experts = 32
+        experts_per_token = 4
+    """
 
     family: Literal["qwen3", "qwen3_moe"] = "qwen3"
     hidden_size: Count = 160
@@ -68,14 +77,27 @@ class BuildConfig(Section, frozen=True, kw_only=True):
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
-    """The source of version 0: a Hugging Face directory, or an architecture to build."""
+    """The source of version 0: a Hugging Face directory, or an architecture to build.
+
+    Example::
+
+        [model]
+        path = "models/qwen3-0.6b"
+    """
 
     path: str = ""
     build: BuildConfig | None = None
 
 
 class WarmStartConfig(Section, frozen=True, kw_only=True):
-    """Supervised steps on the task's question and answer pairs, before version 0."""
+    """Supervised steps on the task's question and answer pairs, before version 0.
+
+    Example::
+
+        [warm_start]
+        max_steps = 400
+        stop_at_accuracy = 0.3
+    """
 
     max_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     stop_at_accuracy: Fraction = 1.0
@@ -86,7 +108,16 @@ class WarmStartConfig(Section, frozen=True, kw_only=True):
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
-    """Rollout workers: how many ``deltawire run`` starts, and how each samples."""
+    """Rollout workers: how many ``deltawire run`` starts, and how each samples.
+
+    Example::
+
+        [rollout]
+        workers = 4
+        group_size = 16
+        max_tokens = 512
+        context = 1024
+    """
 
     workers: Annotated[int, Meta(ge=0, le=1024)] = 2
     engine: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}\Z")] = "transformers"
@@ -145,7 +176,17 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
 
 class CorrectionConfig(Section, frozen=True, kw_only=True):
     """One off-policy correction by the ratio w = old / sampler
-    (`deltawire.train.loss.correction_weights`)."""
+    (`deltawire.train.loss.correction_weights`).
+
+    Example::
+
+        [train.loss]
+        ratio_base = "old"
+
+        [[train.loss.corrections]]
+        level = "token"
+        high = 2.0
+    """
 
     level: Literal["token", "sequence", "geometric"] = "token"
     action: Literal["truncate", "clip", "mask"] = "truncate"
@@ -160,6 +201,10 @@ class SurrogateTraits(NamedTuple):
 
     ``clip`` holds the default bounds, None if it takes none; ``ratio`` says that it uses a ratio of
     probabilities; ``positive_low`` that 1 − clip_low must not be negative.
+
+    Example::
+
+        SURROGATES["ppo"].clip  # (0.2, 0.28), low and high
     """
 
     function: str
@@ -191,7 +236,14 @@ _PLACE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASCII)
 
 
 class LossConfig(Section, frozen=True, kw_only=True):
-    """The parts of the loss, each by name (`deltawire.train.loss`)."""
+    """The parts of the loss, each by name (`deltawire.train.loss`).
+
+    Example::
+
+        [train.loss]
+        surrogate = "cispo"
+        advantage = "leave_one_out"
+    """
 
     advantage: Literal["group_mean", "group_std", "leave_one_out"] = "group_std"
     ratio_base: Literal["old", "rollout"] = "rollout"
@@ -298,7 +350,17 @@ within PPO's bounds for almost every token; older groups need a correction."""
 
 
 class StalenessConfig(Section, frozen=True, kw_only=True):
-    """The policy for groups that finish late (`deltawire.rl.control.staleness`)."""
+    """The policy for groups that finish late (`deltawire.rl.control.staleness`).
+
+    Example::
+
+        [train]
+        max_staleness = 2
+
+        [train.staleness]
+        policy = "windowed_fifo"
+        window = 0.5
+    """
 
     policy: Literal["strict", "windowed_fifo", "requeue"] = "strict"
     window: Fraction = 0.3
@@ -310,7 +372,16 @@ class StalenessConfig(Section, frozen=True, kw_only=True):
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):
-    """The trainer: the number of versions, the optimizer, and how far off-policy it trains."""
+    """The trainer: the number of versions, the optimizer, and how far off-policy it trains.
+
+    Example::
+
+        [train]
+        versions = 500
+        groups_per_step = 32
+        minibatches = 4
+        activation_checkpointing = "full"
+    """
 
     versions: Count = 100
     groups_per_step: Count = 16
@@ -461,6 +532,11 @@ class ParityLimits(Section, frozen=True, kw_only=True):
     any difference there is arithmetic. Those that begin with ``drift`` apply to all tokens of the
     batch, and include the change of the policy since the sampler's version. Units are nats a token,
     or shares from 0 to 1; `deltawire.parity.divergence` has the formulas.
+
+    Example::
+
+        [parity.stop]
+        k3 = 0.1
     """
 
     k3: Limit = NO_LIMIT
@@ -478,7 +554,13 @@ class ParityLimits(Section, frozen=True, kw_only=True):
 
 
 class WarnLimits(ParityLimits, frozen=True, kw_only=True):
-    """The same thresholds with defaults that suit most runs."""
+    """The same thresholds with defaults that suit most runs.
+
+    Example::
+
+        [parity.warn]
+        k3 = 0.01
+    """
 
     k3: Limit = 1e-3
     drift_extreme_share: Fraction = 0.1
@@ -498,6 +580,14 @@ class ParityConfig(Section, frozen=True, kw_only=True):
 
     ``warn`` and ``stop`` apply to a batch, ``mask`` removes single sequences from the loss. A batch
     that stops the run is not trained on.
+
+    Example::
+
+        [parity]
+        routes = "replay"
+
+        [parity.stop]
+        k3 = 0.1
     """
 
     warn: WarnLimits = WarnLimits()
@@ -521,7 +611,14 @@ class ParityConfig(Section, frozen=True, kw_only=True):
 
 class FaultsConfig(Section, frozen=True, kw_only=True):
     """Limits after which a supervisor replaces a process
-    (`deltawire.runtime.supervisor` derives the bounds)."""
+    (`deltawire.runtime.supervisor` derives the bounds).
+
+    Example::
+
+        [faults]
+        silence_s = 60.0
+        long_s = 1800.0
+    """
 
     silence_s: Positive = 30.0
     """Seconds without a heartbeat after which a process counts as silent."""
@@ -534,7 +631,14 @@ class FaultsConfig(Section, frozen=True, kw_only=True):
 
 
 class RetainConfig(Section, frozen=True, kw_only=True):
-    """Retention of a run's objects; 0 keeps everything."""
+    """Retention of a run's objects; 0 keeps everything.
+
+    Example::
+
+        [retain]
+        versions = 50
+        checkpoints = 3
+    """
 
     rollouts: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Keep the groups of this many versions, and always those after the oldest checkpoint."""
@@ -549,7 +653,14 @@ class RetainConfig(Section, frozen=True, kw_only=True):
 
 class ProbesConfig(Section, frozen=True, kw_only=True):
     """Probes: an environment's checks that the reward does not see, and the action when reward and
-    probe diverge (`deltawire.reward_monitor`)."""
+    probe diverge (`deltawire.reward_monitor`).
+
+    Example::
+
+        [probes]
+        action = "downweight"
+        false_alarm = 0.001
+    """
 
     action: Literal["warn", "downweight", "stop"] = "warn"
     """Report the divergence; with ``downweight`` also train on fewer groups of the family; with
@@ -568,6 +679,17 @@ class ProbesConfig(Section, frozen=True, kw_only=True):
 class RunConfig(Section, frozen=True, kw_only=True):
     """The whole configuration. ``threads`` is the number of threads of each process's tensor
     library.
+
+    Example::
+
+        name = "first"
+        seed = 1
+
+        [model]
+        path = "models/qwen3-0.6b"
+
+        [train]
+        versions = 200
     """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]

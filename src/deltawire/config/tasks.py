@@ -20,7 +20,14 @@ _PLACEHOLDER = re.compile(r"\{([^{}\s]{1,128})\}")
 
 
 class ChatConfig(Section, frozen=True, kw_only=True):
-    """Defines how messages become tokens, in every task of the run."""
+    """Defines how messages become tokens, in every task of the run.
+
+    Example::
+
+        [chat]
+        system = "Answer with a number."
+        template_kwargs = { enable_thinking = false }
+    """
 
     system: Annotated[str, Meta(max_length=100_000)] = ""
     """A system prompt before the messages of every episode that begins without one."""
@@ -31,7 +38,14 @@ class ChatConfig(Section, frozen=True, kw_only=True):
 
 
 class MessageTemplate(Section, frozen=True, kw_only=True):
-    """One message of a task. ``{column}`` stands for a column of the task's row."""
+    """One message of a task. ``{column}`` stands for a column of the task's row.
+
+    Example::
+
+        [[task.messages]]
+        role = "user"
+        content = "Spell backward: {question}"
+    """
 
     role: Literal["system", "user", "assistant"]
     content: Annotated[str, Meta(max_length=100_000)]
@@ -40,6 +54,16 @@ class MessageTemplate(Section, frozen=True, kw_only=True):
 class DataConfig(Section, frozen=True, kw_only=True):
     """The rows of the environment ``dataset``: their location, and the meaning of their columns
     (`deltawire.data.rows`).
+
+    Example::
+
+        [task]
+        environment = "dataset"
+        prompt = "{question} "
+
+        [task.data]
+        path = "data/train.jsonl"
+        answer = "answer"
     """
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -63,7 +87,15 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
 
 class TaskConfig(Section, frozen=True, kw_only=True):
-    """The source of tasks: an environment by its name, and its ``options``; or a ``mixture``."""
+    """The source of tasks: an environment by its name, and its ``options``; or a ``mixture``.
+
+    Example::
+
+        [task]
+        environment = "reasoning_gym"
+        dataset = "spell_backward"
+        options = { max_word_len = 4 }
+    """
 
     environment: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}\Z")] = "reasoning_gym"
     """A registered name (`deltawire.envs`), or ``module:attribute`` of a module that this machine
@@ -138,7 +170,17 @@ class TaskConfig(Section, frozen=True, kw_only=True):
 
 
 class MixtureEntry(Section, frozen=True, kw_only=True):
-    """One of several tasks of a run: its ``name``, and its share of the groups."""
+    """One of several tasks of a run: its ``name``, and its share of the groups.
+
+    Example::
+
+        [[task.mixture]]
+        name = "spelling"
+        weight = 2.0
+
+        [task.mixture.task]
+        dataset = "spell_backward"
+    """
 
     name: SetName
     weight: Positive = 1.0
@@ -146,7 +188,16 @@ class MixtureEntry(Section, frozen=True, kw_only=True):
 
 
 class EvaluationSet(Section, frozen=True, kw_only=True):
-    """A named set of problems for evaluation: the held-out ones of ``task``."""
+    """A named set of problems for evaluation: the held-out ones of ``task``.
+
+    Example::
+
+        [[evaluate.sets]]
+        name = "long-words"
+
+        [evaluate.sets.task]
+        options = { min_word_len = 8, max_word_len = 12 }
+    """
 
     name: SetName
     task: TaskConfig
@@ -158,6 +209,12 @@ class EvaluateConfig(Section, frozen=True, kw_only=True):
     It is the share of correct answers among ``samples`` for each problem, drawn at the rollout's
     temperature (pass@1 of the policy that is trained); greedy accuracy and the mean reward are
     measured as well.
+
+    Example::
+
+        [evaluate]
+        every = 50
+        samples = 8
     """
 
     every: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 20
@@ -190,7 +247,14 @@ class EvaluateConfig(Section, frozen=True, kw_only=True):
 
 
 class DocumentStreamConfig(Section, frozen=True, kw_only=True):
-    """One stream of documents for mid-training: rows with a text each."""
+    """One stream of documents for mid-training: rows with a text each.
+
+    Example::
+
+        [[midtrain.streams]]
+        path = "data/books.jsonl"
+        weight = 3.0
+    """
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     """The documents, as in ``task.data.path``: JSONL, Parquet, a folder of them, or a saved
@@ -236,7 +300,17 @@ class HeldoutLossConfig(Section, frozen=True, kw_only=True):
 
 class MidtrainConfig(Section, frozen=True, kw_only=True):
     """Mid-training, instead of reinforcement learning: next-token steps over documents, one version
-    a step. The run has no workers and no evaluator."""
+    a step. The run has no workers and no evaluator.
+
+    Example::
+
+        [midtrain]
+        tokens_per_step = 32768
+        sequence_length = 2048
+
+        [[midtrain.streams]]
+        path = "data/books.jsonl"
+    """
 
     streams: Annotated[list[DocumentStreamConfig], Meta(min_length=1, max_length=100)]
     tokens_per_step: Count = 65_536

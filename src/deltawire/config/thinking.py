@@ -18,7 +18,21 @@ Budgets = Annotated[list[Count], Meta(min_length=1, max_length=64)]
 
 
 class ThinkingStage(Section, frozen=True, kw_only=True):
-    """The budgets from a version on: one, or several that are drawn by ``weights``."""
+    """The budgets from a version on: one, or several that are drawn by ``weights``.
+
+    Example::
+
+        [rollout]
+        max_tokens = 4096
+        context = 8192
+
+        [rollout.thinking]
+        budgets = [512]
+
+        [[rollout.thinking.schedule]]
+        from_version = 100
+        budgets = [1024]
+    """
 
     from_version: Annotated[int, Meta(ge=0, le=1_000_000_000)]
     budgets: Budgets
@@ -30,6 +44,15 @@ class ThinkingConfig(Section, frozen=True, kw_only=True):
 
     Once the budget is spent, ``closing`` and the end mark are inserted and the model answers.
     Inserted tokens are stored as such and are never part of the loss.
+
+    Example::
+
+        [rollout]
+        max_tokens = 4096
+        context = 8192
+
+        [rollout.thinking]
+        budgets = [512, 2048]
     """
 
     start: Mark = ""

@@ -37,6 +37,11 @@ class ObjectMeta:
 
     ``modified`` is by the store's clock. S3 gives whole seconds from `head` and sometimes fractions
     from `list_objects`, so the two may differ by up to a second for one object.
+
+    Example::
+
+        found = bucket.head("run.json")
+        print(found.key, found.bytes, found.modified)
     """
 
     key: str

@@ -26,6 +26,10 @@ class RetryPolicy:
 
     ``first_pause_s`` (None is `FIRST_PAUSE_S`) doubles after each attempt. ``sleep`` gets seconds;
     it may raise an error to give up.
+
+    Example::
+
+        bucket = RetryingBucket(bucket, RetryPolicy(retries=10, first_pause_s=0.5))
     """
 
     retries: int = RETRIES

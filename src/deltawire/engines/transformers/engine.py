@@ -56,7 +56,13 @@ WIDTH_STEP = 64
 
 @dataclass(eq=False)
 class SamplingRequest:
-    """A sequence that is being generated, as `TransformersEngine.submit` returns it."""
+    """A sequence that is being generated, as `TransformersEngine.submit` returns it.
+
+    Example::
+
+        request = engine.submit(prompt, Sampling(max_tokens=64), print)
+        engine.cancel(request)
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling

@@ -33,7 +33,14 @@ LONGEST_PAUSE_S = 5.0
 
 
 class Steps(Protocol):
-    """A source of updates for a `Follower`: a `Subscriber`, or a `ManifestFollower`."""
+    """A source of updates for a `Follower`: a `Subscriber`, or a `ManifestFollower`.
+
+    Example::
+
+        steps: Steps = Subscriber(bucket, run, mirror)
+        if (update := steps.prepare()) is not None:
+            steps.commit(update)
+    """
 
     bucket: Bucket
 

@@ -64,6 +64,11 @@ class Checkpoint:
     """A directory's tensors, by name, left in their files, and its other files.
 
     ``files`` includes the layout; ``left_out`` names the files that are not carried.
+
+    Example::
+
+        checkpoint = read_checkpoint(Path("outputs/checkpoint-100"))
+        print(len(checkpoint.specs), checkpoint.digest().hex())
     """
 
     path: Path

@@ -89,6 +89,11 @@ class Relayed:
     ``anchor_copied`` for an anchor; ``anchor_made`` bytes were encoded here instead. ``alarm``
     names a manifest at the source that could not be read, ``compaction_error`` explains why a
     compacted delta could not be made.
+
+    Example::
+
+        for done in relay.follow():
+            print(done.version, done.crossed, done.seconds)
     """
 
     version: int

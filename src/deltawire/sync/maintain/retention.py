@@ -74,6 +74,11 @@ class Pruned:
     The versions from ``anchor`` on are kept (None: no anchor was found). Versions below ``floor``
     are closed, those below ``pruned_below`` deleted. ``refused`` lists the objects that were
     ignored because they are damaged or unsigned.
+
+    Example::
+
+        done = prune(bucket, run, cutoff=newest - 100)
+        print(len(done.blobs), done.bytes, done.refused)
     """
 
     anchor: int | None = None

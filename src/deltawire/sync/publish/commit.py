@@ -86,6 +86,13 @@ class CommitStats:
     ``bytes_reused`` of ``bytes_anchor`` are blobs of the previous anchor, which were not uploaded
     again. ``compaction_error`` explains why the latest compacted deltas could not be made; empty if
     all could.
+
+    Example::
+
+        publisher = Publisher(bucket, run, mirror, epoch=1, on_commit=show)
+
+        def show(stats: CommitStats) -> None:
+            print(stats.version, stats.bytes_delta, stats.blocked_ms)
     """
 
     version: int

@@ -107,7 +107,13 @@ class SamplingParams:
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
     """The result of a forward pass: a dictionary of tensors for each datum, in their order, and
-    metrics named ``name:reduction``. ``logprobs`` has the shape of the datum's targets."""
+    metrics named ``name:reduction``. ``logprobs`` has the shape of the datum's targets.
+
+    Example::
+
+        result = client.forward_backward(data, "cross_entropy").result()
+        print(result.metrics["loss:sum"], result.loss_fn_outputs[0]["logprobs"].shape)
+    """
 
     loss_fn_outputs: list[dict[str, Tensor]]
     metrics: dict[str, float]
@@ -116,14 +122,26 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True)
 class OptimStepResponse:
-    """The measurements of one optimizer step."""
+    """The measurements of one optimizer step.
+
+    Example::
+
+        done = client.optim_step(AdamParams(learning_rate=1e-4)).result()
+        print(done.metrics)
+    """
 
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
 class SaveResponse:
-    """Where weights or a state were saved: ``path``, and the version that holds the weights."""
+    """Where weights or a state were saved: ``path``, and the version that holds the weights.
+
+    Example::
+
+        saved = client.save_state("before-rl").result()
+        print(saved.path, saved.version)
+    """
 
     path: str
     version: int
@@ -132,7 +150,13 @@ class SaveResponse:
 @dataclass(frozen=True)
 class SampledSequence:
     """One completion. The token or string that ended it is part of it. ``versions`` are the
-    policy versions that drew each token."""
+    policy versions that drew each token.
+
+    Example::
+
+        for token, logprob, version in zip(sequence.tokens, sequence.logprobs, sequence.versions):
+            print(token, logprob, version)
+    """
 
     stop_reason: Literal["stop", "length"]
     tokens: list[int]
@@ -143,7 +167,13 @@ class SampledSequence:
 @dataclass(frozen=True)
 class SampleResponse:
     """The completions of one prompt. ``prompt_logprobs`` has an entry for each prompt token, None
-    for the first."""
+    for the first.
+
+    Example::
+
+        answer = sampler.sample(prompt, 4, SamplingParams(max_tokens=64)).result()
+        print([sequence.tokens for sequence in answer.sequences])
+    """
 
     sequences: list[SampledSequence]
     prompt_logprobs: list[float | None] | None = None

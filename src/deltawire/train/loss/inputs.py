@@ -75,7 +75,12 @@ class LossInputs:
 
 class ClipBounds(NamedTuple):
     """The bounds of a surrogate: ``low`` and ``high`` as `LossConfig` defines them, ``dual`` the
-    constant of the dual clip, 0 for none."""
+    constant of the dual clip, 0 for none.
+
+    Example::
+
+        bounds = ClipBounds(low=0.2, high=0.28, dual=3.0)
+    """
 
     low: float
     high: float
@@ -85,7 +90,14 @@ class ClipBounds(NamedTuple):
 @dataclass(frozen=True)
 class TokenLosses:
     """Losses and, as a bool mask, the tokens whose gradient a bound removed or shortened; both
-    [N, C]."""
+    [N, C].
+
+    Example::
+
+        def reinforce(inputs: LossInputs) -> TokenLosses:
+            losses = -inputs.advantages * inputs.logprobs_NC
+            return TokenLosses(losses, torch.zeros_like(losses, dtype=torch.bool))
+    """
 
     losses_NC: Tensor
     clipped_NC: Tensor

@@ -26,6 +26,11 @@ class PolicyLoss:
     ``clipped`` and ``rejected`` are shares of the step's tokens: those whose gradient the
     surrogate's bound reduced, and those to which a correction gave no weight. ``kl`` is the mean
     penalty before its coefficient, with equal weight for each token.
+
+    Example::
+
+        part = policy_loss(LossConfig(surrogate="ppo"), inputs, totals)
+        part.loss.backward()
     """
 
     loss: Tensor

@@ -18,7 +18,13 @@ _NORM_OR_BIAS = re.compile(r"(^|[._])(bias|\w*norm\w*)([._]|$)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter is optimized; ``learning_rate`` is before the schedule's factor."""
+    """How one parameter is optimized; ``learning_rate`` is before the schedule's factor.
+
+    Example::
+
+        rules = rules_of(parameters, OptimizerConfig(weight_decay=0.1))
+        print(rules["model.norm.weight"].weight_decay)
+    """
 
     kind: Literal["adamw", "muon"]
     learning_rate: float

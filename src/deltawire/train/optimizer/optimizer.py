@@ -29,6 +29,18 @@ class StepSettings(NamedTuple):
     """Settings of one step, for every parameter, in place of the configuration's.
 
     ``max_grad_norm`` is the caller's to apply; 0 does not clip.
+
+    Example::
+
+        settings = StepSettings(
+            learning_rate=1e-4,
+            beta1=0.9,
+            beta2=0.95,
+            epsilon=1e-8,
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+        )
+        optimizer.step(gradients, number, settings=settings)
     """
 
     learning_rate: float

@@ -36,6 +36,12 @@ class TrainerMesh:
     parallelism, ``expert`` without expert parallelism. ``expert_data`` is the mesh that a rank's
     experts are sharded over: ``data``, or with expert parallelism ``spare`` in place of ``shard``.
     ``data_rank`` of ``data_ranks`` computes a share of each step's groups.
+
+    Example::
+
+        mesh = open_mesh(config.train, torch.device("cpu"))
+        if mesh.rank == 0:
+            print(mesh.ranks, mesh.data_ranks, mesh.device)
     """
 
     rank: int
