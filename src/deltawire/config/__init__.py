@@ -11,6 +11,13 @@ Example::
 
 from deltawire.config.adapters import AdapterConfig
 from deltawire.config.fleet import TrustConfig, WorkersConfig
+from deltawire.config.losses import (
+    SURROGATES,
+    UNCORRECTED_STALENESS,
+    CorrectionConfig,
+    LossConfig,
+    SurrogateTraits,
+)
 from deltawire.config.optimization import OptimizerConfig, ParameterGroup, ScheduleConfig
 from deltawire.config.parsing import (
     MAX_CONFIG_BYTES,
@@ -30,12 +37,8 @@ from deltawire.config.resuming import (
     with_settings,
 )
 from deltawire.config.sections import (
-    SURROGATES,
-    UNCORRECTED_STALENESS,
     BuildConfig,
-    CorrectionConfig,
     FaultsConfig,
-    LossConfig,
     ModelConfig,
     OnFull,
     ParityConfig,
@@ -45,7 +48,6 @@ from deltawire.config.sections import (
     RolloutConfig,
     RunConfig,
     StalenessConfig,
-    SurrogateTraits,
     TrainConfig,
     WarmStartConfig,
     WarnLimits,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import (
     Annotated,
     Any,
     Literal,
-    NamedTuple,
 )
 
 from msgspec import Meta
@@ -17,6 +15,7 @@ from deltawire.config.adapters import AdapterConfig
 from deltawire.config.base import Count, Fraction, OwnDevice, Positive, Section
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.layout import layout_contradiction
+from deltawire.config.losses import LossConfig
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
 from deltawire.config.reference import ReferenceConfig
 from deltawire.config.tasks import ChatConfig, EvaluateConfig, MidtrainConfig, TaskConfig
@@ -172,181 +171,6 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         if self.thinking is None:
             return None
         return self.thinking.contradiction(self.max_tokens, self.context)
-
-
-class CorrectionConfig(Section, frozen=True, kw_only=True):
-    """One off-policy correction by the ratio w = old / sampler
-    (`deltawire.train.loss.correction_weights`).
-
-    Example::
-
-        [train.loss]
-        ratio_base = "old"
-
-        [[train.loss.corrections]]
-        level = "token"
-        high = 2.0
-    """
-
-    level: Literal["token", "sequence", "geometric"] = "token"
-    action: Literal["truncate", "clip", "mask"] = "truncate"
-    low: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    high: Positive = 2.0
-    weigh: bool = True
-    """Multiply by the weight; false only rejects weights outside the bounds (``mask``)."""
-
-
-class SurrogateTraits(NamedTuple):
-    """A registered surrogate: the place of its function, and facts that the configuration checks.
-
-    ``clip`` holds the default bounds, None if it takes none; ``ratio`` says that it uses a ratio of
-    probabilities; ``positive_low`` that 1 − clip_low must not be negative.
-
-    Example::
-
-        SURROGATES["ppo"].clip  # (0.2, 0.28), low and high
-    """
-
-    function: str
-    clip: tuple[float, float] | None = None
-    ratio: bool = True
-    dual_clip: bool = False
-    positive_low: bool = False
-
-
-SURROGATES = {
-    "ppo": SurrogateTraits(
-        "deltawire.train.loss.ppo:ppo", (0.2, 0.28), dual_clip=True, positive_low=True
-    ),
-    "cispo": SurrogateTraits("deltawire.train.loss.cispo:cispo", (1.0, 4.0)),
-    "gspo": SurrogateTraits("deltawire.train.loss.gspo:gspo", (3e-4, 4e-4), positive_low=True),
-    "dppo": SurrogateTraits("deltawire.train.loss.dppo:dppo", (0.2, 0.28)),
-    "importance_sampling": SurrogateTraits(
-        "deltawire.train.loss.importance_sampling:importance_sampling"
-    ),
-    "reinforce": SurrogateTraits("deltawire.train.loss.reinforce:reinforce", ratio=False),
-}
-"""The surrogates that ``train.loss.surrogate`` may name: one line each, and one module each."""
-
-
-OWN_BOUNDS = (0.2, 0.28)
-"""The bounds that a custom surrogate is called with, unless the configuration sets others."""
-_PLACE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASCII)
-"""``module:function``."""
-
-
-class LossConfig(Section, frozen=True, kw_only=True):
-    """The parts of the loss, each by name (`deltawire.train.loss`).
-
-    Example::
-
-        [train.loss]
-        surrogate = "cispo"
-        advantage = "leave_one_out"
-    """
-
-    advantage: Literal["group_mean", "group_std", "leave_one_out"] = "group_std"
-    ratio_base: Literal["old", "rollout"] = "rollout"
-    """The denominator of the ratio: the policy before the step, or the sampler."""
-    surrogate: Annotated[str, Meta(max_length=256)] = "ppo"
-    """One of `SURROGATES`, or ``module:function`` of a module that the trainer's machine trusts."""
-    clip_low: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    """Bounds of the surrogate; None for its defaults in `SURROGATES`."""
-    clip_high: Positive | None = None
-    dual_clip: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    """The dual clip's c, above 1; 0 is off. ``ppo`` only, and `DUAL_CLIP` if left out: without it
-    one forged log-probability of a bad answer outweighs a whole step."""
-    corrections: list[CorrectionConfig] = []
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "dr_grpo"] = "token_mean"
-    horizon: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
-    """The constant length of ``dr_grpo``; 0 is rollout.max_tokens times rollout.max_turns."""
-    kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """The penalty for the distance to the reference (``[reference]``), by default version 0."""
-    kl_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1e-3
-    policy_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
-    """Weight of the surrogate; 0 trains on the penalty only, as on-policy distillation does."""
-    entropy_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """An entropy bonus: this factor times the policy's mean entropy is subtracted from the loss."""
-    mask_overlong: bool = False
-    """Leave episodes out of the loss that ended at max_tokens or with a full context. Their rewards
-    still count in the group's baseline.
-    """
-
-    @property
-    def traits(self) -> SurrogateTraits:
-        """The facts about the surrogate."""
-        return SURROGATES.get(self.surrogate, SurrogateTraits(self.surrogate, OWN_BOUNDS))
-
-    @property
-    def clip_bounds(self) -> tuple[float, float]:
-        """Return the surrogate's lower and upper bound, its defaults where none is set."""
-        low, high = self.traits.clip or (0.0, 0.0)
-        return (
-            low if self.clip_low is None else self.clip_low,
-            high if self.clip_high is None else self.clip_high,
-        )
-
-    @property
-    def dual_clip_bound(self) -> float:
-        """Return the dual clip's c, 0 if it is off."""
-        if self.dual_clip is not None:
-            return self.dual_clip
-        return DUAL_CLIP if self.traits.dual_clip else 0.0
-
-    def contradiction(self, largest_age: int) -> tuple[str, str] | None:
-        """Finds settings that contradict each other, or that do not work with groups of that age.
-
-        Returns the reason and what to do, None if there is no contradiction.
-        """
-        if self.surrogate not in SURROGATES and not _PLACE.match(self.surrogate):
-            near = difflib.get_close_matches(self.surrogate, SURROGATES, n=1, cutoff=0.4)
-            known = f"did you mean {near[0]}?" if near else f"one of {', '.join(SURROGATES)}"
-            return f"there is no surrogate {self.surrogate[:64]!r}", known
-        traits = self.traits
-        weighing = [c for c in self.corrections if c.weigh]
-        ratio = traits.ratio
-        if self.ratio_base == "rollout" and weighing and ratio:
-            reason = (
-                "ratio_base = rollout already divides by the sampler's probability, and a "
-                "correction that weighs would divide by it again"
-            )
-            return reason, 'set ratio_base = "old", or weigh = false to reject without weighing'
-        if len(weighing) > 1:
-            return (
-                "two corrections have weigh = true, which corrects from sampler to trainer twice",
-                "set weigh = false on all but one",
-            )
-        for number, correction in enumerate(self.corrections):
-            where = f"corrections[{number}]"
-            if correction.low >= correction.high:
-                return f"{where}: low is not below high", "low is the smaller bound"
-            if correction.low and correction.weigh and correction.action == "truncate":
-                return f"{where}: truncate has no lower bound", 'set action = "clip", or low = 0'
-            if not correction.weigh and correction.action != "mask":
-                return f"{where}: without a weight there is nothing to {correction.action}", (
-                    'set action = "mask"'
-                )
-        corrected = bool(self.corrections) or (self.ratio_base == "rollout" and ratio)
-        if largest_age > UNCORRECTED_STALENESS and not corrected:
-            reason = f"groups up to {largest_age} versions old would be trained on uncorrected"
-            ways = ['set ratio_base = "rollout"'] if ratio else []
-            ways.append("add a [[train.loss.corrections]]")
-            return reason, f"{', '.join(ways)}, or lower max_staleness to {UNCORRECTED_STALENESS}"
-        if self.dual_clip and (self.dual_clip <= 1 or not traits.dual_clip):
-            return "dual_clip is a bound above 1 on the surrogate ppo", "set dual_clip = 0"
-        if traits.clip is None and (self.clip_low, self.clip_high) != (None, None):
-            reason = f"the surrogate {self.surrogate} has no bounds"
-            return reason, "leave out clip_low and clip_high"
-        if traits.positive_low and self.clip_bounds[0] > 1:
-            return "1 - clip_low would be a ratio below 0", "set clip_low within 0 and 1"
-        return None
-
-
-DUAL_CLIP = 3.0
-"""The dual clip's c by default, as in Ye et al. 2020."""
-UNCORRECTED_STALENESS = 1
-"""Largest age of a group for a loss without a correction: with one step of lag the ratio stays
-within PPO's bounds for almost every token; older groups need a correction."""
 
 
 class StalenessConfig(Section, frozen=True, kw_only=True):

@@ -30,7 +30,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings, with the numbers of problems and of notes."""
+    """All findings, with the numbers of problems and of notes.
+
+    Example::
+
+        examination = Examination.of(findings, url="s3://bucket/run")
+        assert not examination.problems
+    """
 
     url: str
     findings: list[Finding]

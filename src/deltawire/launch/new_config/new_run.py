@@ -30,6 +30,10 @@ class Wishes:
     ``model`` is a Hugging Face directory or ``scratch``; ``task`` one of `KINDS`; ``reward`` a
     function as ``module:function``, or empty; ``on`` accelerators such as ``8xh200``, or ``cpu``;
     ``max_tokens`` tokens of an answer, 0 for what suits the task.
+
+    Example::
+
+        config = write_new(Wishes(versions=200), Path("run.toml"))
     """
 
     model: str = SCRATCH

@@ -84,8 +84,7 @@ class CommitStats:
     """Sizes and times of one committed version; the trainer waited for ``blocked_ms``.
 
     ``bytes_reused`` of ``bytes_anchor`` are blobs of the previous anchor, which were not uploaded
-    again. ``compaction_error`` explains why the latest compacted deltas could not be made; empty if
-    all could.
+    again. ``compaction_error`` is the reason why compacted deltas are missing, if any are.
 
     Example::
 
@@ -403,8 +402,7 @@ class VersionWriter:
             return read_manifest(self.bucket, self.run, version)
 
     def confirm(self, manifest: Manifest, encoded: Encoded) -> None:
-        """Checks after the commit that retention has neither closed the version nor deleted its
-        blobs.
+        """Checks after the commit that retention deleted neither the version nor its blobs.
 
         Raises `FencedError` if the version was closed; missing blobs are uploaded again.
         """
@@ -572,8 +570,7 @@ def _merged(
 
 
 def create_manifest(writer: VersionWriter, manifest: Manifest, data: bytes) -> Manifest:
-    """Creates the manifest, and returns the one that the bucket then holds: this writer's or
-    another's.
+    """Creates the manifest; returns the one that the bucket then holds, perhaps another writer's.
 
     A create that failed may still have happened, so the object is read back. Raises `RetryError` if
     the store does not answer, `InputError` if an unreadable object occupies the name.
