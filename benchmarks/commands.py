@@ -7,13 +7,13 @@ from importlib import import_module
 
 
 def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare every benchmark."""
+    """Declares every benchmark."""
     for add in (_add_loop, _add_codec, _add_deltas, _add_swap, _add_sync, _add_train, _add_clients):
         add(benches)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark that was chosen; returns its exit code."""
+    """Runs the benchmark that was chosen; returns its exit code."""
     return int(import_module(f"benchmarks.reports.{arguments.benchmark}").run(arguments))
 
 

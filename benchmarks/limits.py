@@ -20,7 +20,7 @@ def timed(
     seconds: float,
     prepare: Callable[[], Any] = lambda: None,
 ) -> list[float]:
-    """Return the seconds of each call of ``work``: ``repeats`` calls, or fewer once ``seconds``
+    """Returns the seconds of each call of ``work``: ``repeats`` calls, or fewer once ``seconds``
     have passed, but at least one. ``prepare`` runs before each and is not counted."""
     taken: list[float] = []
     while not taken or (len(taken) < repeats and sum(taken) < seconds):
@@ -41,7 +41,7 @@ class Limits:
         self._copies: list[float] = []
 
     def measure(self, repeats: int, seconds: float) -> None:
-        """Measure again; `repeats` and `seconds` as in `timed`, for reading and for copying."""
+        """Measures again; `repeats` and `seconds` as in `timed`, for reading and for copying."""
         self._reads += timed(
             lambda: read_both(self._old, self._new), repeats=repeats, seconds=seconds
         )
@@ -55,7 +55,7 @@ class Limits:
 
 
 def read_both(old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bits]) -> None:
-    """Read every bit of both models once and do almost nothing else: OR them together.
+    """Reads every bit of both models once and ORs them together, which is almost no work.
 
     Of NumPy's ways to read two arrays (XOR or comparison in pieces, maximum, comparison of bytes)
     this is the fastest, and so the strictest limit.
@@ -67,6 +67,6 @@ def read_both(old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bits]) -> None:
 
 
 def copy_one(new: Mapping[str, Bf16Bits], into: Mapping[str, NDArray[Any]]) -> None:
-    """Copy a model into memory that is already allocated."""
+    """Copies a model into memory that is already allocated."""
     for name, bits in new.items():
         np.copyto(into[name], bits)

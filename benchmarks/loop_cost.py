@@ -53,7 +53,7 @@ class LoopCost:
 
 
 def measure_loop_cost(config: RunConfig, *, steps: int = 10) -> LoopCost:
-    """Time ``steps`` steps' groups, of one turn of ``rollout.max_tokens`` tokens an episode."""
+    """Times ``steps`` steps' groups, of one turn of ``rollout.max_tokens`` tokens an episode."""
     with tempfile.TemporaryDirectory(prefix="deltawire-cost-") as folder:
         bucket = open_bucket(folder, create=True)
         worker, trainer = _NullWorker(bucket, config), _NullTrainer(bucket, config)
@@ -130,7 +130,7 @@ class _NullTrainer:
         self._issuer.write("training")
 
     def step(self, version: int) -> None:
-        """Run one step, from listing the bucket to granting the next credits."""
+        """Runs one step, from listing the bucket to granting the next credits."""
         self._buffer.poll([WORKER])
         batch = self._buffer.next_batch(self._issuer.staleness, version=version, alive={WORKER})
         self._issuer.observe(self._buffer, {WORKER})
@@ -205,7 +205,7 @@ class AtOnce:
 
 
 def measure_rollouts_at_once(*, episodes: int = 200, turns: int = 50) -> AtOnce:
-    """Run that many episodes at once in this process, each to its last turn.
+    """Runs that many episodes at once in this process, each to its last turn.
 
     Raises `BugError` if any failed or ended early.
     """

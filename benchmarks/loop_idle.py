@@ -73,7 +73,7 @@ def _draw_episode_s(rng: random.Random) -> float:
 
 
 def simulate_idle(train: TrainConfig, *, steps: int = 100, seed: int = 0) -> SimulatedIdle:
-    """Train ``steps`` versions under ``train``'s staleness, with as many workers as are needed."""
+    """Trains ``steps`` versions under ``train``'s staleness, with as many workers as are needed."""
     rng = random.Random(seed)
     mean = sum(draw_group_s(rng) for _ in range(2000)) / 2000
     slots = max(1, round(SPARE * train.groups_per_step * mean / STEP_S))

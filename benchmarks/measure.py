@@ -113,7 +113,8 @@ def plain(row: Measured) -> dict[str, Any]:
 
 
 def measure(name: str, pair: Pair, *, threads: int, repeats: int, seconds: float) -> Measured:
-    """Measure coding ``name`` on ``pair``: peaks of memory first, by one pass each way, then times.
+    """Measures coding ``name`` on ``pair``: peaks of memory first, by one pass each way, then
+    times.
 
     ``seconds`` bounds the repeats each way; the first pass is not bounded.
     """
@@ -220,13 +221,13 @@ def _same(left: dict[str, Bf16Bits], right: dict[str, Bf16Bits]) -> bool:
 
 
 def _pin(threads: int) -> None:
-    """Pin to the last processors, because interrupts prefer the first."""
+    """Pins to the last processors, because interrupts prefer the first."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
 
 
 def main() -> int:
-    """Measure each pair named and print it at once."""
+    """Measures each pair named and prints it at once."""
     parser = argparse.ArgumentParser()
     parser.add_argument("codec")
     parser.add_argument("pairs", nargs="+")

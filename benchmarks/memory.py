@@ -46,7 +46,7 @@ def measure_peak(work: Callable[[], T]) -> tuple[T, Peak]:
 
 
 def _reset_resident_peak() -> bool:
-    """Return freed memory to the system and start counting; False if that is not possible."""
+    """Returns freed memory to the system and starts counting; False if that is not possible."""
     if not sys.platform.startswith("linux"):
         return False
     library = ctypes.CDLL(None)

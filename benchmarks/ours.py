@@ -46,7 +46,7 @@ class Anchor:
         self._threads = threads
 
     def encode(self, old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bits]) -> list[Buffer]:
-        """Encode every tensor whole."""
+        """Encodes every tensor whole."""
         del old
         return pack(
             {

@@ -62,7 +62,7 @@ class Pair:
 
 
 def save_pair(path: Path, old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bits]) -> float:
-    """Write a pair atomically; returns the share of weights that changed."""
+    """Writes a pair atomically; returns the share of weights that changed."""
     arrays: dict[str, NDArray[Any]] = {}
     changed = elements = 0
     for name, before in old.items():
@@ -81,7 +81,7 @@ def save_pair(path: Path, old: Mapping[str, Bf16Bits], new: Mapping[str, Bf16Bit
 
 
 def load_pair(path: Path) -> Pair:
-    """Read a pair. Raises InputError for a file that is not one."""
+    """Reads a pair. Raises InputError for a file that is not one."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             names = [key.removeprefix("old/") for key in archive.files if key.startswith("old/")]

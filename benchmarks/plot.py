@@ -50,7 +50,7 @@ _MARKERS: Final = {
 
 
 def plot(rows: Sequence[Measured], path: Path) -> None:
-    """Write the plot; its format follows from the suffix. Raises InputError for others."""
+    """Writes the plot; its format follows from the suffix. Raises InputError for others."""
     check_suffix(path)
     shown = [row for row in rows if row.ratio and not row.error]
     figure = Figure(figsize=(12, 5.8), layout="constrained")

@@ -99,7 +99,7 @@ def warm_model(config: RunConfig, folder: Path, say: Callable[[str], None]) -> P
 def record(
     config: RunConfig, setting: Setting, out: Path, say: Callable[[str], None]
 ) -> list[Recorded]:
-    """Train at ``setting`` and write its pairs as ``out/NAME-SETTING-kSTRIDE.npz``.
+    """Trains at ``setting`` and writes its pairs as ``out/NAME-SETTING-kSTRIDE.npz``.
 
     Existing pairs are kept. States lie in ``out/work``, which may be
     deleted when no more strides are wanted. Raises InputError for a state of another model.
@@ -165,7 +165,7 @@ class _Session:
         }
 
     def set_base(self) -> None:
-        """Record the current weights as the base."""
+        """Records the current weights as the base."""
         self.base = self.bits()
 
     def step(self) -> str:
@@ -229,7 +229,7 @@ class _Session:
         return group_of("recording", "recording", task, rollout.temperature, episodes)
 
     def save(self) -> None:
-        """Write the state atomically."""
+        """Writes the state atomically."""
         state = {
             name: local_part(tensor).contiguous() for name, tensor in self.masters.state().items()
         }
@@ -241,7 +241,7 @@ class _Session:
         unfinished.rename(self._state)
 
     def restore(self, *, before: int) -> None:
-        """Continue from the saved state, if there is one before step ``before``."""
+        """Continues from the saved state, if there is one before step ``before``."""
         if not self._state.is_file():
             return
         try:

@@ -114,7 +114,7 @@ def run_job(
     seconds: float,
     tell: Callable[[Measured], None],
 ) -> list[Measured]:
-    """Measure one coding on all pairs in a separate process; calls ``tell`` with each row."""
+    """Measures one coding on all pairs in a separate process; calls ``tell`` with each row."""
     environment = {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(job.threads))}
     environment.pop(SIMD_VARIABLE, None)
     if job.simd:

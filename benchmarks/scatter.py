@@ -78,7 +78,7 @@ class _Engine:
                     first += size
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load as serving engines do."""
+        """Loads as serving engines do."""
         for name, weight in weights:
             self.places[name].copy_(weight)
 
@@ -92,7 +92,7 @@ def time_scatter(
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ScatterTimes:
-    """Swap ``rounds`` times there and back on ``device``, ``changes`` of about ``parameters``
+    """Swaps ``rounds`` times there and back on ``device``, ``changes`` of about ``parameters``
     weights each time, and verify the digest.
 
     Takes 4 bytes of host memory a parameter. Raises `InputError` if there is no such device.
@@ -166,7 +166,7 @@ def _lines(prepared: Prepared, device: str) -> int:
 
 
 def _allocated(work: Callable[[], None], device: str) -> int:
-    """Return the peak memory of ``work`` above the memory held before."""
+    """Returns the peak memory of ``work`` above the memory held before."""
     if device == "cpu":
         tracemalloc.start()
         work()

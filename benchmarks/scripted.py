@@ -53,7 +53,7 @@ class ScriptedEngine:
         return await request.done
 
     async def advance(self) -> int:
-        """Answer all waiting requests."""
+        """Answers all waiting requests."""
         requests, self._requests = self._requests[: self.slots], self._requests[self.slots :]
         for request in requests:
             if not request.done.done():
@@ -62,7 +62,7 @@ class ScriptedEngine:
         return sum(len(request.completion.tokens) for request in requests)
 
     def cancel_all(self) -> None:
-        """Forget every request."""
+        """Forgets every request."""
         self._requests = []
 
 
@@ -81,7 +81,7 @@ class ScriptedEnvironment(Environment):
         return Turn("repair the fault\n")
 
     async def step(self, action: Action) -> Turn:
-        """Return the next few words."""
+        """Returns the next few words."""
         del action
         self._turns -= 1
         if self._turns > 0:
@@ -89,7 +89,7 @@ class ScriptedEnvironment(Environment):
         return Turn(reward=self._reward, done=True)
 
     async def close(self) -> None:
-        """Count this environment as closed."""
+        """Counts this environment as closed."""
         self._seen(-1)
 
 

@@ -74,7 +74,7 @@ def bench_swap(
     repeats: int = 7,
     tell: Callable[[str], None] = lambda _: None,
 ) -> SwapFigures:
-    """Measure. Raises `InputError` if vLLM is not installed here."""
+    """Measures. Raises `InputError` if vLLM is not installed here."""
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
             "vLLM is not installed here",
@@ -187,7 +187,7 @@ class _Subject:
         self.last: dict[str, Any] = {}
 
     def publish(self, changes: int) -> int:
-        """Make the next version, with this many elements changed at random places."""
+        """Makes the next version, with this many elements changed at random places."""
         share = changes / self.elements
         changed: dict[str, Bits] = {}
         for name, bits in self.tensors.items():
@@ -202,7 +202,7 @@ class _Subject:
         return self.publisher.version
 
     def swap(self, changes: int) -> _Swap:
-        """Swap while sequences run."""
+        """Swaps while sequences run."""
         version = self.publish(changes)
         self._keep_busy()
         usual = [self._step_ms() for _ in range(8)][2:]
@@ -222,7 +222,7 @@ class _Subject:
         return _Swap(status["last_swap"]["engine_ms"], (ended - began) * 1e3, usual)
 
     def allocated(self, changes: int) -> int:
-        """Return the peak allocation of a swap, as counted by Python and NumPy."""
+        """Returns the peak allocation of a swap, as counted by Python and NumPy."""
         version = self.publish(changes)
         self._prepare(version)
         gc.collect()
@@ -235,7 +235,7 @@ class _Subject:
         return max(0, peak - held)
 
     def rivals(self, changes: int, repeats: int) -> tuple[float, float, float]:
-        """Time vLLM's loaders on the same live weights, in turn: all weights again from the page
+        """Times vLLM's loaders on the same live weights, in turn: all weights again from the page
         cache, handed to the model and by its call for that, and the same number of changes by its
         patch loader. Milliseconds."""
         import torch
@@ -330,7 +330,7 @@ class _Subject:
             self._llm.llm_engine.step()
 
     def _keep_busy(self) -> None:
-        """Keep sequences running; start new ones if none is left."""
+        """Keeps sequences running; start new ones if none is left."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -349,7 +349,7 @@ class _Subject:
         return (time.perf_counter() - began) * 1e3
 
     def drain(self) -> None:
-        """End all sequences."""
+        """Ends all sequences."""
         engine = self._llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         while engine.has_unfinished_requests():
@@ -360,7 +360,7 @@ class _Subject:
         return answer
 
     def close(self) -> None:
-        """Release the memory."""
+        """Releases the memory."""
         self.drain()
         self.publisher.close()
         self._llm.llm_engine.engine_core.shutdown()

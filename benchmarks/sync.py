@@ -88,7 +88,7 @@ def bench_sync(
     threads: int | None,
     tell: Callable[[str], None],
 ) -> SyncFigures:
-    """Measure everything; ``make_bucket`` gives an empty bucket for each name."""
+    """Measures everything; ``make_bucket`` gives an empty bucket for each name."""
     bucket = make_bucket("latency")
     tell(f"making {model_bytes / 1e9:.2f} GB of weights")
     steps = SyntheticSteps(model_bytes // 2, density)
@@ -166,7 +166,7 @@ class _Latency:
         self._spare = {name: np.zeros_like(bits) for name, bits in steps.tensors.items()}
 
     def measure(self) -> None:
-        """Publish and follow the step that was just taken.
+        """Publishes and follows the step that was just taken.
 
         The copy that the trainer's wait is compared with is measured right before, into memory
         that was written to before.
@@ -239,11 +239,11 @@ class _Rivals:
         self._bytes: dict[str, int] = {}
 
     def remember(self) -> None:
-        """Record the weights before the next step."""
+        """Records the weights before the next step."""
         copy_one(self._steps.tensors, self._old)
 
     def measure(self) -> None:
-        """Time each format from weights in the trainer to weights in the reader."""
+        """Times each format from weights in the trainer to weights in the reader."""
         for name, coding in self._codings.items():
             copy_one(self._old, self._reader)
             bucket = self._buckets[name]
@@ -281,7 +281,7 @@ def _region(
     threads: int | None,
     tell: Callable[[str], None],
 ) -> tuple[tuple[float, float], int]:
-    """Measure a relay: bytes per window of 50 versions, and objects for a lag of 60 versions.
+    """Measures a relay: bytes per window of 50 versions, and objects for a lag of 60 versions.
 
     Bytes are shares of 50 full models.
     """

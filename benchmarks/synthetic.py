@@ -87,7 +87,7 @@ class SyntheticSteps:
         return sum(bits.nbytes for bits in self.tensors.values())
 
     def advance(self) -> None:
-        """Take one step of the optimizer."""
+        """Takes one step of the optimizer."""
         self._step += 1
         for number, (name, masters) in enumerate(self._masters.items()):
             bits = self.tensors[name].reshape(-1)

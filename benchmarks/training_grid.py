@@ -90,7 +90,7 @@ class Outcome:
 
 
 def grid() -> dict[str, Case]:
-    """Return every case by name."""
+    """Returns every case by name."""
     return dict(_cases())
 
 
@@ -136,7 +136,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
 
 
 def draw(count: int, seed: int) -> dict[str, Case]:
-    """Draw cases by a seed: as many of each kind and policy as can be, and every rank count."""
+    """Draws cases by a seed: as many of each kind and policy as can be, and every rank count."""
     cases = grid()
     names = sorted(cases)
     random.Random(seed).shuffle(names)
@@ -154,12 +154,12 @@ def draw(count: int, seed: int) -> dict[str, Case]:
 
 
 def model_of(case: Case) -> Model:
-    """Describe a case's model."""
+    """Describes a case's model."""
     return describe(decode_config(json.dumps(case.config).encode(), where="case"), name="case")
 
 
 def layout_of(case: Case) -> TrainingLayout:
-    """Return the layout that the memory model takes for a case."""
+    """Returns the layout that the memory model takes for a case."""
     return TrainingLayout(
         mode=case.mode,  # type: ignore[arg-type]
         data=case.ranks // case.replicate,
@@ -175,7 +175,7 @@ def layout_of(case: Case) -> TrainingLayout:
 
 
 def compare(name: str, case: Case, *, real: bool = False) -> Outcome:
-    """Predict and measure one case; ``real`` allocates the tensors, on one rank."""
+    """Predicts and measures one case; ``real`` allocates the tensors, on one rank."""
     peak = predict_memory(model_of(case), layout_of(case))
     measured = measure_real(case) if real else measure(case)["Total"]
     return Outcome(name, peak.total, measured, peak.phase)

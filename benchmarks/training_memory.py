@@ -79,13 +79,13 @@ class Adapted(nn.Module):
         self.up = nn.Parameter(torch.empty(linear.out_features, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add the adapter's product to the frozen one."""
+        """Adds the adapter's product to the frozen one."""
         out: torch.Tensor = self.base(x) + F.linear(F.linear(x, self.down), self.up)
         return out
 
 
 def _unpack(packed: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Dequantize int4 groups into one bf16 tensor, in place as far as possible."""
+    """Dequantizes int4 groups into one bf16 tensor, in place as far as possible."""
     out = torch.empty(shape, dtype=torch.bfloat16)
     halves = out.view(*packed.shape, 2)
     halves[..., 0].copy_(packed & 15)
@@ -137,7 +137,7 @@ class PackedExperts(nn.Module):
     def forward(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute as transformers' grouped_mm experts do, from packed weights."""
+        """Computes as transformers' grouped_mm experts do, from packed weights."""
         chosen = index.size(-1)
         order, permutation = torch.sort(index.reshape(-1))
         counts = torch.histc(order.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
@@ -173,7 +173,7 @@ class SpreadExperts(nn.Module):
     def forward(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Send every token's copies to their experts, compute, and bring the results back."""
+        """Sends every token's copies to their experts, computes, and brings the results back."""
         chosen = index.size(-1)
         _, permutation = torch.sort(index.reshape(-1))
         slots = permutation.numel()
@@ -203,7 +203,7 @@ class Step(nn.Module):
         self.checkpointed = checkpointed
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Run the layers under the checkpointing policy, then the head in chunks."""
+        """Runs the layers under the checkpointing policy, then the head in chunks."""
         inner: Any = self.model.model
         hidden = inner.embed_tokens(ids)
         positions = torch.arange(ids.shape[1]).unsqueeze(0)
@@ -266,7 +266,7 @@ def _on_host() -> Iterator[None]:
 
 
 def _prepare(case: Case, config: Any) -> Any:
-    """Build the model in the dtypes that the trainer keeps it in."""
+    """Builds the model in the dtypes that the trainer keeps it in."""
     from transformers import AutoModelForCausalLM
 
     frozen = case.mode != "full"
@@ -288,7 +288,8 @@ def _prepare(case: Case, config: Any) -> Any:
 
 
 def measure(case: Case) -> dict[str, int]:
-    """Run two steps of one rank and return the peak of the second, in bytes, by kind of tensor."""
+    """Runs two steps of one rank and returns the peak of the second, in bytes, by kind of
+    tensor."""
     from transformers import AutoConfig
 
     if dist.is_initialized():
@@ -314,7 +315,7 @@ def measure(case: Case) -> dict[str, int]:
 
 
 def measure_real(case: Case) -> int:
-    """Run the same two steps with real tensors on one rank, and return the growth of the process.
+    """Runs the same two steps with real tensors on one rank, and returns the growth of the process.
 
     Peak resident memory less what was resident before: it includes what operations allocate
     inside, which the tracker does not see. Run it in a separate process.
@@ -345,7 +346,7 @@ def _small(case: Case) -> Case:
 
 
 def _resident(field: str) -> int:
-    """Read one size from this process's status, in bytes."""
+    """Reads one size from this process's status, in bytes."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if field in line]
     return int(line.split()[1]) * 1024
 
@@ -376,7 +377,7 @@ def _inputs(case: Case) -> list[torch.Tensor]:
 
 
 def _train(step: Step, optimizer: torch.optim.Optimizer | None, case: Case, *, steps: int) -> None:
-    """Run whole steps."""
+    """Runs whole steps."""
     for _ in range(steps):
         loss = step(*_inputs(case))
         if optimizer is not None:

@@ -93,7 +93,7 @@ def _served(sizes: dict[str, Any], seed: int) -> Iterator[tuple[_Server, Any]]:
 
 
 def measure(options: Options) -> Measured:
-    """Time both loops, and lose nothing over two restarts."""
+    """Times both loops, and checks that nothing is lost over two restarts."""
     os.environ["TINKER_TELEMETRY"] = "0"
     ours, theirs = _overhead(options)
     lost, details = _restarts(options)

@@ -84,7 +84,7 @@ class _Floor(TrainerCallback):
 
 
 def measure(options: Options) -> Measured:
-    """Train in full and with a LoRA; compare every version, and the pauses of the first."""
+    """Trains in full and with a LoRA; compares every version, and the pauses of the first."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)  # On shared cores, threads that wait for each other vary tenfold.
     with tempfile.TemporaryDirectory(prefix="deltawire-bench-") as folder:
@@ -113,7 +113,7 @@ def measure(options: Options) -> Measured:
 
 
 def _lora(place: Path, options: Options) -> tuple[bool, bool]:
-    """Train an adapter: are the versions base and adapter, and has the base its bits?"""
+    """Trains an adapter, and checks that versions hold base and adapter, the base with its bits."""
     from peft import LoraConfig
 
     recorder = _Floor()
@@ -153,7 +153,7 @@ def _trainer(place: Path, *callbacks: Any, steps: int, seed: int, **options: Any
 
 
 def _held(folder: Path) -> list[str]:
-    """Load every version again; returns the digests of what was loaded."""
+    """Loads every version again; returns the digests of what was loaded."""
     bucket = open_bucket(str(folder))
     run = read_run(bucket)
     assert run is not None

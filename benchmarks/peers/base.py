@@ -30,5 +30,5 @@ class Format(Protocol):
         ...
 
     def decode(self, payload: Buffer, weights: Weights) -> None:
-        """Turn ``weights`` from old to new: in place, or by replacing arrays."""
+        """Turns ``weights`` from old to new: in place, or by replacing arrays."""
         ...

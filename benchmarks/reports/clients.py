@@ -13,7 +13,7 @@ from benchmarks.training.keys import Options, choose_keys, measure_in_processes,
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the chosen keys and print the table or the JSON."""
+    """Measures the chosen keys and prints the table or the JSON."""
     options = Options(seed=arguments.seed, repeats=arguments.repeats)
     names = choose_keys(arguments.keys, KEYS)
     values, details = measure_in_processes(names, options, keys=KEYS, package=PACKAGE)

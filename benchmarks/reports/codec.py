@@ -26,7 +26,7 @@ T = TypeVar("T", int, float)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure every coding on every pair; print the tables or the JSON, and draw the plot."""
+    """Measures every coding on every pair; print the tables or the JSON, and draw the plot."""
     threads = _numbers(arguments.threads, int, "--threads")
     densities = _numbers(arguments.density, float, "--density")
     if arguments.repeats < 1 or arguments.seconds <= 0:

@@ -12,7 +12,7 @@ from deltawire.launch.processes import read_config
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record every missing pair; a second call continues where the first stopped."""
+    """Records every missing pair; a second call continues where the first stopped."""
     config = read_config(Path(arguments.config), seed=arguments.seed)
     if min(arguments.strides) < 1 or arguments.settle < 0:
         raise InputError("--strides must be at least 1 and --settle at least 0")

@@ -81,7 +81,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run every seed in both modes and print the figures."""
+    """Runs every seed in both modes and prints the figures."""
     path = Path(arguments.config)
     config = load_config(path)
     console = Console(stderr=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print the table or the JSON."""
+    """Measures, and prints the table or the JSON."""
     if arguments.device:
         return _bench_alone(arguments)
     console = Console(stderr=True, highlight=False)

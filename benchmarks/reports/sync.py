@@ -22,7 +22,7 @@ from deltawire.store import Bucket, open_bucket
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print the table or the JSON."""
+    """Measures, and prints the table or the JSON."""
     if arguments.repeats < 1 or arguments.size <= 0 or arguments.region_size <= 0:
         raise InputError("--repeats must be at least 1, sizes above 0")
     console = Console(stderr=True, highlight=False)
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _buckets(arguments: argparse.Namespace) -> Iterator[Callable[[str], Bucket]]:
-    """Open empty buckets in a temporary folder, on an in-memory S3 server, or under a URL.
+    """Opens empty buckets in a temporary folder, on an in-memory S3 server, or under a URL.
 
     Objects under a URL are not deleted afterwards.
     """

@@ -12,7 +12,7 @@ from benchmarks.training.keys import Options, choose_keys, measure_in_processes,
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the chosen keys and print the table or the JSON."""
+    """Measures the chosen keys and prints the table or the JSON."""
     options = Options.of(arguments)
     values, details = measure_in_processes(choose_keys(arguments.keys), options)
     if arguments.json:

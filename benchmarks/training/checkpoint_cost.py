@@ -34,7 +34,7 @@ SIZES = BuildConfig(
 
 
 def measure(options: Options) -> Measured:
-    """Save a model's state of a few hundred MiB several times."""
+    """Saves a model's state of a few hundred MiB several times."""
     masters = MasterWeights(build_model(SIZES, seed=0), TrainConfig())
     for parameter in masters.model.parameters():
         parameter.grad = parameter.detach() * 1e-3

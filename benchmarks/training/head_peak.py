@@ -33,7 +33,7 @@ def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def measure(options: Options) -> Measured:
-    """Count every tensor of both, forward and backward, in bf16, without allocating any."""
+    """Counts every tensor of both, forward and backward, in bf16, without allocating any."""
     found = {step.__name__: tracked(step) for step in (plain, chunked)}
     details: dict[str, float] = {f"{name}_bytes": size for name, size in found.items()}
     if options.real:

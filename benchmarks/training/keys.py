@@ -33,7 +33,7 @@ class Key(NamedTuple):
     what: str
 
     def met(self, value: Value) -> bool:
-        """Return whether a value reaches the floor."""
+        """Returns whether a value reaches the floor."""
         if self.sense == "is":
             return value is self.floor
         return value >= self.floor if self.sense == ">=" else value <= self.floor
@@ -82,7 +82,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Options:
-        """Read the command's arguments."""
+        """Reads the command's arguments."""
         return cls(**{name: getattr(arguments, name) for name in cls.__struct_fields__})
 
 
@@ -94,7 +94,7 @@ class Measured(NamedTuple):
 
 
 def choose_keys(wanted: str, keys: Mapping[str, Key] = KEYS) -> list[str]:
-    """Return the keys that ``wanted`` names: ``all``, or names with commas between them."""
+    """Returns the keys that ``wanted`` names: ``all``, or names with commas between them."""
     if wanted == "all":
         return list(keys)
     names = wanted.split(",")
@@ -112,7 +112,7 @@ def measure_in_processes(
     keys: Mapping[str, Key] = KEYS,
     package: str = "benchmarks.training",
 ) -> tuple[dict[str, Value], dict[str, Any]]:
-    """Measure keys, each module once in a separate process; returns values and details by key.
+    """Measures keys, each module once in a separate process; returns values and details by key.
 
     ``keys`` name modules of ``package``. Progress goes to standard error. Raises
     `subprocess.CalledProcessError` if a measurement fails.
@@ -127,7 +127,7 @@ def measure_in_processes(
 
 
 def in_process(module: str, options: Options, function: str = "measure") -> str:
-    """Call ``function(options)`` of a module in a new process; returns the JSON of its result."""
+    """Calls ``function(options)`` of a module in a new process; returns the JSON of its result."""
     code = (
         "import importlib, sys, msgspec\n"
         "from benchmarks.training.keys import Options, encoded\n"
@@ -146,7 +146,7 @@ def in_process(module: str, options: Options, function: str = "measure") -> str:
 
 
 def encoded(result: Any) -> str:
-    """Encode a result as one line of JSON."""
+    """Encodes a result as one line of JSON."""
     plain = result._asdict() if hasattr(result, "_asdict") else result
     return json.dumps(plain)
 

@@ -25,7 +25,7 @@ REAL = {
 
 
 def measure(options: Options) -> Measured:
-    """Draw cases by the seed and compare each; with ``real``, two more."""
+    """Draws cases by the seed and compares each; with ``real``, two more."""
     outcomes: list[Outcome] = []
     for name, case in draw(options.cases, options.seed).items():
         outcomes.append(compare(name, case))
@@ -49,7 +49,7 @@ def measure(options: Options) -> Measured:
 
 
 def _in_own_process(name: str) -> Outcome:
-    """Compare one case with real allocations in a separate process.
+    """Compares one case with real allocations in a separate process.
 
     Freed tensors go back to the system at once, so that resident memory is what is allocated.
     """

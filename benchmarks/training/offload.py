@@ -87,7 +87,7 @@ class RoleTracker(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count the storages of its results."""
+        """Runs an operation and counts the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -95,7 +95,7 @@ class RoleTracker(TorchDispatchMode):
         return result
 
     def count(self, tensor: Tensor) -> None:
-        """Count a tensor that may have been made before, as on the device."""
+        """Counts a tensor that may have been made before, as on the device."""
         storage = _local(tensor).untyped_storage()
         key = id(storage)
         if key in self._sizes:
@@ -104,14 +104,14 @@ class RoleTracker(TorchDispatchMode):
         self._set(key, storage.nbytes(), "device")
 
     def mark_host(self, tensors: Iterable[Tensor]) -> None:
-        """Give tensors the role host."""
+        """Gives tensors the role host."""
         for tensor in tensors:
             self.count(tensor)
             key = id(_local(tensor).untyped_storage())
             self._set(key, self._sizes[key][0], "host")
 
     def reset_peak(self) -> None:
-        """Forget the highest count so far."""
+        """Forgets the highest count so far."""
         self.peak = self.bytes["device"]
 
     def _set(self, key: int, size: int, role: str) -> None:
@@ -172,7 +172,7 @@ def _train_once(
 
 
 def bits_are_equal(kind: str, family: str) -> bool:
-    """Train a small model with and without offload, and with a resume that changes the place of
+    """Trains a small model with and without offload, and with a resume that changes the place of
     the states; compare all weights and states."""
     trained = [_trained(kind, family, places) for places in _PLACES]
     first = trained[0]
@@ -224,7 +224,7 @@ def _trained(kind: str, family: str, places: tuple[str, str]) -> dict[str, Tenso
 
 
 def measure(options: Options) -> Measured:
-    """Measure the fixed case without and with offload, and compare bits."""
+    """Measures the fixed case without and with offload, and compares bits."""
     del options
     torch.use_deterministic_algorithms(True, warn_only=True)
     resident, streamed = device_peak(CASE, "none"), device_peak(CASE, "optimizer")

@@ -62,7 +62,7 @@ class Pass:
 
 
 def measure(options: Options) -> Measured:
-    """Measure log-normal lengths, and equal ones."""
+    """Measures log-normal lengths, and equal ones."""
     model = small_model()
     values: dict[str, bool | float] = {}
     details: dict[str, Any] = {}

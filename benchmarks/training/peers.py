@@ -65,7 +65,7 @@ class Peer:
         raise NotImplementedError
 
     def __call__(self) -> float:
-        """Take a step; returns the loss."""
+        """Takes a step; returns the loss."""
         total = 0.0
         for batch, advantages in self.rows:
             part = self.loss(batch, advantages)
@@ -144,7 +144,7 @@ class Trl(Peer):
 
 
 def measure(options: Options) -> Measured:
-    """Compare a first step's losses, then time steps in turns."""
+    """Compares a first step's losses, then times steps in turns."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     model = small_model()
     lengths = log_normal(GROUPS * GROUP, options.seed)

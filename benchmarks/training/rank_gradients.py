@@ -108,7 +108,7 @@ def train(family: str, seed: int) -> tuple[Gradients, list[float]]:
 
 
 def on_ranks(ranks: int, family: str, seed: int, out: Path) -> tuple[Gradients, list[float]]:
-    """Train on forks of this process, which has run nothing of torch yet."""
+    """Trains on forks of this process, which has run nothing of torch yet."""
     port, children = free_port(), []
     for rank in range(ranks):
         if (pid := os.fork()) == 0:
@@ -144,7 +144,7 @@ def distance(left: Gradients, right: Gradients) -> float:
 
 
 def measure(options: Options) -> Measured:
-    """Compare one process with two, dense and with experts, and two with two again."""
+    """Compares one process with two, dense and with experts, and two with two again."""
     details: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="deltawire-bench-") as name:
         for family in ("qwen3", "qwen3_moe"):

@@ -240,7 +240,7 @@ class RankServer:
         return cls._shared
 
     def run(self, url: str, starts: Sequence[Start]) -> list[list[int]]:
-        """Start ranks one time after another; returns the exit codes of each start.
+        """Starts ranks one time after another; returns the exit codes of each start.
 
         Raises `AssertionError` if the server died or a rank did not end as its start says.
         """
@@ -262,7 +262,7 @@ class RankServer:
         return found
 
     def close(self) -> None:
-        """End the server."""
+        """Ends the server."""
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             if pipe is not None:
                 pipe.close()
@@ -270,13 +270,13 @@ class RankServer:
 
 
 def run_starts(bucket: Bucket, starts: Sequence[Start]) -> list[list[int]]:
-    """Start ranks one time after another, as forks of this process's server; see
+    """Starts ranks one time after another, as forks of this process's server; see
     `RankServer.run`."""
     return RankServer.shared().run(bucket.url, starts)
 
 
 def _strike(start: Start) -> None:
-    """Let this process get a signal at a point of its work."""
+    """Lets this process get a signal at a point of its work."""
     owners, name, version_of, after = POINTS[start.point]
     for owner in owners:
         setattr(owner, name, _struck(getattr(owner, name), version_of, start, after=after))
@@ -338,7 +338,7 @@ def _run_start(url: str, start: Start) -> list[int]:
 
 
 def _serve() -> None:
-    """Answer requests until stdin closes. Ranks print to stderr."""
+    """Answers requests until stdin closes. Ranks print to stderr."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     for line in sys.stdin.buffer:

@@ -65,7 +65,7 @@ def last_state(bucket: Bucket, version: int) -> dict[str, list[str]]:
 
 
 def outcome(begun: Bucket, folder: Path, starts: Sequence[Start]) -> tuple[list[str], object]:
-    """Train a copy of a run to its end; returns its digests and its last state."""
+    """Trains a copy of a run to its end; returns its digests and its last state."""
     shutil.copytree(begun.url.removeprefix("file://"), folder)
     bucket = open_bucket(str(folder))
     run_starts(bucket, starts)
@@ -74,7 +74,7 @@ def outcome(begun: Bucket, folder: Path, starts: Sequence[Start]) -> tuple[list[
 
 
 def measure(options: Options) -> Measured:
-    """Train whole, interrupted and killed runs, and compare them."""
+    """Trains whole, interrupted and killed runs, and compares them."""
     del options
     with tempfile.TemporaryDirectory(prefix="deltawire-bench-") as name:
         folder = Path(name)

@@ -29,7 +29,7 @@ _PUBLISHERS: dict[str, CheckpointPublisher] = {}
 
 
 def publish(args: Any, version_dir: str | Path, rollout_engines: Any) -> DirectoryResult | None:
-    """Publish the directory ``version_dir`` from rank 0; other ranks return None at once.
+    """Publishes the directory ``version_dir`` from rank 0; other ranks return None at once.
 
     ``args`` and ``rollout_engines`` are slime's and not used. Raises `InputError` without the
     variable ``DELTAWIRE_RUN``, and for a directory that is not a complete model or another one than
@@ -51,7 +51,7 @@ def publish(args: Any, version_dir: str | Path, rollout_engines: Any) -> Directo
 
 
 def close() -> None:
-    """Close the publishers of this process, as its end does; the next `publish` opens them
+    """Closes the publishers of this process, as its end does; the next `publish` opens them
     again."""
     for publisher in _PUBLISHERS.values():
         atexit.unregister(publisher.close)
@@ -60,7 +60,7 @@ def close() -> None:
 
 
 def _rank() -> int:
-    """Return this process's rank in torch's process group, 0 without one."""
+    """Returns this process's rank in torch's process group, 0 without one."""
     import torch.distributed as dist
 
     return int(dist.get_rank()) if dist.is_available() and dist.is_initialized() else 0

@@ -74,7 +74,7 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._version = -1
 
     def prepare(self) -> dict[str, Any] | None:
-        """Return the number of the version that the master publishes next; None elsewhere."""
+        """Returns the number of the version that the master publishes next; None elsewhere."""
         if not self.is_master:
             return None
         if self._publisher is None:
@@ -89,14 +89,14 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, trainer_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Tell every worker the version that the master's `prepare` returned."""
+        """Tells every worker the version that the master's `prepare` returned."""
         version = metadata[0]["version"]
         return {"version": [version] * trainer_world_size}, {
             "version": [version] * rollout_world_size
         }
 
     def init_process_group(self, version: int) -> None:
-        """Remember the version that is sent next; there is no process group."""
+        """Remembers the version that is sent next; there is no process group."""
         self._version = version
 
     def finalize(self) -> None:
@@ -105,7 +105,7 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def send_weights(
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> None:
-        """Publish the trainer's weights; on other ranks than the master's only gather them."""
+        """Publishes the trainer's weights; on other ranks than the master's only gather them."""
         if not self.is_master:
             for _ in weights:
                 pass
@@ -117,7 +117,7 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield all tensors of the version that is being sent, on the CPU, in name order.
+        """Yields all tensors of the version that is being sent, on the CPU, in name order.
 
         They share memory with this worker's mirror, which the next update changes.
         """
@@ -128,7 +128,7 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             yield spec.name, bits.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
     def close(self) -> None:
-        """End the publisher's threads."""
+        """Ends the publisher's threads."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()
@@ -147,7 +147,7 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._publisher.flush()
 
     def _load(self) -> tuple[Run, Mirror]:
-        """Return the run, and the mirror at the version that is being sent; waits for it."""
+        """Returns the run, and the mirror at the version that is being sent; waits for it."""
         deadline = time.monotonic() + self._timeout_s
         bucket: Bucket = RetryingBucket.over(open_bucket(self.run, create=True))
         while (newest := newest_version(bucket)) is None or newest < self._version:

@@ -104,7 +104,7 @@ class _Parser:
     """The text has parts that are not content, with or without calls."""
 
     def add(self, name: object, arguments: object) -> bool:
-        """Add a call; False if it is not valid, or one too many."""
+        """Adds a call; False if it is not valid, or one too many."""
         valid = isinstance(name, str) and name and isinstance(arguments, dict)
         if not valid or len(self.calls) >= MAX_CALLS:
             return False
@@ -151,7 +151,7 @@ class Dialect:
     structured: bool = False
 
     def read(self, text: str, *, turn: int = 0, tools: Sequence[Tool] = ()) -> ParsedTurn:
-        """Parse a turn's text. Calls get identities of nine letters and digits, as Mistral's
+        """Parses a turn's text. Calls get identities of nine letters and digits, as Mistral's
         templates require: ``t<turn>c<number>``."""
         properties = {tool.name: tool.parameters.get("properties") for tool in tools}
         schemas = {name: found for name, found in properties.items() if isinstance(found, Mapping)}

@@ -68,7 +68,7 @@ class Tool:
 
 
 def shorten(message: Message, limit: int) -> Message:
-    """Cut a message to about ``limit`` characters: its head, the size of the cut, its tail."""
+    """Cuts a message to about ``limit`` characters: its head, the size of the cut, its tail."""
     excess = len(message.content) - limit
     if excess <= 0:
         return message

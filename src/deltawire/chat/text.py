@@ -187,7 +187,7 @@ class Text:
         return known.issuperset(texts)
 
     def read_calls(self, text: str, *, turn: int = 0, tools: Sequence[Tool] = ()) -> ParsedTurn:
-        """Parse a turn's text in the dialect of the model's chat template; see
+        """Parses a turn's text in the dialect of the model's chat template; see
         `deltawire.chat.calls.Dialect.read`."""
         return self._dialect.read(text, turn=turn, tools=tools)
 
@@ -292,7 +292,7 @@ class Text:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _render(self, messages: list[Message], tools: Sequence[Tool]) -> tuple[str, list[str]]:
-        """Render messages; texts that contain special tokens are replaced by marks, and returned
+        """Renders messages; texts that contain special tokens are replaced by marks, and returned
         in the order of the marks."""
         contents: list[str] = []
         schemas = [tool.schema for tool in tools] or None
@@ -373,7 +373,7 @@ class Text:
         return tokens
 
     def _cut(self, text: str) -> list[str]:
-        """Cut a text inside every occurrence of an added token."""
+        """Cuts a text inside every occurrence of an added token."""
         pieces: list[str] = []
         start = 0
         while self._added is not None and (found := self._added.search(text, start)):
@@ -384,7 +384,7 @@ class Text:
 
 
 def _without_halves(text: str) -> str:
-    """Replace lone surrogates, which JSON can spell and no tokenizer accepts."""
+    """Replaces lone surrogates, which JSON can spell and no tokenizer accepts."""
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

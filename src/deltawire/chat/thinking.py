@@ -213,7 +213,7 @@ class ThinkingWatch:
         )
 
     def draw(self, token: int) -> None:
-        """Count a drawn token, for which there is `room`."""
+        """Counts a drawn token, for which there is `room`."""
         self._turn.append(token)
         form = self._limits.format
         if self.thinking:
@@ -229,7 +229,7 @@ class ThinkingWatch:
             self.answered += self.closed or not self.thinking
 
     def force(self) -> tuple[int, ...]:
-        """Close the thinking; returns the tokens to insert."""
+        """Closes the thinking; returns the tokens to insert."""
         tokens = self._limits.format.forced
         self._turn += tokens
         self._close()
@@ -249,7 +249,7 @@ async def generate_within(
     on_token: OnToken | None = None,
     on_forced: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> BoundedCompletion:
-    """Draw a turn with bounded thinking.
+    """Draws a turn with bounded thinking.
 
     ``sampling.max_tokens`` bounds the whole turn, inserted tokens included. If it leaves too little
     room for budget and answer, the answer shrinks first, then the budget. Without room for closing
@@ -288,7 +288,7 @@ async def _draw(
     whole: BoundedCompletion,
     on_token: OnToken | None,
 ) -> ThinkingEnd | None:
-    """Draw up to the next decision; returns how the turn ended, None if it goes on."""
+    """Draws up to the next decision; returns how the turn ended, None if it goes on."""
     kept, caller_stops = 0, False
 
     def listen(token: int) -> bool:
@@ -336,7 +336,7 @@ def _fitted(limits: ThinkingLimits, room: int) -> ThinkingLimits:
 
 
 def _insert(whole: BoundedCompletion, tokens: Sequence[int]) -> tuple[int, int]:
-    """Add tokens that nobody drew; returns their range."""
+    """Adds tokens that nobody drew; returns their range."""
     start = len(whole.tokens)
     whole.tokens += tokens
     whole.logprobs += [0.0] * len(tokens)

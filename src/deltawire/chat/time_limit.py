@@ -65,7 +65,7 @@ class _Watch:
         self._lock = threading.Lock()
 
     def interrupt(self) -> None:
-        """Send the exception; called by the timer's thread."""
+        """Sends the exception; called by the timer's thread."""
         with self._lock:
             if not self.ended:
                 self._sent = True
@@ -73,7 +73,7 @@ class _Watch:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread, error)
 
     def end(self) -> None:
-        """Send nothing from now on; one that was sent is raised here unless it was swallowed."""
+        """Sends nothing from now on; one that was sent is raised here unless it was swallowed."""
         with self._lock:
             self.ended = True
         deadline = time.monotonic() + _ARRIVES_S

@@ -17,7 +17,7 @@ BUCKET = "a folder, or a file://, s3://, gs:// or az:// URL"
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Make an argument type for whole numbers from ``least`` upward."""
+    """Makes an argument type for whole numbers from ``least`` upward."""
 
     def number(text: str) -> int:
         if (value := int(text)) < least:
@@ -29,12 +29,12 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """Parse a duration: finite, zero or more."""
+    """Parses a duration: finite, zero or more."""
     return _from_zero(text, "length of time")
 
 
 def share(text: str) -> float:
-    """Parse a share: finite, zero or more; one above 1 is never reached."""
+    """Parses a share: finite, zero or more; one above 1 is never reached."""
     return _from_zero(text, "share")
 
 
@@ -49,22 +49,22 @@ def _from_zero(text: str, kind: str) -> float:
 
 
 def add_run_url(parser: argparse.ArgumentParser) -> None:
-    """Declare the positional argument that names a run."""
+    """Declares the positional argument that names a run."""
     parser.add_argument("run", metavar="RUN_URL", help=f"the run's bucket: {BUCKET}")
 
 
 def add_json(parser: argparse.ArgumentParser, text: str = "print one JSON object") -> None:
-    """Declare ``--json``."""
+    """Declares ``--json``."""
     parser.add_argument("--json", action="store_true", help=text)
 
 
 def add_seed(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--seed``."""
+    """Declares ``--seed``."""
     parser.add_argument("--seed", type=int, help="replace the configuration's seed")
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--engine``."""
+    """Declares ``--engine``."""
     parser.add_argument(
         "--engine",
         choices=tuple(ENGINES),
@@ -73,7 +73,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--shape``."""
+    """Declares ``--shape``."""
     parser.add_argument(
         "--shape",
         default="",
@@ -84,7 +84,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def add_child_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that a supervisor gives to the processes it starts."""
+    """Declares the options that a supervisor gives to the processes it starts."""
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", default="", help="run on these processors only, such as 0,1")
 
@@ -97,7 +97,7 @@ def child_options(arguments: argparse.Namespace) -> ChildOptions:
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that say which run, and how old a state of it, a command accepts."""
+    """Declares the options that say which run, and how old a state of it, a command accepts."""
     parser.add_argument(
         "--public-key",
         default="",
@@ -133,19 +133,19 @@ def trust_of(arguments: argparse.Namespace) -> ReaderTrust:
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--key``."""
+    """Declares ``--key``."""
     parser.add_argument("--key", default="", metavar="FILE", help="sign with this private key")
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--threads``."""
+    """Declares ``--threads``."""
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N", help="threads of the codec (default: all cores)"
     )
 
 
 def add_retention(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of commands that prune and compact."""
+    """Declares the options of commands that prune and compact."""
     parser.add_argument(
         "--grace",
         type=seconds,
@@ -162,13 +162,13 @@ def add_retention(parser: argparse.ArgumentParser) -> None:
 
 
 def add_address(parser: argparse.ArgumentParser, *, port: int) -> None:
-    """Declare where a server listens."""
+    """Declares where a server listens."""
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     parser.add_argument("--port", type=int, default=port, help="the port to listen on; 0 is any")
 
 
 def add_tls(parser: argparse.ArgumentParser) -> None:
-    """Declare the certificate of a server and its key."""
+    """Declares the certificate of a server and its key."""
     parser.add_argument(
         "--tls-cert", default="", metavar="FILE", help="serve https with this PEM certificate"
     )
@@ -178,7 +178,7 @@ def add_tls(parser: argparse.ArgumentParser) -> None:
 def add_count(
     parser: argparse.ArgumentParser, flag: str, default: int, text: str, *, least: int = 1
 ) -> None:
-    """Declare a whole number of at least ``least``; ``text`` describes it."""
+    """Declares a whole number of at least ``least``; ``text`` describes it."""
     parser.add_argument(
         flag,
         type=at_least(least),
@@ -189,7 +189,7 @@ def add_count(
 
 
 def add_token_file(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--token-file``."""
+    """Declares ``--token-file``."""
     parser.add_argument(
         "--token-file",
         default="",
@@ -199,7 +199,7 @@ def add_token_file(parser: argparse.ArgumentParser) -> None:
 
 
 def add_window(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--window``."""
+    """Declares ``--window``."""
     parser.add_argument(
         "--window",
         type=float,

@@ -33,7 +33,7 @@ class _BenchParser(argparse.ArgumentParser):
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``deltawire bench``."""
+    """Declares ``deltawire bench``."""
     usual, commands._parser_class = commands._parser_class, _BenchParser
     try:
         parser = commands.add_parser("bench", help="run a benchmark (needs a checkout)")
@@ -43,7 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def benchmark_commands(root: Path = CHECKOUT) -> Any:
-    """Import the module that declares the benchmarks.
+    """Imports the module that declares the benchmarks.
 
     Raises `InputError` where ``root`` holds none, such as in an installed wheel.
     """
@@ -58,5 +58,5 @@ def benchmark_commands(root: Path = CHECKOUT) -> Any:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one benchmark; returns its exit code."""
+    """Runs one benchmark; returns its exit code."""
     return int(benchmark_commands().run(arguments))

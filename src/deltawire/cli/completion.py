@@ -13,7 +13,7 @@ FOLDERS = {
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     places = "; ".join(f"{shell}: {place}" for shell, place in FOLDERS.items())
     parser = commands.add_parser(
         "completion",
@@ -25,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the script, made from the parser itself."""
+    """Prints the script, made from the parser itself."""
     import shtab
 
     from deltawire.cli.main import build_parser

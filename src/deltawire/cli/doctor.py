@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser(
         "doctor",
         help="examine this machine, its packages and a store, and say how to fix what is missing",
@@ -72,7 +72,7 @@ def _examine(arguments: argparse.Namespace, console: Console) -> list[Finding]:
 
 
 def _show(console: Console, examination: Examination) -> None:
-    """Print a table for each area, then what to do, problems first."""
+    """Prints a table for each area, then what to do, problems first."""
     from rich.table import Table
     from rich.text import Text
 

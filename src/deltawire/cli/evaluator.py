@@ -14,7 +14,7 @@ from deltawire.cli.arguments import (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("evaluator", help="measure a run's held-out accuracy")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -24,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate versions until the run ends."""
+    """Evaluates versions until the run ends."""
     from deltawire.launch.processes import run_as_evaluator
 
     run_as_evaluator(arguments.run, options=child_options(arguments))

@@ -10,7 +10,7 @@ from deltawire.errors import InputError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("export", help="write a version for a hosted provider to hot-load")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -29,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a snapshot; print the body of the hot-load request for it."""
+    """Writes a snapshot; print the body of the hot-load request for it."""
     import msgspec
 
     from deltawire.display import safe_json

@@ -11,7 +11,7 @@ from deltawire.cli.exit_codes import DAMAGED
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("fsck", help="check every object and every version of a run")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -21,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check a run; 0 if every version can be read, 3 if not."""
+    """Checks a run; 0 if every version can be read, 3 if not."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

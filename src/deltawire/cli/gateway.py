@@ -18,7 +18,7 @@ from deltawire.cli.arguments import (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser(
         "gateway", help="serve users through vLLM servers: receipts, feedback, hot-loading"
     )
@@ -126,7 +126,7 @@ def _add_feedback(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serves until a signal comes."""
     from deltawire.launch.gateway import GatewayOptions, run_gateway
 
     options = GatewayOptions(

@@ -10,7 +10,7 @@ from deltawire.cli.arguments import add_json, add_run_url
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("grant", help="let a key sign in a role of a signed run")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -27,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Store the grant, and print what the process of the role needs on its command line."""
+    """Stores the grant, and prints what the process of the role needs on its command line."""
     from deltawire.launch.role_keys import grant_by_owner
 
     pin = grant_by_owner(

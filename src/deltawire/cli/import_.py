@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("import", help="combine a snapshot and its base into a directory")
     parser.set_defaults(call=run)
     parser.add_argument("snapshot", metavar="SNAPSHOT_DIR", help="of an arc_v2 delta")
@@ -16,7 +16,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the directory."""
+    """Writes the directory."""
     from deltawire.export.snapshots import import_snapshot
 
     folders = (arguments.snapshot, arguments.base, arguments.directory)

@@ -16,7 +16,7 @@ TASKS = "reasoning_gym:DATASET, dataset:PATH, verifiers:TASKSET or workspace"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser(
         "init",
         help="write a commented configuration for a model, a task and a machine",
@@ -61,7 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the file, and say what to run next."""
+    """Writes the file, and says what to run next."""
     from deltawire.launch.new_config import new_config, write_new
 
     wishes = _wishes(arguments)

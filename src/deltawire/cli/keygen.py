@@ -10,7 +10,7 @@ from deltawire.cli.arguments import add_json
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("keygen", help="make a key to sign a run with")
     parser.set_defaults(call=run)
     parser.add_argument("file", metavar="FILE", help="the new file for the private key")
@@ -18,7 +18,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a new private key, and print its public key."""
+    """Writes a new private key, and prints its public key."""
     from deltawire.wire.signing import Ed25519Signer
 
     signer = Ed25519Signer.generate()

@@ -9,7 +9,7 @@ from deltawire.cli.arguments import add_json, add_run_url, add_trust, at_least, 
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("log", help="list a run's versions and who holds which")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -21,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List the versions, newest first."""
+    """Lists the versions, newest first."""
     from rich.console import Console
 
     from deltawire.dashboard.versions import list_readers, list_versions, version_table

@@ -40,7 +40,7 @@ def _sentence(text: str | None) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands; a test freezes their options."""
+    """Builds the parser of all commands; a test freezes their options."""
     parser = _CommandParser(
         prog="deltawire",
         description="Reinforcement learning of language models over an object-store bucket.",
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. An error ends as one line on standard error."""
+    """Runs one command; returns its exit code. An error ends as one line on standard error."""
     supervised = False
     try:
         arguments = build_parser().parse_args(argv)
@@ -94,7 +94,7 @@ def _refusal(error: OSError) -> str:
 
 
 def _unread() -> bool:
-    """Return whether the reader of standard output has closed it."""
+    """Returns whether the reader of standard output has closed it."""
     if sys.stdout is None or not hasattr(select, "poll"):
         return False
     poll = select.poll()
@@ -103,7 +103,7 @@ def _unread() -> bool:
 
 
 def _give_up_output() -> None:
-    """Drop what standard output did not accept, so that its end raises no second error."""
+    """Drops what standard output did not accept, so that its end raises no second error."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -112,7 +112,7 @@ def _give_up_output() -> None:
 
 
 def _end(line: str, code: int) -> int:
-    """Print a last line if possible, and return the code in any case: a supervisor relies on it,
+    """Prints a last line if possible, and returns the code in any case: a supervisor relies on it,
     even one whose disk is full."""
     try:
         print(safe_line(line), file=sys.stderr, flush=True)  # noqa: T201

@@ -9,7 +9,7 @@ from deltawire.cli.arguments import add_json, add_run_url, add_trust, at_least, 
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("merge", help="write a version with its adapter merged")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the merged model."""
+    """Writes the merged model."""
     from deltawire.launch.adapters import merge_run
 
     merge_run(

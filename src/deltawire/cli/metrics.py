@@ -15,7 +15,7 @@ from deltawire.cli.arguments import (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("metrics", help="send a run's figures to Prometheus or a tracker")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until interrupted; or forward until the run is over."""
+    """Serves until interrupted; or forward until the run is over."""
     from deltawire.launch.metrics import Destination, Listener, export_metrics, forward_metrics
 
     if arguments.to:

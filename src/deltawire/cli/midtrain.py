@@ -11,7 +11,7 @@ from deltawire.errors import InputError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("midtrain", help="train on documents, before or between RL runs")
     parser.set_defaults(call=run, engine=None, dry_run=False, launcher="local")
     parser.add_argument(
@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train to the last version; the same command continues a run that was interrupted."""
+    """Trains to the last version; the same command continues a run that was interrupted."""
     from deltawire.config import load_config
 
     if load_config(Path(arguments.config)).midtrain is None:

@@ -10,7 +10,7 @@ from deltawire.cli.exit_codes import EXCEEDED
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("parity", help="compare two engines on the same weights")
     parser.set_defaults(call=run)
     parser.add_argument(
@@ -60,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare and print; 3 if ``--limit`` is exceeded."""
+    """Compares and prints; 3 if ``--limit`` is exceeded."""
     from rich.console import Console
 
     from deltawire.dashboard.parity_view import comparison_values, print_comparison

@@ -10,7 +10,7 @@ from deltawire.errors import InputError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("probes", help="compare rewards with checks that they do not see")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -19,7 +19,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table; 0, or 6 if a divergence is flagged."""
+    """Prints the table; 0, or 6 if a divergence is flagged."""
     from rich.console import Console
 
     from deltawire.dashboard.probes import whole

@@ -18,7 +18,7 @@ from deltawire.cli.arguments import (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("publish", help="publish Hugging Face directories as versions")
     parser.set_defaults(call=run)
     parser.add_argument(
@@ -77,7 +77,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Publish what is not a version yet."""
+    """Publishes what is not a version yet."""
     from deltawire.launch.progress import parse_strides
     from deltawire.launch.publishing import PublishOptions, publish_directories
     from deltawire.launch.role_keys import read_signer

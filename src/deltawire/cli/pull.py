@@ -17,7 +17,7 @@ from deltawire.errors import InputError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("pull", help="keep a Hugging Face directory at a run's version")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Bring the directory to a version, or to each new one."""
+    """Brings the directory to a version, or to each new one."""
     from deltawire.launch.adapters import pull_adapter
     from deltawire.launch.pulling import pull_directory
 

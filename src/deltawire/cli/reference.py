@@ -14,7 +14,7 @@ from deltawire.cli.arguments import (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser(
         "reference", help="score a run's groups with its reference, or a teacher"
     )
@@ -26,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Score groups until the run ends."""
+    """Scores groups until the run ends."""
     from deltawire.launch.processes import run_as_reference
 
     run_as_reference(arguments.run, options=child_options(arguments))

@@ -17,7 +17,7 @@ from deltawire.cli.arguments import (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("relay", help="keep a copy of a run in another bucket current")
     parser.set_defaults(call=run)
     parser.add_argument("source", metavar="SRC_URL", help=BUCKET)
@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Copy the versions that exist, and with ``--follow`` those that come."""
+    """Copies the versions that exist, and with ``--follow`` those that come."""
     from deltawire.launch.progress import parse_strides
     from deltawire.launch.relaying import RelayOptions, relay_run
     from deltawire.launch.role_keys import read_signer

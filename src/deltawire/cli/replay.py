@@ -13,7 +13,7 @@ from deltawire.errors import InputError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("replay", help="repeat a run's training and compare the bits")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Repeat the steps; 0 if every version has the published bits, 5 if not."""
+    """Repeats the steps; 0 if every version has the published bits, 5 if not."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -10,7 +10,7 @@ from deltawire.errors import InputError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("report", help="write a run's report again from its events")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report and print its figures."""
+    """Writes the report and prints its figures."""
     import msgspec
     from rich.console import Console
 

@@ -9,7 +9,7 @@ from deltawire.cli.arguments import add_json, add_run_url, add_trust, at_least, 
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("rollouts", help="print samples of what a run was trained on")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -56,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the samples that match."""
+    """Prints the samples that match."""
     from deltawire.launch.processes import stay_off_the_hub
     from deltawire.runtime.trusted import open_trusted
     from deltawire.sync import require_run

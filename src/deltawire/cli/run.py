@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("run", help="start or continue a whole run on this machine")
     parser.set_defaults(call=run)
     parser.add_argument("config", metavar="CONFIG.toml", help="the run's configuration")
@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a job; 0 once every live worker was found to hold the trainer's weights."""
+    """Runs a job; 0 once every live worker was found to hold the trainer's weights."""
     import msgspec
     from rich.console import Console
 
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _launcher(
     arguments: argparse.Namespace, config: RunConfig
 ) -> contextlib.AbstractContextManager[Launcher | None]:
-    """Open the launcher that the options ask for."""
+    """Opens the launcher that the options ask for."""
     if arguments.launcher == "local":
         return contextlib.nullcontext()
     if arguments.key:

@@ -22,7 +22,7 @@ PREDICTED = (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser(
         "shapes",
         help="plan a model's training on given accelerators: layout, memory, alternatives",
@@ -82,7 +82,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List the catalogue, the smallest hardware for one model, or one profile."""
+    """Lists the catalogue, the smallest hardware for one model, or one profile."""
     from deltawire.errors import InputError
     from deltawire.plan.profile import encode_profile
     from deltawire.plan.published import published_table
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _resolve(arguments: argparse.Namespace) -> Profile:
-    """Resolve the profile that the options ask for."""
+    """Resolves the profile that the options ask for."""
     from deltawire.errors import InputError
     from deltawire.plan.accelerators import accelerator_named, read_accelerators
     from deltawire.plan.resolver import (
@@ -151,7 +151,7 @@ def _resolve(arguments: argparse.Namespace) -> Profile:
 
 
 def _find_model(name: str) -> tuple[Model, Packing]:
-    """Describe a model of the catalogue, of a config.json, or of a run's configuration."""
+    """Describes a model of the catalogue, of a config.json, or of a run's configuration."""
     from deltawire.config import load_config
     from deltawire.launch.shapes import model_of
     from deltawire.plan.catalogue import find_model
@@ -166,7 +166,7 @@ def _print(text: str) -> None:
 
 
 def _rows(rows: list[dict[str, str]], *, as_json: bool) -> None:
-    """Print rows as aligned columns, or as JSON."""
+    """Prints rows as aligned columns, or as JSON."""
     import json
 
     if as_json:

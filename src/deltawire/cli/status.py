@@ -8,7 +8,7 @@ from deltawire.cli.arguments import add_json, add_run_url, add_trust, add_window
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("status", help="show a run's status, read from its bucket only")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -26,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show a run once, or with ``--watch`` until it is over."""
+    """Shows a run once, or with ``--watch`` until it is over."""
     from deltawire.launch.status import show_status
 
     show_status(

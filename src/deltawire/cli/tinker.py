@@ -8,7 +8,7 @@ from deltawire.cli.arguments import add_address, add_count, add_run_url, add_tls
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("tinker", help="serve Tinker's SDK and cookbook from a bucket")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -53,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serves until a signal comes."""
     from deltawire.launch.tinkering import TinkerLaunch, serve_tinker
 
     launch = TinkerLaunch(

@@ -19,7 +19,7 @@ from deltawire.errors import InputError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("trainer", help="start or continue only a run's trainer")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -36,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train until the run's last version."""
+    """Trains until the run's last version."""
     from deltawire.launch.processes import read_config, run_as_trainer
     from deltawire.runtime.supervisor import COMMAND
 

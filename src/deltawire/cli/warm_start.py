@@ -16,7 +16,7 @@ from deltawire.cli.exit_codes import INTERRUPTED
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("warm-start", help="make version 0 with supervised steps")
     parser.set_defaults(call=run)
     parser.add_argument("config", metavar="CONFIG.toml", help="the run's configuration")
@@ -29,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the model directory; 130 if interrupted before it was complete."""
+    """Makes the model directory; 130 if interrupted before it was complete."""
     from deltawire.launch.processes import make_model, read_config
 
     config = read_config(Path(arguments.config), seed=arguments.seed)

@@ -8,7 +8,7 @@ from deltawire.cli.arguments import BUCKET, add_trust, trust_of
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("watch", help="show runs in a local web page, live and afterwards")
     parser.set_defaults(call=run)
     parser.add_argument(
@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the page until interrupted."""
+    """Serves the page until interrupted."""
     from deltawire.launch.watch_page import PageOptions, show_page
 
     options = PageOptions(

@@ -14,7 +14,7 @@ from deltawire.cli.arguments import (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser = commands.add_parser("worker", help="join a run as a rollout worker")
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sample until the run ends."""
+    """Samples until the run ends."""
     from deltawire.launch.processes import join_as_worker
 
     join_as_worker(

@@ -53,7 +53,7 @@ class RunCollector:
         self._status: RunStatus | None = None
 
     def poll(self) -> RunStatus | None:
-        """Return the run's status, None if it could not be read."""
+        """Returns the run's status, None if it could not be read."""
         with self._lock:
             if self._clock() - self._looked_at >= self._every_s:
                 try:
@@ -64,11 +64,11 @@ class RunCollector:
             return self._status
 
     def describe(self) -> list[Metric]:
-        """Return nothing, so that registering the collector does not read the store."""
+        """Returns nothing, so that registering the collector does not read the store."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric; figures that were not measured are left out."""
+        """Yields every metric; figures that were not measured are left out."""
         status = self.poll()
         yield GaugeMetricFamily(
             "deltawire_up", "1 if the run could be read", value=float(status is not None)
@@ -144,7 +144,7 @@ def _standing(status: RunStatus) -> Iterator[Metric]:
 
 
 def _merged(values: dict[str, float] | dict[str, int]) -> list[tuple[tuple[str, ...], float]]:
-    """Merge entries whose names are the same once they are made legible."""
+    """Merges entries whose names are the same once they are made legible."""
     found: dict[str, float] = {}
     for name, value in values.items():
         shown = legible(name, 80)
@@ -178,7 +178,7 @@ def _processes(status: RunStatus) -> Iterator[Metric]:
 
 
 def application(collector: RunCollector, *, token: str) -> Application:
-    """Build the WSGI application that serves ``/metrics``.
+    """Builds the WSGI application that serves ``/metrics``.
 
     A request needs ``token`` as its bearer token; with an empty one, everybody may read.
     """
@@ -214,7 +214,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def listen(app: Application, *, host: str, port: int, token: str) -> WSGIServer:
-    """Bind a server; call its ``serve_forever`` to serve.
+    """Binds a server; call its ``serve_forever`` to serve.
 
     Raises `InputError` if it cannot listen there, or would beyond this machine without a token.
     """

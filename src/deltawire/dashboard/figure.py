@@ -35,7 +35,7 @@ class Figure:
     tracked: str = ""
 
     def text(self, value: float | None) -> str:
-        """Write a value for people, by the unit."""
+        """Writes a value for people, by the unit."""
         match self.unit:
             case _ if value is None:
                 return MISSING

@@ -85,7 +85,7 @@ class LiveView:
         self.clock = clock
 
     def render(self, state: RunState) -> RenderableType:
-        """Render the whole screen."""
+        """Renders the whole screen."""
         body = [self._progress(state), Text(), self._figures(state)]
         title = Text.assemble(("deltawire ", "bold cyan"), (legible(self.name), "bold"))
         parts: list[RenderableType] = [
@@ -107,7 +107,7 @@ class LiveView:
         return Group(*parts)
 
     def plain_line(self, state: RunState) -> str:
-        """Render one line without escapes, for a log or a pipe."""
+        """Renders one line without escapes, for a log or a pipe."""
         if not state.training:
             return f"[{self._elapsed(state)}] {self._warm_words(state)}"
         parts = [f"version {state.version or 0}/{self.target_versions}"]
@@ -218,7 +218,7 @@ class LiveView:
         return grid
 
     def _histogram(self, state: RunState) -> Text:
-        """Draw how often each staleness occurred, from 0 to the bound."""
+        """Draws how often each staleness occurred, from 0 to the bound."""
         counts = state.staleness
         if not counts:
             return Text()
@@ -229,7 +229,7 @@ class LiveView:
         )
 
     def _lag_style(self, process: ProcessState, lag: int | None) -> str:
-        """Color a worker's lag above the bound; an evaluator may lag."""
+        """Colors a worker's lag above the bound; an evaluator may lag."""
         if not lag:
             return "dim"
         return "yellow" if process.role == "worker" and lag > self.bound else ""
@@ -275,7 +275,7 @@ class LiveView:
 
 
 def screen(summary: Summary, *, report: str) -> RenderableType:
-    """Render the closing screen; ``report`` is the path of report.html."""
+    """Renders the closing screen; ``report`` is the path of report.html."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
@@ -423,7 +423,7 @@ def _number(value: int | None) -> Text:
 
 
 def _heldout_row(state: RunState) -> tuple[RenderableType, ...]:
-    """Render held-out accuracy, or the loss on held-out documents where that is measured."""
+    """Renders held-out accuracy, or the loss on held-out documents where that is measured."""
     losses = state.heldout_loss_curve
     name, curve = ("heldout_loss", losses) if losses else ("heldout", state.accuracy_curve)
     first = f"from {text(f'{name}_first', state)} at {curve[0][0]}" if len(curve) > 1 else ""
@@ -436,7 +436,7 @@ def _heldout_row(state: RunState) -> tuple[RenderableType, ...]:
 
 
 def _parity_columns(parity: Parity) -> tuple[Text, Text, Text]:
-    """Render the newest batch's k3, its meaning, and the action taken."""
+    """Renders the newest batch's k3, its meaning, and the action taken."""
     crossed = parity.stopped or parity.warnings
     shown = parity.numeric if parity.numeric.tokens else parity.drift
     what = "k3, the same version" if parity.numeric.tokens else "k3, older versions' tokens"
@@ -451,12 +451,12 @@ def _parity_columns(parity: Parity) -> tuple[Text, Text, Text]:
 
 
 def _worth_a_row(process: ProcessState, state: RunState) -> bool:
-    """Return whether to show a process: not a supervisor, nor a warm start once training runs."""
+    """Returns whether to show a process: not a supervisor, nor a warm start once training runs."""
     return process.role != "supervisor" and not (process.role == "warm-start" and state.training)
 
 
 def _rank(process: ProcessState) -> tuple[int, list[tuple[int, str]]]:
-    """Return a sort key: by role, then by name, with ``worker-10`` after ``worker-9``."""
+    """Returns a sort key: by role, then by name, with ``worker-10`` after ``worker-9``."""
     parts = re.split(r"(\d{1,18})", process.name[:100])
     natural = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
     return _ROLES.index(process.role), natural

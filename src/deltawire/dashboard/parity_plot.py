@@ -21,7 +21,7 @@ _MUTED: Final = "#777777"
 
 
 def plot_layers(found: Comparison, source: str, path: Path) -> None:
-    """Plot the drift by layer, accumulated and by itself, with the tolerance.
+    """Plots the drift by layer, accumulated and by itself, with the tolerance.
 
     Raises `InputError` for a suffix that is not a picture's.
     """

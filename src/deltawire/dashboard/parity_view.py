@@ -15,7 +15,7 @@ from deltawire.parity.record import finite
 
 
 def comparison_values(found: Comparison, source: str, limit: float | None) -> dict[str, Any]:
-    """Return the comparison as plain values, for JSON."""
+    """Returns the comparison as plain values, for JSON."""
 
     def numbers(values: dict[str, Any]) -> dict[str, Any]:
         return {k: finite(v) if isinstance(v, float) else v for k, v in values.items()}
@@ -37,7 +37,7 @@ def comparison_values(found: Comparison, source: str, limit: float | None) -> di
 
 
 def print_comparison(found: Comparison, source: str, console: Console) -> None:
-    """Print the comparison as tables."""
+    """Prints the comparison as tables."""
     heading = safe_line(f"{found.left} against {found.right}")
     table = Table(title=Text(f"{heading}\n{safe_line(source)}"), box=None)
     table.add_column("over the tokens that the left engine drew")

@@ -64,7 +64,7 @@ class Bar(NamedTuple):
 
 
 def charts(state: RunState, bound: int) -> Charts:
-    """Draw all of them with matplotlib, which is imported here."""
+    """Draws all of them with matplotlib, which is imported here."""
     from matplotlib import rc_context
 
     settings: Any = {
@@ -94,7 +94,7 @@ def charts(state: RunState, bound: int) -> Charts:
 
 
 def bars(spans: Sequence[Span], opens: float, closes: float, columns: int) -> list[Bar]:
-    """Turn spans into columns of equal time, each split by the activities in it.
+    """Turns spans into columns of equal time, each split by the activities in it.
 
     Where a span is longer than a column this is a plain bar; where many fall into one column,
     their shares (to an eighth) stay true. Neighbours alike are merged.
@@ -124,7 +124,7 @@ def bars(spans: Sequence[Span], opens: float, closes: float, columns: int) -> li
 
 
 def _extent(share: dict[Activity, float], activity: Activity) -> tuple[float, float]:
-    """Find the place of ``activity`` in a column's stack; overlapping spans are scaled to fit."""
+    """Finds the place of ``activity`` in a column's stack; overlapping spans are scaled to fit."""
     if activity not in share:
         return 0.0, 0.0
     scale = 8 / max(1.0, sum(share.values()))
@@ -238,7 +238,7 @@ def _budgets(state: RunState) -> str:
 
 
 def _keep_to_shares(axes: Any) -> None:
-    """Label an axis in percent, and leave out most of what is below 0 and above 100 %."""
+    """Labels an axis in percent, and leaves out most of what is below 0 and above 100 %."""
     low, high = axes.get_ylim()
     room = 0.05 * (high - low)
     axes.set_ylim(max(low, -room), min(high, 1 + room))
@@ -257,7 +257,7 @@ def _mark_ends(
     level: Sequence[float],
     write: Callable[[float], str] = _percent,
 ) -> None:
-    """Write the first and the last value at their points."""
+    """Writes the first and the last value at their points."""
     for index, side in ((0, "right"), (-1, "left"))[-min(2, len(at)) :]:
         axes.annotate(
             write(level[index]),
@@ -394,7 +394,7 @@ def _timeline_rows(state: RunState) -> list[ProcessState]:
 
 
 def _draw_bars(axes: Any, row_bars: Sequence[Bar], row: int, per_column: float) -> None:
-    """Draw all bars of one activity as one path: separate elements would make a large file."""
+    """Draws all bars of one activity as one path: separate elements would make a large file."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
@@ -413,7 +413,7 @@ def _draw_bars(axes: Any, row_bars: Sequence[Bar], row: int, per_column: float) 
 
 
 def _mark_versions(axes: Any, state: RunState, opens: float) -> None:
-    """Mark round versions on the top edge, with a thin line down to the rows.
+    """Marks round versions on the top edge, with a thin line down to the rows.
 
     Versions stand at their times, so those of a run that was interrupted crowd together: a mark
     that would touch the one before it is left out.
@@ -450,7 +450,7 @@ def _mark_versions(axes: Any, state: RunState, opens: float) -> None:
 
 
 def _clock_step(seconds: float) -> int:
-    """Choose a round interval with at most ten ticks."""
+    """Chooses a round interval with at most ten ticks."""
     steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200]
     return next((step for step in steps if seconds / step <= 10), int(seconds / 10))
 
@@ -477,7 +477,7 @@ def _strip(axes: Any) -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Compute a centered running mean over a twentieth of the series."""
+    """Computes a centered running mean over a twentieth of the series."""
     reach = max(1, len(values) // 40)
     sums = [0.0]
     for value in values:
@@ -487,13 +487,13 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _thinned(at: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Take at most `_MAX_POINTS` points, evenly."""
+    """Takes at most `_MAX_POINTS` points, evenly."""
     stride = -(-len(at) // _MAX_POINTS)
     return list(at[::stride]), list(values[::stride])
 
 
 def _svg(figure: Any, name: str) -> str:
-    """Convert a figure to an element of the page: unique ids, the page's colors and fonts."""
+    """Converts a figure to an element of the page: unique ids, the page's colors and fonts."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     drawn = io.StringIO()

@@ -20,22 +20,22 @@ LIVE_EXAMPLES = 2
 
 
 def by_family(probes: ProbeFigures) -> list[StreamFigures]:
-    """Sort streams: all tasks together first, then each family."""
+    """Sorts streams: all tasks together first, then each family."""
     return sorted(probes.streams, key=lambda s: (s.family != ALL, s.family, s.probe))
 
 
 def worst_first(probes: ProbeFigures) -> list[StreamFigures]:
-    """Sort streams: flagged ones first, then by the excess of the reward over the probe."""
+    """Sorts streams: flagged ones first, then by the excess of the reward over the probe."""
     return sorted(by_family(probes), key=lambda stream: (stream.flagged_at is None, -stream.excess))
 
 
 def family_of(stream: StreamFigures) -> str:
-    """Name the family in one or two words."""
+    """Names the family in one or two words."""
     return "all tasks" if stream.family == ALL else legible(stream.family) or "unnamed"
 
 
 def flags(probes: ProbeFigures) -> list[str]:
-    """Describe each flag in one line: ``strings heldout_tests since 12``."""
+    """Describes each flag in one line: ``strings heldout_tests since 12``."""
     return [
         f"{family_of(stream)} {legible(stream.probe)} since {stream.flagged_at}"
         for stream in worst_first(probes)
@@ -44,17 +44,17 @@ def flags(probes: ProbeFigures) -> list[str]:
 
 
 def place_of(example: Example) -> str:
-    """Return a rollout's place in the bucket."""
+    """Returns a rollout's place in the bucket."""
     return f"rollouts/{legible(example.worker, 64)}/{example.sequence}"
 
 
 def mean(value: float) -> str:
-    """Write a reward, a probe or an excess."""
+    """Writes a reward, a probe or an excess."""
     return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.1e}"
 
 
 def table(probes: ProbeFigures, streams: Sequence[StreamFigures]) -> Table:
-    """Render a row for each of ``streams``; the last column is the evidence or the flag."""
+    """Renders a row for each of ``streams``; the last column is the evidence or the flag."""
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     drawn.add_column("family", no_wrap=True)
     drawn.add_column("probe", no_wrap=True)
@@ -75,7 +75,7 @@ def table(probes: ProbeFigures, streams: Sequence[StreamFigures]) -> Table:
 
 
 def whole(probes: ProbeFigures) -> RenderableType:
-    """Render every stream and example, and explain the figures."""
+    """Renders every stream and example, and explains the figures."""
     parts: list[RenderableType] = [table(probes, by_family(probes))]
     for stream in by_family(probes):
         if stream.flagged_at is None:
@@ -93,7 +93,7 @@ def whole(probes: ProbeFigures) -> RenderableType:
 
 
 def meaning(probes: ProbeFigures) -> str:
-    """Explain the last column and its error rate."""
+    """Explains the last column and its error rate."""
     since = f" since version {probes.since}" if probes.since else ""
     return (
         f"As of version {probes.version}{since}; the last column is the evidence, as a share "
@@ -104,7 +104,7 @@ def meaning(probes: ProbeFigures) -> str:
 
 
 def summary_of_streams(probes: ProbeFigures) -> RenderableType:
-    """Render the worst streams in a few lines, with rollouts to look at."""
+    """Renders the worst streams in a few lines, with rollouts to look at."""
     streams = worst_first(probes)
     parts: list[RenderableType] = [table(probes, streams[:LIVE_ROWS])]
     for stream in streams[:LIVE_ROWS]:
@@ -126,7 +126,7 @@ def _verdict(stream: StreamFigures, probes: ProbeFigures) -> Text:
 
 
 def _bars(stream: StreamFigures) -> str:
-    """Draw the excess in the stream's groups, 0 to 1, oldest first."""
+    """Draws the excess in the stream's groups, 0 to 1, oldest first."""
     return sparkline(
         [point.excess / max(1, point.groups) for point in stream.points[-_BARS:]],
         _BARS,

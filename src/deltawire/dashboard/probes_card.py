@@ -29,14 +29,14 @@ class _Scale(NamedTuple):
     high: float
 
     def place(self, groups: float, value: float) -> str:
-        """Return ``x,y`` of a value after ``groups`` groups."""
+        """Returns ``x,y`` of a value after ``groups`` groups."""
         x = _WIDTH * groups / self.groups
         y = 1 + (_HEIGHT - 2) * (self.high - value) / (self.high - self.low)
         return f"{x:.1f},{y:.1f}"
 
 
 def probes_card(probes: ProbeFigures | None) -> str:
-    """Render the card; empty without probes."""
+    """Renders the card; empty without probes."""
     if probes is None or not probes.streams:
         return ""
     streams = worst_first(probes)

@@ -52,7 +52,8 @@ _PAGE = """<!doctype html>
 
 
 def write_report(summary: Summary, state: RunState, directory: Path) -> None:
-    """Write ``report.json`` and ``report.html`` into ``directory``, which is created if missing."""
+    """Writes ``report.json`` and ``report.html`` into ``directory``, which is created if
+    missing."""
     directory.mkdir(parents=True, exist_ok=True)
     figures = msgspec.json.format(safe_json(summary), indent=2)
     (directory / "report.json").write_text(figures + "\n", encoding="utf-8")
@@ -60,7 +61,7 @@ def write_report(summary: Summary, state: RunState, directory: Path) -> None:
 
 
 def page(summary: Summary, state: RunState) -> str:
-    """Render ``report.html``."""
+    """Renders ``report.html``."""
     drawn = charts(state, summary.staleness.bound)
     probes = probes_card(summary.probes)
     flagged = summary.probes is not None and summary.probes.flagged > 0
@@ -105,7 +106,7 @@ def _header(summary: Summary, state: RunState) -> str:
 
 
 def _heads(summary: Summary) -> str:
-    """Render the six most important figures."""
+    """Renders the six most important figures."""
     heldout, size, stale = summary.heldout, summary.bytes, summary.staleness
     arrow = '<span class="arrow"> → </span>'
     within = stale.max is None or stale.max <= stale.bound
@@ -332,7 +333,7 @@ def _figures(summary: Summary, state: RunState) -> str:
 
 
 def _source_losses(summary: Summary) -> list[tuple[str, str]]:
-    """Render rows on the held-out documents; none where none were measured."""
+    """Renders rows on the held-out documents; none where none were measured."""
     losses = summary.heldout_loss
     if losses is None:
         return []
@@ -352,7 +353,7 @@ def _source_losses(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _over_budgets(summary: Summary) -> list[tuple[str, str]]:
-    """Render rows on accuracy over thinking budgets; none where it was not measured."""
+    """Renders rows on accuracy over thinking budgets; none where it was not measured."""
     if not summary.heldout_budgets:
         return []
     first, last = summary.heldout_area
@@ -375,7 +376,7 @@ def _over_budgets(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _policy_cost(cost: PolicyCost) -> list[tuple[str, str]]:
-    """Render rows on dropped groups and the bias from dropping; none if nothing was dropped."""
+    """Renders rows on dropped groups and the bias from dropping; none if nothing was dropped."""
     rows = [(f"· dropped: {_safe(cause)}", f"{count:,}") for cause, count in cost.dropped.items()]
     rows += [
         (f"· episodes failed: {_safe(cause)}", f"{count:,}")
@@ -390,7 +391,7 @@ def _policy_cost(cost: PolicyCost) -> list[tuple[str, str]]:
 
 
 def _parity(summary: Summary, state: RunState) -> list[tuple[str, str]]:
-    """Render rows on limits that the comparison of sampler and trainer crossed."""
+    """Renders rows on limits that the comparison of sampler and trainer crossed."""
     parity = summary.parity
     shown = [("parity_warnings", f"{parity.warnings}{_mark(not parity.warnings)}")]
     if parity.flipped_worst is not None:
@@ -404,7 +405,8 @@ def _parity(summary: Summary, state: RunState) -> list[tuple[str, str]]:
 
 
 def _proof(summary: Summary) -> list[tuple[str, str]]:
-    """Render rows on the audit, which read every manifest and every named group from the bucket."""
+    """Renders rows on the audit, which read every manifest and every named group from the
+    bucket."""
     proof = summary.proof
     if proof is None:
         return []
@@ -438,6 +440,6 @@ def _configuration(summary: Summary) -> str:
 
 
 def _pairs(rows: Sequence[tuple[str, str]]) -> str:
-    """Render a table of labels and values that are HTML already."""
+    """Renders a table of labels and values that are HTML already."""
     cells = "".join(f"<tr><td>{label}</td><td>{value}</td></tr>" for label, value in rows)
     return f'<table class="pairs"><tbody>{cells}</tbody></table>'

@@ -48,7 +48,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 def series(
     state: RunState, names: list[str], *, first: int = 0, last: int | None = None, points: int
 ) -> Series:
-    """Evaluate the named series over versions ``first`` to ``last``, at most about ``points``.
+    """Evaluates the named series over versions ``first`` to ``last``, at most about ``points``.
 
     Unknown names have no column. Evaluated versions are chosen apart, since they are few.
     """
@@ -151,7 +151,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 def timeline(
     state: RunState, *, opens: float | None = None, closes: float | None = None, columns: int = 900
 ) -> Timeline | None:
-    """Divide the activities of at most `MAX_ROWS` processes into columns of time.
+    """Divides the activities of at most `MAX_ROWS` processes into columns of time.
 
     Without a range, the whole run. Returns None if nothing has happened yet.
     """

@@ -125,7 +125,7 @@ class ProcessState:
 
     @property
     def gone(self) -> bool:
-        """Return whether its latest Life event is that it stopped or died."""
+        """Returns whether its latest Life event is that it stopped or died."""
         life = self.last_life
         return life is not None and life.what in {"stopped", "died"}
 
@@ -150,7 +150,7 @@ class ProcessState:
         return len(self.generated) + self.forgotten
 
     def limit(self, entries: int) -> None:
-        """Keep about ``entries`` spans, swaps and groups, or up to twice as many."""
+        """Keeps about ``entries`` spans, swaps and groups, or up to twice as many."""
         if len(self.spans) > 2 * entries:
             self.spans = _merge_older(self.spans, entries)
         if len(self.swaps) > 2 * entries:
@@ -161,19 +161,19 @@ class ProcessState:
             self.first_kept = min(self.generated)
 
     def add_span(self, span: Span) -> None:
-        """Add an activity."""
+        """Adds an activity."""
         self.spans.append(span)
         last = self.last_span
         if last is None or (span.end, span.start) > (last.end, last.start):
             self.last_span = span
 
     def holds(self, *versions: int) -> None:
-        """Note that it holds ``versions``."""
+        """Notes that it holds ``versions``."""
         known = () if self.version is None else (self.version,)
         self.version = max((*known, *versions), default=None)
 
     def imply(self, role: Role) -> None:
-        """Note an event of a kind that ``role`` writes."""
+        """Notes an event of a kind that ``role`` writes."""
         if self.implied_role is None or _SPECIFIC.index(role) < _SPECIFIC.index(self.implied_role):
             self.implied_role = role
 
@@ -195,7 +195,7 @@ def wait_and_busy(spent: dict[Activity, float]) -> tuple[float, float]:
 
 
 def _merge_older(spans: list[Span], kept: int) -> list[Span]:
-    """Merge all spans but the newest ``kept``: chunks of them become one span an activity."""
+    """Merges all spans but the newest ``kept``: chunks of them become one span an activity."""
     ordered = sorted(spans, key=lambda span: (span.start, span.end))
     older, merged = ordered[:-kept], []
     for first in range(0, len(older), MERGED):
@@ -216,7 +216,7 @@ def _newest(events: dict[int, _Timed], kept: int) -> dict[int, _Timed]:
 
 
 def _sampled(step: Step) -> Step:
-    """Keep `SAMPLED` groups of a step, at equal distances in the order of their staleness."""
+    """Keeps `SAMPLED` groups of a step, at equal distances in the order of their staleness."""
     if len(step.queued) != len(step.staleness):
         return msgspec.structs.replace(step, staleness=sorted(step.staleness)[-SAMPLED:], queued=[])
     pairs = sorted(zip(step.staleness, step.queued, strict=True), reverse=True)
@@ -250,7 +250,7 @@ class RunState:
         """Rates that need no window of steps are measured over this much time."""
 
     def add(self, events: Iterable[Event]) -> None:
-        """Add ``events``, in any order."""
+        """Adds ``events``, in any order."""
         for event in events:
             self._add(event)
         share = max(MAX_ENTRIES // (6 * max(len(self.processes), 1)), MIN_SHARE)
@@ -259,7 +259,7 @@ class RunState:
         self._limit_staleness()
 
     def _limit_staleness(self) -> None:
-        """Sample the groups of old steps, beyond `MAX_STALENESS` groups in all."""
+        """Samples the groups of old steps, beyond `MAX_STALENESS` groups in all."""
         if self._groups_added <= MAX_STALENESS // 2:
             return
         self._groups_added = kept = 0
@@ -374,7 +374,7 @@ class RunState:
 
     @property
     def staleness(self) -> Counter[int]:
-        """Return how many consumed groups had each staleness."""
+        """Returns how many consumed groups had each staleness."""
         return Counter(value for step in self.steps.values() for value in step.staleness)
 
     @property
@@ -389,7 +389,7 @@ class RunState:
 
     @property
     def training(self) -> bool:
-        """Return whether the reinforcement-learning phase has begun."""
+        """Returns whether the reinforcement-learning phase has begun."""
         return bool(self.steps) or self.versions > 0
 
     @property
@@ -418,7 +418,7 @@ class RunState:
         return 60 * (len(self.steps) - 1) / (window[1] - window[0])
 
     def at(self, version: int, *, swaps: bool = True) -> RunState:
-        """Return the part of the state that belongs to one version; without ``swaps`` in a time
+        """Returns the part of the state that belongs to one version; without ``swaps`` in a time
         that does not depend on the number of workers."""
         part = RunState()
         for theirs, own in (
@@ -457,7 +457,7 @@ class RunState:
 
 
 def _keep_latest(events: dict[int, _Timed], key: int, event: _Timed) -> None:
-    """Keep the later of two events: after a crash a step may be repeated."""
+    """Keeps the later of two events: after a crash a step may be repeated."""
     kept = events.get(key)
     if kept is None or event.at >= kept.at:
         events[key] = event

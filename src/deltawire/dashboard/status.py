@@ -174,7 +174,7 @@ class Watch:
         self._poller: VersionPoller | None = None
 
     def poll(self) -> RunStatus:
-        """Read the run's current status.
+        """Reads the run's current status.
 
         Raises `InputError` if there is no run, `CorruptError` if its ``run.json`` is damaged,
         `RetryError` if the store does not answer.
@@ -283,7 +283,7 @@ def _no_progress(state: RunState) -> str:
 
 
 def _config(bucket: Bucket, run: Run, problems: list[str]) -> RunConfig | None:
-    """Return the configuration; None for a run that another trainer published."""
+    """Returns the configuration; None for a run that another trainer published."""
     if not run.config:
         return None
     try:
@@ -318,7 +318,7 @@ def _alarms(fleet: Fleet) -> list[str]:
 
 
 def _unreadable(segments: dict[str, int]) -> list[str]:
-    """Name the streams in which segments hold no event of their process, the first few of them."""
+    """Names the streams in which segments hold no event of their process, the first few of them."""
     found = [
         f"{safe_line(stream)}: {count} {'segment' if count == 1 else 'segments'} of events that its"
         " process did not store, or that are damaged"
@@ -361,7 +361,7 @@ def _line(name: str, state: RunState, fleet: Fleet, newest: int | None, now: flo
 
 
 def _phase(trainer: TrainerStatus | None, newest: int | None, lines: list[ProcessLine]) -> str:
-    """Name the phase; a trainer that is silent or stalled has its own."""
+    """Names the phase; a trainer that is silent or stalled has its own."""
     if trainer is None:
         warming = any(line.role == "warm-start" and line.state == "alive" for line in lines)
         return "warm start" if warming else "starting" if newest is None else "published"
@@ -390,7 +390,7 @@ def _measured(state: RunState, config: RunConfig | None) -> dict[str, Any]:
 def _in_flight(
     trainer: TrainerStatus | None, beats: dict[str, Heartbeat], lines: Sequence[ProcessLine]
 ) -> int | None:
-    """Count the groups that living workers were granted and have not stored."""
+    """Counts the groups that living workers were granted and have not stored."""
     if trainer is None:
         return None
     live = [beats[line.name] for line in lines if line.state == "alive" and line.name in beats]
@@ -402,7 +402,7 @@ def _in_flight(
 
 
 def failures_by_cause(state: RunState) -> dict[str, int]:
-    """Count failures of episodes, groups and processes by cause, from the events read."""
+    """Counts failures of episodes, groups and processes by cause, from the events read."""
     counts: Counter[str] = Counter()
     for process in state.processes.values():
         for life in process.lives:
@@ -427,7 +427,7 @@ def failures_by_cause(state: RunState) -> dict[str, int]:
 
 
 def _death(life: Life) -> str:
-    """Describe why a process died, without details that differ each time."""
+    """Describes why a process died, without details that differ each time."""
     for word in ("no sign of life", "no progress"):
         if word in life.detail:
             return f"killed: {word}"

@@ -21,7 +21,7 @@ _STYLES = {"alive": "green", "silent": "red", "stalled": "red", "ended": "dim", 
 
 
 def view(status: RunStatus) -> RenderableType:
-    """Render figures, processes, failures and problems."""
+    """Renders figures, processes, failures and problems."""
     title = Text.assemble(("deltawire ", "bold cyan"), (legible(status.name), "bold"))
     parts: list[RenderableType] = [
         Panel(
@@ -119,7 +119,7 @@ def _figures(status: RunStatus) -> Table:
 
 
 def _text(name: str, status: RunStatus) -> str:
-    """Write a figure of the status by its unit."""
+    """Writes a figure of the status by its unit."""
     return BY_NAME[name].text(attrgetter(name)(status))
 
 

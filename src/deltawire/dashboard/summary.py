@@ -200,7 +200,7 @@ def summarize(
     audit: Consumption | None = None,
     configuration: Mapping[str, str] | None = None,
 ) -> Summary:
-    """Compute every figure of the report; times in ``*_ms`` are medians, in milliseconds."""
+    """Computes every figure of the report; times in ``*_ms`` are medians, in milliseconds."""
     steps = state.steps_in_order
     settings = dict(configuration or {})
     return Summary(
@@ -307,7 +307,7 @@ def _proof(audit: Consumption) -> Proof:
 
 
 def _staleness(state: RunState, bound: int, audit: Consumption | None) -> Staleness:
-    """Prefer the audit of the bucket: a killed process loses events."""
+    """Prefers the audit of the bucket: a killed process loses events."""
     by_version = (
         audit.staleness
         if audit

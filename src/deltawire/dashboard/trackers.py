@@ -23,11 +23,11 @@ class Tracker(Protocol):
     """Receives named figures of each version, in order, once."""
 
     def log(self, version: int, figures: Mapping[str, float]) -> None:
-        """Record figures at ``version``."""
+        """Records figures at ``version``."""
         ...
 
     def close(self) -> None:
-        """Store what has been recorded."""
+        """Stores what has been recorded."""
         ...
 
 
@@ -44,13 +44,13 @@ class TensorBoard:
             raise InputError(f"cannot write to {folder}: {error.strerror}") from error
 
     def log(self, version: int, figures: Mapping[str, float]) -> None:
-        """Record figures at ``version``."""
+        """Records figures at ``version``."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, version)
         self._writer.flush()
 
     def close(self) -> None:
-        """Store what has been recorded."""
+        """Stores what has been recorded."""
         self._writer.close()
 
 
@@ -69,11 +69,11 @@ class Wandb:
         )
 
     def log(self, version: int, figures: Mapping[str, float]) -> None:
-        """Record figures at ``version``."""
+        """Records figures at ``version``."""
         self._run.log(dict(figures), step=version)
 
     def close(self) -> None:
-        """Store what has been recorded."""
+        """Stores what has been recorded."""
         self._run.finish()
 
 
@@ -88,11 +88,11 @@ class Trackio:
         trackio.init(project=project, name=name, config=config)
 
     def log(self, version: int, figures: Mapping[str, float]) -> None:
-        """Record figures at ``version``."""
+        """Records figures at ``version``."""
         self._trackio.log(dict(figures), step=version)
 
     def close(self) -> None:
-        """Store what has been recorded."""
+        """Stores what has been recorded."""
         self._trackio.finish()
 
 
@@ -122,7 +122,7 @@ class Forwarder:
         self._measured: set[int] = set()
 
     def forward(self, state: RunState, *, over: bool = False) -> int:
-        """Forward complete versions; with ``over`` all of them. Returns the last version."""
+        """Forwards complete versions; with ``over`` all of them. Returns the last version."""
         whole = max(state.steps.keys() & state.published.keys(), default=0)
         last = max((*state.steps, *state.published), default=0) if over else whole
         for version in sorted(state.steps.keys() | state.published.keys()):
@@ -185,5 +185,5 @@ def tracked(state: RunState, prefix: str = "") -> dict[str, float]:
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """Leave out the values that no plot can show."""
+    """Leaves out the values that no plot can show."""
     return {name: float(value) for name, value in figures.items() if math.isfinite(value)}

@@ -9,7 +9,7 @@ from deltawire.rl.trainer.verify_training import NAMED, TrainingVerification
 
 
 def print_verification(found: TrainingVerification, console: Console) -> None:
-    """Print the outcome, and the tensors that differ."""
+    """Prints the outcome, and the tensors that differ."""
     origin = f"from the state at version {found.origin}, on {found.groups} groups of the bucket"
     if found.exact:
         many = found.last - found.first + 1

@@ -24,7 +24,7 @@ from deltawire.wire.run import Run
 
 
 def print_check(found: CheckedRun, console: Console) -> None:
-    """Print the outcome of ``deltawire fsck``, a line for each fault."""
+    """Prints the outcome of ``deltawire fsck``, a line for each fault."""
     console.print(
         f"{found.versions} versions ({found.pruned} pruned, {found.anchors} anchors), "
         f"{found.compacted} compacted deltas, {found.blobs} blobs of {byte_size(found.bytes)}"
@@ -62,7 +62,7 @@ def version_table(versions: list[dict[str, Any]], readers: list[dict[str, Any]])
 def list_versions(
     bucket: Bucket, run: Run, last: int, *, below: int | None = None
 ) -> list[dict[str, Any]]:
-    """Describe the ``last`` newest objects that have the name of a version, newest first; with
+    """Describes the ``last`` newest objects that have the name of a version, newest first; with
     ``below`` the newest of those that have a lower number.
 
     Numbers that a publisher skipped because unreadable objects occupy them show as ``damaged``.
@@ -101,7 +101,7 @@ def list_versions(
 
 
 def _made_from(metadata: dict[str, Any]) -> str:
-    """Name the trainer's step or the directory that a version was made from, as far as known."""
+    """Names the trainer's step or the directory that a version was made from, as far as known."""
     step, name = metadata.get(STEP_RECORD), metadata.get(CHECKPOINT_RECORD)
     if isinstance(step, int):
         return f"step {step}"
@@ -109,7 +109,7 @@ def _made_from(metadata: dict[str, Any]) -> str:
 
 
 def list_readers(bucket: Bucket) -> list[dict[str, Any]]:
-    """Say which worker holds which version, from the heartbeats."""
+    """Says which worker holds which version, from the heartbeats."""
     fleet = Fleet(bucket, silence_s=FaultsConfig().silence_s)
     fleet.poll()
     return [

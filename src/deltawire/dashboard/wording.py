@@ -12,7 +12,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def byte_size(count: float | None) -> str:
-    """Write bytes with decimal units and three significant digits: ``1.42 MB``."""
+    """Writes bytes with decimal units and three significant digits: ``1.42 MB``."""
     if count is None:
         return MISSING
     unit = 0
@@ -24,7 +24,7 @@ def byte_size(count: float | None) -> str:
 
 
 def smaller(full: float | None, delta: float | None) -> str:
-    """Write how many times smaller a delta is than the full model: ``38x smaller``."""
+    """Writes how many times smaller a delta is than the full model: ``38x smaller``."""
     if not full or not delta:
         return MISSING
     ratio = full / delta
@@ -32,19 +32,19 @@ def smaller(full: float | None, delta: float | None) -> str:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """Write ``0.713`` as ``71.3 %``."""
+    """Writes ``0.713`` as ``71.3 %``."""
     return MISSING if share is None else f"{100 * share:.{digits}f} %"
 
 
 def duration(seconds: float) -> str:
-    """Write seconds as ``0:42``, ``12:34`` or ``3:12:34``."""
+    """Writes seconds as ``0:42``, ``12:34`` or ``3:12:34``."""
     whole = max(0, round(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def milliseconds(value: float | None) -> str:
-    """Write ``0.42 ms``, ``14 ms`` or ``2.31 s``."""
+    """Writes ``0.42 ms``, ``14 ms`` or ``2.31 s``."""
     if value is None:
         return MISSING
     if value >= 1000:
@@ -53,7 +53,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Write a number of any size with three significant digits, or all before the point."""
+    """Writes a number of any size with three significant digits, or all before the point."""
     if value is None:
         return MISSING
     return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
@@ -62,7 +62,7 @@ def figure(value: float | None) -> str:
 def sparkline(
     values: Sequence[float], width: int, floor: float | None = None, ceiling: float | None = None
 ) -> str:
-    """Draw the whole series as at most ``width`` bars, each the mean of its part.
+    """Draws the whole series as at most ``width`` bars, each the mean of its part.
 
     The lowest bar stands for ``floor`` and less, or for the least of the values; the highest for
     ``ceiling`` and more, or for the largest.

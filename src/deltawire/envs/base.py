@@ -110,11 +110,11 @@ class Environment(Protocol):
         return ()
 
     async def reset(self) -> Turn:
-        """Begin the episode; the turn's messages are the prompt, the same for the same task."""
+        """Begins the episode; the turn's messages are the prompt, the same for the same task."""
         ...
 
     async def step(self, action: Action) -> Turn:
-        """React to the model's output since the last turn."""
+        """Reacts to the model's output since the last turn."""
         ...
 
     async def probes(self) -> Mapping[str, float]:
@@ -122,7 +122,7 @@ class Environment(Protocol):
         return {}
 
     async def close(self) -> None:
-        """Release processes, files, connections. Called once, also after a failed `reset`."""
+        """Releases processes, files, connections. Called once, also after a failed `reset`."""
         return
 
     def solved(self, total_reward: float) -> bool:
@@ -146,7 +146,7 @@ class AgentHarness(ABC):
 
     @abstractmethod
     async def drive(self, endpoint: ModelEndpoint) -> float:
-        """Run the harness; returns the reward."""
+        """Runs the harness; returns the reward."""
 
     async def probes(self) -> Mapping[str, float]:
         """See `Environment.probes`."""
@@ -172,7 +172,7 @@ class TaskSource(Protocol):
     """
 
     def draw(self, stream: str, index: int) -> Task:
-        """Draw task ``index`` of a worker's stream; never one of `heldout`."""
+        """Draws task ``index`` of a worker's stream; never one of `heldout`."""
         ...
 
     def heldout(self) -> list[Task]:
@@ -180,7 +180,7 @@ class TaskSource(Protocol):
         ...
 
     def open(self, task: Task) -> Environment | AgentHarness:
-        """Open a fresh episode of ``task``."""
+        """Opens a fresh episode of ``task``."""
         ...
 
 

@@ -72,7 +72,7 @@ class ChatTasks:
         self._heldout = [self._task(data) for data in heldout]
 
     def draw(self, stream: str, index: int) -> Task:
-        """Draw any of the training tasks."""
+        """Draws any of the training tasks."""
         draw = random.Random(f"{self._seed} {stream} {index}")
         return self._task(self._train[draw.randrange(len(self._train))])
 
@@ -81,7 +81,7 @@ class ChatTasks:
         return self._heldout
 
     def open(self, task: Task) -> AgentHarness:
-        """Open a fresh run of the harness."""
+        """Opens a fresh run of the harness."""
         return _ChatEpisode(self._harness, task.data)
 
     def _task(self, data: Any) -> Task:

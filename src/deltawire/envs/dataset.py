@@ -86,7 +86,7 @@ class DatasetTasks:
         return len(self._train)
 
     def draw(self, stream: str, index: int) -> Task:
-        """Draw a training row; a stream draws each of them once an epoch.
+        """Draws a training row; a stream draws each of them once an epoch.
 
         Without ``data.shuffle`` a stream follows the order of the file, from a separate place.
         """
@@ -102,7 +102,7 @@ class DatasetTasks:
         return self._heldout
 
     def open(self, task: Task) -> QuestionEpisode:
-        """Open a fresh episode of ``task``."""
+        """Opens a fresh episode of ``task``."""
         config = self._config
         score = partial(self._score, task)
         return QuestionEpisode(score, self.prompt(task), config.attempts, config.retry)

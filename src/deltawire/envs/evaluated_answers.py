@@ -40,7 +40,7 @@ def evaluating(dataset: Any) -> bool:
 
 
 def evaluate_in_sandbox(dataset: Any, evaluator: Evaluator) -> None:
-    """Replace ``eval`` and ``parse_expr`` in the modules of a dataset's scorers, for good."""
+    """Replaces ``eval`` and ``parse_expr`` in the modules of a dataset's scorers, for good."""
     import sympy
 
     def parse(text: str, local_dict: Mapping[str, Any] | None = None, **_: Any) -> Any:

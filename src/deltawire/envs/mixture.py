@@ -43,7 +43,7 @@ class MixtureTasks:
         return self._sources
 
     def draw(self, stream: str, index: int) -> Task:
-        """Draw from the source whose turn it is: every stream has the shares of the weights."""
+        """Draws from the source whose turn it is: every stream has the shares of the weights."""
         seed = stream_seed(self._seed, stream)
         part, place = mixture_of(index, self._weights, seed=seed)
         return self._named(part, self._sources[self._names[part]].draw(stream, place))
@@ -57,7 +57,7 @@ class MixtureTasks:
         ]
 
     def open(self, task: Task) -> Environment | AgentHarness:
-        """Open a fresh episode of ``task``."""
+        """Opens a fresh episode of ``task``."""
         name, inner = task.data
         return self._sources[name].open(inner)
 

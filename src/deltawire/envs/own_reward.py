@@ -51,7 +51,8 @@ class OwnReward:
             ) from error
 
     async def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
-        """Score one answer; raises `ScoringError` or `ScoringTimeoutError`, naming the function."""
+        """Scores one answer; raises `ScoringError` or `ScoringTimeoutError`, naming the
+        function."""
         try:
             return await self._process(completion, row)
         except (ScoringError, ScoringTimeoutError) as error:

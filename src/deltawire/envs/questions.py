@@ -19,11 +19,11 @@ class QuestionEpisode(Environment):
     retry: str = ""
 
     async def reset(self) -> Turn:
-        """Ask the question."""
+        """Asks the question."""
         return Turn(self.prompt)
 
     async def step(self, action: Action) -> Turn:
-        """Score the answer; a wrong one may be followed by another."""
+        """Scores the answer; a wrong one may be followed by another."""
         self.attempts -= 1
         score = await self.score((action.content or action.text).strip())
         if score < 1.0 and self.attempts > 0:

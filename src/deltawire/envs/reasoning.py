@@ -60,7 +60,7 @@ def _hash_seed_varies() -> bool:
 
 @contextmanager
 def _own_randomness(seed: int) -> Iterator[None]:
-    """Seed the interpreter's global generators, from which some datasets draw: a problem must be
+    """Seeds the interpreter's global generators, from which some datasets draw: a problem must be
     the same in every process."""
     plain, arrays = random.getstate(), np.random.get_state()
     random.seed(seed)
@@ -92,7 +92,7 @@ def _evaluator() -> Evaluator:
 def score_elsewhere(
     name: str, options: str, seed: int, position: int, entry: Any, answer: str | None
 ) -> float:
-    """Score an answer as the dataset does; `ScoringProcess` calls it in its child process.
+    """Scores an answer as the dataset does; `ScoringProcess` calls it in its child process.
 
     ``options`` are JSON. A problem that JSON cannot hold (``entry`` None) is made again from its
     ``seed`` and ``position``; without an ``answer``, nothing is scored. Answers that a scorer would

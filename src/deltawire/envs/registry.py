@@ -34,12 +34,12 @@ _registered: dict[str, Factory] = {}
 
 
 def register(name: str, factory: Factory) -> None:
-    """Register an environment for the configurations of this process; a name may be replaced."""
+    """Registers an environment for the configurations of this process; a name may be replaced."""
     _registered[name] = factory
 
 
 def open_tasks(config: TaskConfig, *, seed: int) -> TaskSource:
-    """Open the tasks that a configuration names.
+    """Opens the tasks that a configuration names.
 
     Raises `InputError` for a name that is not known or not allowed on this machine, for a module
     that is not trusted or has no such attribute, and whatever the environment raises.

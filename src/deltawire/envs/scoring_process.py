@@ -64,12 +64,12 @@ class ScoringProcess:
         self._lock = threading.Lock()
 
     async def __call__(self, *arguments: Any, limit_s: float | None = None) -> float:
-        """Call the function, under another limit if one is given. Raises `ScoringTimeoutError` or
+        """Calls the function, under another limit if one is given. Raises `ScoringTimeoutError` or
         `ScoringError`; later calls start a new child if necessary."""
         return await asyncio.to_thread(self.call, *arguments, limit_s=limit_s)
 
     def call(self, *arguments: Any, limit_s: float | None = None) -> float:
-        """Call the function, blocking this thread."""
+        """Calls the function, blocking this thread."""
         with self._lock:
             try:
                 return self._ask(arguments, limit_s or self._limit_s)
@@ -81,7 +81,7 @@ class ScoringProcess:
                 raise
 
     def start(self) -> None:
-        """Start the child and import the function, if that is not done; raises `ScoringError`,
+        """Starts the child and imports the function, if that is not done; raises `ScoringError`,
         `ScoringTimeoutError` or `EOFError`."""
         with self._lock:
             if self._child is None:
@@ -92,7 +92,7 @@ class ScoringProcess:
                     raise
 
     def close(self) -> None:
-        """End the child."""
+        """Ends the child."""
         with self._lock:
             self._kill()
 
@@ -179,7 +179,7 @@ def _answer(out: BinaryIO, **content: Any) -> None:
 
 
 def _serve(function: str, memory_bytes: int) -> None:
-    """Answer requests in the child until there are no more."""
+    """Answers requests in the child until there are no more."""
     out = os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # The function's own output is not an answer.

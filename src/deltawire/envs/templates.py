@@ -15,7 +15,7 @@ _ROLES = ("system", "user", "assistant")
 
 
 def fill(text: str, row: Mapping[str, Any]) -> str:
-    """Replace each ``{column}`` by the row's value: a string as it is, anything else as JSON.
+    """Replaces each ``{column}`` by the row's value: a string as it is, anything else as JSON.
     Braces around anything else stay."""
     if not row:
         return text

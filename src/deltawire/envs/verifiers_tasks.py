@@ -85,7 +85,7 @@ class VerifiersTasks:
         self._heldout = config.heldout
 
     def draw(self, stream: str, index: int) -> Task:
-        """Draw any task that is not held out."""
+        """Draws any task that is not held out."""
         import random
 
         draw = random.Random(f"{self._seed} {stream} {index}")
@@ -96,7 +96,7 @@ class VerifiersTasks:
         return [self._task(number) for number in range(self._heldout)]
 
     def open(self, task: Task) -> AgentHarness:
-        """Open a fresh episode of ``task``."""
+        """Opens a fresh episode of ``task``."""
         return _VerifiersEpisode(self._settings, self._tasks[task.data])
 
     def _task(self, number: int) -> Task:
@@ -104,7 +104,7 @@ class VerifiersTasks:
 
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the environment's configuration; raises `InputError` for options that are none."""
+    """Returns the environment's configuration; raises `InputError` for options that are none."""
     env, taskset = options.get("env", {}), options.get("taskset", "")
     known = {"env", "taskset", "select", "tasks"}
     if options.keys() - known or not isinstance(env, dict) or not isinstance(taskset, str):
@@ -126,7 +126,7 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _select(taskset: Any, select: Any) -> Any:
-    """Return the tasks that ``select`` names, as ``vf-eval`` does."""
+    """Returns the tasks that ``select`` names, as ``vf-eval`` does."""
     from verifiers.v1.configs.select import SelectConfig
 
     try:

@@ -158,7 +158,7 @@ class ParityMeter:
         *,
         episodes_N: Tensor | None = None,
     ) -> Tensor:
-        """Measure a micro-batch: 1 for each sequence that stays in the loss, 0 for each that
+        """Measures a micro-batch: 1 for each sequence that stays in the loss, 0 for each that
         ``parity.mask`` takes out, float32[N].
 
         Shapes are those of `sequence_sums`; ``versions_NC`` int[N, C] drew the tokens. Rows of

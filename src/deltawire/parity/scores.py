@@ -26,7 +26,7 @@ class DrawnSequence:
 
     @property
     def read(self) -> list[int]:
-        """Return the tokens that are read: all except the last."""
+        """Returns the tokens that are read: all except the last."""
         return [*self.prompt, *self.tokens[:-1]]
 
 
@@ -64,7 +64,7 @@ class Scorer(Protocol):
         feed: Sequence[Scores] | None = None,
         replay: Sequence[Scores] | None = None,
     ) -> list[Scores]:
-        """Score every sequence.
+        """Scores every sequence.
 
         With ``layers``, hidden states are returned. With ``feed``, each decoder layer gets the
         input that it had there instead of what this engine computed, which shows each layer's own
@@ -76,5 +76,5 @@ class Scorer(Protocol):
     def draw(
         self, prompts: Sequence[tuple[int, ...]], *, count: int, seed: int
     ) -> list[DrawnSequence]:
-        """Draw ``count`` tokens after each prompt, at temperature 1."""
+        """Draws ``count`` tokens after each prompt, at temperature 1."""
         ...

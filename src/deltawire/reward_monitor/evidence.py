@@ -43,7 +43,7 @@ _MOST = 1e200
 
 
 def advance(wealth: Sequence[float], count: int, y: float, tolerance: float) -> list[float]:
-    """Update the wealth of every bet for group ``count`` (from 1), of excess ``y``.
+    """Updates the wealth of every bet for group ``count`` (from 1), of excess ``y``.
 
     Raises `ValueError` unless 0 ≤ y ≤ 1 and 0 < tolerance < 1.
     """

@@ -143,7 +143,7 @@ class Monitor:
         self._streams = {(s.family, s.probe): s for s in self.state.streams}
 
     def add(self, group: Group, sequence: int, *, version: int) -> list[ProbeStream]:
-        """Add a group that the step into ``version`` trains on; returns the streams it flags."""
+        """Adds a group that the step into ``version`` trains on; returns the streams it flags."""
         found: list[ProbeStream] = []
         episodes = list(_episodes(group))
         for name in sorted({name for _, _, probes in episodes for name in probes}):
@@ -237,7 +237,7 @@ def _episodes(group: Group) -> Iterator[tuple[int, float, dict[str, float]]]:
 
 
 def _plot(stream: ProbeStream, point: Point) -> None:
-    """Add one group to the curve; when it is full, neighbors are joined."""
+    """Adds one group to the curve; when it is full, neighbors are joined."""
     points = stream.points
     if points and points[-1].groups < stream.width:
         points[-1] = _joined(points[-1], point)

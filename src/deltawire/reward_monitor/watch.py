@@ -70,7 +70,7 @@ class Numbered(Protocol):
 
 
 def read_probes(bucket: Bucket) -> ProbeState | None:
-    """Read the probes of a run; None if it has none. Raises `CorruptError`."""
+    """Reads the probes of a run; None if it has none. Raises `CorruptError`."""
     data = bucket.get(keys.PROBES, limit=MAX_STATE_BYTES)
     if data is None:
         return None
@@ -112,7 +112,7 @@ class ProbeWatch:
             raise self._stopping(self.monitor.state.flagged[0])
 
     def _restore(self, version: int, again: Callable[[int], Sequence[Numbered] | None]) -> Monitor:
-        """Restore the monitor at ``version``: from the bucket, and the groups of later steps."""
+        """Restores the monitor at ``version``: from the bucket, and the groups of later steps."""
         try:
             state = read_probes(self._bucket)
         except CorruptError:
@@ -142,7 +142,7 @@ class ProbeWatch:
         return self.monitor.withholds(group, sequence)
 
     def observe(self, taken: Sequence[Numbered], *, version: int) -> None:
-        """Observe the groups of the step into ``version``, after it was given to the publisher.
+        """Observes the groups of the step into ``version``, after it was given to the publisher.
 
         Records each divergence. The stored state is the one before these groups, whose step is
         committed by now. Raises `StoppedError` if the configuration says to stop.
@@ -171,12 +171,12 @@ class ProbeWatch:
         )
 
     def close(self) -> None:
-        """Store the newest state; its step must be committed."""
+        """Stores the newest state; its step must be committed."""
         if self._waiting is not None:
             self._store(self._waiting)
 
     def _store(self, data: bytes) -> None:
-        """Store the state; if the store does not answer, it is tried again later."""
+        """Stores the state; if the store does not answer, it is tried again later."""
         self._written_at = self._clock()
         try:
             self._bucket.put(keys.PROBES, data)

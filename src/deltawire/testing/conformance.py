@@ -32,7 +32,7 @@ class SuiteCase:
 def run_store_suite(
     url: str, tell: Callable[[str], object] = str, **options: Any
 ) -> Iterator[SuiteCase]:
-    """Run every case of `StoreSuite` in its own prefix below ``url``, and delete what it wrote.
+    """Runs every case of `StoreSuite` in its own prefix below ``url``, and deletes what it wrote.
 
     ``tell`` is called with the name of each case before it runs; ``options`` are those of
     `deltawire.store.open_bucket`. Raises `InputError` if Python runs without assertions, and what

@@ -30,27 +30,27 @@ T = TypeVar("T")
 
 
 def no_answer(verb: str, key: str) -> DeltawireError:
-    """Make the error of a store that did not answer: the operation may have been done."""
+    """Makes the error of a store that did not answer: the operation may have been done."""
     return RetryError(f"cannot {verb}: injected timeout", key=key)
 
 
 def disk_full(verb: str, key: str) -> DeltawireError:
-    """Make the error of a store that has no space left."""
+    """Makes the error of a store that has no space left."""
     return InputError(f"cannot {verb}: injected lack of space", key=key)
 
 
 def short_answer(verb: str, key: str) -> DeltawireError:
-    """Make the error of an answer that ended before the object did."""
+    """Makes the error of an answer that ended before the object did."""
     return RetryError(f"cannot {verb}: the answer was cut short", key=key)
 
 
 def half(data: bytes) -> bytes:
-    """Return the first half of ``data``: a short body."""
+    """Returns the first half of ``data``: a short body."""
     return data[: len(data) // 2]
 
 
 def flip_bit(data: bytes, number: int) -> bytes:
-    """Return ``data`` with bit ``number`` (modulo its length) inverted."""
+    """Returns ``data`` with bit ``number`` (modulo its length) inverted."""
     if not data:
         return data
     place, bit = divmod(number % (8 * len(data)), 8)
@@ -72,7 +72,7 @@ class _Rule:
     seen: int = 0
 
     def applies(self, verb: Verb, key: str) -> bool:
-        """Count an operation if it is of this kind; return whether the rule applies to it."""
+        """Counts an operation if it is of this kind; return whether the rule applies to it."""
         if self.change is not None and verb not in ("get", "range"):
             return False
         if self.verb not in (None, verb) or not fnmatchcase(key, self.key):
@@ -107,7 +107,7 @@ class FaultyBucket(DelegatingBucket):
         done: bool = False,
         error: Callable[[str, str], DeltawireError] = no_answer,
     ) -> None:
-        """Fail the ``at``-th operation from now of this verb on such a key, and those after it.
+        """Fails the ``at``-th operation from now of this verb on such a key, and those after it.
 
         ``key`` is a pattern as in a shell, ``verb`` None is any, and ``times`` limits how many fail
         in all (None is no limit). With ``done`` the operation takes place before ``error`` is
@@ -125,7 +125,7 @@ class FaultyBucket(DelegatingBucket):
         times: int | None = 1,
         done: bool = False,
     ) -> None:
-        """Call ``wait`` before such an operation (after it with ``done``), and then go on.
+        """Calls ``wait`` before such an operation (after it with ``done``), and then goes on.
 
         ``wait`` may sleep, wait for another thread, or act as another process would meanwhile; what
         its thread does in this bucket is neither failed nor listed in ``operations``.
@@ -140,24 +140,24 @@ class FaultyBucket(DelegatingBucket):
         at: int = 1,
         times: int | None = None,
     ) -> None:
-        """Make reads of such keys return ``change`` of the object, ``times`` times (None: always).
+        """Makes reads of such keys return ``change`` of the object, ``times`` times (None: always).
 
         The stored object stays as it is.
         """
         self._add(_Rule(None, key, at, times, change=change))
 
     def shuffle(self, *, seed: int) -> None:
-        """Make listings come in another order each time."""
+        """Makes listings come in another order each time."""
         with self._lock:
             self._shuffled = random.Random(seed)
 
     def hide(self, key: str) -> None:
-        """Make such keys invisible to every read and listing; the objects stay."""
+        """Makes such keys invisible to every read and listing; the objects stay."""
         with self._lock:
             self._hidden.append(key)
 
     def heal(self) -> None:
-        """Remove every rule; ``operations`` stays."""
+        """Removes every rule; ``operations`` stays."""
         with self._lock:
             self._rules.clear()
             self._hidden.clear()
@@ -216,7 +216,7 @@ class FaultyBucket(DelegatingBucket):
         return self._do(verb, key, operation)[0]
 
     def _do(self, verb: Verb, key: str, operation: Callable[[], T]) -> tuple[T, Sequence[_Rule]]:
-        """Return the operation's result and the rules that applied to it."""
+        """Returns the operation's result and the rules that applied to it."""
         if self._is_waiting():
             return operation(), []
         with self._lock:

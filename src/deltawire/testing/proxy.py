@@ -83,7 +83,7 @@ class FaultyProxy:
             raise RuntimeError("the proxy does not listen")
 
     def draw(self, method: str, path: str, number: int) -> NetworkFault | None:
-        """Draw the fault of the ``number``-th such request, by ``rates``."""
+        """Draws the fault of the ``number``-th such request, by ``rates``."""
         chance = random.Random(f"{self._seed} {method} {path} {number}").random()
         for fault, rate in self.rates.items():
             if chance < rate:
@@ -92,7 +92,7 @@ class FaultyProxy:
         return None
 
     def close(self) -> None:
-        """Stop listening and end every connection."""
+        """Stops listening and ends every connection."""
         if self._loop is not None and self._stop is not None:
             with suppress(RuntimeError):  # The loop has ended by itself.
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -122,7 +122,7 @@ class FaultyProxy:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one request; then the connection ends."""
+        """Serves one request; then the connection ends."""
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
@@ -174,7 +174,7 @@ class FaultyProxy:
         return fault
 
     async def _ask(self, head: bytes, body: bytes, *, whole: bool) -> bytes:
-        """Return the server's whole answer to a request; nothing if the request is not whole."""
+        """Returns the server's whole answer to a request; nothing if the request is not whole."""
         reader, writer = await asyncio.open_connection(*self._upstream)
         try:
             writer.write(_closing(head) + body)
@@ -197,13 +197,13 @@ def _content_length(head: bytes) -> int:
 
 
 def _closing(head: bytes) -> bytes:
-    """Return the head, asking to close the connection after the answer."""
+    """Returns the head, asking to close the connection after the answer."""
     lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")]
     return b"\r\n".join([lines[0], b"Connection: close", *lines[1:]])
 
 
 def _half(answer: bytes, *, honest: bool, method: str) -> bytes:
-    """Cut the answer's body in half; with ``honest`` under a length to match."""
+    """Cuts the answer's body in half; with ``honest`` under a length to match."""
     head, separator, body = answer.partition(b"\r\n\r\n")
     if method == "HEAD" or not body:
         return answer

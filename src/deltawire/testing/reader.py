@@ -48,7 +48,7 @@ class FormatError(ValueError):
 
 
 def require(condition: bool, what: str) -> None:
-    """Raise `FormatError` unless ``condition`` holds."""
+    """Raises `FormatError` unless ``condition`` holds."""
     if not condition:
         raise FormatError(what)
 
@@ -56,7 +56,7 @@ def require(condition: bool, what: str) -> None:
 def open_sealed(
     data: bytes, key: str, *, public_key: str = "", verify: Verify | None = None
 ) -> dict[str, Any]:
-    """Return the members of a sealed object, its seal checked and, with ``verify``, its
+    """Returns the members of a sealed object, its seal checked and, with ``verify``, its
     signature."""
     seal = re.fullmatch(rb',"blake3":"([0-9a-f]{64})"\}\n', data[-78:])
     require(seal is not None, "no seal")
@@ -195,12 +195,12 @@ class Planes:
         return bits
 
     def finish(self) -> None:
-        """Require that everything was read."""
+        """Requires that everything was read."""
         require(not self.words and all(x == M for x in self.states), "not all was read")
 
 
 def lanes_of(count: int) -> int:
-    """Return how many lanes code a block of ``count`` elements."""
+    """Returns how many lanes code a block of ``count`` elements."""
     return 64 if count >= 1 << 20 else 16 if count >= 1 << 15 else 1
 
 

@@ -84,7 +84,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables by which `open_bucket` in any process finds the server."""
+        """Returns the variables by which `open_bucket` in any process finds the server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": _KEY,
@@ -93,7 +93,7 @@ class S3Server:
         }
 
     def make_bucket(self, name: str) -> None:
-        """Make an empty bucket; raises `InputError` if the server refuses."""
+        """Makes an empty bucket; raises `InputError` if the server refuses."""
         parts = urlsplit(self.endpoint)
         connection = HTTPConnection(parts.netloc, timeout=START_S)
         try:
@@ -119,7 +119,7 @@ class S3Server:
         )
 
     def close(self) -> None:
-        """End the server; its objects are gone."""
+        """Ends the server; its objects are gone."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -208,7 +208,7 @@ def _end_with_owner() -> None:
 
 
 def main() -> None:
-    """Serve until the standard input is closed; the port goes to the standard output."""
+    """Serves until the standard input is closed; the port goes to the standard output."""
     parser = argparse.ArgumentParser(prog="python -m deltawire.testing.s3_server")
     parser.add_argument("implementation", choices=("ministack", "moto"))
     implementation = parser.parse_args().implementation

@@ -17,7 +17,7 @@ DELETES_AT_ONCE = 16
 
 @contextmanager
 def scratch_bucket(url: str, **options: Any) -> Iterator[Bucket]:
-    """Yield a bucket at a new prefix below ``store-probes/`` of ``url``.
+    """Yields a bucket at a new prefix below ``store-probes/`` of ``url``.
 
     ``options`` are those of `deltawire.store.open_bucket`. Deleting goes on after an error in the
     block; an error while deleting is raised.
@@ -36,7 +36,7 @@ def scratch_bucket(url: str, **options: Any) -> Iterator[Bucket]:
 
 
 def empty(bucket: Bucket) -> None:
-    """Delete every object of a bucket, and a folder that it lies in."""
+    """Deletes every object of a bucket, and a folder that it lies in."""
     if isinstance(bucket, FolderBucket):
         shutil.rmtree(bucket.folder, ignore_errors=True)
         if not any(bucket.folder.parent.iterdir()):

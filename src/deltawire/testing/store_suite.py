@@ -25,7 +25,7 @@ MANIFEST = "weights/manifests/{:010d}.json"
 
 @contextmanager
 def _raises(kind: type[DeltawireError], *, containing: str) -> Iterator[list[DeltawireError]]:
-    """Fail unless the block raises ``kind`` with these words; the list then holds the error."""
+    """Fails unless the block raises ``kind`` with these words; the list then holds the error."""
     caught: list[DeltawireError] = []
     try:
         yield caught

@@ -43,7 +43,7 @@ Weights = Mapping[str, NDArray[Any]]
 
 
 def weights(version: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:
-    """Compute the tensors of a version, as unsigned bits in their shapes.
+    """Computes the tensors of a version, as unsigned bits in their shapes.
 
     About a tenth of the elements change from each version to the next, to random bits.
     """
@@ -61,7 +61,7 @@ def weights(version: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:
 
 
 def start_run(bucket: Bucket, *, seed: int = 0, chunk: int = CHUNK) -> Run:
-    """Create the run, or return the one that is there; no version is published."""
+    """Creates the run, or returns the one that is there; no version is published."""
     flat = {name: array.reshape(-1) for name, array in weights(0, seed=seed).items()}
     digest = codec.digest_model(flat).hex()
     run = Run(name="tiny", created_at=time.time(), tensors=TENSORS, digest=digest, chunk=chunk)
@@ -76,7 +76,7 @@ def start_publisher(
     compaction_strides: Sequence[int] = (),
     **options: Any,
 ) -> Publisher:
-    """Open a publisher that continues from what is committed, with the next epoch.
+    """Opens a publisher that continues from what is committed, with the next epoch.
 
     ``options`` go to `Publisher`.
     """
@@ -99,7 +99,7 @@ def start_publisher(
 
 
 def same_bits(left: Weights, right: Weights) -> bool:
-    """Return whether two models hold the same bits under the same names, in any shapes."""
+    """Returns whether two models hold the same bits under the same names, in any shapes."""
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype
         and left[name].reshape(-1).tobytes() == right[name].reshape(-1).tobytes()
@@ -108,7 +108,7 @@ def same_bits(left: Weights, right: Weights) -> bool:
 
 
 def audit(bucket: Bucket, expected: Callable[[int], Weights]) -> int:
-    """Load every committed version and compare it, bit for bit, with ``expected(version)``.
+    """Loads every committed version and compares it, bit for bit, with ``expected(version)``.
 
     Returns the newest version, -1 if there is none. Raises `AssertionError` for a gap or for
     other bits, and whatever loading raises.

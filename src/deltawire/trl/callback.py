@@ -77,7 +77,7 @@ class Publish(TrainerCallback):
         """The step that was published last."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the run; publish the weights that the trainer starts from."""
+        """Opens the run; publish the weights that the trainer starts from."""
         del args, control
         self._close()
         model = unwrapped(kwargs["model"])
@@ -93,14 +93,15 @@ class Publish(TrainerCallback):
         self._step = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Publish every ``every`` steps."""
+        """Publishes every ``every`` steps."""
         del args, control
         if state.global_step % self.every == 0 and self._writer is not None:
             self._writer.publish(unwrapped(kwargs["model"]), {STEP_RECORD: state.global_step})
             self._step = state.global_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Publish the last weights unless they are published, and wait until they are committed."""
+        """Publishes the last weights unless they are published, and waits until they are
+        committed."""
         del control
         if self._writer is None:
             return

@@ -21,26 +21,26 @@ class RunWriter(Protocol):
         ...
 
     def publish(self, model: Any, metadata: dict[str, Any], *, unless_held: bool = False) -> None:
-        """Publish the model's weights, which are committed in the background.
+        """Publishes the model's weights, which are committed in the background.
 
         With ``unless_held`` only if the newest version holds other bits.
         """
         ...
 
     def close(self) -> None:
-        """Wait for the version under way, raise what it failed with, and end the threads."""
+        """Waits for the version under way, raises what it failed with, and ends the threads."""
         ...
 
 
 def rank_and_count() -> tuple[int, int]:
-    """Return this process's rank and how many there are: 0 and 1 without a process group."""
+    """Returns this process's rank and how many there are: 0 and 1 without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def on_rank_zero(act: Callable[[], T]) -> T:
-    """Run ``act`` on rank 0, and return its result or raise its error on every rank.
+    """Runs ``act`` on rank 0, and returns its result or raises its error on every rank.
 
     The result must be picklable. All ranks must call this together.
     """

@@ -96,7 +96,7 @@ class ShardedWriter:
         self._publisher.close()
 
     def _digest(self) -> Digest:
-        """Compute the digest of the whole model; all ranks' shares add up to it."""
+        """Computes the digest of the whole model; all ranks' shares add up to it."""
         dtypes = {spec.name: spec.dtype for spec in self._source.specs()}
         share = codec.ZERO
         for name, shard in self._source.shards(self._rank).items():
@@ -108,7 +108,7 @@ class ShardedWriter:
         return sum((Digest.from_hex(one) for one in shares), codec.ZERO)
 
     def _mirror(self, bucket: Bucket, run: Run, newest: int | None) -> Mirror:
-        """Return a mirror of this rank's ranges at the newest version, or of none yet."""
+        """Returns a mirror of this rank's ranges at the newest version, or of none yet."""
         shards = self._source.shards(self._rank)
         if newest is not None:
             ranges = {name: (shard.start, shard.bits.numel()) for name, shard in shards.items()}
@@ -122,7 +122,7 @@ class ShardedWriter:
 
 
 def _rows_of(model: Any, dtype: str | None) -> CastWeights:
-    """Return the source of a sharded model's rows; raises `InputError` for one that has none."""
+    """Returns the source of a sharded model's rows; raises `InputError` for one that has none."""
     if hasattr(model, "get_base_model"):
         raise InputError(
             "an adapter cannot be added to rows of its base", hint="publish with sharded=False"
@@ -151,7 +151,7 @@ def _rows_of(model: Any, dtype: str | None) -> CastWeights:
 def _require_run(
     bucket: Bucket, source: CastWeights, digest: Digest, *, name: str, directory: Path
 ) -> None:
-    """Make the run, unless it is there; raises `InputError` if it is another model's."""
+    """Makes the run, unless it is there; raises `InputError` if it is another model's."""
     specs = source.specs()
     existing = read_run(bucket)
     if existing is None:
@@ -173,7 +173,7 @@ def _require_run(
 
 
 def _start(bucket: Bucket, run: Run) -> tuple[int | None, int, str]:
-    """Return the newest version, the epoch to publish under, and a new session."""
+    """Returns the newest version, the epoch to publish under, and a new session."""
     newest = newest_readable(bucket, run)
     session = secrets.token_hex(16)
     return (None, 0, session) if newest is None else (newest.version, newest.epoch + 1, session)

@@ -101,7 +101,7 @@ class Transfer:
         return -1 if self._publisher is None else self._publisher.version
 
     def init_weight_transfer(self) -> None:
-        """Open the run again if an earlier training has closed it."""
+        """Opens the run again if an earlier training has closed it."""
         if self._publisher is None:
             self._open(None)
 
@@ -109,7 +109,7 @@ class Transfer:
         """Do nothing: the servers keep serving while they prepare."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Publish the trainer's (name, tensor) pairs as the next version.
+        """Publishes the trainer's (name, tensor) pairs as the next version.
 
         The first ones after a start are not published again if they are the newest version.
         """
@@ -124,13 +124,13 @@ class Transfer:
         self._sent = True
 
     def resume(self) -> None:
-        """Wait until the version is committed and every server serves it."""
+        """Waits until the version is committed and every server serves it."""
         publisher = self._opened()
         publisher.flush()
         self._in_a_thread(self._wait(publisher.version, publisher.digest.hex()))
 
     def destroy(self) -> None:
-        """Wait for the version under way and end the threads."""
+        """Waits for the version under way and ends the threads."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()
@@ -158,7 +158,7 @@ class Transfer:
         self._publisher = continue_publisher(bucket, **self._options)
 
     def _start(self, model: str) -> None:
-        """Make the run, with the model's weights as version 0."""
+        """Makes the run, with the model's weights as version 0."""
         auto: Any = AutoModelForCausalLM
         try:
             loaded = auto.from_pretrained(model, dtype=self._dtype)
@@ -174,12 +174,12 @@ class Transfer:
         self._skeleton = loaded.to("meta")
 
     def _in_a_thread(self, waiting: Any) -> None:
-        """Run a coroutine in a thread: a notebook has a running loop in this one."""
+        """Runs a coroutine in a thread: a notebook has a running loop in this one."""
         with ThreadPoolExecutor(1, thread_name_prefix="transfer") as thread:
             thread.submit(asyncio.run, waiting).result()
 
     async def _wait(self, version: int, digest: str) -> None:
-        """Wait until every server serves ``version`` with that digest."""
+        """Waits until every server serves ``version`` with that digest."""
         async with aiohttp.ClientSession() as session:
             replicas = [VllmReplica(one, session, key=self._server_key) for one in self.servers]
             found = await asyncio.gather(*(self._move(one, version) for one in replicas))
@@ -212,6 +212,6 @@ class Transfer:
 
 
 def _skeleton_of(folder: str) -> Any:
-    """Build the model that a run's configuration describes, without memory."""
+    """Builds the model that a run's configuration describes, without memory."""
     with torch.device("meta"):
         return empty_model(Path(folder))

@@ -115,12 +115,12 @@ class WatchedRuns:
         self.threads = ThreadPoolExecutor(THREADS, "watch-requests")
 
     def start(self) -> None:
-        """Begin to read."""
+        """Begins to read."""
         for reader in self.readers:
             reader.start()
 
     def close(self) -> None:
-        """End all threads."""
+        """Ends all threads."""
         self.threads.shutdown(cancel_futures=True)
         for reader in self.readers:
             reader.close()
@@ -130,7 +130,7 @@ RUNS = web.AppKey("runs", WatchedRuns)
 
 
 def add_routes(router: web.UrlDispatcher) -> None:
-    """Declare the handlers."""
+    """Declares the handlers."""
     run, group = "/api/runs/{run}", "/api/runs/{run}/groups/{worker}/{sequence}"
     for path, handler in (
         ("/api/runs", _list_runs),
@@ -370,7 +370,7 @@ def _json(value: object) -> web.Response:
 
 
 def _lines(rows: Sequence[Sequence[Any]]) -> bytes:
-    """Encode rows of CSV. A text that a spreadsheet would run as a formula gets an apostrophe."""
+    """Encodes rows of CSV. A text that a spreadsheet would run as a formula gets an apostrophe."""
     out = io.StringIO()
     csv.writer(out).writerows([[_csv_value(value) for value in row] for row in rows])
     return out.getvalue().encode("utf-8", "replace")

@@ -34,7 +34,7 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(runs: Sequence[Run]) -> RunComparison:
-    """Compare the configurations that runs were started with; credentials are left out."""
+    """Compares the configurations that runs were started with; credentials are left out."""
     settings = [settings_of(run) for run in runs]
     families: dict[str, list[int]] = {}
     for number, one in enumerate(settings):

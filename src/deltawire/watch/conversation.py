@@ -90,7 +90,7 @@ class _TokenSpan(NamedTuple):
 
 
 def messages_of(pieces: Sequence[TokenText], mask: Sequence[int], prompt: int) -> list[MessageView]:
-    """Split the tokens of prompt and completion into messages.
+    """Splits the tokens of prompt and completion into messages.
 
     ``pieces`` are all tokens, of which the first ``prompt`` are the prompt's; ``mask`` is 1 where
     the model drew a token of the completion.

@@ -209,7 +209,7 @@ class GroupIndex:
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         with self._lock, self._reading:
             self._reader.close()
             self._writer.close()
@@ -226,7 +226,7 @@ class GroupIndex:
             self._writer.execute("COMMIT")
 
     def add_events(self, events: Iterable[Event]) -> None:
-        """Add the groups that workers said they stored."""
+        """Adds the groups that workers said they stored."""
         rows = [_row_of(event) for event in events if _possible(event)]  # type: ignore[arg-type]
         if rows:
             with self._transaction() as writer:
@@ -240,7 +240,7 @@ class GroupIndex:
         missing: Sequence[tuple[str, int, str]] = (),
         dropped: Iterable[tuple[str, int]] = (),
     ) -> None:
-        """Add what a version consumed: groups that were read, ``missing`` ones with their status,
+        """Adds what a version consumed: groups that were read, ``missing`` ones with their status,
         and the groups that it dropped. The version then counts as indexed."""
         with self._transaction() as writer:
             writer.executemany(_FROM_GROUP, [_stored(row) for row in rows])
@@ -343,7 +343,7 @@ def _stored(row: GroupRow) -> dict[str, Any]:
 
 
 def _possible(event: Event) -> bool:
-    """Tell whether an event names a group that can exist: anyone who writes to the bucket may have
+    """Tells whether an event names a group that can exist: anyone who writes to the bucket may have
     written it."""
     return (
         isinstance(event, Generated)
@@ -357,7 +357,7 @@ def _within(value: int) -> int:
 
 
 def _storable(text: str) -> str:
-    """Replace what SQLite cannot store, which is what UTF-8 cannot encode."""
+    """Replaces what SQLite cannot store, which is what UTF-8 cannot encode."""
     return text[:MAX_CAUSE].encode("utf-8", "replace").decode()
 
 

@@ -51,7 +51,7 @@ class GroupIndexer:
         return len(self._todo)
 
     def advance(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Index versions for about so many seconds; returns whether any was.
+        """Indexes versions for about so many seconds; returns whether any was.
 
         Raises `RetryError` if the store does not answer; the version in hand is then read again.
         """
@@ -65,7 +65,7 @@ class GroupIndexer:
         return len(self._todo) < began
 
     def _look(self) -> None:
-        """Find versions that were committed since the last look."""
+        """Finds versions that were committed since the last look."""
         fresh = sorted(committed_versions(self._bucket, newer_than=self._top))
         if self._top is None:
             done = self._index.indexed_versions()

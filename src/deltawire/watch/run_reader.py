@@ -90,12 +90,12 @@ class RunReader:
         return self.config.train.largest_age if self.config else None
 
     def start(self) -> None:
-        """Read in the background."""
+        """Reads in the background."""
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """End the threads once their last requests are answered."""
+        """Ends the threads once their last requests are answered."""
         self._closed.set()
         for thread in self._threads:
             if thread.is_alive():
@@ -103,7 +103,7 @@ class RunReader:
         self.index.close()
 
     def touch(self) -> None:
-        """Note that somebody looks."""
+        """Notes that somebody looks."""
         self._asked_at = time.monotonic()
 
     def ask(self, name: Hashable, compute: Callable[[RunState], _T]) -> _T:

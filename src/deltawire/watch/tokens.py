@@ -74,7 +74,7 @@ class TokenTexts:
 def decode_each(
     tokens: Sequence[int], decode: Any, special: frozenset[int] = frozenset()
 ) -> list[TokenText]:
-    """Decode each token in the context of those before it.
+    """Decodes each token in the context of those before it.
 
     A tokenizer drops or adds spaces at the start of a text and spells some characters with several
     tokens, so a token's text is what it adds to the decoded text of its predecessors.

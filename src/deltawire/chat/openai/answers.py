@@ -124,19 +124,19 @@ class AnswerStream:
         self._kind = "chat.completion.chunk" if form.chat else "text_completion"
 
     async def begin(self) -> None:
-        """Send the header, and the start of each message."""
+        """Sends the header, and the start of each message."""
         await self._response.prepare(self._request)
         if self._form.chat:
             for index in range(len(self._said)):
                 await self._delta(index, {"role": "assistant", "content": ""})
 
     async def token(self, index: int, token: int) -> None:
-        """Send the text that one more token of a choice adds."""
+        """Sends the text that one more token of a choice adds."""
         self._said[index] += self._texts[index].add(token)
         await self._say(index, safe(self._said[index], self._form.asked.stops))
 
     async def end(self, choices: Sequence[AnswerChoice]) -> web.StreamResponse:
-        """Send what was held back, and the finish reason of each choice."""
+        """Sends what was held back, and the finish reason of each choice."""
         for index, choice in enumerate(choices):
             if choice.reply.content.startswith(self._said[index][: self._sent[index]]):
                 await self._say(index, choice.reply.content)
@@ -152,7 +152,7 @@ class AnswerStream:
         return self._response
 
     async def _say(self, index: int, whole: str) -> None:
-        """Send the new part of a choice's text."""
+        """Sends the new part of a choice's text."""
         new = whole[self._sent[index] :]
         if new:
             self._sent[index] += len(new)

@@ -124,7 +124,7 @@ class ChatRequest:
 
 
 def read_chat(data: bytes) -> ChatRequest:
-    """Parse ``POST /v1/chat/completions``; raises `InputError`."""
+    """Parses ``POST /v1/chat/completions``; raises `InputError`."""
     raw = _decode(data, _ChatRequest)
     tools = tuple(map(_tool, raw.tools or ()))
     if raw.top_logprobs:
@@ -144,7 +144,7 @@ def read_chat(data: bytes) -> ChatRequest:
 
 
 def read_completion(data: bytes) -> ChatRequest:
-    """Parse ``POST /v1/completions``; raises `InputError`."""
+    """Parses ``POST /v1/completions``; raises `InputError`."""
     raw = _decode(data, _CompletionRequest)
     prompt: Any = raw.prompt
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):

@@ -204,7 +204,7 @@ class Endpoint:
     async def _draw(
         self, tokens: list[int], sampling: Sampling, asked: ChatRequest, stream: AnswerStream | None
     ) -> list[Completion]:
-        """Draw all choices at the same time; a stream gets their tokens as they come."""
+        """Draws all choices at the same time; a stream gets their tokens as they come."""
         told: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         live = None if stream is None or stream.held_back else stream
         tasks = [
@@ -264,7 +264,7 @@ def _error(status: int, message: str, code: str) -> web.Response:
 
 @asynccontextmanager
 async def listening(endpoint: Endpoint) -> AsyncIterator[str]:
-    """Serve an endpoint on a free port of the loopback interface; yields its base URL."""
+    """Serves an endpoint on a free port of the loopback interface; yields its base URL."""
     runner = web.AppRunner(
         endpoint.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
     )

@@ -99,7 +99,7 @@ class Recording:
         *,
         kept: str | None = None,
     ) -> None:
-        """Add an answer. ``reply`` is what the client got; if that ends before a stop string,
+        """Adds an answer. ``reply`` is what the client got; if that ends before a stop string,
         ``kept`` is the text of all tokens.
 
         If a client continues a text and echoes it including the stop string, it continues the

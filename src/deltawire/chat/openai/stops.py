@@ -60,7 +60,7 @@ class StopWatch:
 
 
 def cut(text: Text, tokens: Sequence[int], stops: Sequence[str]) -> Cut | None:
-    """Cut an answer at the first token with which its text contains one of ``stops``; None if it
+    """Cuts an answer at the first token with which its text contains one of ``stops``; None if it
     contains none."""
 
     def holds(count: int) -> bool:

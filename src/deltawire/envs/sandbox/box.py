@@ -63,7 +63,7 @@ class Outcome:
 
 
 def check_files(files: Files, limits: CommandLimits) -> None:
-    """Raise `InputError` if a folder holds an invalid path, or more than the limits."""
+    """Raises `InputError` if a folder holds an invalid path, or more than the limits."""
     for path in files:
         if not valid_path(path):
             raise InputError(f"{path[:80]!r} is not a valid path below the workspace")
@@ -108,14 +108,14 @@ class Sandbox:
             )
 
     async def check(self) -> None:
-        """Run a trial command; raises `InputError` that names what this machine lacks."""
+        """Runs a trial command; raises `InputError` that names what this machine lacks."""
         outcome = await self.run(["/bin/sh", "-c", "echo ready"], {})
         if outcome.output != b"ready\n":
             raise InputError(f"the sandbox does not run a shell: {outcome.output[:200]!r}")
 
     def check_now(self) -> None:
-        """Call `check` once, from outside an event loop, or from one that may block for a moment; a
-        success is remembered."""
+        """Calls `check` once, from outside an event loop, or from one that may block for a moment;
+        a success is remembered."""
         if self._checked:
             return
         with ThreadPoolExecutor(1) as apart:
@@ -130,7 +130,7 @@ class Sandbox:
         limits: CommandLimits | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Outcome:
-        """Run a command (a string is passed to the shell) in a folder of ``files``.
+        """Runs a command (a string is passed to the shell) in a folder of ``files``.
 
         Cancelling ends the command. Raises `InputError` if this machine cannot isolate it or the
         files are invalid, `RetryError` if it could not be started this time.
@@ -225,7 +225,7 @@ class Sandbox:
 
 
 async def _dismiss(launcher: asyncio.subprocess.Process) -> None:
-    """Wait for the launcher's end. Its stdin is closed by now, which makes it end the command;
+    """Waits for the launcher's end. Its stdin is closed by now, which makes it end the command;
     without namespaces, nothing else would."""
     try:
         async with asyncio.timeout(_FAREWELL_S):
@@ -242,7 +242,7 @@ async def _dismiss(launcher: asyncio.subprocess.Process) -> None:
 async def _answer(
     reader: asyncio.StreamReader, limits: CommandLimits
 ) -> tuple[Result, bytes, dict[str, bytes]]:
-    """Read and check the launcher's frame, which contains names that the command chose."""
+    """Reads and checks the launcher's frame, which contains names that the command chose."""
     import msgspec
 
     length = int.from_bytes(await reader.readexactly(8), "little")

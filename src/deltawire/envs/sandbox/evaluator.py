@@ -74,7 +74,7 @@ class Evaluator:
         self.close()
 
     def close(self) -> None:
-        """End the sandbox."""
+        """Ends the sandbox."""
         server, self._server = self._server, None
         if server is not None:
             server.kill()

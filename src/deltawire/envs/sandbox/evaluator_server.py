@@ -37,7 +37,7 @@ MAX_NODES = 4096
 
 
 def main() -> None:
-    """Serve requests from stdin until it closes."""
+    """Serves requests from stdin until it closes."""
     header = read_header(read_exactly)
     request = request_of(header)
     try:
@@ -89,7 +89,7 @@ def _reply(content: dict[str, Any]) -> None:
 
 
 def _fork(request: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate one text in a fork; its bytes as they are, or that there are none."""
+    """Evaluates one text in a fork; its bytes as they are, or that there are none."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -141,7 +141,7 @@ def _read_until(handle: int, deadline: float) -> bytes:
 
 
 def _evaluate(kind: str, text: str, names: list[str]) -> dict[str, Any]:
-    """Evaluate an untrusted text; runs in a fork only."""
+    """Evaluates an untrusted text; runs in a fork only."""
     if kind == "literal":
         return {"value": eval(text)}  # noqa: S307  -- in a sandbox, in a separate process
     import sympy

@@ -64,7 +64,7 @@ class Output:
     tail: bytearray = field(default_factory=bytearray)
 
     def add(self, data: bytes) -> None:
-        """Add output."""
+        """Adds output."""
         self.total += len(data)
         room = self.limit // 2 - len(self.head)
         if room > 0:
@@ -75,7 +75,7 @@ class Output:
 
 
 def write_files(root: Path, files: list[tuple[str, bytes]], uid: int | None) -> None:
-    """Write the files; the sender has checked the paths, and they are checked again."""
+    """Writes the files; the sender has checked the paths, and they are checked again."""
     made = {root}
     for path, data in files:
         if not valid_path(path):
@@ -93,7 +93,7 @@ def write_files(root: Path, files: list[tuple[str, bytes]], uid: int | None) -> 
 
 
 def collect(root: Path, limits: CommandLimits) -> tuple[list[tuple[str, bytes]], int]:
-    """Read the regular files below ``root`` in order of their paths, and count everything else.
+    """Reads the regular files below ``root`` in order of their paths, and counts everything else.
 
     Links are not followed, pipes not opened, and caches of compiled Python left out. No process may
     still change the folder.
@@ -231,13 +231,13 @@ class Running:
         os.close(reporting)
 
     def end(self) -> None:
-        """End the command and all its processes."""
+        """Ends the command and all its processes."""
         for kill in (os.killpg, os.kill) if self.usage is None else (os.kill,):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.first, signal.SIGKILL)
 
     def watch(self) -> tuple[Result, Output]:
-        """Wait for the command's end, or end it at a limit."""
+        """Waits for the command's end, or ends it at a limit."""
         limits = self.request.limits
         output, report = Output(limits.output_bytes), b""
         cause, over = "", False
@@ -274,7 +274,7 @@ class Running:
         return self.usage.broken(limits) if self.usage is not None else ""
 
     def _drain(self, output: Output) -> None:
-        """Read the rest of the output without waiting: a process may still hold the pipe open."""
+        """Reads the rest of the output without waiting: a process may still hold the pipe open."""
         while True:
             try:
                 data = os.read(self.output, 1 << 16)
@@ -342,7 +342,7 @@ def _report(handle: int, what: dict[str, object]) -> None:
 
 
 def _become(request: Request, reporting: int) -> None:
-    """Replace this process by the command."""
+    """Replaces this process by the command."""
     try:
         for number in (
             signal.SIGPIPE,
@@ -366,7 +366,7 @@ def _become(request: Request, reporting: int) -> None:
 
 
 def serve(request: Request, files: list[tuple[str, bytes]]) -> bytes:
-    """Run one command; returns the frame of its result."""
+    """Runs one command; returns the frame of its result."""
     scratch: Path | None = None
     try:
         if request.isolation == "namespaces":

@@ -72,7 +72,7 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _restrict(path: str, attributes: int, *, recursive: bool) -> None:
-    """Add mount attributes to what is mounted at ``path``, and below it."""
+    """Adds mount attributes to what is mounted at ``path``, and below it."""
 
     class Attributes(ctypes.Structure):
         _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "how", "user"))
@@ -94,7 +94,7 @@ def _prctl(what: str, option: int, value: int) -> None:
 
 
 def enter(*, user_namespace: bool) -> None:
-    """Enter new namespaces; the next child is the first process of the process namespace."""
+    """Enters new namespaces; the next child is the first process of the process namespace."""
     if not seccomp.supported():
         raise UnsupportedError(f"no filter of system calls for {os.uname().machine}")
     uid, gid = os.getuid(), os.getgid()
@@ -145,7 +145,7 @@ def _below(path: str, folder: str) -> bool:
 
 
 def build(request: Request) -> str:
-    """Lay out the root under `BASE`; returns the launcher's path to the folder of writable files,
+    """Lays out the root under `BASE`; returns the launcher's path to the folder of writable files,
     which has ``workspace``, ``tmp`` and ``shm`` in it."""
     sources = _sources(request)
     covered = package_folders(sources)
@@ -209,7 +209,7 @@ def _own(path: str, request: Request) -> None:
 
 
 def _show(target: str, handle: int, *, folder: bool) -> None:
-    """Bind the target of an open handle; `BASE` may cover its path by now."""
+    """Binds the target of an open handle; `BASE` may cover its path by now."""
     place = Path(target)
     if folder:
         place.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ def _show(target: str, handle: int, *, folder: bool) -> None:
 
 
 def _details(root: str, request: Request) -> None:
-    """Write the names of the user, and link the interpreter."""
+    """Writes the names of the user, and links the interpreter."""
     uid = INSIDE_UID if request.uid is None else request.uid
     etc = Path(root, "etc")
     etc.mkdir(exist_ok=True)
@@ -234,7 +234,7 @@ def _details(root: str, request: Request) -> None:
 
 
 def first_process(request: Request, writable: str) -> None:
-    """Become the first process of the namespace: in the new root, as an unprivileged user, without
+    """Becomes the first process of the namespace: in the new root, as an unprivileged user, without
     capabilities. Raises `UnsupportedError` or `OSError`."""
     del writable
     _mount("proc", f"{BASE}/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
@@ -268,7 +268,7 @@ def _drop_capabilities() -> None:
 
 
 def limit_command(limits: CommandLimits, *, filtered: bool, niceness: int = 10) -> None:
-    """Set the kernel's limits on this process and all it starts, and the filter of system calls
+    """Sets the kernel's limits on this process and all it starts, and the filter of system calls
     if ``filtered``."""
 
     def limit(kind: int, value: int) -> None:

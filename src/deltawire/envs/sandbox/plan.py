@@ -109,19 +109,19 @@ def footprint(files: Files) -> tuple[int, int]:
 
 
 def pack(header: Mapping[str, Any], parts: list[bytes]) -> bytes:
-    """Pack a frame."""
+    """Packs a frame."""
     text = json.dumps(header).encode()
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
 def pack_request(request: Request, files: Files) -> bytes:
-    """Pack the frame that starts a command; the caller has checked the paths."""
+    """Packs the frame that starts a command; the caller has checked the paths."""
     table = [[path, len(data)] for path, data in files.items()]
     return pack({"request": asdict(request), "files": table}, list(files.values()))
 
 
 def read_header(read: Callable[[int], bytes]) -> dict[str, Any]:
-    """Read the header of the next frame; raises `ValueError` if it is invalid."""
+    """Reads the header of the next frame; raises `ValueError` if it is invalid."""
     length = int.from_bytes(read(8), "little")
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {length} bytes")
@@ -140,7 +140,7 @@ def request_of(header: Mapping[str, Any]) -> Request:
 
 
 def read_exactly(count: int) -> bytes:
-    """Read ``count`` bytes of stdin; raises `EOFError` if it ends before."""
+    """Reads ``count`` bytes of stdin; raises `EOFError` if it ends before."""
     parts, have = [], 0
     while have < count:
         part = os.read(0, min(count - have, 1 << 20))

@@ -117,7 +117,7 @@ def program() -> bytes:
 
 
 def install() -> None:
-    """Apply the filter to this process and all that it starts; needs no_new_privs.
+    """Applies the filter to this process and all that it starts; needs no_new_privs.
 
     Raises `OSError`.
     """

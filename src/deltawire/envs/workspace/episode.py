@@ -52,11 +52,11 @@ class Workspace(Environment):
         return text + tools.described() if self.settings.describe_tools else text
 
     async def reset(self) -> Turn:
-        """Describe the task; the agent reads the files by its tools."""
+        """Describes the task; the agent reads the files by its tools."""
         return Turn(self.prompt())
 
     async def step(self, action: Action) -> Turn:
-        """Run the calls in order; a broken call has a cost, and is answered."""
+        """Runs the calls in order; a broken call has a cost, and is answered."""
         self._turns += 1
         said: list[Message] = []
         cost = self._charge(len(action.broken))
@@ -115,7 +115,7 @@ class Workspace(Environment):
         return Turn(text, self._score - cost, done=True)
 
     async def evaluate(self) -> tuple[float, dict[str, float]]:
-        """Grade the workspace: the score, 0 to 1, and the probes."""
+        """Grades the workspace: the score, 0 to 1, and the probes."""
         graded = await grade(
             self._sandbox,
             self.files,
@@ -156,7 +156,7 @@ class Workspace(Environment):
 
 
 def describe_outcome(outcome: Outcome) -> str:
-    """Describe a command's outcome for the model."""
+    """Describes a command's outcome for the model."""
     text = outcome.output.decode(errors="replace")
     if outcome.printed > len(outcome.output):
         text += f"\n(only part of the {outcome.printed} bytes that it printed)"

@@ -53,7 +53,7 @@ class Grade:
 async def grade(
     sandbox: Sandbox, files: Files, sets: Sequence[Sequence[Case]], limits: CommandLimits
 ) -> Grade:
-    """Call every case of every set on a copy of ``files``, all in one process.
+    """Calls every case of every set on a copy of ``files``, all in one process.
 
     Raises what `Sandbox.run` raises; an error of the workspace's code is a wrong answer.
     """

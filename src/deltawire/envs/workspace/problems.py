@@ -51,7 +51,7 @@ class Problem:
 
 
 def outcome(function: Callable[..., Any], arguments: Arguments) -> list[Any]:
-    """Call one of the functions of this package; its arguments are copied first."""
+    """Calls one of the functions of this package; its arguments are copied first."""
     given = copy.deepcopy(arguments)
     try:
         value = function(*given)
@@ -61,7 +61,7 @@ def outcome(function: Callable[..., Any], arguments: Arguments) -> list[Any]:
 
 
 def problem(seed: str) -> Problem:
-    """Generate the problem of a seed."""
+    """Generates the problem of a seed."""
     rng = random.Random(hashlib.blake2b(seed.encode()).digest())
     family = rng.choice(FAMILIES)
     subject, fault = rng.choice([(s, f) for s in SUBJECTS for f in s.faults if f.family == family])
@@ -95,7 +95,7 @@ def problem(seed: str) -> Problem:
 
 
 def _function(source: str, name: str) -> Callable[..., Any]:
-    """Compile a function of this package with one of its faults."""
+    """Compiles a function of this package with one of its faults."""
     space: dict[str, Any] = {}
     exec(source, space)  # noqa: S102  -- text of this package, not input
     function: Callable[..., Any] = space[name]

@@ -76,7 +76,7 @@ class WorkspaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> WorkspaceSettings:
-        """Parse ``task.options``; raises `InputError` that names the option."""
+        """Parses ``task.options``; raises `InputError` that names the option."""
         try:
             return msgspec.convert(options, cls)
         except msgspec.ValidationError as error:

@@ -33,7 +33,7 @@ class WorkspaceTasks:
         self._reserved = {_content(task.data) for task in self._heldout}
 
     def draw(self, stream: str, index: int) -> Task:
-        """Draw problem ``index`` of a stream; never a held-out one."""
+        """Draws problem ``index`` of a stream; never a held-out one."""
         for attempt in range(_SEARCH):
             task = _task(f"{self._seed}/{stream}/{index}/{attempt}")
             if _content(task.data) not in self._reserved:
@@ -45,7 +45,7 @@ class WorkspaceTasks:
         return self._heldout
 
     def open(self, task: Task) -> Workspace:
-        """Open a fresh episode; raises `InputError` if this machine cannot isolate it."""
+        """Opens a fresh episode; raises `InputError` if this machine cannot isolate it."""
         self.sandbox.check_now()
         kind = Workspace if self.settings.loophole == "none" else LoopholeWorkspace
         return kind(_problem(task.data), self.sandbox, self.settings)

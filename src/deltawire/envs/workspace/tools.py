@@ -67,7 +67,7 @@ TOOLS = (LIST, READ, SEARCH, EDIT, RUN, SUBMIT)
 
 
 def described() -> str:
-    """Describe the tools and how to call them, for a model without a chat template."""
+    """Describes the tools and how to call them, for a model without a chat template."""
     lines = ["Tools:"]
     for tool in TOOLS:
         names = ", ".join(tool.parameters["properties"])
@@ -77,7 +77,7 @@ def described() -> str:
 
 
 def text_argument(arguments: Mapping[str, Any], name: str) -> str:
-    """Return a required text argument; raises `Refused`."""
+    """Returns a required text argument; raises `Refused`."""
     value = arguments.get(name)
     if not isinstance(value, str):
         raise Refused(f"{name} must be a text")
@@ -98,14 +98,14 @@ def _file(files: Mapping[str, bytes], path: str) -> str:
 
 
 def list_files(files: Mapping[str, bytes]) -> str:
-    """Return one line per file."""
+    """Returns one line per file."""
     lines = [f"{path} ({len(data)})" for path, data in sorted(files.items())]
     more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
     return "\n".join(lines[:MAX_LINES] + more) or "no files"
 
 
 def read_file(files: Mapping[str, bytes], arguments: Mapping[str, Any]) -> str:
-    """Return numbered lines of one file."""
+    """Returns numbered lines of one file."""
     lines = _file(files, text_argument(arguments, "path")).splitlines()
     first = _line_argument(arguments, "first", 1)
     last = min(_line_argument(arguments, "last", len(lines) or 1), first + MAX_LINES - 1)
@@ -116,7 +116,7 @@ def read_file(files: Mapping[str, bytes], arguments: Mapping[str, Any]) -> str:
 
 
 def search(files: Mapping[str, bytes], arguments: Mapping[str, Any]) -> str:
-    """Find the lines that contain a text; patterns are not supported, as they can take forever."""
+    """Finds the lines that contain a text; patterns are not supported, as they can take forever."""
     wanted = text_argument(arguments, "text")
     if not wanted or len(wanted) > MAX_PATTERN:
         raise Refused(f"text must have 1 to {MAX_PATTERN} characters")
@@ -131,7 +131,7 @@ def search(files: Mapping[str, bytes], arguments: Mapping[str, Any]) -> str:
 
 
 def edit_file(files: dict[str, bytes], arguments: Mapping[str, Any], limits: CommandLimits) -> str:
-    """Change one place of a file, or write a new file; modifies ``files``."""
+    """Changes one place of a file, or writes a new file; modifies ``files``."""
     path, old, new = (text_argument(arguments, name) for name in ("path", "old", "new"))
     if not old:
         if path in files:

@@ -72,7 +72,7 @@ class Admission:
         )
 
     def grant(self, workers: Mapping[str, WorkerLoad]) -> dict[str, int]:
-        """Compute new cumulative credits for every worker, never fewer than before.
+        """Computes new cumulative credits for every worker, never fewer than before.
 
         Free places go one at a time to the living worker with the fewest unfinished groups.
         """

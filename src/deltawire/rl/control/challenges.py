@@ -72,7 +72,7 @@ class Challenges:
         self._seen: dict[tuple[str, int], set[int]] = {}
 
     def ensure(self, workers: Collection[str]) -> None:
-        """Give a secret to each worker that has none; raises `RetryError`."""
+        """Gives a secret to each worker that has none; raises `RetryError`."""
         for worker in workers - self._secrets.keys():
             try:
                 secret = read_challenge(self._bucket, worker)
@@ -89,8 +89,8 @@ class Challenges:
         return self._secrets.get(worker, "")
 
     def fault(self, worker: str, nonce: str, *, granted: int) -> str:
-        """Explain why a group with this nonce is not one of the worker's. If it is, remember it and
-        return an empty string. ``granted`` is the number of groups that the worker may have
+        """Explains why a group with this nonce is not one of the worker's. If it is, remembers it
+        and returns an empty string. ``granted`` is the number of groups that the worker may have
         started."""
         found, secret = numbers_in(nonce), self._secrets.get(worker, "")
         if (
@@ -116,7 +116,7 @@ class Challenges:
         return numbers_in(nonce) or (0, 0)
 
     def forget(self, worker: str) -> None:
-        """Drop the numbers of a worker that has left; its secret stays in the bucket."""
+        """Drops the numbers of a worker that has left; its secret stays in the bucket."""
         self._secrets.pop(worker, None)
         for key in [key for key in self._seen if key[0] == worker]:
             del self._seen[key]

@@ -77,12 +77,12 @@ class CreditIssuer:
         self._lock = threading.Lock()
 
     def expect(self, version: int, metadata: CommitMetadata) -> None:
-        """Remember what ``version`` settles once it is committed."""
+        """Remembers what ``version`` settles once it is committed."""
         with self._lock:
             self._metadata[version] = metadata
 
     def committed(self, version: int, digest: str) -> None:
-        """Settle the groups of a committed version, and write the status at once."""
+        """Settles the groups of a committed version, and writes the status at once."""
         with self._lock:
             metadata = self._metadata.pop(version, CommitMetadata())
             settle(self.ledger, metadata)
@@ -97,7 +97,7 @@ class CreditIssuer:
         alive: set[str],
         begun: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        """Update the state of workers and groups from the main thread.
+        """Updates the state of workers and groups from the main thread.
 
         ``begun`` are, by worker, its lease and the number of its first group under it.
         """
@@ -151,7 +151,7 @@ class CreditIssuer:
             return self._stored.get(worker, 0) <= settled
 
     def forget(self, worker: str) -> None:
-        """Forget a worker that has left and whose groups are settled.
+        """Forgets a worker that has left and whose groups are settled.
 
         It has no claim on groups that it never stored. If it returns, it is granted credits on top
         of what it has stored, like a new worker.
@@ -170,7 +170,7 @@ class CreditIssuer:
             self.staleness.forget(worker)
 
     def write(self, phase: Phase | None = None) -> None:
-        """Grant new credits, and write ``trainer.json`` if anything changed.
+        """Grants new credits, and writes ``trainer.json`` if anything changed.
 
         It is written every `REWRITE_S` in any case: a late request of the previous trainer may
         have overwritten it.
@@ -202,7 +202,7 @@ class CreditIssuer:
                 self._written, self._written_at = status, now
 
     def _cover(self) -> None:
-        """Give every granted group of a worker that is alive a task."""
+        """Gives every granted group of a worker that is alive a task."""
         for worker, (lease, first) in self._begun.items():
             if worker in self.alive:
                 read = self._stored.get(worker, 0) >= first
@@ -210,7 +210,7 @@ class CreditIssuer:
                 self.draws.cover(worker, lease, count, complete=read)
 
     def drawn(self, buffered: BufferedGroup) -> int | None:
-        """Note that a group was stored; returns what `DrawBook.arrive` does."""
+        """Notes that a group was stored; returns what `DrawBook.arrive` does."""
         with self._lock:
             lease, number = Challenges.numbers(buffered.group.nonce)
             return self.draws.arrive(buffered.worker, buffered.sequence, lease, number)
@@ -230,6 +230,6 @@ class CreditIssuer:
 
 
 def settle(ledger: Ledger, metadata: CommitMetadata) -> None:
-    """Count a version's groups as settled."""
+    """Counts a version's groups as settled."""
     for worker, sequence in metadata.settled_groups():
         ledger.settle(worker, sequence)

@@ -63,7 +63,7 @@ class DrawBook:
                 self._last[worker] = max(one.lease, self._last.get(worker, 0))
 
     def cover(self, worker: str, lease: int, count: int, *, complete: bool = True) -> None:
-        """Give positions to the numbers below ``count`` of a worker's lease that never had one.
+        """Gives positions to the numbers below ``count`` of a worker's lease that never had one.
 
         With ``complete``, all groups that the worker stored under earlier leases have arrived: what
         those leases still hold is given back. An earlier lease than one that was covered gets
@@ -86,7 +86,7 @@ class DrawBook:
         return self._held.get((worker, lease), {}).get(number)
 
     def arrive(self, worker: str, sequence: int, lease: int, number: int) -> int | None:
-        """Note that a group was stored, and return its position.
+        """Notes that a group was stored, and returns its position.
 
         `NOT_KNOWN` if it has none any more, and None if its lease never had draws: its task is then
         from the worker's own stream.
@@ -98,12 +98,12 @@ class DrawBook:
         return position
 
     def settle(self, worker: str, sequence: int) -> None:
-        """Note that a stored group was consumed or dropped: its position is used up."""
+        """Notes that a stored group was consumed or dropped: its position is used up."""
         if (place := self._arrived.pop((worker, sequence), None)) is not None:
             self._held.get((worker, place[0]), {}).pop(place[1], None)
 
     def forget(self, worker: str) -> None:
-        """Give back everything that a worker holds which is gone."""
+        """Gives back everything that a worker holds which is gone."""
         for key in [key for key in self._below if key[0] == worker]:
             self._give_back(key)
 
@@ -134,7 +134,7 @@ class DrawBook:
         return self.next_position - 1
 
     def _give_back(self, key: tuple[str, int]) -> None:
-        """End a lease: its positions are free, except those whose groups are stored."""
+        """Ends a lease: its positions are free, except those whose groups are stored."""
         stored = {
             number
             for (worker, _), (lease, number) in self._arrived.items()

@@ -39,7 +39,7 @@ class PolicyCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def families_of(batch: Batch) -> dict[str, FamilyCounts]:
-    """Count one step's trained and too old groups by family, beyond `MAX_FAMILIES` as `OTHERS`."""
+    """Counts one step's trained and too old groups by family, beyond `MAX_FAMILIES` as `OTHERS`."""
     found: dict[str, FamilyCounts] = {}
 
     def add(family: str, trained: int, dropped: int, tokens: int) -> None:
@@ -61,14 +61,14 @@ def families_of(batch: Batch) -> dict[str, FamilyCounts]:
 
 
 def causes_of(batch: Batch) -> dict[str, int]:
-    """Count one step's dropped groups by cause, with the first failure of a failed one."""
+    """Counts one step's dropped groups by cause, with the first failure of a failed one."""
     return _most(
         f"{drop.cause}: {drop.detail}" if drop.detail else drop.cause for drop in batch.drops
     )
 
 
 def failures_of(batch: Batch) -> dict[str, int]:
-    """Count one step's failed episodes by cause, in groups that were trained on."""
+    """Counts one step's failed episodes by cause, in groups that were trained on."""
     return _most(
         cause
         for buffered in batch.taken
@@ -93,7 +93,7 @@ def cost_of(
     dropped: Sequence[dict[str, int]],
     failed: Sequence[dict[str, int]],
 ) -> PolicyCost:
-    """Sum the counts of `families_of`, `causes_of` and `failures_of` over steps."""
+    """Sums the counts of `families_of`, `causes_of` and `failures_of` over steps."""
     trained: Counter[str] = Counter()
     finished: Counter[str] = Counter()
     tokens_trained = tokens_dropped = 0

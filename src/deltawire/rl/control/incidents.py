@@ -43,11 +43,11 @@ class Incidents:
         """Workers whose groups are neither read nor trained on, with the reason."""
 
     def report(self, worker: str, kind: str, detail: str = "", *, count: int = 1) -> None:
-        """Count an incident; the last detail is kept."""
+        """Counts an incident; the last detail is kept."""
         self._count(worker, kind, detail, count, quarantined=False)
 
     def quarantine(self, worker: str, kind: str, detail: str) -> None:
-        """Count an incident and quarantine the worker for the rest of the run."""
+        """Counts an incident and quarantines the worker for the rest of the run."""
         self.quarantined.setdefault(worker, safe_line(detail)[:MAX_DETAIL])
         self._count(worker, kind, detail, 1, quarantined=True)
 

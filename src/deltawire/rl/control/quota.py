@@ -54,17 +54,17 @@ class Quota:
         self._delivered_at: dict[str, float] = {}
 
     def expect(self, workers: Collection[str]) -> None:
-        """Note which workers are alive: each may be about to deliver when it is first seen."""
+        """Notes which workers are alive: each may be about to deliver when it is first seen."""
         now = self._clock()
         for worker in workers:
             self._delivered_at.setdefault(worker, now)
 
     def delivered(self, worker: str) -> None:
-        """Note that a group of a worker arrived."""
+        """Notes that a group of a worker arrived."""
         self._delivered_at[worker] = self._clock()
 
     def forget(self, worker: str) -> None:
-        """Stop counting a worker."""
+        """Stops counting a worker."""
         self._delivered_at.pop(worker, None)
 
     def largest(self, *, groups_per_step: int, waiting: Sequence[str]) -> int:

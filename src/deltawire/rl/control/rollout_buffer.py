@@ -222,14 +222,14 @@ class RolloutBuffer:
         return dropped + sum(one.group.worker == worker for one in self._requeued)
 
     def forget(self, worker: str) -> None:
-        """Forget a worker that has left; all its groups must be settled."""
+        """Forgets a worker that has left; all its groups must be settled."""
         for table in (self._next, self._damaged_of, self._fetched_of, self._unreadable):
             table.pop(worker, None)
         self.proven.discard(worker)
         self._quota.forget(worker)
 
     def poll(self, workers: Collection[str], granted: Mapping[str, int] | None = None) -> int:
-        """Fetch the groups that these workers have stored; returns how many.
+        """Fetches the groups that these workers have stored; returns how many.
 
         In each round every worker contributes one group, so that no worker comes first. Sequence
         numbers that were not granted are not read; ``granted`` None reads any.
@@ -260,7 +260,7 @@ class RolloutBuffer:
         return found
 
     def close(self) -> None:
-        """End the threads that read groups."""
+        """Ends the threads that read groups."""
         if self._readers is not None:
             self._readers.shutdown(cancel_futures=True)
 
@@ -333,7 +333,7 @@ class RolloutBuffer:
             self.incidents.report(worker, "damaged", detail)
 
     def _drop_quarantined(self) -> None:
-        """Drop the waiting groups of quarantined workers."""
+        """Drops the waiting groups of quarantined workers."""
         if not self.quarantined:
             return
         for waiting in (self._waiting, self._requeued):
@@ -374,7 +374,7 @@ class RolloutBuffer:
 
 
 def read_consumed(bucket: Bucket, metadata: CommitMetadata) -> list[BufferedGroup]:
-    """Read the groups that a version consumed, in order; raises `CorruptError`."""
+    """Reads the groups that a version consumed, in order; raises `CorruptError`."""
     groups = []
     for place, (worker, sequence) in enumerate(metadata.consumed):
         expected = metadata.hashes[place] if metadata.hashes else ""

@@ -107,7 +107,7 @@ class Bounds:
 def read_group(
     bucket: Bucket, worker: str, sequence: int, *, bounds: Bounds | None = None, expected: str = ""
 ) -> tuple[Group, str] | None:
-    """Read a worker's group and the hash of its bytes, None if it does not exist.
+    """Reads a worker's group and the hash of its bytes, None if it does not exist.
 
     Raises `CorruptError` if the object is not a group of this worker, exceeds its ``bounds``, or
     does not have the hash ``expected``.

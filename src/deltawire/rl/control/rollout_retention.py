@@ -37,7 +37,7 @@ class RolloutRetention:
         self._keep = keep
 
     def trim(self, *, newest: int, oldest_checkpoint: int) -> int:
-        """Delete what is not kept; returns the number of groups. Raises `RetryError`."""
+        """Deletes what is not kept; returns the number of groups. Raises `RetryError`."""
         floor = min(newest - self._keep, oldest_checkpoint) + 1
         first = read_retained(self._bucket).rollouts
         if not self._keep or floor <= max(first, 1):
@@ -52,7 +52,7 @@ class RolloutRetention:
         return len(groups)
 
     def _delete(self, group: tuple[str, int]) -> None:
-        """Delete a group and the scores that a reference stored for it."""
+        """Deletes a group and the scores that a reference stored for it."""
         self._bucket.delete(keys.reference(*group))
         self._bucket.delete(keys.rollout(*group))
 

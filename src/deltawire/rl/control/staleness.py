@@ -76,16 +76,16 @@ class StalenessPolicy(ABC):
         return self._admission.limit
 
     def share_credits(self, share: float) -> None:
-        """Let one of several workers hold at most this share of the outstanding groups."""
+        """Lets one of several workers hold at most this share of the outstanding groups."""
         self._admission.share = share
 
     def admit(self, workers: Mapping[str, WorkerLoad], *, version: int) -> dict[str, int]:
-        """Compute new cumulative credits for every worker, granted at a committed version."""
+        """Computes new cumulative credits for every worker, granted at a committed version."""
         del version
         return self._admission.grant(workers)
 
     def arrive(self, worker: str, oldest: int | None) -> int:
-        """Return the place of a stored group; ``oldest`` is None if it is not known.
+        """Returns the place of a stored group; ``oldest`` is None if it is not known.
 
         Called once for each stored group, whether or not it is trained on.
         """
@@ -93,7 +93,7 @@ class StalenessPolicy(ABC):
         return 0
 
     def forget(self, worker: str) -> None:
-        """Drop the credits of a worker that has left; `admit` sees it again only if it returns."""
+        """Drops the credits of a worker that has left; `admit` sees it again only if it returns."""
         del worker
 
     @abstractmethod
@@ -105,7 +105,7 @@ class StalenessPolicy(ABC):
         version: int,
         alive: Collection[str],
     ) -> Choice[F]:
-        """Choose the groups of a step from ``version``.
+        """Chooses the groups of a step from ``version``.
 
         ``requeued`` are those of earlier choices, in order; ``alive`` names the workers from which
         more groups may come.
@@ -129,7 +129,7 @@ class Strict(StalenessPolicy):
         version: int,
         alive: Collection[str],
     ) -> Choice[F]:
-        """Take the P oldest; evict every group older than S."""
+        """Takes the P oldest; evict every group older than S."""
         del requeued, alive
         old = [group for group in waiting if version - group.oldest > self.max_staleness]
         fresh = [group for group in waiting if version - group.oldest <= self.max_staleness]
@@ -181,7 +181,7 @@ class WindowedFifo(StalenessPolicy):
         self._lock = threading.Lock()
 
     def admit(self, workers: Mapping[str, WorkerLoad], *, version: int) -> dict[str, int]:
-        """Grant like every policy, and record the order of granting."""
+        """Grants like every policy, and records the order of granting."""
         granted = super().admit(workers, version=version)
         with self._lock:
             # Credits of an earlier trainer are outstanding too, at the oldest places.
@@ -194,7 +194,7 @@ class WindowedFifo(StalenessPolicy):
         return granted
 
     def forget(self, worker: str) -> None:
-        """Drop the worker's credits and its outstanding places."""
+        """Drops the worker's credits and its outstanding places."""
         with self._lock:
             self._open.pop(worker, None)
             self._granted.pop(worker, None)
@@ -205,7 +205,7 @@ class WindowedFifo(StalenessPolicy):
             self._places += 1
 
     def arrive(self, worker: str, oldest: int | None) -> int:
-        """Assign the newest credit granted at or before its oldest version, else place -1."""
+        """Assigns the newest credit granted at or before its oldest version, else place -1."""
         with self._lock:
             grants = self._open.get(worker, [])
             fitting = [n for n, g in enumerate(grants) if oldest is None or g.version <= oldest]
@@ -221,7 +221,7 @@ class WindowedFifo(StalenessPolicy):
         version: int,
         alive: Collection[str],
     ) -> Choice[F]:
-        """Take the first P groups that the window lets through, or none."""
+        """Takes the first P groups that the window lets through, or none."""
         del requeued
         evicted = [group for group in waiting if version - group.oldest > self.largest_age]
         left = sorted(
@@ -268,7 +268,7 @@ class Requeue(StalenessPolicy):
         version: int,
         alive: Collection[str],
     ) -> Choice[F]:
-        """Take at most q requeued groups, and the oldest of the fresh ones."""
+        """Takes at most q requeued groups, and the oldest of the fresh ones."""
         del alive
         fresh = [group for group in waiting if version - group.oldest <= self.max_staleness]
         joining = [group for group in waiting if version - group.oldest > self.max_staleness]
@@ -287,12 +287,12 @@ class Requeue(StalenessPolicy):
 
 
 def window_of(groups_per_step: int, max_staleness: int, share: float) -> int:
-    """Compute W = max(1, ⌊share · (S+1)·P⌋)."""
+    """Computes W = max(1, ⌊share · (S+1)·P⌋)."""
     return max(1, int(share * (max_staleness + 1) * groups_per_step))
 
 
 def policy_of(train: TrainConfig) -> StalenessPolicy:
-    """Make the policy that a configuration names."""
+    """Makes the policy that a configuration names."""
     count, bound, settings = train.groups_per_step, train.max_staleness, train.staleness
     match settings.policy:
         case "strict":

@@ -63,7 +63,7 @@ class Rescorer(Protocol):
         ...
 
     def submit(self, buffered: BufferedGroup, lease: int, number: int, secret: str) -> bool:
-        """Queue a group; False if too many wait."""
+        """Queues a group; False if too many wait."""
         ...
 
     def verdicts(self) -> list[Verdict]:
@@ -111,7 +111,7 @@ class WorkerGuard:
         self._failing: set[str] = set()
 
     def allowed(self, workers: Collection[str]) -> set[str]:
-        """Return the workers that may take part; report each of the others once."""
+        """Returns the workers that may take part; report each of the others once."""
         found = {name for name in workers if self._allows(name)}
         for name in sorted(set(workers) - found - self._unlisted):
             self.incidents.report(name, "not allowed", "its name is not in workers.allow")
@@ -133,7 +133,7 @@ class WorkerGuard:
         return self.challenges.fault(worker, nonce, granted=self._granted.get(worker, 0))
 
     def arrived(self, buffered: BufferedGroup) -> None:
-        """Decide at random if a group is recomputed, in a way that no worker can predict."""
+        """Decides at random if a group is recomputed, in a way that no worker can predict."""
         if self.rescorer is None or self._draw() >= self._share:
             return
         nonce = self.challenges.numbers(buffered.group.nonce)
@@ -155,7 +155,7 @@ class WorkerGuard:
     def poll(
         self, workers: Collection[str], granted: Mapping[str, int], alive: Collection[str] = ()
     ) -> set[str]:
-        """Take verdicts, look for groups beyond the grants, and give secrets to new workers.
+        """Takes verdicts, looks for groups beyond the grants, and gives secrets to new workers.
 
         ``alive`` names those from which groups may come, now or once they have loaded. Returns
         the workers whose groups may be read. Raises `RetryError`.
@@ -184,7 +184,7 @@ class WorkerGuard:
             self.incidents.report(verdict.worker, verdict.kind, detail)
 
     def _look_beyond(self, worker: str, granted: int) -> None:
-        """Report groups with numbers that were not granted: a page of keys now and then."""
+        """Reports groups with numbers that were not granted: a page of keys now and then."""
         now = time.monotonic()
         if now - self._looked.get(worker, float("-inf")) < LOOK_EVERY_S:
             return
@@ -198,7 +198,7 @@ class WorkerGuard:
             self.incidents.report(worker, "not granted", detail, count=len(found))
 
     def forget(self, worker: str) -> None:
-        """Forget a worker that has left; its quarantine stays."""
+        """Forgets a worker that has left; its quarantine stays."""
         self.challenges.forget(worker)
         self.quota.forget(worker)
         for table in (self._looked, self._beyond, self._doubts, self.rescored):

@@ -29,7 +29,7 @@ class Attestation:
 def wait_for_workers(
     bucket: Bucket, status: TrainerStatus, tick: Callable[[], None], *, silence_s: float
 ) -> list[Attestation]:
-    """Wait until every live worker attests the final version, once the trainer has finished.
+    """Waits until every live worker attests the final version, once the trainer has finished.
 
     Calls ``tick`` between polls. A worker that has not attested after `AUDIT_PATIENCE_S` while its
     heartbeats continue is judged by its last heartbeat; a silent one is left out.
@@ -56,7 +56,7 @@ def wait_for_workers(
 
 
 def attested(bucket: Bucket, status: TrainerStatus) -> list[Attestation]:
-    """Compare the workers that finished together with this end of the run, without waiting."""
+    """Compares the workers that finished together with this end of the run, without waiting."""
     fleet = Fleet(RetryingBucket.over(bucket), silence_s=0.0)
     fleet.poll()
     found = (one for one in fleet.heartbeats.values() if _is_finished(one))
@@ -96,7 +96,7 @@ def _compare(heartbeats: Iterable[Heartbeat], status: TrainerStatus) -> list[Att
 
 
 def last_status(bucket: Bucket) -> TrainerStatus:
-    """Read ``trainer.json``; raises `InputError` if there is none."""
+    """Reads ``trainer.json``; raises `InputError` if there is none."""
     status = read_trainer(RetryingBucket.over(bucket))
     if status is None:
         raise InputError("the run has no trainer.json", run=bucket.url)

@@ -53,7 +53,7 @@ class Consumption:
 def audit_consumption(
     bucket: Bucket, *, sampled: int = SAMPLED, rng: random.Random | None = None
 ) -> Consumption:
-    """Read the metadata of every manifest, and the groups that it names.
+    """Reads the metadata of every manifest, and the groups that it names.
 
     Of more than ``sampled`` groups a random sample is read, several at a time, and compared with
     the hashes in the manifests: a share p of lost groups stays unnoticed with probability
@@ -119,7 +119,7 @@ class Fates:
 
 
 def audit_fates(bucket: Bucket, *, max_staleness: int) -> Fates:
-    """Compare the objects under ``rollouts/`` with the groups that the manifests settled."""
+    """Compares the objects under ``rollouts/`` with the groups that the manifests settled."""
     found = Fates()
     settled: set[tuple[str, int]] = set()
     newest = 0

@@ -42,7 +42,7 @@ async def measure_budgets(
     *,
     tasks: TaskSource | None = None,
 ) -> list[BudgetScore]:
-    """Solve every held-out problem ``evaluate.samples`` times with each of ``evaluate.budgets``.
+    """Solves every held-out problem ``evaluate.samples`` times with each of ``evaluate.budgets``.
 
     Raises `InputError` if every episode of a budget fails.
     """
@@ -79,7 +79,7 @@ async def measure_budgets(
 def score_of(
     budget: int, problems: Sequence[AnsweredProblem], episodes: Sequence[Episode]
 ) -> BudgetScore:
-    """Summarize the answers of one budget; ``episodes`` are those that did not fail."""
+    """Summarizes the answers of one budget; ``episodes`` are those that did not fail."""
     problems = [one for one in problems if one.correct]
     tokens = [int(t.mask_T.sum()) for e in episodes for t in e.trajectories]
     correct = sum(sum(one.correct) for one in problems)

@@ -29,7 +29,7 @@ async def measure(
     *,
     tasks: TaskSource | None = None,
 ) -> HeldoutScore:
-    """Solve every held-out problem of ``tasks`` (the run's), ``samples`` times at the rollout's
+    """Solves every held-out problem of ``tasks`` (the run's), ``samples`` times at the rollout's
     temperature and once greedy.
 
     ``progress`` is called after every engine step. Episodes that fail count neither as correct nor
@@ -73,7 +73,7 @@ async def measure_all(
     sets: Mapping[str, TaskSource],
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[HeldoutScore, dict[str, HeldoutScore]]:
-    """Measure the run's own held-out problems, and each named set."""
+    """Measures the run's own held-out problems, and each named set."""
     whole = await measure(served, config, progress)
     return whole, {
         name: await measure(served, config, progress, tasks=tasks) for name, tasks in sets.items()
@@ -94,7 +94,8 @@ def evaluated_versions(process: Process) -> set[int]:
 
 
 def run_evaluator(process: Process) -> None:
-    """Run an evaluator process: follow every version, measure those that are due and the last."""
+    """Runs an evaluator process, which follows every version and measures those that are due and
+    the last."""
     started = time.time()
     process.record_life("started")
     run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)

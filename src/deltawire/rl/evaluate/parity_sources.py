@@ -41,14 +41,14 @@ class Source:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Save the model as a temporary directory, for engines that read one."""
+        """Saves the model as a temporary directory, for engines that read one."""
         with tempfile.TemporaryDirectory(prefix="deltawire-parity-") as folder:
             save_model(self.model, self.tokenizer, Path(folder))
             yield Path(folder)
 
 
 def open_source(place: str, *, version: int | None = None, trust: ReaderTrust = ANY) -> Source:
-    """Load a Hugging Face directory, a run's version (the newest if None), or the random model
+    """Loads a Hugging Face directory, a run's version (the newest if None), or the random model
     that a configuration's ``[model.build]`` describes; raises `InputError`. ``trust`` is of a
     run."""
     path = Path(place)
@@ -93,13 +93,13 @@ def _of_run(place: str, version: int | None, trust: ReaderTrust) -> Source:
 
 
 def random_prompts(vocabulary: int, *, count: int, length: int, seed: int) -> list[tuple[int, ...]]:
-    """Draw token ids uniformly: no tokenizer produces these, and agreement is hardest on them."""
+    """Draws token ids uniformly: no tokenizer produces these, and agreement is hardest on them."""
     rng = np.random.default_rng(seed)
     return [tuple(rng.integers(0, vocabulary, length).tolist()) for _ in range(count)]
 
 
 def read_prompts(path: Path, tokenizer: Any, *, vocabulary: int) -> list[tuple[int, ...]]:
-    """Read one prompt per line: text, or a JSON array of token ids.
+    """Reads one prompt per line: text, or a JSON array of token ids.
 
     Raises `InputError` naming the line.
     """
@@ -135,7 +135,8 @@ def _prompt(line: str, tokenizer: Any, vocabulary: int, where: str) -> tuple[int
 
 
 def fitting(prompts: Sequence[tuple[int, ...]], *, tokens: int, model: Any) -> None:
-    """Raise `InputError` if the longest prompt with ``tokens`` more exceeds the model's context."""
+    """Raises `InputError` if the longest prompt with ``tokens`` more exceeds the model's
+    context."""
     room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(map(len, prompts)) + tokens
     if room is not None and longest > room:

@@ -121,7 +121,8 @@ class RecordedSampler:
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, on_token: OnToken | None = None
     ) -> Completion:
-        """Return the recorded tokens after ``prompt``; raises `DepartedError` if there are none."""
+        """Returns the recorded tokens after ``prompt``; raises `DepartedError` if there are
+        none."""
         asked = list(prompt)
         for start, tokens, t in self._known:
             place = len(asked) - len(start)
@@ -191,7 +192,7 @@ class GroupChecker:
             )
 
     def check(self, buffered: BufferedGroup, *, lease: int, number: int, secret: str) -> Verdict:
-        """Compute a group again."""
+        """Computes a group again."""
         verdict = self.check_episodes(buffered, lease=lease, number=number, secret=secret)
         if verdict.kind:
             return verdict
@@ -203,7 +204,7 @@ class GroupChecker:
     def check_episodes(
         self, buffered: BufferedGroup, *, lease: int, number: int, secret: str
     ) -> Verdict:
-        """Compare a group's task, and play its episodes again."""
+        """Compares a group's task, and plays its episodes again."""
         group = buffered.group
         kind, detail, certain = "", "", True
         if self._tasks is not None and secret and buffered.drawn != NOT_KNOWN:
@@ -217,7 +218,7 @@ class GroupChecker:
         return self._model.logprobs(group, version)
 
     def check_logprobs(self, buffered: BufferedGroup, found: Mapping[int, Logprobs]) -> Verdict:
-        """Compare a group's log-probabilities with those ``found`` for each of its versions."""
+        """Compares a group's log-probabilities with those ``found`` for each of its versions."""
         detail = self._gap(buffered.group, found)
         kind = "log-probabilities" if detail else ""
         return Verdict(buffered.group.worker, buffered.sequence, kind, detail, certain=True)
@@ -265,7 +266,7 @@ class GroupChecker:
     def _replay(
         self, group: Group, task: Task, segments: list[Trajectory]
     ) -> tuple[str, str, bool] | None:
-        """Replay an episode and return the first disagreement; None if there is none."""
+        """Replays an episode and returns the first disagreement; None if there is none."""
         claimed = segments[0].reward
         found, cause = self._reward_again(group, task, segments)
         if cause:
@@ -411,7 +412,7 @@ class Rescoring:
         """Why the last group could not be judged."""
 
     def submit(self, buffered: BufferedGroup, lease: int, number: int, secret: str) -> bool:
-        """Queue a group; False if as many as ``trust.rescore_waiting`` wait."""
+        """Queues a group; False if as many as ``trust.rescore_waiting`` wait."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._check_all, name="rescoring", daemon=True)
             self._thread.start()
@@ -435,7 +436,7 @@ class Rescoring:
         return found
 
     def close(self) -> None:
-        """Stop after the current group; the others are not judged."""
+        """Stops after the current group; the others are not judged."""
         self._closed.set()
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
@@ -463,7 +464,7 @@ class Rescoring:
             held = self._check_logprobs(held, due)
 
     def _check_episodes(self, work: _Work) -> list[_Held]:
-        """Report a group whose episodes are false; returns any other, to be held."""
+        """Reports a group whose episodes are false; returns any other, to be held."""
         verdict = Verdict(work.buffered.worker, work.buffered.sequence)
         try:
             self._checker = self._checker or self._open()
@@ -481,8 +482,8 @@ class Rescoring:
         return []
 
     def _check_logprobs(self, held: list[_Held], due: int) -> list[_Held]:
-        """Compute log-probabilities of versions up to ``due``, in order, and judge the groups that
-        need no later one; returns the others."""
+        """Computes log-probabilities of versions up to ``due``, in order, and judges the groups
+        that need no later one; returns the others."""
         wanted = {v for one in held for v in one.versions - one.found.keys() if v <= due}
         for version in sorted(wanted):
             for one in held:

@@ -79,7 +79,7 @@ class SampleFilter:
 def read_samples(
     bucket: Bucket, run: Run, wanted: SampleFilter, decode: Decode
 ) -> Iterator[Sample]:
-    """Yield the wanted samples, the newest versions' first.
+    """Yields the wanted samples, the newest versions' first.
 
     Groups that retention deleted, and damaged ones, are left out. Raises `InputError` if the named
     version does not exist, `CorruptError` if its manifest cannot be read.

@@ -52,7 +52,7 @@ class GroupScorer:
         """Sequences with scores, by worker, as far as they are known."""
 
     def round(self) -> int:
-        """Score every finished group without scores; returns the number of them."""
+        """Scores every finished group without scores; returns the number of them."""
         done = 0
         status = read_trainer(self._bucket)
         newest = 0 if status is None else status.version
@@ -121,7 +121,7 @@ class GroupScorer:
 
 
 def run_reference(process: Process) -> None:
-    """Run a reference process until the run ends or a signal arrives.
+    """Runs a reference process until the run ends or a signal arrives.
 
     Raises `InputError` if the run has no penalty, or one whose reference is no separate process.
     """

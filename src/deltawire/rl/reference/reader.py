@@ -119,7 +119,7 @@ def await_scores(
     *,
     tick: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Wait for the scores of a step's groups; returns False if the process was asked to stop. Only
+    """Waits for the scores of a step's groups; returns False if the process was asked to stop. Only
     a `ReferenceReader` is waited for, and ``tick`` is called meanwhile.
 
     Records an event if the wait is long. The policy's version does not change meanwhile, so waiting

@@ -66,7 +66,7 @@ async def run_episode(
     temperature: float,
     limits: EpisodeLimits,
 ) -> Episode:
-    """Play one episode to its end or its limits.
+    """Plays one episode to its end or its limits.
 
     Cancelling it cancels its request, and closes the environment. An error of the environment makes
     the episode a failed one; an error of the engine is raised.
@@ -107,7 +107,7 @@ async def play_all(
     concurrent: int,
     after_step: Callable[[], None] = lambda: None,
 ) -> list[Episode]:
-    """Play the episodes that ``plays`` start, at most ``concurrent`` at a time, while stepping the
+    """Plays the episodes that ``plays`` start, at most ``concurrent`` at a time, while stepping the
     engine; returns them in order. ``after_step`` is called after each step of the engine."""
     gate = asyncio.Semaphore(concurrent)
 
@@ -136,7 +136,7 @@ async def play_tasks(
     concurrent: int,
     after_step: Callable[[], None] = lambda: None,
 ) -> list[Episode]:
-    """Play one episode of each task, at most ``concurrent`` at a time; returns them in order."""
+    """Plays one episode of each task, at most ``concurrent`` at a time; returns them in order."""
 
     def play(task: Task) -> Awaitable[Episode]:
         return run_episode(engine, source.open(task), text, temperature=temperature, limits=limits)
@@ -221,7 +221,7 @@ class _EpisodeRun:
         self._max_tokens = limits.max_tokens
 
     async def run(self) -> None:
-        """Play from the reset to the probes; raises `EpisodeFailure`."""
+        """Plays from the reset to the probes; raises `EpisodeFailure`."""
         turn = await self._ask("reset", self._environment.reset)
         self._tools = self._guarded("tools", lambda: tuple(self._environment.tools))
         self._bounds = self._resolved()
@@ -273,14 +273,14 @@ class _EpisodeRun:
         return self._text.spell(config.tell.replace("{budget}", str(self._limits.budget)))
 
     async def close(self) -> None:
-        """Close the environment; a failure to do so fails the episode."""
+        """Closes the environment; a failure to do so fails the episode."""
         try:
             await within("close", self._environment.close, self._limits.step_s)
         except EpisodeFailure as failure:
             self.fail(str(failure))
 
     def fail(self, cause: str) -> None:
-        """Mark the episode as failed; the first cause is kept."""
+        """Marks the episode as failed; the first cause is kept."""
         self._cause = self._cause or cause
 
     def result(self) -> Episode:
@@ -346,7 +346,7 @@ class _EpisodeRun:
         )
 
     async def _answer(self, turn: Turn, completion: Completion) -> bool:
-        """Add the environment's answer to the context; False if there is no room for it."""
+        """Adds the environment's answer to the context; False if there is no room for it."""
         segment, limits = self._segments[-1], self._limits
         bridge = self._tokens(
             lambda: self._text.bridge(turn.messages, after=completion.tokens),
@@ -362,7 +362,7 @@ class _EpisodeRun:
         return False
 
     def _drop_turns(self) -> bool:
-        """Begin a segment after the prompt and the newest turns, in half of the room."""
+        """Begins a segment after the prompt and the newest turns, in half of the room."""
         room = self._limits.context - len(self._prompt)
         if len(self._turns[-1]) >= room:
             return False
@@ -378,7 +378,7 @@ class _EpisodeRun:
         return self._tokens(lambda: self._text.bridge([message], after=after))
 
     async def _summarize(self, turn: Turn, completion: Completion) -> bool:
-        """Begin a segment after the prompt and the model's own summary."""
+        """Begins a segment after the prompt and the model's own summary."""
         segment = self._segments[-1]
         segment.answered(self._summary_request(completion.tokens))
         summary = await self._draw(self._limits.summary_tokens, 0, think=False)

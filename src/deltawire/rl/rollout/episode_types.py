@@ -108,7 +108,7 @@ class EpisodeFailure(Exception):  # noqa: N818  (it names an event of an episode
 async def ask_probes(
     call: Callable[[], Awaitable[Mapping[str, float]]], seconds: float
 ) -> dict[str, float]:
-    """Read the probes; raises `EpisodeFailure` unless they are finite numbers by name."""
+    """Reads the probes; raises `EpisodeFailure` unless they are finite numbers by name."""
     found: Any = await within("probes", call, seconds)
     try:
         probes = {one_line(str(n), MAX_NAME): float(value) for n, value in dict(found).items()}
@@ -123,7 +123,7 @@ async def ask_probes(
 
 
 async def within(what: str, call: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Await a call of the environment for at most ``seconds``; raises `EpisodeFailure`.
+    """Awaits a call of the environment for at most ``seconds``; raises `EpisodeFailure`.
 
     A call that does not end when it is cancelled is abandoned."""
 
@@ -159,7 +159,7 @@ def one_line(cause: str, limit: int = MAX_CAUSE) -> str:
 
 
 def _overhear(task: asyncio.Task[Any]) -> None:
-    """Retrieve an abandoned call's exception, so that the event loop does not warn."""
+    """Retrieves an abandoned call's exception, so that the event loop does not warn."""
     if not task.cancelled():
         task.exception()
 
@@ -167,7 +167,7 @@ def _overhear(task: asyncio.Task[Any]) -> None:
 def group_of(
     worker: str, nonce: str, task: Task, temperature: float, episodes: Sequence[Episode]
 ) -> Group:
-    """Make the group of a task's episodes, including failed ones."""
+    """Makes the group of a task's episodes, including failed ones."""
     prompt = next((e.prompt for e in episodes if e.prompt), [0])
     trajectories = []
     for number, episode in enumerate(episodes):

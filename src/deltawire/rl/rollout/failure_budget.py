@@ -24,7 +24,7 @@ class FailureBudget:
         self._recent: deque[bool] = deque(maxlen=max(WINDOW, 4 * rollout.group_size))
 
     def add(self, task: Task, episodes: Sequence[Episode]) -> None:
-        """Count a group's failures; raises `InputError`, which names the first cause, once there
+        """Counts a group's failures; raises `InputError`, which names the first cause, once there
         are more than the configuration allows."""
         failed = [episode.cause for episode in episodes if episode.cause]
         self.count += len(failed)

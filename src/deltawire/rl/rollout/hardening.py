@@ -30,7 +30,7 @@ CREDENTIALS = (
 
 
 def protect_credentials() -> list[str]:
-    """Make this process non-dumpable and remove the credentials of stores from its environment.
+    """Makes this process non-dumpable and removes the credentials of stores from its environment.
 
     Call it once the bucket is open and the engine has started: both read the variables then.
     Returns the names that were removed. Systems other than Linux have no such attribute; there,

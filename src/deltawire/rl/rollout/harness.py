@@ -34,7 +34,7 @@ from deltawire.wire.rollouts import Trajectory
 async def run_harness(
     engine: Sampler, harness: AgentHarness, text: Text, *, temperature: float, limits: EpisodeLimits
 ) -> Episode:
-    """Play one episode; see `deltawire.rl.rollout.episode.run_episode`.
+    """Plays one episode; see `deltawire.rl.rollout.episode.run_episode`.
 
     A harness that raises after a request was refused for lack of context or turns has not failed:
     the model wrote too much, and gets reward 0.

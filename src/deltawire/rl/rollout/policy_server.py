@@ -145,7 +145,8 @@ def follow(steps: Steps, served: ServedPolicy) -> Follower:
 
 
 def swap(served: ServedPolicy, follower: Follower, process: Process) -> None:
-    """Swap to the prepared version, if there is one: between two steps, attested, or not at all."""
+    """Swaps to the prepared version, if there is one: between two steps, attested, or not at
+    all."""
     update: Update | None = follower.poll()
     if update is None:
         return

@@ -42,7 +42,7 @@ class TrainerLink(threading.Thread):
         self._closed = threading.Event()
 
     def run(self) -> None:
-        """Poll until `close`."""
+        """Polls until `close`."""
         checked_at = time.monotonic()
         while not self._closed.is_set():
             try:
@@ -68,7 +68,7 @@ class TrainerLink(threading.Thread):
             self.status, self.alarm = status, None
 
     def _read_secret(self, status: TrainerStatus | None) -> None:
-        """Read the secret once there are credits, and again after each start of a trainer."""
+        """Reads the secret once there are credits, and again after each start of a trainer."""
         if status is None or self._worker not in status.credits or status.epoch == self._epoch:
             return
         with contextlib.suppress(CorruptError):  # The trainer may store it again.
@@ -81,12 +81,12 @@ class TrainerLink(threading.Thread):
             self.alive_at = time.monotonic()
 
     def raise_error(self) -> None:
-        """Raise the error that ended the thread, if one did."""
+        """Raises the error that ended the thread, if one did."""
         if self.error is not None:
             raise self.error
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stops the thread."""
         self._closed.set()
         if self.is_alive():
             self.join(timeout=30)

@@ -40,11 +40,11 @@ class Uploader(threading.Thread):
         self._queue: queue.Queue[Group | None] = queue.Queue()
 
     def submit(self, group: Group) -> None:
-        """Queue a finished group."""
+        """Queues a finished group."""
         self._queue.put(group)
 
     def run(self) -> None:
-        """Store queued groups until `close`."""
+        """Stores queued groups until `close`."""
         while (group := self._queue.get()) is not None:
             try:
                 data = encode_group(group)
@@ -84,7 +84,7 @@ class Uploader(threading.Thread):
         )
 
     def _store(self, group: Group, data: bytes) -> None:
-        """Create the next object.
+        """Creates the next object.
 
         An object that exists already is one of three. It is this request's, whose answer was lost.
         It is a predecessor's group that was still in flight, or another writer's object: then the
@@ -125,12 +125,12 @@ class Uploader(threading.Thread):
             return ""
 
     def raise_error(self) -> None:
-        """Raise the error that ended the thread, if one did."""
+        """Raises the error that ended the thread, if one did."""
         if self.error is not None:
             raise self.error
 
     def close(self) -> None:
-        """Store the queued groups, then stop the thread."""
+        """Stores the queued groups, then stops the thread."""
         self._queue.put(None)
         if self.is_alive():
             self.join(timeout=60)

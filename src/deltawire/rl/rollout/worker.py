@@ -104,7 +104,7 @@ class Worker:
         return "" if alarm is None else str(alarm)
 
     async def serve(self, *, patience_s: float) -> None:
-        """Sample until the run is finished, until asked to stop, or until the trainer has been
+        """Samples until the run is finished, until asked to stop, or until the trainer has been
         stopped for ``patience_s``."""
         for thread in (self.follower, self.link, self.uploader):
             thread.start()
@@ -152,7 +152,7 @@ class Worker:
         self.phase = "stopped"
 
     def report_progress(self) -> None:
-        """Report one line for a person."""
+        """Reports one line for a person."""
         self._reported_at = time.monotonic()
         status, live = self.link.status, self.served.live
         lag = max(0, (status.version if status else 0) - live.version)
@@ -166,7 +166,7 @@ class Worker:
         )
 
     async def _advance(self) -> None:
-        """Run one engine step, or sleep briefly if there is nothing to do."""
+        """Runs one engine step, or sleeps briefly if there is nothing to do."""
         events, engine = self.process.events, self.served.engine
         began = events.now()
         if engine.active:
@@ -203,7 +203,7 @@ class Worker:
             self._failure = self._failure or error
 
     def _place_of(self, status: TrainerStatus, number: int) -> tuple[str, int] | None:
-        """Return the stream and the place in it of the task of the ``number``-th group, None while
+        """Returns the stream and the place in it of the task of the ``number``-th group, None while
         the trainer has not said which task that is."""
         name, lease, secret = self.process.name, self.process.lease.number, self.link.secret
         if status.draws is None or not secret:
@@ -274,7 +274,7 @@ def next_sequence(process: Process) -> int:
 
 
 def run_worker(process: Process, *, patience_s: float, report: Callable[[str], None]) -> None:
-    """Run a worker process from its start to the run's end or a signal.
+    """Runs a worker process from its start to the run's end or a signal.
 
     ``report`` takes a line for a person: on joining, every few seconds, and at the end.
     """
