@@ -2,8 +2,8 @@
 
 ::
 
-    deltawire run ── Supervisor ── RayLauncher            one placement group, a bundle a process
-                                       │ actor per process
+    deltawire run ── Supervisor ── RayLauncher            one placement group, a bundle a process,
+                                       │ actor per bundle   one more for each further trainer rank
                                        ▼
                                    _Host (Ray actor) ── starts, signals, reaps ──▶ worker
                                        │
@@ -14,6 +14,13 @@ machine: processes share only the bucket, Ray carries no weights and no rollouts
 dies or hangs, or whose actor or machine is gone, is started again by the rules of
 `deltawire.runtime.supervisor`. Ray restarts no actor itself (``max_restarts=0``).
 
+Each rank of a trainer has an actor, on the machines that have room. Rank 0's actor chooses where
+the ranks meet; if one ends with an error, the others are killed, and all start again.
+
+A child that signs gets its private key over Ray's connections, in a file of its machine that only
+this user reads and that is removed when the child has ended. They are encrypted if the cluster uses
+TLS (RAY_USE_TLS).
+
 A pump thread of each child waits for its actor; nothing else does. If this process dies, Ray ends
 its actors, and their children notice that their parent is gone and stop.
 """
@@ -22,20 +29,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.runtime.children import ENVIRONMENT, ChildProcess, LocalLauncher
+from deltawire.train.rank_agent import rank_environment
 
-FORWARDED = ("DELTAWIRE_", "OMP_", "MKL_", "PYTHONPATH", "HF_HUB_OFFLINE")
+FORWARDED = ("DELTAWIRE_", "OMP_", "MKL_", "GLOO_", "NCCL_", "PYTHONPATH", "HF_HUB_OFFLINE")
 """Beginnings of the variables that are passed on. Credentials are not: each machine has its own."""
 PLACEMENT_S = 300.0
 """How long a cluster may take to make room; one that grows by itself needs minutes."""
@@ -45,6 +57,11 @@ MAX_OUTPUT = 1 << 20
 LOST = -int(signal.SIGKILL)
 """The exit code of a process whose actor or machine is gone."""
 
+FIRST_PORT, PORTS = 20_000, 12_000
+"""Where ranks meet: above the ports of Ray's workers, below those that systems give clients."""
+KEY_OPTION, KEY_FILE = "--key", "@key"
+TRAINER = "trainer"
+
 Bundle = dict[str, float]
 
 
@@ -52,24 +69,40 @@ def bundles_of(config: RunConfig, *, gpus: bool) -> dict[str, Bundle]:
     """Returns what each process of a run asks of the cluster, by the process's name.
 
     A process takes ``threads`` CPUs, and a GPU if the cluster has ``gpus`` and its device is not
-    the CPU. The trainer takes that for each of its ranks, which lie on one machine.
+    the CPU. Each rank of the trainer has a bundle (`rank_name`).
     """
-    ranks = config.train.ranks
-    devices = {"trainer": config.device_of("trainer")}
+    ranks = range(config.train.ranks)
+    devices = {rank_name(rank): config.device_of("trainer") for rank in ranks}
     for number in range(config.rollout.workers):
         devices[f"w{number}"] = config.device_of("worker")
     if config.reference_mode == "process":
         devices["reference"] = config.reference.device or config.device
     if config.evaluate.every:
         devices["evaluator"] = config.device_of("evaluator")
-    counts = {name: ranks if name == "trainer" else 1 for name in devices}
     return {
         name: {
-            "CPU": float(config.threads * counts[name]),
-            **({"GPU": float(counts[name])} if gpus and device not in ("cpu", "mps") else {}),
+            "CPU": float(config.threads),
+            **({"GPU": 1.0} if gpus and device not in ("cpu", "mps") else {}),
         }
         for name, device in devices.items()
     }
+
+
+def rank_name(rank: int) -> str:
+    """Returns the name of the bundle of a trainer's rank; rank 0 has that of the trainer."""
+    return f"{TRAINER}.{rank}" if rank else TRAINER
+
+
+def without_key(command: Sequence[str]) -> tuple[list[str], bytes]:
+    """Returns a child's command with `KEY_FILE` in place of its private key's path, and the key's
+    bytes; empty if the child signs nothing."""
+    words = list(command)
+    if KEY_OPTION not in words[:-1]:
+        return words, b""
+    place = words.index(KEY_OPTION) + 1
+    data = Path(words[place]).read_bytes()
+    words[place] = KEY_FILE
+    return words, data
 
 
 class _Host:
@@ -81,9 +114,23 @@ class _Host:
         self._kept = 0
         self._news = threading.Condition()
         self._code: int | None = None
+        self._keys: tempfile.TemporaryDirectory[str] | None = None
 
-    def start(self, command: list[str], environment: dict[str, str], folder: str) -> int:
-        """Starts the child; returns its process id."""
+    def address(self) -> str:
+        """Returns the address of this machine, for ranks to meet."""
+        return str(_ray().util.get_node_ip_address())
+
+    def start(
+        self, command: list[str], environment: dict[str, str], folder: str, key: bytes = b""
+    ) -> int:
+        """Starts the child; returns its process id. ``key`` is written to a file, whose path
+        replaces `KEY_FILE` in the command."""
+        if key:
+            self._keys = tempfile.TemporaryDirectory(prefix="deltawire-key-")  # Mode 0700.
+            path = Path(self._keys.name) / "role.key"
+            path.touch(mode=0o600)
+            path.write_bytes(key)
+            command = [str(path) if word == KEY_FILE else word for word in command]
         self._process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
             [sys.executable, *command[1:]],
             stdin=subprocess.DEVNULL,
@@ -108,6 +155,8 @@ class _Host:
         code = process.wait()
         reader.join()
         process.stdout.close()
+        if self._keys is not None:
+            self._keys.cleanup()
         with self._news:
             self._code = code
             self._news.notify_all()
@@ -146,12 +195,20 @@ class _Host:
 class RayChild:
     """A child in an actor; see `deltawire.runtime.children.ChildProcess`."""
 
-    def __init__(self, actor: Any, command: Sequence[str], log: Path) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        command: Sequence[str],
+        log: Path,
+        *,
+        environment: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         self.pid = 0
         self.returncode: int | None = None
         self._actor = actor
         self._found: int | None = None
         self._log = log
+        self._environment = environment
         self._asked = False
         self._pump = threading.Thread(
             target=self._carry, args=(list(command),), name=f"ray-{log.stem}", daemon=True
@@ -164,9 +221,9 @@ class RayChild:
         code: int | None = None
         with self._log.open("ab", buffering=0) as log:
             try:
-                started = self._actor.start.remote(
-                    command, {**forwarded, **ENVIRONMENT}, str(Path.cwd())
-                )
+                variables = {**forwarded, **ENVIRONMENT, **self._environment()}
+                words, key = without_key(command)
+                started = self._actor.start.remote(words, variables, str(Path.cwd()), key)
                 self.pid = ray.get(started)
                 if self._asked:
                     self.ask_to_stop()
@@ -198,6 +255,72 @@ class RayChild:
     def join(self) -> None:
         """Waits for the thread of an ended child."""
         self._pump.join(timeout=30)
+
+
+class RayRanks:
+    """The ranks of a trainer, an actor each, as one child. If one ends with an error, the others
+    are killed at once: they cannot finish a step without it."""
+
+    def __init__(self, actors: Sequence[Any], command: Sequence[str], log: Path) -> None:
+        ray = _ray()
+        self.returncode: int | None = None
+        self._failed: int | None = None
+        place = Future[str]()
+        # If the port is taken, rank 0 ends with an error, and the next start draws another one.
+        port = FIRST_PORT + secrets.randbelow(PORTS)
+
+        def environment(rank: int) -> dict[str, str]:
+            if rank == 0:
+                try:
+                    place.set_result(ray.get(actors[0].address.remote()))
+                except BaseException as error:
+                    place.set_exception(OSError(f"rank 0 has no place: {error}"))
+                    raise
+            # Ray shows each rank its own GPU only.
+            return rank_environment(
+                rank, len(actors), local_rank=0, address=place.result(), port=port
+            )
+
+        self.children = [
+            RayChild(actor, command, log, environment=partial(environment, rank))
+            for rank, actor in enumerate(actors)
+        ]
+
+    @property
+    def pid(self) -> int:
+        """The process id of rank 0 on its machine."""
+        return self.children[0].pid
+
+    def ended(self) -> bool:
+        """See `ChildProcess.ended`: its exit code is that of the rank that failed first."""
+        ended = [child for child in self.children if child.ended()]
+        failed = [child.returncode for child in ended if child.returncode]
+        if failed and self._failed is None:
+            self._failed = failed[0]
+            self._kill_rest()
+        if len(ended) < len(self.children):
+            return False
+        self.returncode = self._failed or 0
+        return True
+
+    def _kill_rest(self) -> None:
+        for child in self.children:
+            if not child.ended():
+                child.kill()
+
+    def ask_to_stop(self) -> None:
+        """See `ChildProcess.ask_to_stop`."""
+        for child in self.children:
+            child.ask_to_stop()
+
+    def kill(self) -> None:
+        """See `ChildProcess.kill`."""
+        self._kill_rest()
+
+    def join(self) -> None:
+        """Waits for the threads of ended children."""
+        for child in self.children:
+            child.join()
 
 
 def _is_forwarded(name: str) -> bool:
@@ -232,7 +355,7 @@ class RayLauncher:
         self._places = {name: number for number, name in enumerate(bundles)}
         self._bundles = dict(bundles)
         self._local = LocalLauncher()
-        self._children: list[RayChild] = []
+        self._children: list[RayChild | RayRanks] = []
         _require_room(bundles, grows=grows)
         self._group: Any = ray.util.placement_group(list(bundles.values()), strategy="PACK")
         if not self._group.wait(PLACEMENT_S):
@@ -261,12 +384,24 @@ class RayLauncher:
         """See `deltawire.runtime.children.Launcher.start`."""
         if name not in self._places:
             return self._local.start(name, command, log)
+        child: RayChild | RayRanks
+        ranks = [one for one in self._places if one.startswith(f"{TRAINER}.")]
+        if name == TRAINER and ranks:
+            actors = [self._actor(one) for one in (TRAINER, *ranks)]
+            child = RayRanks(actors, command, log)
+        else:
+            child = RayChild(self._actor(name), command, log)
+        self._children.append(child)
+        return child
+
+    def _actor(self, name: str) -> Any:
+        """Makes the actor of a bundle."""
         ray = _ray()
         place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=self._places[name]
         )
         bundle = self._bundles[name]
-        actor = (
+        return (
             ray.remote(_Host)
             .options(
                 num_cpus=bundle["CPU"],
@@ -277,9 +412,6 @@ class RayLauncher:
             )
             .remote()
         )
-        child = RayChild(actor, command, log)
-        self._children.append(child)
-        return child
 
     def close(self) -> None:
         """Ends the actors and the placement group, and a cluster that `open` started."""

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ from deltawire.cli.main import main
 from deltawire.config import parse_config
 from deltawire.errors import InputError
 from deltawire.launch import ray_launcher
-from deltawire.launch.ray_launcher import _Host, bundles_of
+from deltawire.launch.ray_launcher import (
+    KEY_FILE,
+    LOST,
+    RayRanks,
+    _Host,
+    bundles_of,
+    without_key,
+)
 
 
 def test_every_process_has_a_bundle_and_gpus_only_where_there_are_some() -> None:
@@ -39,7 +47,10 @@ def test_every_process_has_a_bundle_and_gpus_only_where_there_are_some() -> None
     assert with_gpus["reference"] == {"CPU": 3.0}, "its device is the CPU"
     assert all("GPU" not in bundle for bundle in bundles_of(config, gpus=False).values())
     ranks = parse_config({**raw, "train": {**raw["train"], "ranks": 4}}, source="test")
-    assert bundles_of(ranks, gpus=True)["trainer"] == {"CPU": 12.0, "GPU": 4.0}
+    bundles = bundles_of(ranks, gpus=True)
+    places = ["trainer", "trainer.1", "trainer.2", "trainer.3"]
+    assert [name for name in bundles if name.startswith("trainer")] == places
+    assert all(bundles[name] == {"CPU": 3.0, "GPU": 1.0} for name in places)
     assert bundles_of(ranks, gpus=True)["w0"] == {"CPU": 3.0, "GPU": 1.0}
     quiet = parse_config({**raw, "evaluate": {"every": 0}}, source="test")
     assert "evaluator" not in bundles_of(quiet, gpus=False)
@@ -132,9 +143,67 @@ def test_without_ray_the_error_says_what_to_install(tmp_path, capsys, monkeypatc
         ray_launcher._ray()
 
 
-def test_a_signed_run_is_refused(tmp_path, capsys) -> None:
-    config = tmp_path / "run.toml"
-    config.write_text('name = "x"\n[model.build]\nlayers = 1\n')
-    start = ["run", str(config), "--out", str(tmp_path / "out"), "--launcher", "ray"]
-    assert main([*start, "--key", str(tmp_path / "owner.key")]) == 2
-    assert "a signed run cannot start on Ray" in capsys.readouterr().err
+def test_a_key_goes_to_a_private_file_of_the_childs_machine(host: _Host, tmp_path) -> None:
+    (tmp_path / "w0.key").write_bytes(b"a private key")
+    code = (
+        "import os, pathlib, stat, sys; path = pathlib.Path(sys.argv[2])\n"
+        "mode, folder = (stat.S_IMODE(os.stat(p).st_mode) for p in (path, path.parent))\n"
+        "print(path, path.read_text() == 'a private key', oct(mode), oct(folder))\n"
+    )
+    asked = [*command(code), "--key", str(tmp_path / "w0.key")]
+    words, key = without_key(asked)
+    assert words == [*asked[:-1], KEY_FILE]
+    assert str(tmp_path) not in " ".join(words)
+    host.start(words, {}, ".", key)
+    data, code_ = drain(host)
+    path, *found = data.decode().split()
+    assert (code_, found) == (0, ["True", "0o600", "0o700"])
+    assert not Path(path).exists(), "it is gone with the child"
+    assert without_key(command("pass")) == (command("pass"), b"")
+
+
+class _Child:
+    """A rank that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        self.pid = 7
+        self.stopped = False
+
+    def ended(self) -> bool:
+        return self.returncode is not None
+
+    def ask_to_stop(self) -> None:
+        self.stopped = True
+
+    def kill(self) -> None:
+        self.returncode = LOST
+
+
+def _ranks(count: int) -> tuple[RayRanks, list[Any]]:
+    made: RayRanks = object.__new__(RayRanks)
+    children: list[Any] = [_Child() for _ in range(count)]
+    made.children, made.returncode, made._failed = children, None, None
+    return made, children
+
+
+def test_the_first_rank_that_fails_ends_the_others_and_gives_the_exit_code() -> None:
+    ranks, children = _ranks(3)
+    assert not ranks.ended()
+    assert ranks.pid == 7
+    children[1].returncode = 2
+    assert not ranks.ended(), "the others are killed, and end by the next look"
+    assert ranks.ended()
+    assert ranks.returncode == 2
+    assert [one.returncode for one in children] == [LOST, 2, LOST]
+
+
+def test_ranks_end_in_order_together() -> None:
+    ranks, children = _ranks(2)
+    ranks.ask_to_stop()
+    assert all(one.stopped for one in children)
+    children[0].returncode = 0
+    assert not ranks.ended()
+    children[1].returncode = 0
+    assert ranks.ended()
+    assert ranks.returncode == 0
