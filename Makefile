@@ -18,8 +18,11 @@ setup: .venv/.ready
 .venv/.ready: pyproject.toml scripts/setup.sh $(NATIVE)
 	@sh scripts/setup.sh
 
-demo: setup
+demo:
+	@cat examples/demo-opening.txt
+	@$(MAKE) --no-print-directory setup
 	@$(BIN)/deltawire run examples/demo.toml --out runs/demo
+	@cat examples/demo-ending.txt
 
 test: lint
 	$(PYTEST)
