@@ -8,7 +8,16 @@ from importlib import import_module
 
 def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares every benchmark."""
-    for add in (_add_loop, _add_codec, _add_deltas, _add_swap, _add_sync, _add_train, _add_clients):
+    for add in (
+        _add_loop,
+        _add_codec,
+        _add_deltas,
+        _add_swap,
+        _add_sync,
+        _add_train,
+        _add_clients,
+        _add_peers,
+    ):
         add(benches)
 
 
@@ -149,4 +158,16 @@ def _add_clients(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
     parser.add_argument("--seed", type=int, default=0, help="what draws weights and data")
     parser.add_argument("--repeats", type=int, default=7, help="steps that medians are taken over")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _add_peers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser("peers", help="the same GRPO job in TRL and in deltawire")
+    parser.add_argument("--out", default="runs/bench-peers", help="emptied at the start")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
+    parser.add_argument("--save", type=int, default=20, help="steps between two checkpoints")
+    parser.add_argument(
+        "--target", type=float, default=0.3, help="the accuracy to which time is measured"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
