@@ -26,6 +26,7 @@ Factory = Callable[..., TaskSource]
 BUILT_IN = {
     "reasoning_gym": "deltawire.envs.reasoning:ReasoningTasks",
     "dataset": "deltawire.envs.dataset:DatasetTasks",
+    "serial_steps": "deltawire.envs.serial_steps:SerialTasks",
     "workspace": "deltawire.envs.workspace:WorkspaceTasks",
     "verifiers": "deltawire.envs.verifiers_tasks:VerifiersTasks",
 }
