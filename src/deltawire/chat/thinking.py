@@ -86,6 +86,16 @@ class BoundedCompletion(Completion):
         return mask
 
 
+def first_tokens(completion: Completion, count: int) -> Completion:
+    """The first ``count`` tokens of a completion that ended at a stop string."""
+    parts = {name: getattr(completion, name)[:count] for name in ("tokens", "logprobs", "versions")}
+    if not isinstance(completion, BoundedCompletion):
+        return Completion(**parts, finish="stop")
+    forced = [(start, min(end, count)) for start, end in completion.forced if start < count]
+    thinking = replace(completion.thinking, ended="stop_string")
+    return BoundedCompletion(**parts, finish="stop", forced=tuple(forced), thinking=thinking)
+
+
 class Mark:
     """A mark in token and in text form; a single token is recognized by its id, a longer mark in
     the text of the last tokens."""

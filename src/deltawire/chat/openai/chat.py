@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -86,6 +86,8 @@ class _Request(msgspec.Struct, kw_only=True):
     guided_grammar: Any = None
     structured_outputs: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    max_thinking_tokens: Annotated[int, Meta(ge=1)] | None = None
+    reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
 
 
 class _ChatRequest(_Request, kw_only=True):
@@ -106,7 +108,8 @@ class ChatRequest:
     """A parsed request. For completions ``prompt`` is set and ``messages`` empty.
 
     ``calls`` says whether calls are parsed; ``forced`` that the answer begins with a call of the
-    tool ``forced``, or of any tool if that is empty.
+    tool ``forced``, or of any tool if that is empty. ``max_thinking`` and ``effort`` ask for a
+    budget of thinking.
     """
 
     messages: tuple[Message, ...] = ()
@@ -121,6 +124,8 @@ class ChatRequest:
     stops: tuple[str, ...] = ()
     calls: bool = False
     forced: str | None = None
+    max_thinking: int | None = None
+    effort: str = ""
 
 
 def read_chat(data: bytes) -> ChatRequest:
@@ -192,6 +197,8 @@ def _shared(raw: _Request) -> dict[str, Any]:
         "stops": tuple(stops),
         "max_tokens": raw.max_completion_tokens or raw.max_tokens,
         "temperature": raw.temperature,
+        "max_thinking": raw.max_thinking_tokens,
+        "effort": raw.reasoning_effort or "",
         "stream": bool(raw.stream),
         "usage": bool(raw.stream_options and raw.stream_options.include_usage),
     }

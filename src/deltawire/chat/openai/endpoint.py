@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,10 +32,14 @@ from deltawire.chat.openai.chat import ChatRequest, read_chat, read_completion
 from deltawire.chat.openai.recording import Prompt, Recording
 from deltawire.chat.openai.stops import StopWatch, cut
 from deltawire.chat.text import Text
+from deltawire.chat.thinking import ThinkingLimits, first_tokens, generate_within, limits_of
+from deltawire.config import ThinkingConfig
 from deltawire.engines.base import EVERYTHING, Completion, OnToken, Sampler, Sampling, Truncation
 from deltawire.errors import DeltawireError, InputError
 
 MAX_BODY_BYTES = 16 << 20
+EFFORTS = {"minimal": 1 / 16, "low": 1 / 4, "medium": 1 / 2, "high": 1.0}
+"""The share of the largest budget that a ``reasoning_effort`` may think."""
 
 
 @dataclass
@@ -54,6 +58,9 @@ class Policy:
     turns: int = 1_000_000
     characters: int = 1_000_000
     model: str = "policy"
+    thinking: ThinkingConfig | None = None
+    budget: int = 0
+    """The most tokens of thinking in an answer, if ``thinking`` is set."""
 
 
 class Endpoint:
@@ -135,14 +142,16 @@ class Endpoint:
         short = [shorten(message, self._policy.characters) for message in asked.messages]
         asked = replace(asked, messages=tuple(short))
         prompt, lead = self._prompt(asked, recording)
-        sampling = self._sampling(asked, len(prompt.tokens))
+        bounds = self._bounds(asked)
+        inserted = 0 if bounds is None else len(bounds.format.forced)
+        sampling = self._sampling(asked, len(prompt.tokens), inserted)
         form = AnswerForm(asked, next(self._requests), self._policy.model, len(prompt.tokens))
         stream = AnswerStream(request, form, self._text) if asked.stream else None
         self._drawing += asked.choices
         try:
             if stream is not None:
                 await stream.begin()
-            drawn = await self._draw(prompt.tokens, sampling, asked, stream)
+            drawn = await self._draw(prompt.tokens, sampling, asked, stream, bounds)
             choices = [self._choice(asked, lead, completion) for completion in drawn]
             for choice in choices:
                 recording.add(asked, prompt, choice.completion, choice.reply, kept=choice.kept)
@@ -169,12 +178,7 @@ class Endpoint:
         found = cut(self._text, completion.tokens, asked.stops)
         if found is not None:
             count = found.tokens
-            completion = Completion(
-                completion.tokens[:count],
-                completion.logprobs[:count],
-                completion.versions[:count],
-                "stop",
-            )
+            completion = first_tokens(completion, count)
         said = lead + (self._text.decode(completion.tokens) if found is None else found.said)
         kept = None if found is None else lead + found.kept
         if not (asked.calls or self._text.structured):
@@ -185,7 +189,7 @@ class Endpoint:
         content = "\n".join(part for part in (parsed.content, *parsed.broken) if part)
         return AnswerChoice(completion, Message("assistant", content, calls=parsed.calls), kept)
 
-    def _sampling(self, asked: ChatRequest, length: int) -> Sampling:
+    def _sampling(self, asked: ChatRequest, length: int, inserted: int = 0) -> Sampling:
         policy = self._policy
         room = min(policy.capacity, self._sampler.capacity) - length
         if room < 1:
@@ -195,28 +199,59 @@ class Endpoint:
                 "context_length_exceeded",
                 "context",
             )
-        wanted = min(asked.max_tokens or policy.max_tokens, policy.max_tokens)
+        # Tokens that close thinking by force are not drawn, so they do not count as the model's.
+        wanted = min(asked.max_tokens or policy.max_tokens, policy.max_tokens) + inserted
         temperature = policy.temperature
         if temperature is None:
             temperature = 1.0 if asked.temperature is None else asked.temperature
         return Sampling(min(wanted, room), temperature, policy.truncation)
 
+    def _bounds(self, asked: ChatRequest) -> ThinkingLimits | None:
+        """The bounds of thinking for a request. In a recorded session they are the run's own.
+
+        Raises `InputError` if a client asks for a budget and the policy has none.
+        """
+        policy = self._policy
+        if policy.thinking is None:
+            if asked.max_thinking is not None or asked.effort:
+                option = "reasoning_effort" if asked.effort else "max_thinking_tokens"
+                raise InputError(
+                    f"{option} is not supported here: the policy has no thinking budgets",
+                    hint=f"set rollout.thinking in the run, or leave out {option}",
+                )
+            return None
+        budget = policy.budget
+        if self._recording is None:
+            budget = max(1, int(budget * EFFORTS.get(asked.effort, 1.0)))
+            budget = min(budget, asked.max_thinking or budget)
+        return limits_of(self._text, policy.thinking, budget)
+
     async def _draw(
-        self, tokens: list[int], sampling: Sampling, asked: ChatRequest, stream: AnswerStream | None
+        self,
+        tokens: list[int],
+        sampling: Sampling,
+        asked: ChatRequest,
+        stream: AnswerStream | None,
+        bounds: ThinkingLimits | None,
     ) -> list[Completion]:
         """Draws all choices at the same time; a stream gets their tokens as they come."""
         told: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         live = None if stream is None or stream.held_back else stream
-        tasks = [
-            asyncio.create_task(
-                self._sampler.generate(
-                    tokens,
-                    sampling,
-                    on_token=self._listener(index, asked.stops, told if live else None),
-                )
+
+        def choice(index: int) -> Coroutine[Any, Any, Completion]:
+            listener = self._listener(index, asked.stops, told if live else None)
+            if bounds is None:
+                return self._sampler.generate(tokens, sampling, on_token=listener)
+
+            def insert(forced: Sequence[int]) -> None:
+                for token in forced if live else ():
+                    told.put_nowait((index, token))
+
+            return generate_within(
+                self._sampler, tokens, sampling, bounds, on_token=listener, on_forced=insert
             )
-            for index in range(asked.choices)
-        ]
+
+        tasks = [asyncio.create_task(choice(index)) for index in range(asked.choices)]
         together = asyncio.gather(*tasks)
         try:
             while live is not None and not (together.done() and told.empty()):

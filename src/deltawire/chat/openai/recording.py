@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from deltawire.chat.messages import Message, Tool
 from deltawire.chat.openai.chat import ChatRequest
 from deltawire.chat.text import Text
+from deltawire.chat.thinking import BoundedCompletion
 from deltawire.engines.base import Completion
 
 _Key = tuple[object, ...]
@@ -67,6 +68,9 @@ class RecordedSegment:
     mask: list[int] = field(default_factory=list)
     turns: int = 0
     finish: str = ""
+    forced: list[tuple[int, int]] = field(default_factory=list)
+    thoughts: list[tuple[int, str]] = field(default_factory=list)
+    """Ranges of tokens that closed thinking by force, and the thinking of each turn."""
 
 
 class Recording:
@@ -205,6 +209,12 @@ def _drawn(segment: RecordedSegment, completion: Completion) -> None:
     segment.tokens += completion.tokens
     segment.logprobs += completion.logprobs
     segment.versions += completion.versions
-    segment.mask += [1] * len(completion.tokens)
+    start = len(segment.mask)
+    if isinstance(completion, BoundedCompletion):
+        segment.mask += completion.mask
+        segment.forced += [(start + first, start + end) for first, end in completion.forced]
+        segment.thoughts.append((completion.thinking.thought, completion.thinking.ended))
+    else:
+        segment.mask += [1] * len(completion.tokens)
     segment.turns += 1
     segment.finish = completion.finish

@@ -28,7 +28,7 @@ from deltawire.rl.rollout.episode_types import (
     within,
 )
 from deltawire.runtime.orphans import track_orphans
-from deltawire.wire.rollouts import Trajectory
+from deltawire.wire.rollouts import Thinking, Trajectory
 
 
 async def run_harness(
@@ -47,6 +47,8 @@ async def run_harness(
         truncation=limits.truncation,
         turns=limits.max_turns,
         characters=limits.max_characters,
+        thinking=limits.thinking,
+        budget=limits.budget,
     )
     token = secrets.token_urlsafe(24)
     endpoint = Endpoint(engine, text, policy, token=token, recording=recording)
@@ -73,7 +75,9 @@ async def run_harness(
             if left := processes.end():
                 cause = cause or f"it left {left} processes running"
     cause = one_line(cause)
-    return _episode(recording, endpoint, 0.0 if cause else reward, cause, probes, solved=solved)
+    return _episode(
+        recording, endpoint, 0.0 if cause else reward, cause, probes, limits, solved=solved
+    )
 
 
 async def _drive(
@@ -100,6 +104,7 @@ def _episode(
     reward: float,
     cause: str,
     probes: Mapping[str, float],
+    limits: EpisodeLimits,
     *,
     solved: bool,
 ) -> Episode:
@@ -117,6 +122,9 @@ def _episode(
             turns=max(1, segment.turns),
             cause=cause,
             probes=probes,
+            thinking=None
+            if limits.thinking is None
+            else Thinking(limits.budget, tuple(segment.thoughts), tuple(segment.forced)),
         )
         for segment in segments
     ]
