@@ -93,7 +93,7 @@ class ThinkingConfig(Section, frozen=True, kw_only=True):
         return frozenset((*self.budgets, *(b for s in self.schedule for b in s.budgets)))
 
     def contradiction(self, max_tokens: int, context: int) -> tuple[str, str] | None:
-        """Find settings that contradict each other: the reason and what to do, or None."""
+        """Finds settings that contradict each other: the reason and what to do, or None."""
         where = "rollout.thinking"
         for stage in (self.stage_at(-1), *self.schedule):
             if stage.weights and len(stage.weights) != len(stage.budgets):
