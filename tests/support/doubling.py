@@ -1,5 +1,6 @@
 """An environment made with verifiers: doubles of numbers, asked for in two turns by a harness that
-runs in its own process. What a user of verifiers would write; nothing of deltawire in it."""
+runs in its own process. An environment as a user of verifiers would write it, without deltawire.
+"""
 
 import openai
 import verifiers.v1 as vf

@@ -106,7 +106,7 @@ def check_bucket(bucket, expected):
     manifests = [key for key in stored if key.startswith(keys.MANIFESTS)]
     assert sorted(manifests) == [keys.manifest(version) for version in range(newest + 1)]
     if newest >= 0:
-        found = check_run(bucket, deep=False)  # What is deep is done here, in another way.
+        found = check_run(bucket, deep=False)  # The deep checks are done here, in another way.
         assert not found.faults
         assert found.newest == newest
         run = read_run(bucket)

@@ -83,7 +83,7 @@ class HonestRun:
         )
 
     def group(self, number=0, worker="w0", secret=SECRET, lease=0):
-        """What an honest worker delivers as its ``number``-th group."""
+        """The ``number``-th group as an honest worker delivers it."""
         task = self.tasks.draw(stream_of(worker, secret, lease), number)
         engine, rollout = self.engine(), self.config.rollout
         nonce = nonce_of(secret, lease, number)

@@ -1,4 +1,4 @@
-"""What tests/unit/envs/test_scoring_process.py has called in a child process; quick to import."""
+"""Functions that test_scoring_process.py calls in a child process; quick to import."""
 
 import os
 import sys

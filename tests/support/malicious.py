@@ -80,7 +80,7 @@ rescore_share = SHARE
 
 @dataclass
 class Findings:
-    """What is left in the bucket afterwards."""
+    """The objects that are left in the bucket afterwards."""
 
     versions: int = 0
     quarantined: dict[str, str] = field(default_factory=dict)

@@ -42,7 +42,7 @@ def publish(order):
 
 
 def main():
-    weights(1)  # What is imported at the first use is imported here.
+    weights(1)  # Modules that are imported at the first use are imported here.
     assert threading.active_count() == 1
     for line in sys.stdin:
         child = os.fork()

@@ -22,6 +22,7 @@ from pathlib import Path
 import families
 import numpy as np
 import torch
+from packed_stacks import quantize_stack
 from torch.distributed.tensor import DTensor
 
 from deltawire import codec
@@ -29,7 +30,7 @@ from deltawire.config import parse_config
 from deltawire.export.adapter import adapted
 from deltawire.export.shards import local_part
 from deltawire.export.source import wanted_of
-from deltawire.quantization.experts import STACKS, find_experts, quantize_stack
+from deltawire.quantization.experts import STACKS, find_experts
 from deltawire.quantization.linear import PackedLinear
 from deltawire.rl.trainer.resume import seed_step
 from deltawire.store import open_bucket

@@ -1,4 +1,5 @@
-"""What the cookbook's recipes need without a download: a tokenizer, a model, and conversations.
+"""Makes what the cookbook's recipes need without a download: a tokenizer, a model, and
+conversations.
 
 The tokenizer is trained here on the recipes' own text, with one token a digit. Recipes load it by
 the model's name, from a folder of that name in their working directory.

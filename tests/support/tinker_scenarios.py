@@ -1,4 +1,4 @@
-"""What Tinker's own client does and sees, one scenario a function; prints the facts as JSON.
+"""Runs Tinker's own client, one scenario per function, and prints the facts as JSON.
 
 `python tinker_scenarios.py URL NAME…` runs in a process of its own: the client keeps threads.
 """

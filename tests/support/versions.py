@@ -40,7 +40,7 @@ def next_version(mirror, specs, rng, density=0.2):
 
 
 def checkpoint(mirror, specs):
-    """What a checkpoint of this version holds, for a loader."""
+    """Yields the tensors of this version's checkpoint, for a loader."""
     carriers = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
     for spec in specs:
         bits = mirror.tensors[spec.name].copy()

@@ -101,7 +101,7 @@ class Visit:
         self.page.wait_for_selector("main[data-ready]")
 
     def text(self, selector: str = "main") -> str:
-        """What a part of the page says."""
+        """The text of a part of the page."""
         return str(self.page.inner_text(selector))
 
     def sound(self) -> None:

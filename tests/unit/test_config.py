@@ -211,7 +211,7 @@ OTHER = {
     "parity.routes": "record",
     "workers.allow": ["w*", "lab-7"],
 }
-"""What a key is changed to where its default says too little."""
+"""The value that a key is changed to if its default says too little."""
 
 
 TOGETHER = {

@@ -6,6 +6,7 @@ in lower case that a fragment does not assign, such as ``bucket``, stand for the
 
 import ast
 import builtins
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -47,8 +48,13 @@ ELSEWHERE = {
 FRAGMENT = re.compile(r"Example::\n\n((?:[ ]+[^\n]*\n|\n)+)")
 
 
+@functools.cache
 def modules():
     """Every module of the rooms that this machine can import."""
+    return list(_walked())
+
+
+def _walked():
     for room in ROOMS:
         package = importlib.import_module(f"deltawire.{room}")
         yield package

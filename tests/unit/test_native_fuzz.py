@@ -44,7 +44,7 @@ def make(goal, folder, **variables):
 
 @pytest.fixture(scope="module")
 def built():
-    """What make needs to know; the targets stay in build/ until native/ changes."""
+    """The variables that make needs; the targets stay in build/ until native/ changes."""
     variables = {"folder": FUZZ.parents[1] / "build" / "fuzz", "CXX": compiler(), "ENGINE": "own"}
     code, said = make("build", **variables)
     assert code == 0, said[-4000:]

@@ -1,4 +1,4 @@
-"""What the whole package promises: light imports, its layers, its size, its flags, no pickle."""
+"""The promises of the whole package: light imports, its layers, its size, its flags, no pickle."""
 
 from __future__ import annotations
 

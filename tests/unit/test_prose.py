@@ -1,4 +1,4 @@
-"""Docstrings and comments are plain technical English: a few phrases that never are."""
+"""Docstrings, comments and documents are plain technical English: a few phrases that never are."""
 
 import ast
 import io
@@ -12,13 +12,20 @@ ROOT = Path(__file__).parents[2]
 # Docstrings of subjects.py are problem statements, which name the tasks of recorded runs.
 SOURCES = sorted(
     path
-    for folder in ("src", "benchmarks")
+    for folder in ("src", "benchmarks", "tests", "examples", "scripts")
     for path in (ROOT / folder).rglob("*.py")
     if path.name != "subjects.py"
 )
-NEVER = re.compile(r"\b(?:beside|anew|whence|lest|by and by|mend|his|himself)\b", re.IGNORECASE)
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+)
+WORDS = re.compile(
+    r"\b(?:beside|anew|whence|lest|by and by|mend|mended|his|himself|for ever)\b", re.IGNORECASE
+)
 OPENING = re.compile(r"(?:^|(?<=[.!?] ))(?:What|Whether|Who|Whom)\b[^.?]*(?:[.]|$)")
 """A sentence that begins like a question and does not end as one."""
+SENTENCE = re.compile(r"(?:^|(?<=[.!?] ))(?:What|Whether|Who|Whom)\b[^.?]*[.]")
+"""The same in a document, where a heading or a cell of a table may begin so."""
 
 
 def prose(source):
@@ -33,15 +40,43 @@ def prose(source):
             yield token.string.lstrip("# ")
 
 
+def paragraphs(document):
+    """Paragraphs, items and cells of a Markdown file, each as one line, without code."""
+    text = re.sub(r"^```.*?^```$", "", document, flags=re.DOTALL | re.MULTILINE)
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.) ?)", text):
+        joined = re.sub(r"`[^`]*`|\*\*", "", " ".join(block.split()))
+        for cell in joined.split("|") if joined.startswith("|") else [joined]:
+            yield re.sub(r"^(?:#+|[-*]|\d+\.)\s+", "", cell.strip())
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_prose_has_no_phrase_that_reads_like_a_translation(path):
+    if path == Path(__file__):
+        return
     texts = list(prose(path.read_text()))
-    found = [match[0] for text in texts for match in NEVER.finditer(text)]
+    found = [match[0] for text in texts for match in WORDS.finditer(text)]
     found += [match[0] for text in texts for match in OPENING.finditer(text)]
+    assert not found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_documents_have_no_phrase_that_reads_like_a_translation(path):
+    texts = list(paragraphs(path.read_text()))
+    found = [match[0] for text in texts for match in WORDS.finditer(text)]
+    found += [match[0] for text in texts for match in SENTENCE.finditer(text)]
     assert not found
 
 
 def test_the_patterns_find_what_they_are_for():
     assert OPENING.search("Reads a run. What is older waits.")
     assert not OPENING.search("What is measured?")
-    assert NEVER.search("Starts anew.")
+    assert WORDS.search("Starts anew.")
+    document = (
+        "# What it is\n\nIt runs. What\nis older waits.\n\n| What |\n\n- `lest` **Who** asks.\n"
+    )
+    texts = list(paragraphs(document))
+    assert [match[0] for text in texts for match in SENTENCE.finditer(text)] == [
+        "What is older waits.",
+        "Who asks.",
+    ]
+    assert not [text for text in texts if WORDS.search(text)]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from deltawire.errors import InputError
+from deltawire.placement.checkpoint_tensors import checkpoint_tensors
 from deltawire.placement.live import saved_buffers
-from deltawire.placement.module_loader import checkpoint_tensors
 
 _LINEAR_OR_EMBEDDING = ("lora_A", "lora_embedding_A")
 """PEFT's attributes for the LoRA layers of each kind of layer."""

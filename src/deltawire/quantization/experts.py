@@ -105,13 +105,6 @@ def replace_stacks(experts: Any, form: str) -> None:
     experts.config._experts_implementation = IMPLEMENTATION
 
 
-def quantize_stack(experts: Any, weight: PackedWeight, stack: Tensor) -> None:
-    """Packs a stack as the library's module holds it, one expert at a time."""
-    for index in range(len(stack)):
-        matrix = stack[index].T if experts.is_transposed else stack[index]
-        weight.set_matrix(index, weight.form.quantize(matrix))
-
-
 def add_expert_adapter(
     experts: Any, name: str, *, rank: int, scale: float, shared: bool = False
 ) -> ExpertAdapter:

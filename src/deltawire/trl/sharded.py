@@ -17,8 +17,8 @@ from deltawire.errors import InputError
 from deltawire.export.cast import CastWeights
 from deltawire.export.models import save_settings
 from deltawire.export.tensors import is_sharded
+from deltawire.placement.checkpoint_tensors import checkpoint_tensors
 from deltawire.placement.layout import WIRE_DTYPES
-from deltawire.placement.module_loader import checkpoint_tensors
 from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync import ShardPublisher, newest_readable, newest_version
 from deltawire.sync.chain.objects import another_model, create_run, read_run

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.export.models import empty_model, fetch_model_files, save_settings
 from deltawire.export.tensors import tensors_of
-from deltawire.placement.module_loader import checkpoint_tensors
+from deltawire.placement.checkpoint_tensors import checkpoint_tensors
 from deltawire.serving.replica import HeldVersion
 from deltawire.serving.vllm import VllmReplica
 from deltawire.store import RetryingBucket, open_bucket

@@ -28,5 +28,5 @@ def test_a_malicious_worker_is_found_and_the_run_goes_on(tmp_path) -> None:
     assert found.honest_consumed.total() > 0
     kinds = found.incidents
     assert kinds[EVIL].keys() & {"reward", "log-probabilities", "task", "prompt"}
-    # What else is noticed depends on how soon it is found; tests/security has a test of each kind.
+    # The other incidents depend on how soon it is found; tests/security has a test of each kind.
     assert kinds.get(INTRUDER, {}).keys() <= {"not allowed"}

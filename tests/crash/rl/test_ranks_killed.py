@@ -47,7 +47,7 @@ def check_end(bucket, versions=VERSIONS):
 
 
 def recomputed(bucket):
-    """What trainers said of the steps that they recomputed."""
+    """The trainers' events about the steps that they recomputed."""
     lives = [event for event in EventTail(bucket).read() if isinstance(event, Life)]
     return [one.detail for one in lives if one.detail.startswith("recomputed")]
 

@@ -99,7 +99,7 @@ class Engine:
 
 
 def _block_size(model):
-    """What the attention of this model takes on a CPU."""
+    """The dtypes that this model's attention takes on a CPU."""
     latent = "kv_lora_rank" in json.loads((model / "config.json").read_text())
     return 16 if latent else 32
 

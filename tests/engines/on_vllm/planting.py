@@ -13,7 +13,7 @@ from deltawire.errors import ResyncError
 
 
 def write_half(move):
-    """What an exchange that is killed half way has written."""
+    """Writes what an exchange that is killed half way has written."""
     for extent in move.ranges[: (len(move.ranges) + 1) // 2]:
         own = slice(extent.first, extent.last)
         extent.live.index_copy_(0, move.index[own].long(), move.new[own])

@@ -61,7 +61,7 @@ def one_by_one(engine, questions):
 
 
 def whole(answer, version):
-    """Whether a single version made the answer."""
+    """True if a single version made the answer."""
     return answer.spans == ((version, 0, len(answer.tokens)),)
 
 
@@ -255,7 +255,7 @@ def test_swaps_every_second_under_load_lose_no_request(engine, trainer, request)
 
 
 def resident_bytes():
-    """What this process and each of those it started have in memory."""
+    """The memory of this process and of each process that it started."""
     import psutil
 
     own = psutil.Process()

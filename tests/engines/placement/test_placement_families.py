@@ -4,16 +4,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from library_loader import checkpoint_table, live_tensors, module_loader
 from loaders import same_bits
 from versions import checkpoint, first_version, next_version
 
 from deltawire.errors import InputError
-from deltawire.placement.module_loader import (
-    checkpoint_table,
-    checkpoint_tensors,
-    live_tensors,
-    module_loader,
-)
+from deltawire.placement.checkpoint_tensors import checkpoint_tensors
 from deltawire.placement.placed import PlacedWeights
 from deltawire.placement.placement import probe
 

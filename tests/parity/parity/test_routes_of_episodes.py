@@ -85,7 +85,7 @@ def test_each_position_is_recorded_once(model, byte_tokenizer, context, on_full)
     for t in back.trajectories:
         ids = np.concatenate([back.prompt_of(t), t.tokens_T])
         found = unpack_routes(t.routes, shape, positions=len(ids) - 1)
-        # What the environment wrote last was never read.
+        # The text that the environment wrote last was never read.
         read = np.flatnonzero(t.mask_T)[-1] + len(back.prompt_of(t))
         assert (found[read:] == -1).all()
         with torch.no_grad(), routers.recorded() as choices:

@@ -10,6 +10,7 @@ import copy
 import pytest
 import torch
 import transformers
+from packed_stacks import quantize_stack
 from torch import nn
 
 from deltawire.errors import CorruptError, InputError
@@ -17,7 +18,6 @@ from deltawire.quantization.experts import (
     STACKS,
     add_expert_adapter,
     find_experts,
-    quantize_stack,
     replace_stacks,
 )
 from deltawire.quantization.formats import FORMATS, open_format

@@ -70,7 +70,7 @@ def test_the_whole_and_each_sequence_are_the_naive_ones(batch):
     gaps, masks = batch
     trainer = torch.tensor(gaps, dtype=torch.float64)
     mask = torch.tensor(masks)
-    # What stands where nothing was drawn must not matter.
+    # Values at positions where nothing was drawn must not matter.
     trainer[mask == 0] = math.nan
     sums = sequence_sums(trainer, torch.zeros_like(trainer), mask)
     rows = drawn(gaps, masks)

@@ -67,7 +67,7 @@ def test_many_threads_equal_one_and_a_drifted_element_changes_nothing(dtype, thr
             wrong = old.copy()
             wrong[at] ^= 1
             assert _native.exchange(live, lasts, index, wrong, fresh, threads) == (1, number)
-            # What was written went back as the caller said it was; only there may it differ.
+            # Written bits went back to the values that the caller gave; only there may they differ.
             assert same(live, before)
     assert _native.exchange(live, lasts, index, old, fresh, threads)[0] == 0
     assert same(live, expected)

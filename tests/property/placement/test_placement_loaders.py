@@ -153,7 +153,7 @@ class Engine(torch.nn.Module):
 
 
 def exact(specs, serving):
-    """Whether the published bits can be told from the live ones."""
+    """True if the published bits can be read back from the live ones."""
     return (specs[0].dtype, serving) in {
         ("BF16", torch.bfloat16), ("BF16", torch.float32), ("F32", torch.float32)
     }  # fmt: skip

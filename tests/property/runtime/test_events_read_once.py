@@ -60,7 +60,7 @@ class ClockedBucket(FaultyBucket):
 
 
 class ReadersAndWriters(RuleBasedStateMachine):
-    """What was written, by stream; what is still there; and what each reader has seen of it."""
+    """The segments written, by stream; those still there; and those that each reader has seen."""
 
     @initialize(seed=st.integers(0, 99))
     def begin(self, seed):

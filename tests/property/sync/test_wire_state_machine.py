@@ -354,7 +354,7 @@ class Wire(RuleBasedStateMachine):
         newest = newest_version(self.region)
         assert newest is None or newest <= self.committed()
         if newest is not None:
-            with suppress(CorruptError):  # What was pruned before it was carried.
+            with suppress(CorruptError):  # The versions that were pruned before they were carried.
                 self.holds(load_mirror(self.region, self.run, at=newest))
 
     def teardown(self):
@@ -407,7 +407,7 @@ def run_wire(*, seed, examples):
 
 @pytest.mark.parametrize("wrong", ["model", "fence"])
 def test_the_machine_would_notice(wrong):
-    """What a broken wire would do to it: an assertion, not silence."""
+    """A broken wire raises an assertion instead of passing silently."""
     machine = Wire()
     machine.start(seed=1, chunk=8, last=0)
     first, rival = machine.new_publisher(), machine.new_publisher()

@@ -41,7 +41,7 @@ MANIFEST = encode_manifest(
 
 def read_manifest(data):
     manifest = decode_manifest(data, version=2, table=TABLE, run="r", key="k")
-    # What was let through is safe to use: every piece indexes what is there.
+    # A payload that was accepted is safe to use: every piece lies within its tensor and blob.
     for ref in manifest.payloads:
         payload = decode_table(ref.table.inline, ref, TABLE)
         check_payload(manifest, ref, payload, TABLE, run="r")

@@ -1,4 +1,4 @@
-"""What a run may ask of a machine is for the machine to say, not for the bucket."""
+"""The machine, not the bucket, decides what a run may ask of it."""
 
 import pytest
 

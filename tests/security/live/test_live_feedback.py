@@ -1,4 +1,4 @@
-"""What clients can do with receipts and feedback, and what may be stored."""
+"""Clients cannot misuse receipts and feedback, and only what is allowed is stored."""
 
 import asyncio
 import hashlib

@@ -241,11 +241,11 @@ def test_a_reader_does_not_go_back(tmp_path, monkeypatch):
     with pytest.raises(SignatureError):
         open_trusted(run.plain.url, ReaderTrust(Pin(run.pin.public_key)))
     assert newest_version(open_trusted(run.plain.url, ReaderTrust(run.pin, None, True))) == 2
-    open_trusted(run.plain.url, trust)  # What was accepted once is the state from then on.
+    open_trusted(run.plain.url, trust)  # A state that was accepted once holds from then on.
 
 
 def test_a_reader_that_starts_while_others_go_on_sees_no_rollback(tmp_path):
-    """What they note between its two looks is newer than what it finds."""
+    """Versions that they record between its two reads are newer than the one it finds."""
     mine, theirs = (
         HighestVersion(OWNER.public_key, "ab" * 16, "s3://b", folder=tmp_path) for _ in range(2)
     )

@@ -1,4 +1,4 @@
-"""What clients with and without tokens can do to the gateway, and what its logs reveal."""
+"""Clients with and without tokens cannot harm the gateway, and its logs reveal nothing."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What clients of `deltawire tinker` can do without its key, and with hostile requests."""
+"""Clients of `deltawire tinker` gain nothing without its key, or by hostile requests."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""What bench loop measures without a run: the figures are of what they say they are."""
+"""The figures that bench loop measures without a run are what they claim to be."""
 
 import pytest
 

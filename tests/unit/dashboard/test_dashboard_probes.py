@@ -47,7 +47,7 @@ def group(rng, family, *, cheats, worker="w0"):
 
 
 def monitored(families, *, cheat="", after=20, groups=60, worker="w0"):
-    """What a trainer's monitor says of a run in which one family's groups come to cheat."""
+    """The events of a trainer's monitor in a run in which one family's groups start to cheat."""
     rng = random.Random(3)
     monitor = Monitor(ProbesConfig())
     for number in range(groups):

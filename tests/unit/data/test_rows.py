@@ -26,7 +26,7 @@ def parquet(path, rows=ROWS):
 
 
 def saved(path, rows=ROWS):
-    """What `Dataset.save_to_disk` writes, in two shards."""
+    """Writes what `Dataset.save_to_disk` writes, in two shards."""
     arrow = pytest.importorskip("pyarrow")
     path.mkdir(parents=True)
     names = []

@@ -39,7 +39,7 @@ def digest_of(version: int) -> Digest:
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    """What vLLM says to a request for four tokens, two by each of two versions."""
+    """vLLM's answer to a request for four tokens, two by each of two versions."""
     choice = {
         "index": 0,
         "token_ids": [5, 6, 7, 2],
@@ -433,7 +433,7 @@ time.sleep(600)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended may not be reaped yet."""
+    """True if a process runs; one that has ended may not be reaped yet."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What a run asks of a Ray cluster, and the actor's side of a child, without a cluster."""
+"""A run's demands on a Ray cluster, and the actor's side of a child, without a cluster."""
 
 from __future__ import annotations
 

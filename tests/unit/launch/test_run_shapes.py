@@ -166,7 +166,7 @@ def test_a_named_shape_is_found_and_nonsense_is_not(tmp_path: Path) -> None:
 def test_the_commands_hand_a_shape_from_one_to_the_other(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What ``deltawire shapes --json`` prints is what ``deltawire run --shape`` takes."""
+    """``deltawire run --shape`` takes what ``deltawire shapes --json`` prints."""
     asked = ["--on", "1xcpu", "--context", "128", "--startable", "--json"]
     assert main(["shapes", str(config), *asked]) == 0
     file = tmp_path / "shape.json"

@@ -22,7 +22,7 @@ def run(new_bucket):
 
 
 def applied(mirror, update):
-    """What the mirror would hold after ``update``."""
+    """The bits that the mirror would hold after ``update``."""
     moved = mirror.copy()
     moved.move(update.pieces, update.version, update.digest, update.held)
     return moved

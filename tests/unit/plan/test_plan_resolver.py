@@ -1,4 +1,4 @@
-"""What the resolver chooses, says and refuses."""
+"""The resolver's choices, messages and refusals."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_options_come_before_the_environment(s3_server, environment):
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "exists"])
 @pytest.mark.parametrize("server", ["s3_server", "moto_server"])
 def test_a_missing_bucket_is_not_a_missing_object(request, server, verb):
-    """Otherwise a reader of a misspelled bucket would wait for its first version for ever."""
+    """Otherwise a reader of a misspelled bucket would wait forever for its first version."""
     bucket = request.getfixturevalue(server).open("s3://drillz/run")
     with pytest.raises(InputError, match="no such bucket") as caught:
         VERBS[verb](bucket)

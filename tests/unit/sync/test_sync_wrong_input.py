@@ -1,4 +1,4 @@
-"""What is wrong is refused by name, costs no memory, and loses nothing that was there."""
+"""Wrong input is refused by name, costs no memory, and loses nothing that was there."""
 
 import itertools
 import sys

@@ -183,7 +183,7 @@ def test_a_checkpoint_of_another_run_is_refused(bucket):
 
 
 def test_a_writer_saves_next_to_training(bucket):
-    """What is saved is the state as it was, whatever happens to it afterwards."""
+    """A save holds the state as it was, whatever happens to it afterwards."""
     gate, live = threading.Event(), state(4)
     expected = {name: tensor.clone() for name, tensor in live.items()}
     writer = CheckpointWriter(bucket, None, confirm=lambda: gate.wait(60))

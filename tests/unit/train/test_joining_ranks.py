@@ -1,4 +1,4 @@
-"""What a rank says when the others are not there, or its launcher contradicts itself."""
+"""The error of a rank when the others are missing, or its launcher contradicts itself."""
 
 from datetime import timedelta
 

@@ -288,7 +288,7 @@ def test_any_loss_is_the_same_over_micro_batches(tiny, aggregation, surrogate):
 
 
 def test_segments_and_failures_in_a_step(tiny):
-    """What is left out changes nothing: not the weights, not a figure."""
+    """Tensors that are left out change nothing: neither the weights nor a figure."""
     groups = sampled(5)
     failed = replace(groups[0].trajectories[1], cause="timeout", reward=50.0)
     broken = replace(groups[0], trajectories=[*groups[0].trajectories, failed])

@@ -92,7 +92,7 @@ def test_gradients_are_those_without_to_the_bit(family, policy):
 
 
 def kept_bytes(model, batch, policy):
-    """What autograd keeps between the passes, other than parameters."""
+    """The tensors that autograd keeps between the passes, other than parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 

@@ -36,7 +36,7 @@ def model_folder(tmp_path):
 
 
 def flash_attention(q, k, v, cu_q, cu_k, *_, softmax_scale, causal, **__):
-    """What the kernel of TRL's tree attention computes, which exists for GPUs only."""
+    """Computes what the kernel of TRL's tree attention does, which exists for GPUs only."""
     parts = []
     for i in range(len(cu_q) - 1):
         one = [t.transpose(0, 1) for t in (q[cu_q[i] : cu_q[i + 1]], k[cu_k[i] : cu_k[i + 1]])]

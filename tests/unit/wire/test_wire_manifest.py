@@ -153,7 +153,7 @@ def test_an_unknown_codec_is_one_error_that_names_the_release():
 
 
 def check(pieces, blobs=BLOBS, *, whole=False, **changes):
-    """What a reader says of a payload that it has read, "" if nothing."""
+    """Returns a reader's error for a payload that it has read, "" if there is none."""
     value = manifest(**({"base": None, "delta": None} if whole else {"anchor": None}), **changes)
     ref = value.anchor if whole else value.delta
     try:

@@ -128,7 +128,7 @@ def test_every_bit_of_a_blob(bucket):
 
 
 def test_a_damaged_blob_is_repaired_by_publishing_it_again(bucket):
-    """What already lies under a blob's name is not trusted."""
+    """An object that already has a blob's name is not trusted."""
     ref = put_blob(bucket, b"the right bytes")
     bucket.put(keys.blob(ref.hash), b"the wrong bytes")
     with pytest.raises(CorruptError):

@@ -179,7 +179,7 @@ def test_versions_that_are_pruned_before_the_first_is_copied_are_passed() -> Non
 
 
 def test_a_region_does_not_grow_for_ever() -> None:
-    """What the source has pruned goes at the destination too, and nothing else does."""
+    """The destination prunes what the source has pruned, and nothing else."""
     source, destination = open_bucket("memory://"), open_bucket("memory://")
     publish(source, 0, 4, anchor_every=3)
     relay(source, destination, grace_s=0)
@@ -345,7 +345,7 @@ def test_each_operation_failed_in_turn(
         except RetryError:
             failed = True
         faulty.heal()
-        # What is committed by now can be read, and the rest follows.
+        # The versions committed so far can be read, and the rest follows.
         assert audit(destination, weights) <= 2
         assert relay(inner, destination).version == 2
         assert contents(destination) == contents(inner)

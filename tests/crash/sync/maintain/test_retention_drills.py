@@ -42,8 +42,9 @@ def prune_all(bucket, *, cutoff=None, grace_s=0.0):
 
 
 def check(bucket):
-    """What is not pruned is whole and of one author each; readers get from the oldest to the
-    newest. Returns the newest version."""
+    """Versions that are not pruned are whole and of one author each; readers get from the oldest to
+    the newest. Returns the newest version.
+    """
     bucket = snapshot(bucket)
     run, newest = read_run(bucket), newest_version(bucket)
     manifests = [read_manifest(bucket, run, version) for version in range(newest + 1)]
@@ -156,7 +157,7 @@ def test_retention_and_compaction_at_each_step_of_a_reader(lag):
         subscriber = Subscriber(bucket, run, mirror)
         for _ in range(30):
             update = None
-            # What it had planned is gone: an error that says so, and the next call plans again.
+            # Its planned objects are gone: an error says so, and the next call plans again.
             with suppress(CorruptError):
                 update = subscriber.prepare()
             if update is not None:

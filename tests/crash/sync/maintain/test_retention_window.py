@@ -137,7 +137,7 @@ class Turns:
         assert self.settled.wait(30)
 
     def prune_around_the_commit(self, at, *, done=False):
-        """Whether retention came as far as its ``at``-th operation."""
+        """True if retention reached its ``at``-th operation."""
         with ThreadPoolExecutor(1) as threads:
             writing = threads.submit(self.writer.commit)
             writing.add_done_callback(lambda _: self.settled.set())
@@ -179,7 +179,7 @@ def test_a_commit_before_each_operation_of_retention(original, kind, monkeypatch
         assert not inner.list(keys.DELETION_INTENTS)
         if not reached:
             break
-        # What was deleted although the version counts on it, had to be put again.
+        # Blobs that were deleted although the version counts on them had to be put again.
         verb, key = turns.operations[at - 1]
         waited += verb == "delete" and key.startswith(keys.BLOBS)
         restored += verb == "delete" and key.startswith(keys.DELETION_INTENTS)

@@ -169,7 +169,7 @@ def test_each_answer_in_turn_is_short():
     for at in range(1, operations_of_a_clean_life() + 1):
         history = History(open_bucket("memory://"), last=LAST)
         history.live()
-        history.last += 3  # What a second life reads at its start is more than nothing.
+        history.last += 3  # A second life reads at least one object at its start.
         history.bucket.damage("*", half, at=at, times=1)
         # A manifest's read-back is asked for by a create whose answer was lost.
         history.bucket.fail("create", "*/manifests/*", at=2, done=True)

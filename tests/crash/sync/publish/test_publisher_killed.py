@@ -134,7 +134,8 @@ def test_killed_at_a_hundred_random_moments(driver, place, drill_seed):
             progressed += found > head
             unfinished += bool(unnamed)
             head = found
-            # What the killed one was writing is invisible: no half object under any name.
+            # The object that the killed one was writing is invisible: no half object under any
+            # name.
             assert not [key for key in bucket.list("") if "#" in key]
         publisher = start_publisher(bucket, anchor_every=3)
         assert publisher.version == head

@@ -361,7 +361,7 @@ def test_the_windowed_fifo_reaches_its_bound(simulate):
 
 
 def test_slow_tasks_are_trained_on_as_often_as_they_finish(simulate):
-    """What strict drops, requeueing trains on, and the windowed FIFO waits for."""
+    """Strict drops late groups, requeueing trains on them, and the windowed FIFO waits for them."""
     kept = {}
     for policy in ("strict", "windowed_fifo", "requeue"):
         done = simulate(**MIXED, seed=1, staleness=2, workers=mixed(30), policy=policy)

@@ -207,7 +207,7 @@ def test_failed_compactions_do_not_stop_the_publisher():
 
 
 def test_a_lost_blob_costs_the_compacted_deltas_over_it_and_no_others():
-    """Such an error once stopped compaction for ever without a report."""
+    """Such an error once stopped compaction forever without a report."""
     bucket = open_bucket("memory://")
     publisher = start_publisher(bucket, anchor_every=4)
     for version in range(13):

@@ -146,7 +146,7 @@ def surrogate_of(name, ours, theirs, advantages, mask, numbers, low, high, dual=
 
 
 def near_an_edge(name, ours, theirs, mean_logs, low, high, dual):
-    """Whether any token is so near a bound that rounding decides on which side it is."""
+    """True if any token is so near a bound that rounding decides on which side it is."""
     edges = [1 - low, 1 + high, *([dual] if dual else [])]
     values = [ratio.item() for ratio in (ours - theirs).exp().flatten()]
     if name == "gspo":

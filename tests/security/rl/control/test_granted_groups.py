@@ -69,7 +69,7 @@ def fleet(bucket, make_group):
 
 
 def test_nobody_delivers_for_another_worker(fleet):
-    """Who writes under another name without its secret gains nothing, and the name no blame."""
+    """Writing under another name without its secret gains nothing, and the name gets no blame."""
     for sequence in range(2 * QUARANTINE_AFTER):
         fleet.store("a", sequence, by="b")
     fleet.store("a", 2 * QUARANTINE_AFTER)

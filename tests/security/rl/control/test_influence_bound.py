@@ -1,4 +1,4 @@
-"""What one worker can do to a step before it is caught is at most what docs/THREATS.md states."""
+"""Before it is caught, one worker can do to a step at most what docs/THREATS.md states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def advantage_bound(episodes):
 
 
 def coefficient_bound(loss):
-    """The largest factor of a token's gradient beside its advantage and its weight."""
+    """The largest factor of a token's gradient other than its advantage and its weight."""
     return max(1 + loss.clip_bounds[1], loss.dual_clip_bound)
 
 

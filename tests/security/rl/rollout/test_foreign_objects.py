@@ -1,4 +1,4 @@
-"""What others put where a worker's next group belongs does not stop the worker."""
+"""An object that others put where a worker's next group belongs does not stop the worker."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What an unmodified openai client asks for beyond one plain answer: several choices, stop strings,
-a choice of tools. What is on record stays what was drawn, to the token."""
+"""An unmodified openai client gets more than one plain answer: several choices, stop strings, a
+choice of tools. The record stays what was drawn, to the token.
+"""
 
 import asyncio
 import copy

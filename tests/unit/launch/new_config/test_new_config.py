@@ -1,4 +1,4 @@
-"""What ``deltawire init`` writes fits the model, the task and the machine."""
+"""The file that ``deltawire init`` writes fits the model, the task and the machine."""
 
 import json
 import tomllib

@@ -75,7 +75,8 @@ def test_a_commit_settles_and_grants_at_once(bucket, make_group):
 
 def test_drops_make_room_although_no_batch_reports_them(bucket, make_group):
     """Every outstanding group is too old, so no batch can come: the places they hold must be
-    granted again, or the run would stand still for ever."""
+    granted again, or the run would stand still forever.
+    """
     issuer, buffer = issuer_at(bucket), RolloutBuffer(bucket, Ledger(), limit=4)
     issuer.observe(buffer, {"a"})
     issuer.write("training")

@@ -1,4 +1,4 @@
-"""What a policy cost: causes, lengths and families, against sums by hand."""
+"""The cost of a policy: causes, lengths and families, against sums by hand."""
 
 from dataclasses import replace
 

@@ -184,7 +184,7 @@ def test_every_group_is_handed_out_once_across_restarts(bucket, store):
             assert not ledger.settled(worker, sequence)
             ledger.settle(worker, sequence)
             seen.append((worker, sequence))
-    # What nothing was left to be reported with.
+    # Drops for which there was no group left to report them with.
     seen += [(drop.worker, drop.sequence) for drop in buffer._dropped]
     left = {(buffered.group.worker, buffered.sequence) for buffered in buffer._waiting}
     assert len(seen) == len(set(seen))
@@ -268,7 +268,8 @@ def test_a_group_beyond_the_bounds_is_damaged(bucket, make_group, bounds, kept):
 
 def failing(make_group, worker, causes):
     """A group with an episode for each cause; the empty one is that of an episode that went well.
-    What failed before a token was drawn has none."""
+    An episode that failed before a token was drawn has none.
+    """
     group = make_group(worker, [0] * len(causes))
     for place, (t, cause) in enumerate(zip(group.trajectories, causes, strict=True)):
         tokens = slice(0) if cause == "reset" else slice(None)

@@ -1,4 +1,4 @@
-"""What workers attest at the end of a run."""
+"""Workers attest their weights at the end of a run."""
 
 from heartbeats import put_heartbeat
 

@@ -39,7 +39,7 @@ def test_a_group_above_the_limit_is_refused_where_it_is_made(new_bucket, monkeyp
 
 
 def test_a_group_that_cannot_be_stored_ends_the_uploader_with_an_error(new_bucket):
-    """Otherwise the worker would sample for ever and store nothing."""
+    """Otherwise the worker would sample forever and store nothing."""
     bucket = new_bucket("memory")
     thread = uploader(bucket)
     thread.submit(group("sound"))

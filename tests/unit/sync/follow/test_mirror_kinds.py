@@ -38,7 +38,7 @@ def run(bucket):
 
 
 def assert_part(mirror, version):
-    """What is held, be it little, is what was published."""
+    """Whatever part a mirror holds equals what was published."""
     assert mirror.version == version
     for name, bits in mirror.tensors.items():
         start = mirror.starts.get(name, 0)

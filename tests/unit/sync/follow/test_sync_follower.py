@@ -43,7 +43,7 @@ def world():
 
 
 def until(look, timeout_s=20.0):
-    """What ``look`` returns, once it is something."""
+    """Waits until ``look`` returns something, and returns it."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         found = look()

@@ -289,7 +289,9 @@ def test_a_store_that_does_not_answer_changes_nothing(bucket, run):
 
 
 def test_pieces_in_blobs_of_any_order():
-    """What this publisher does not write yet, but the format allows: ranks that write apart."""
+    """Builds what this publisher does not write yet but the format allows: ranks that write
+    apart.
+    """
     bucket = open_bucket("memory://")
     specs = [TensorSpec("a", (10,), "BF16"), TensorSpec("b", (6,), "F32")]
     rng = np.random.default_rng(5)
