@@ -9,7 +9,7 @@ Example::
     config.train.max_staleness
 """
 
-from deltawire.config.adapters import AdapterConfig
+from deltawire.config.adapters import AdapterConfig, AdapterLineConfig, LineConfig
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.losses import (
     SURROGATES,
@@ -71,6 +71,7 @@ __all__ = [
     "SURROGATES",
     "UNCORRECTED_STALENESS",
     "AdapterConfig",
+    "AdapterLineConfig",
     "BuildConfig",
     "ChatConfig",
     "CorrectionConfig",
@@ -79,6 +80,7 @@ __all__ = [
     "EvaluateConfig",
     "EvaluationSet",
     "FaultsConfig",
+    "LineConfig",
     "LossConfig",
     "MessageTemplate",
     "MidtrainConfig",

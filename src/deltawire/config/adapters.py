@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from deltawire.config.base import Fraction, Positive, Section
+from deltawire.config.tasks import TaskConfig
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -115,6 +116,52 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
                         "escape the characters that are meant as they are",
                     )
         return None
+
+
+class AdapterLineConfig(AdapterConfig, frozen=True, kw_only=True):
+    """One of several adapters of a run: a version line of its own, over the run's base."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}\Z")]
+    kind: Literal["none", "lora"] = "lora"
+    task: TaskConfig | None = None
+    """The line's tasks; None for the run's."""
+
+
+class LineConfig(Section, frozen=True, kw_only=True):
+    """In the configuration of a version line: its name, and the digest of the base that it adapts,
+    version 0 of the run that holds the line. Not a key of a file."""
+
+    name: str
+    base: str
+
+
+def adapters_contradiction(
+    adapter: AdapterConfig, lines: list[AdapterLineConfig], *, merged: bool
+) -> tuple[str, str] | None:
+    """Find a fault in a run's adapter, or adapters that cannot share one base: the reason and what
+    to do, or None.
+    """
+    if lines and adapter != AdapterConfig():
+        return "adapter and adapters exclude each other", "name all in [[train.adapters]]"
+    if not lines:
+        return adapter.contradiction(merged=merged)
+    names = [one.name for one in lines]
+    for one in lines:
+        where = f"adapters.{one.name}"
+        if names.count(one.name) > 1:
+            return f"two of adapters are named {one.name}", "give each its own name"
+        if one.kind == "none":
+            return f"{where}.kind is none", "leave the adapter out"
+        if (one.packed, one.packed_layers) != (lines[0].packed, lines[0].packed_layers):
+            return (
+                f"{where}.packed is not that of {names[0]}: all adapters share one base",
+                "set packed and packed_layers to the same in all of them",
+            )
+        if one.packed_layers:
+            return f"{where}.packed_layers is not possible with several adapters", "leave it out"
+        if found := one.contradiction():
+            return found[0].replace("adapter.", f"{where}.", 1), found[1]
+    return None
 
 
 _WIDE = ("none", "fp8-block", "int8-row")

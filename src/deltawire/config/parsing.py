@@ -34,6 +34,10 @@ def check_config(raw: dict[str, Any], *, source: str) -> RunConfig:
             f"{source}: shape is not a key of a file",
             hint="start the run with deltawire run --shape NAME|FILE",
         )
+    if raw.get("line"):
+        raise InputError(
+            f"{source}: line is not a key of a file", hint="name adapters in [[train.adapters]]"
+        )
     config = parse_config(raw, source=source)
     if not config.model.path and config.model.build is None:
         raise InputError(
@@ -112,16 +116,8 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
             f"{source}: workers.allow leaves out {refused[0]}, which deltawire run starts",
             hint='add "w*" to workers.allow, or set rollout.workers = 0',
         )
-    if config.retain.versions and config.train.exporter == "merged":
-        raise InputError(
-            f"{source}: retain.versions would delete version 0, the base of train.exporter merged",
-            hint='set retain.versions = 0, or train.exporter = "bf16"',
-        )
-    if rollout.engine == "vllm" and config.train.served_adapter.kind != "none":
-        raise InputError(
-            f"{source}: rollout.engine vllm does not load train.adapter yet",
-            hint='set rollout.engine = "transformers", or train.exporter = "merged"',
-        )
+    if found := _adapter_fault(config):
+        raise InputError(f"{source}: {found[0]}", hint=found[1])
     if config.midtrain is not None:  # This run neither samples nor evaluates.
         rollout = msgspec.structs.replace(config.rollout, workers=0)
         evaluate = msgspec.structs.replace(config.evaluate, every=0)
@@ -141,6 +137,45 @@ def _budgets_fault(config: RunConfig) -> tuple[str, str] | None:
         reason = f"evaluate.budgets: the largest takes {needed} tokens with its answer"
         hint = "raise rollout.context, or leave out the largest budget"
         return f"{reason}, rollout.context = {config.rollout.context}", hint
+    return None
+
+
+def _adapter_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Find what adapters do not go together with: the reason and what to do."""
+    train = config.train
+    if train.adapters and (found := _lines_fault(config)):
+        return f"several adapters {found[0]}", found[1]
+    for one in train.adapters:
+        if one.task and (found := one.task.contradiction(f"train.adapters.{one.name}.task")):
+            return found
+    if config.retain.versions and train.exporter == "merged":
+        return (
+            "retain.versions would delete version 0, the base of train.exporter merged",
+            'set retain.versions = 0, or train.exporter = "bf16"',
+        )
+    if config.rollout.engine == "vllm" and train.served_adapter.kind != "none":
+        return (
+            "rollout.engine vllm does not load train.adapter yet",
+            'set rollout.engine = "transformers", or train.exporter = "merged"',
+        )
+    return None
+
+
+def _lines_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Find a setting that a run of several adapters does not have: the reason and what to do."""
+    train = config.train
+    if config.midtrain is not None:
+        return "are trained on rollouts", "leave out midtrain"
+    if config.rollout.engine != "transformers":
+        return "need the embedded engine", 'set rollout.engine = "transformers"'
+    if train.exporter != "bf16":
+        return "are published as they are", 'set train.exporter = "bf16"'
+    if max(train.ranks, train.replicate, train.tensor_parallel, train.expert_parallel) > 1:
+        return "are trained by one process", "set train.ranks = 1"
+    if config.evaluate.every:
+        return "are not evaluated by the run", "set evaluate.every = 0"
+    if config.reference_mode not in ("none", "adapter_off"):
+        return "have the base as reference", 'set reference.mode = "auto"'
     return None
 
 

@@ -11,7 +11,12 @@ from typing import (
 
 from msgspec import Meta
 
-from deltawire.config.adapters import AdapterConfig
+from deltawire.config.adapters import (
+    AdapterConfig,
+    AdapterLineConfig,
+    LineConfig,
+    adapters_contradiction,
+)
 from deltawire.config.base import Count, Fraction, OwnDevice, Positive, Section
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.layout import layout_contradiction
@@ -249,6 +254,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     device: OwnDevice = ""
     """The trainer's device, if not the run's."""
     adapter: AdapterConfig = AdapterConfig()
+    adapters: list[AdapterLineConfig] = []
+    """Several adapters over one base, each with its own versions and tasks."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """The precision of forward and backward passes. Both compute with the published weights; the
     masters, their gradients and the optimizer are float32 in either case."""
@@ -271,6 +278,13 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
     staleness: StalenessConfig = StalenessConfig()
+
+    @property
+    def base_adapter(self) -> AdapterConfig:
+        """Return the adapter of the model that a run publishes; of several, only the packing."""
+        if not self.adapters or self.adapters[0].packed == "none":
+            return self.adapter
+        return AdapterConfig(kind="lora", targets=[], packed=self.adapters[0].packed)
 
     @property
     def served_adapter(self) -> AdapterConfig:
@@ -330,7 +344,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
                 return reason, " and ".join(ways)
         if self.adapter.dropout and not self.dropout:
             return "adapter.dropout has no effect without dropout", "set train.dropout = true"
-        if found := self.adapter.contradiction(merged=self.exporter == "merged"):
+        merged = self.exporter == "merged"
+        if found := adapters_contradiction(self.adapter, self.adapters, merged=merged):
             return found
         if found := self.layout_contradiction(self.ranks):
             return found
@@ -537,6 +552,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     retain: RetainConfig = RetainConfig()
     workers: WorkersConfig = WorkersConfig()
     trust: TrustConfig = TrustConfig()
+    line: LineConfig | None = None
+    """The version line that this is the configuration of. Not a key of a file."""
     shape: dict[str, Any] = {}
     """The training profile that ``deltawire run --shape`` started the run with, as plain data
     (`deltawire.plan.profile`); empty without one. Not a key of a file."""
@@ -548,7 +565,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
             return "none"
         if self.reference.mode != "auto":
             return self.reference.mode
-        adapted = self.train.adapter.kind != "none" and not self.reference.model
+        one = self.train.adapter.kind != "none" or bool(self.train.adapters)
+        adapted = one and not self.reference.model
         return "adapter_off" if adapted else "sleeping"
 
     def device_of(self, role: Literal["trainer", "worker", "evaluator"]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from deltawire import codec
 from deltawire.config import RunConfig
 from deltawire.export.adapter import load_adapted
+from deltawire.export.lines import line_model
 from deltawire.export.models import published_files
 from deltawire.export.peft_directory import adapter_files, load_peft
 from deltawire.export.source import WeightSource, open_source
@@ -26,8 +27,17 @@ from deltawire.wire.seal import Signer
 
 def load_start(config: RunConfig, directory: Path) -> tuple[Any, WeightSource]:
     """Loads the model that a configuration starts from, with its adapter, and its exporter."""
-    adapter = config.train.adapter
+    adapter = config.train.base_adapter
     model = load_adapted(directory, adapter, seed=config.seed)
+    if adapter.init:
+        load_peft(model, adapter, Path(adapter.init))
+    return model, open_source(config.train.exporter, model)
+
+
+def load_line(base: Any, config: RunConfig) -> tuple[Any, WeightSource]:
+    """Loads the model that a line starts from over ``base``, which it shares, and its exporter."""
+    adapter = config.train.adapter
+    model = line_model(base, adapter, seed=config.seed)
     if adapter.init:
         load_peft(model, adapter, Path(adapter.init))
     return model, open_source(config.train.exporter, model)
@@ -53,6 +63,7 @@ def publish_start(
     contents = published_files(directory, specs)
     if config.train.adapter.kind != "none":
         contents |= adapter_files(model, config.train.adapter, specs, base=config.model.path)
+    if frozen:
         base = _stated_base(model, config, specs, {name: tensors[name] for name in frozen})
         contents[base.file_name] = base.encode()
     files = [
@@ -84,5 +95,5 @@ def _stated_base(
             bits = codec.bits_of(frozen[spec.name], spec.dtype).reshape(-1)
             digests[spec.name] = codec.digest_bits(spec.name, bits)
     report = report_of(model)
-    packed = config.train.adapter.packed
+    packed = config.train.base_adapter.packed
     return state_base(specs, digests, packed=packed, native=report.native, errors=report.errors)

@@ -159,7 +159,11 @@ def adapter_files(
     frozen = {spec.name: spec for spec in specs if not spec.name.startswith(PREFIX)}
     adapter = {spec.name: spec for spec in specs if spec.name.startswith(PREFIX)}
     layout = SafetensorsLayout(
-        files=[weight_file("model.safetensors", frozen), weight_file(ADAPTER_WEIGHTS, adapter)]
+        files=[
+            weight_file(name, held)
+            for name, held in (("model.safetensors", frozen), (ADAPTER_WEIGHTS, adapter))
+            if held
+        ]
     )
     files = {LAYOUT: encode_layout(layout)}
     if not any(True for _ in _stacks(model)):

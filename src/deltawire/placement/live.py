@@ -25,6 +25,7 @@ from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
 _NAMES = "_deltawire_published_names"
+_ONLY = "_deltawire_published_prefix"
 
 
 def identity(tensors: Sequence[TensorSpec], weights: Mapping[str, torch.Tensor]) -> Placement:
@@ -72,11 +73,14 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def module_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns a model's published tensors themselves, not copies: parameters, tied ones once, and
-    saved buffers. Tensors that `rename_published` renamed have their new names.
+    saved buffers. Tensors that `rename_published` renamed have their new names, and those that
+    `publish_only` leaves out are not among them.
     """
     names: dict[str, str] = getattr(model, _NAMES, {})
     held = {**dict(model.named_parameters()), **saved_buffers(model)}
-    return {names.get(name, name): tensor for name, tensor in held.items()}
+    only: str = getattr(model, _ONLY, "")
+    published = {names.get(name, name): tensor for name, tensor in held.items()}
+    return {name: tensor for name, tensor in published.items() if name.startswith(only)}
 
 
 def rename_published(model: torch.nn.Module, names: Mapping[str, str]) -> None:
@@ -84,6 +88,12 @@ def rename_published(model: torch.nn.Module, names: Mapping[str, str]) -> None:
     that an adapter wraps.
     """
     setattr(model, _NAMES, dict(names))
+
+
+def publish_only(model: torch.nn.Module, prefix: str) -> None:
+    """States that only the tensors whose published names begin so are the run's: the others are
+    frozen, and those of another run or line."""
+    setattr(model, _ONLY, prefix)
 
 
 class LiveWeights:

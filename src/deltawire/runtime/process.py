@@ -76,6 +76,13 @@ class Process:
         stream = f"{name}-{self.nonce}"
         self.events = EventLog(name, lambda n, data: bucket.put(keys.events(stream, n), data))
 
+    def in_line(self, bucket: Bucket) -> Process:
+        """Returns this process as one of a line of its run, at ``bucket``: the same name, with a
+        lease, a heartbeat and events there. It stops with this one."""
+        other = Process(bucket, self.name, self.role, supervised=self.supervised)
+        other._stop = self._stop
+        return other
+
     @property
     def lease(self) -> Lease:
         """The lease of the process's name."""

@@ -28,6 +28,7 @@ CHECKPOINTS = "checkpoints/"
 EVENTS = "events/"
 ROLES = "roles/"
 ARCHIVE = "archive/"
+LINES = "lines/"
 TINKER = "tinker/"
 TINKER_SERVER = "tinker/server.json"
 LIVE = "live/"
@@ -336,3 +337,10 @@ def trailing_number(key: str) -> int | None:
     """
     stem = key.rsplit("/", 1)[-1].split(".", 1)[0]
     return int(stem) if len(stem) == 10 and stem.isascii() and stem.isdigit() else None
+
+
+def line(name: str) -> str:
+    """The prefix, without its last slash, of a further line of versions of a run: under it are all
+    keys of a run.
+    """
+    return f"{LINES}{_checked(name)}"

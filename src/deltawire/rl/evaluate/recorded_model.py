@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from deltawire.config import RunConfig
 from deltawire.engines.cache_size import available_bytes
 from deltawire.errors import CorruptError
 from deltawire.export.adapter import open_model
+from deltawire.export.lines import open_policy
 from deltawire.export.models import load_tokenizer, stop_tokens
 from deltawire.export.source import open_source
 from deltawire.store import Bucket
@@ -47,12 +49,18 @@ class RecordedModel:
                 f"and {free / 1e9:.3g} GB of main memory are available"
             )
         with torch.device("meta" if self.lacking else "cpu"):
-            self._model = open_model(folder, config.train.served_adapter)
+            self._model = self._open(folder, config)
         self._source = open_source(config.train.exporter, self._model)
         self.stops = stop_tokens(self._model, load_tokenizer(folder))
         """The tokens that end a completion."""
         self._mirror: Mirror | None = None
         self._version = -1
+
+    def _open(self, folder: Path, config: RunConfig) -> Any:
+        if self.lacking:  # Only its structure is needed.
+            return open_model(folder, config.train.served_adapter)
+        adapter = config.train.served_adapter
+        return open_policy(self._bucket, config, folder, adapter=adapter)
 
     def logprobs(self, group: Group, version: int) -> Logprobs:
         """log π of the tokens of each trained trajectory, float32[T] each, at ``version``; None if

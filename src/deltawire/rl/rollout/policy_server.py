@@ -18,7 +18,7 @@ from deltawire.engines.registry import open_engine
 from deltawire.envs import TaskSource, open_tasks
 from deltawire.errors import InputError
 from deltawire.events import Swapped
-from deltawire.export.adapter import open_model
+from deltawire.export.lines import open_policy
 from deltawire.export.models import (
     fetch_model_files,
     load_tokenizer,
@@ -76,7 +76,9 @@ def serve_policy(
         _await_version(process)
 
         def build() -> Any:
-            return open_model(Path(folder.name), config.train.served_adapter)
+            place = Path(folder.name)
+            adapter = config.train.served_adapter
+            return open_policy(process.bucket, config, place, adapter=adapter, device=device)
 
         opened = open_engine(
             engine,

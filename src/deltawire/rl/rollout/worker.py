@@ -16,13 +16,16 @@ the same name.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from deltawire.codec import Digest
 from deltawire.config import RunConfig
 from deltawire.engines.transformers import IDLE_S
 from deltawire.errors import RetryError
+from deltawire.export.lines import line_bucket
 from deltawire.rl.control.challenges import nonce_of, stream_of
 from deltawire.rl.control.draws import RUN_STREAM
 from deltawire.rl.rollout.episode import run_episode
@@ -282,6 +285,9 @@ def run_worker(process: Process, *, patience_s: float, report: Callable[[str], N
     process.record_life("started")
     run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
     process.heartbeat.faults = config.faults
+    if config.train.adapters:
+        serve_lines(process, config, patience_s=patience_s, report=report)
+        return
     with process.heartbeat.long_task("start"):
         worker = Worker(process, run, config, report=report)
     protect_credentials()
@@ -290,3 +296,53 @@ def run_worker(process: Process, *, patience_s: float, report: Callable[[str], N
     asyncio.run(worker.serve(patience_s=patience_s))
     worker.report_progress()
     process.record_life("stopped", f"version {worker.served.live.version}")
+
+
+def serve_lines(
+    process: Process, config: RunConfig, *, patience_s: float, report: Callable[[str], None]
+) -> None:
+    """Sample for each line of a run of several adapters, in turn, over one base.
+
+    Each line has a `Worker` with its own bucket, tasks and engine; all decode in this thread. Ends
+    when every line has its last version.
+    """
+    with contextlib.ExitStack() as stack:
+        workers = {}
+        for one in config.train.adapters:
+            place = line_bucket(process.bucket, one.name, create=True)
+            own = process.in_line(place)
+            stack.enter_context(own.registered())
+            with process.heartbeat.long_task("start"):
+                run, line = open_run(place, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+                own.heartbeat.faults = line.faults
+                own.record_life("started")
+                workers[one.name] = Worker(
+                    own, run, line, report=partial(_report, report, one.name)
+                )
+        protect_credentials()
+        report(f"joined run {config.name} as {process.name}, lines {', '.join(workers)}")
+        asyncio.run(_serve_all(process, list(workers.values()), patience_s))
+        for name, worker in workers.items():
+            worker.report_progress()
+            worker.process.record_life("stopped", f"version {worker.served.live.version}")
+            process.record_life("stopped", f"{name} version {worker.served.live.version}")
+
+
+def _report(report: Callable[[str], None], line: str, text: str) -> None:
+    """Report one line for a person, with the name of the version line."""
+    report(f"{line}: {text}")
+
+
+async def _serve_all(process: Process, workers: Sequence[Worker], patience_s: float) -> None:
+    """Serves all; an error of one ends the others."""
+    tasks = [asyncio.create_task(one.serve(patience_s=patience_s)) for one in workers]
+    try:
+        while waiting := [task for task in tasks if not task.done()]:
+            process.heartbeat.progress("sample")
+            done, _ = await asyncio.wait(waiting, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from deltawire.config import RunConfig, require_same, run_config
+from deltawire.config.lines import line_config
 from deltawire.envs import open_tasks
+from deltawire.export.lines import line_bucket
 from deltawire.export.models import check_directory, load_tokenizer
-from deltawire.export.new_run import load_start, publish_start
-from deltawire.export.source import digest_of
+from deltawire.export.new_run import load_line, load_start, publish_start
+from deltawire.export.source import WeightSource, digest_of
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_run, require_run
@@ -24,10 +27,12 @@ def start_run(
     *,
     signer: Signer | None = None,
     run_id: str = "",
+    start: tuple[Any, WeightSource] | None = None,
 ) -> Run:
     """Create the run, or check that the one in the bucket is this one; commit version 0.
 
     With ``signer``, the run is signed by its key; ``run_id`` is the new run's id, if it is chosen.
+    ``start`` is what `load_start` returned for these arguments, if the caller has called it.
 
     Raises `InputError` if the bucket holds a run with another model or, but for the keys that may
     change, another configuration.
@@ -36,7 +41,7 @@ def start_run(
     load_tokenizer(model_directory)
     if config.midtrain is None:
         open_tasks(config.task, seed=config.seed).draw("check", 0)
-    start = load_start(config, model_directory)
+    start = start or load_start(config, model_directory)
     if newest_version(bucket) is None:
         if read_run(bucket) is not None:  # An earlier start ended before it committed version 0.
             check_same(bucket, config)
@@ -47,6 +52,20 @@ def start_run(
     if run.tensors != (specs := source.specs()) or run.digest != digest_of(source).hex():
         raise another_model(bucket, run.tensors, specs)
     check_same(bucket, config)
+    return run
+
+
+def start_lines(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
+    """Create a run of several adapters: its base, and each adapter's line. Returns the base's run.
+
+    Raises as `start_run` does.
+    """
+    base, source = load_start(config, model_directory)
+    run = start_run(bucket, config, model_directory, start=(base, source))
+    for one in config.train.adapters:
+        own = line_config(config, one.name, base=run.digest)
+        place = line_bucket(bucket, one.name, create=True)
+        start_run(place, own, model_directory, start=load_line(base, own))
     return run
 
 

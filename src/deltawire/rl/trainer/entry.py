@@ -15,25 +15,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deltawire.config import RunConfig
 from deltawire.errors import BugError, DeltawireError, InputError, RetryError
-from deltawire.export.adapter import open_model
-from deltawire.export.models import fetch_model_files
-from deltawire.placement.device import resolve_device
-from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.bootstrap import start_lines, start_run
 from deltawire.rl.trainer.group_steps import GroupSteps
+from deltawire.rl.trainer.lines import LinesTrainer
 from deltawire.rl.trainer.midtraining import DocumentSteps, Midtrainer
+from deltawire.rl.trainer.model import open_policy_model
 from deltawire.rl.trainer.orders import Start, receive
 from deltawire.rl.trainer.rank import Rank, translated
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket
 from deltawire.sync import require_run
-from deltawire.train.parallel import is_sharded, to_device
-from deltawire.train.parallel.ranks import join_ranks, leave_ranks, local_rank, lost_ranks, world_of
-from deltawire.wire.run import Run
+from deltawire.train.parallel.ranks import join_ranks, leave_ranks, lost_ranks, world_of
 from deltawire.wire.seal import Signer
 
 
@@ -54,15 +49,27 @@ def run_trainer(
     started = process.events.now()
     process.record_life("started")
     try:
-        if source is not None:
+        if source is not None and source[0].train.adapters:
+            if signer is not None:
+                raise InputError(
+                    "a run of several adapters cannot be signed yet",
+                    hint="start it without --key, or with one adapter",
+                )
+            start_lines(process.bucket, *source)
+        elif source is not None:
             start_run(process.bucket, *source, signer=signer, run_id=run_id)
         run, config = open_run(process.bucket)
         config = config if source is None else source[0]
         _check_layout(config)
         process.heartbeat.faults = config.faults
+        if config.train.adapters:
+            with LinesTrainer(process, config, changed=source is not None) as lines_trainer:
+                lines_trainer.loop()
+            process.record_life("stopped", lines_trainer.described)
+            return
         with lost_ranks():
             join_ranks()
-        model = open_policy(process.bucket, run, config)
+        model = open_policy_model(process.bucket, run, config)
         kind: type[Trainer | Midtrainer] = Trainer if config.midtrain is None else Midtrainer
         with lost_ranks():
             trainer = kind(process, run, config, model, signer=signer)
@@ -100,7 +107,7 @@ def follow_trainer(
             run=bucket.url,
         )
     config = start.config
-    model = open_policy(bucket, run, config)
+    model = open_policy_model(bucket, run, config)
     steps: Any
     if config.midtrain is None:
         steps = GroupSteps(bucket, run, config)
@@ -109,18 +116,6 @@ def follow_trainer(
     with translated(bucket, run, start.epoch):
         Rank(bucket, run, start, model, steps, signer=signer, stopping=stopping).follow()
     leave_ranks()
-
-
-def open_policy(bucket: Bucket, run: Run, config: RunConfig) -> Any:
-    """The policy's model on this rank's device, weights unset; if they will be sharded, they have
-    no memory yet."""
-    torch.set_num_threads(config.threads)
-    device = resolve_device(config.device_of("trainer"), index=local_rank())
-    with fetch_model_files(bucket, run) as folder:
-        # A merged adapter is in no version, so it starts with the values that its seed gives.
-        meta = is_sharded(config.train, world_of()[1]) and config.train.exporter != "merged"
-        model = open_model(Path(folder), config.train.adapter, seed=config.seed, meta=meta)
-    return to_device(model, device)
 
 
 def _check_layout(config: RunConfig) -> None:

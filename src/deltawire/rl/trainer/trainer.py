@@ -105,6 +105,7 @@ class Trainer(Leader[StepResult]):
         self.archiver = EventArchiver(self.bucket, keep_days=keep.events_days, floors=floors)
         self.retention = RolloutRetention(self.bucket, run, keep=keep.rollouts, floors=floors)
         self._answered_at = time.monotonic()
+        self._mark = process.events.now()
 
     def _read_groups(self, before: TrainerStatus | None, bounds: Bounds) -> None:
         """Make the objects that read, bound and check groups; ``before`` is an earlier trainer's
@@ -156,30 +157,44 @@ class Trainer(Leader[StepResult]):
         self.recheck.close()
 
     def _loop(self) -> None:
-        events, train = self.process.events, self.config.train
+        self.begin()
+        while self.is_training:
+            if not self.turn():
+                self.process.wait(self.bucket.poll_s / 4)
+        self.finish()
+
+    def begin(self) -> None:
+        """Grant the first credits. With `turn` and `finish` these are the parts of `loop`, for a
+        caller that leads several trainers."""
         self.archiver.start()
         self.credits.observe(self.buffer, self._poll() or set(), self.fleet.begun)
         self.credits.write("training")
         self._answered_at = time.monotonic()
-        mark = events.now()
-        while self.version < train.versions and not self.process.stopping:
-            self.process.heartbeat.progress("wait")
-            self.keep_waiting()
-            if (alive := self._poll()) is None:
-                mark = events.span("wait", mark)
-                continue
+        self._mark = self.process.events.now()
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether versions are left to make, and nobody asked to stop."""
+        return self.version < self.config.train.versions and not self.process.stopping
+
+    def turn(self) -> bool:
+        """Take a step if there are groups for one; returns whether there were."""
+        events = self.process.events
+        self.process.heartbeat.progress("wait")
+        self.keep_waiting()
+        batch = None
+        if (alive := self._poll()) is not None:
             self._stop_if_all_fail()
             batch = self.buffer.next_batch(
                 self.credits.staleness, version=self.version, alive=alive
             )
             self.credits.observe(self.buffer, alive, self.fleet.begun)
             self.credits.write()
-            if batch is None:
-                self.process.wait(self.bucket.poll_s / 4)
-                mark = events.span("wait", mark)
-                continue
-            mark = self._step(batch, events.now())
-        self._finish()
+        if batch is None:
+            self._mark = events.span("wait", self._mark)
+            return False
+        self._mark = self._step(batch, events.now())
+        return True
 
     def _open_draws(self, before: TrainerStatus | None) -> DrawBook:
         """The book of draws as an earlier trainer left it, at the newest version."""
@@ -355,6 +370,10 @@ class Trainer(Leader[StepResult]):
         if kept := checkpoint_versions(self.bucket):
             self.retention.trim(newest=self.version, oldest_checkpoint=min(kept))
             self.version_retention.start(newest=self.version)
+
+    def finish(self) -> None:
+        """Commit and save what is under way, and write the last status."""
+        self._finish()
 
     def _finish(self) -> None:
         with self.process.heartbeat.long_task("finish"):

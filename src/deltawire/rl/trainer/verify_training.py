@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from deltawire.errors import CorruptError, DeltawireError, InputError
-from deltawire.export.adapter import open_model
+from deltawire.export.lines import open_policy
 from deltawire.export.models import fetch_model_files
 from deltawire.export.shards import local_part
 from deltawire.export.source import bits_of
@@ -103,8 +103,14 @@ def verify_training(
     _check_range(bucket, first, last, newest, dump)
     torch.set_num_threads(config.threads)
     with fetch_model_files(bucket, run) as folder:
-        model = open_model(Path(folder), config.train.adapter, seed=config.seed)
-    model = model.to(resolve_device(config.device_of("trainer")))
+        model = open_policy(
+            bucket,
+            config,
+            Path(folder),
+            adapter=config.train.adapter,
+            seed=config.seed,
+            device=resolve_device(config.device_of("trainer")),
+        )
     state = resume(bucket, run, config, model, newest=first - 1)
     found = TrainingVerification(state.version, first, last)
     total = last - state.version

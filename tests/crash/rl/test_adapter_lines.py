@@ -1,0 +1,253 @@
+"""Runs of several adapters over one base: versions, groups and checkpoints of each line."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from granted_groups import UNCHECKED, made_up_group, put_group
+from heartbeats import put_heartbeat
+
+from deltawire.cli.main import main
+from deltawire.config import BuildConfig, RunConfig, parse_config
+from deltawire.errors import InputError
+from deltawire.export.adapter import PREFIX, adapter_off, load_adapted
+from deltawire.export.lines import line_bucket, open_base
+from deltawire.export.models import save_model
+from deltawire.export.peft_directory import load_peft
+from deltawire.export.source import open_source
+from deltawire.rl.trainer.bootstrap import start_lines
+from deltawire.rl.trainer.lines import LinesTrainer
+from deltawire.rl.trainer.verify_training import verify_training
+from deltawire.runtime.process import Process, open_run
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import load_mirror, read_history, read_manifest
+from deltawire.train.build import build_model, byte_tokenizer
+from deltawire.wire import keys
+from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.run import encode_run
+
+VERSIONS = 3
+LINES = [
+    {"name": "math", "rank": 4, "alpha": 8.0},
+    {"name": "words", "rank": 2, "alpha": 2.0, "targets": ["q_proj", "down_proj"]},
+]
+PACKED = [one | {"targets": ["q_proj", "experts"], "packed": "int4-g32"} for one in LINES]
+DENSE = BuildConfig(hidden_size=32, layers=2, head_size=16, feed_forward_size=48, context=64)
+EXPERTS = msgspec.structs.replace(
+    DENSE, family="qwen3_moe", feed_forward_size=32, experts=4, experts_per_token=2
+)
+
+
+def config_of(folder: Path, adapters: list[dict[str, Any]] = LINES, **train: Any) -> RunConfig:
+    settings = {
+        "versions": VERSIONS,
+        "groups_per_step": 2,
+        "max_staleness": 100,
+        "checkpoint_every": 2,
+        "optimizer": {"learning_rate": 1e-2},
+        "schedule": {"warmup_steps": 1},
+        "adapters": adapters,
+        **train,
+    }
+    raw = {
+        "name": "lines",
+        "model": {"path": str(folder / "model")},
+        "train": settings,
+        "trust": UNCHECKED,
+        "evaluate": {"every": 0},
+    }
+    return parse_config(raw, source="test")
+
+
+def start(folder: Path, config: RunConfig, sizes: BuildConfig = DENSE) -> Bucket:
+    save_model(build_model(sizes, seed=0), byte_tokenizer(), folder / "model")
+    bucket = open_bucket(str(folder / "bucket"), create=True)
+    start_lines(bucket, config, folder / "model")
+    for number, one in enumerate(config.train.adapters):
+        place = line_bucket(bucket, one.name)
+        for sequence in range(2 * VERSIONS):
+            put_group(place, sequence, made_up_group(100 * number + sequence))
+        put_heartbeat(place, "w0", stored=2 * VERSIONS, at=time.time())
+    return bucket
+
+
+def train(bucket: Bucket, config: RunConfig, *, to: int = VERSIONS, die: bool = False) -> None:
+    torch.set_num_threads(1)
+    shorter = msgspec.structs.replace(config.train, versions=to)
+    config = msgspec.structs.replace(config, train=shorter)
+    process = Process(bucket, "trainer", "trainer", supervised=False)
+    with process.registered(), LinesTrainer(process, config, changed=True) as trainer:
+        if die:
+            for one in trainer.trainers.values():
+                one._finish = one.publisher.close  # type: ignore[method-assign]
+        trainer.loop()
+
+
+def digests(bucket: Bucket, line: str) -> list[str]:
+    place = line_bucket(bucket, line)
+    run, _ = open_run(place)
+    return [one.digest for one in [read_manifest(place, run, 0), *read_history(place, run)]]
+
+
+BOTH = [(DENSE, LINES), pytest.param(EXPERTS, PACKED, marks=pytest.mark.drills)]
+
+
+@pytest.mark.parametrize(("sizes", "adapters"), BOTH)
+def test_each_line_has_its_own_versions_and_the_base_crosses_once(tmp_path, sizes, adapters):
+    config = config_of(tmp_path, adapters)
+    bucket = start(tmp_path, config, sizes)
+    train(bucket, config)
+    base, _ = open_run(bucket)
+    assert not any(one.name.startswith(PREFIX) for one in base.tensors)
+    assert list(read_history(bucket, base)) == []
+    consumed = {}
+    for one in adapters:
+        place = line_bucket(bucket, one["name"])
+        run, own = open_run(place)
+        assert all(spec.name.startswith(PREFIX) for spec in run.tensors)
+        assert own.line.base == base.digest
+        assert own.train.adapter.rank == one["rank"]
+        assert len(set(digests(bucket, one["name"]))) == VERSIONS + 1
+        history = [
+            CommitMetadata.of(one.metadata, run="", version=one.version)
+            for one in read_history(place, run)
+        ]
+        consumed[one["name"]] = [made.consumed for made in history]
+        assert verify_training(place).exact
+        assert main(["fsck", place.url]) == 0
+    assert consumed["math"] == consumed["words"], "each line counts its own groups"
+    assert main(["fsck", bucket.url]) == 0
+    assert set(digests(bucket, "math")).isdisjoint(digests(bucket, "words"))
+
+
+@pytest.mark.drills
+def test_a_line_does_not_depend_on_the_others(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    both = config_of(tmp_path / "a")
+    bucket = start(tmp_path / "a", both)
+    train(bucket, both)
+    single = config_of(tmp_path / "b", LINES[:1])
+    other = start(tmp_path / "b", single)
+    train(other, single)
+    assert digests(other, "math") == digests(bucket, "math")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "adapters"),
+    [pytest.param(DENSE, LINES, marks=pytest.mark.drills), (EXPERTS, PACKED)],
+)
+def test_after_crashes_the_same_bits(tmp_path, sizes, adapters):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    config = config_of(tmp_path / "a", adapters)
+    whole = start(tmp_path / "a", config, sizes)
+    train(whole, config)
+    config = config_of(tmp_path / "b", adapters)
+    bucket = start(tmp_path / "b", config, sizes)
+    for version in (1, 2):
+        train(bucket, config, to=version, die=True)
+    train(bucket, config)
+    for one in adapters:
+        assert digests(bucket, one["name"]) == digests(whole, one["name"])
+
+
+def test_the_base_lies_in_memory_once(tmp_path):
+    config = config_of(tmp_path)
+    bucket = start(tmp_path, config)
+    process = Process(bucket, "trainer", "trainer", supervised=False)
+    with process.registered(), LinesTrainer(process, config) as trainer:
+        first, second = (one.masters.model for one in trainer.trainers.values())
+        own = {id(p) for p in first.parameters()} & {id(p) for p in second.parameters()}
+        frozen = [p for p in first.parameters() if not p.requires_grad]
+        assert own == {id(p) for p in frozen}
+        # Off is off for one line only: each has modules of its own.
+        ids = torch.arange(9)[None]
+        for name, parameter in second.named_parameters():
+            if ".lora_B." in name:
+                parameter.data.fill_(0.1)
+        with torch.no_grad():
+            changed = second.eval()(input_ids=ids).logits
+            with adapter_off(first):
+                assert torch.equal(second(input_ids=ids).logits, changed)
+            with adapter_off(second):
+                assert torch.equal(second(input_ids=ids).logits, first.eval()(input_ids=ids).logits)
+        del first, second, frozen
+        for one in trainer.trainers.values():
+            one.close()
+    del trainer
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    "adapters", [pytest.param(LINES, marks=pytest.mark.drills), PACKED], ids=["dense", "packed"]
+)
+def test_a_penalty_is_held_against_the_base_without_the_adapter(tmp_path, adapters):
+    sizes = DENSE if adapters is LINES else EXPERTS
+    config = config_of(tmp_path, adapters, loss={"kl": "k3", "kl_coefficient": 0.1})
+    assert config.reference_mode == "adapter_off"
+    bucket = start(tmp_path, config, sizes)
+    train(bucket, config)
+    for one in adapters:
+        place = line_bucket(bucket, one["name"])
+        assert verify_training(place).exact
+    without = config_of(tmp_path, adapters)
+    assert without.reference_mode == "none"
+
+
+def test_a_line_over_another_base_is_refused(tmp_path):
+    config = config_of(tmp_path)
+    bucket = start(tmp_path, config)
+    with pytest.raises(InputError, match="the adapter is of another base"):
+        open_base(bucket, "ab" * 16, torch.device("cpu"))
+    place = line_bucket(bucket, "math")
+    run, own = open_run(place)
+    other = msgspec.structs.replace(own.line, base="cd" * 16)
+    changed = msgspec.structs.replace(own, line=other)
+    place.put(
+        keys.RUN, encode_run(msgspec.structs.replace(run, config=msgspec.to_builtins(changed)))
+    )
+    process = Process(bucket, "trainer", "trainer", supervised=False)
+    trainer = LinesTrainer(process, config)
+    with process.registered(), pytest.raises(InputError, match="not one of this run's base"):
+        trainer.__enter__()
+
+
+def test_an_adapter_is_pulled_from_its_line(tmp_path, capsys):
+    config = config_of(tmp_path)
+    bucket = start(tmp_path, config)
+    train(bucket, config)
+    place = line_bucket(bucket, "words")
+    out = tmp_path / "pulled"
+    assert main(["pull", place.url, str(out), "--adapter"]) == 0
+    alone = load_adapted(tmp_path / "model", open_run(place)[1].train.adapter, seed=0)
+    load_peft(alone, open_run(place)[1].train.adapter, out)
+    run, _ = open_run(place)
+    last = load_mirror(place, run)
+    found = open_source("bf16", alone).tensors()
+    for name, bits in last.tensors.items():
+        assert np.array_equal(found[name].view(torch.uint16).numpy().reshape(bits.shape), bits)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"adapters": [LINES[0], LINES[0]]}, "two of adapters are named math"),
+        ({"adapters": LINES, "adapter": {"kind": "lora"}}, "exclude each other"),
+        ({"adapters": [LINES[0], PACKED[1]]}, "all adapters share one base"),
+        ({"adapters": [LINES[0] | {"kind": "none"}]}, "kind is none"),
+        ({"adapters": LINES, "exporter": "merged"}, "published as they are"),
+        ({"adapters": LINES, "ranks": 2}, "trained by one process"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(change, said):
+    with pytest.raises(InputError, match=said):
+        parse_config({"name": "x", "evaluate": {"every": 0}, "train": change}, source="s")
