@@ -102,6 +102,7 @@ FLAGS = {
         "--threads",
         "--json",
     },
+    "pack": {"--format", "--out", "--layers", "--json"},
     "merge": TRUST | {"--version", "--min-kept", "--json"},
     "relay": TRUST
     | {

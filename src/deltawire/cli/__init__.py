@@ -13,6 +13,7 @@ COMMANDS = (
     "publish",
     "pull",
     "merge",
+    "pack",
     "relay",
     "export",
     "import_",

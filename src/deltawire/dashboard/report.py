@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -307,6 +308,10 @@ REPORTED = (
 """The figures of the report's table that stand there without further words."""
 
 
+LAYERS = 8
+"""The layers with the largest errors of packing that the report lists; report.json has all."""
+
+
 def _figures(summary: Summary, state: RunState) -> str:
     heldout = f"{text('heldout_greedy_first', state)} → {text('heldout_greedy', state)}"
     reward = f"{text('reward_first', state)} → {text('reward_last', state)}"
@@ -326,6 +331,7 @@ def _figures(summary: Summary, state: RunState) -> str:
         *_over_budgets(summary),
         ("Groups consumed", f"{summary.groups_consumed:,}"),
         *_proof(summary),
+        *_base(summary),
         (BY_NAME["groups_dropped_total"].help, f"{summary.groups_dropped:,}"),
         *_policy_cost(summary.policy_cost),
     ]
@@ -417,6 +423,24 @@ def _proof(summary: Summary) -> list[tuple[str, str]]:
         ("· consumed twice", f"{proof.repeated}{_mark(not proof.repeated)}"),
         ("· lost", f"{proof.lost}{_mark(not proof.lost)}"),
     ]
+
+
+def _base(summary: Summary) -> list[tuple[str, str]]:
+    """Render rows on the frozen base of an adapter run, and what packing changed in each layer."""
+    base = summary.base
+    if base is None:
+        return []
+    rows = [("Frozen base, the same in every process", f"<code>{_safe(base.digest)}</code>")]
+    if base.packed != "none":
+        rows.append(("· packed as", _safe(base.packed)))
+    if base.native:
+        rows.append(("· tensors that kept their codes", f"{base.native:,}, without loss"))
+    if base.errors:
+        mean = fmean(base.errors.values())
+        rows.append(("· relative error of packed layers, mean", percent(mean)))
+        worst = sorted(base.errors.items(), key=lambda one: -one[1])[:LAYERS]
+        rows += [(f"· {_safe(name, 120)}", percent(error)) for name, error in worst]
+    return rows
 
 
 def _configuration(summary: Summary) -> str:

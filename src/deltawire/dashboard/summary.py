@@ -145,6 +145,20 @@ class ChangedSetting(msgspec.Struct, frozen=True, kw_only=True):
     new: str
 
 
+class FrozenBase(msgspec.Struct, frozen=True, kw_only=True):
+    """The frozen base of an adapter run, as run.json states it.
+
+    Trainer, reference and sampler compared their bits with ``digest`` when they started. ``native``
+    stored tensors were in the format ``packed`` already and kept their codes; ``errors`` is the
+    relative error of each layer that was quantized.
+    """
+
+    digest: str
+    packed: str
+    native: int
+    errors: dict[str, float]
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """``report.json``. A figure that nothing was measured for is null."""
 
@@ -184,6 +198,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     heldout_area: tuple[float | None, float | None] = (None, None)
     """The area under that curve at the first and at the last version that was measured."""
     """Null where no held-out documents were measured."""
+    base: FrozenBase | None = None
+    """Null where the whole model is trained."""
     last_step: dict[str, float | None] = {}
     """The figures of `LAST_STEP`, by name."""
 
@@ -196,6 +212,7 @@ def summarize(
     bound: int,
     target_versions: int,
     name: str,
+    base: FrozenBase | None = None,
     seed: int,
     audit: Consumption | None = None,
     configuration: Mapping[str, str] | None = None,
@@ -205,6 +222,7 @@ def summarize(
     settings = dict(configuration or {})
     return Summary(
         name=name,
+        base=base,
         seed=seed,
         wall_s=wall_s,
         versions=audit.versions if audit else state.versions,

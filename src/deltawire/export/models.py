@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.initialization import no_init_weights
 
 from deltawire.errors import CorruptError, InputError
-from deltawire.placement.base_statement import states_base
 from deltawire.store import Bucket
+from deltawire.sync.chain.base_statement import states_base
 from deltawire.sync.chain.objects import get_blob
 from deltawire.sync.publish.model_files import LAYOUT
 from deltawire.wire.payload import BlobRef

@@ -16,10 +16,10 @@ from deltawire.export.lines import line_model
 from deltawire.export.models import published_files
 from deltawire.export.peft_directory import adapter_files, load_peft
 from deltawire.export.source import WeightSource, open_source
-from deltawire.placement.base_statement import BaseStatement, state_base
 from deltawire.quantization.packing import report_of
 from deltawire.store import Bucket
 from deltawire.sync import open_publisher
+from deltawire.sync.chain.base_statement import BaseStatement, state_base
 from deltawire.sync.chain.objects import put_blob
 from deltawire.wire.run import ModelFile, TensorSpec
 from deltawire.wire.seal import Signer

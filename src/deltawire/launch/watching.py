@@ -16,15 +16,17 @@ from rich.live import Live
 from deltawire.config import RunConfig, flatten
 from deltawire.dashboard.live import LiveView
 from deltawire.dashboard.state import RunState
-from deltawire.dashboard.summary import Summary, WorkerVerdict, summarize
+from deltawire.dashboard.summary import FrozenBase, Summary, WorkerVerdict, summarize
 from deltawire.display import redact, safe_line
-from deltawire.errors import CorruptError, RetryError
+from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.events import Event, Life, Span
 from deltawire.reward_monitor.watch import ProbeFigures, figures_of, read_probes
 from deltawire.rl.evaluate.attestation import Attestation
 from deltawire.rl.evaluate.audit import audit_consumption
 from deltawire.runtime.event_tail import EventFeed, EventTail
 from deltawire.store import Bucket
+from deltawire.sync import read_run
+from deltawire.sync.chain.base_statement import read_base
 
 TICK_S = 0.25
 LINE_EVERY_S = 5.0
@@ -153,10 +155,25 @@ def summary_of(
         bound=config.train.largest_age,
         target_versions=config.train.versions,
         name=config.name,
+        base=_frozen_base(bucket),
         seed=config.seed,
         audit=audit_consumption(bucket),
         configuration={
             **{key: str(value) for key, value in redact(flatten(config)).items()},
             "shape": str(config.shape.get("name", "")),
         },
+    )
+
+
+def _frozen_base(bucket: Bucket) -> FrozenBase | None:
+    """Reads what a run states of its frozen base; None if it has none, or none that is readable."""
+    try:
+        run = read_run(bucket)
+        stated = None if run is None else read_base(bucket, run)
+    except DeltawireError:
+        return None
+    if stated is None:
+        return None
+    return FrozenBase(
+        digest=stated.digest, packed=stated.packed, native=stated.native, errors=stated.errors
     )

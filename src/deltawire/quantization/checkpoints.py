@@ -38,6 +38,20 @@ _WEIGHTS = {
 }
 """Formats by type, bits, strategy and group size of a compressed-tensors scheme."""
 
+SCHEMES: dict[str, dict[str, Any]] = {
+    "int4-g32": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+    "int8-row": {"num_bits": 8, "type": "int", "strategy": "channel"},
+    "mxfp4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+    "nvfp4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    "fp8-block": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": [128, 128],
+    },
+}
+"""How compressed-tensors describes the weights of each format."""
+
 
 @dataclass(frozen=True)
 class StoredWeight:

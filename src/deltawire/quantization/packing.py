@@ -23,7 +23,7 @@ from deltawire.quantization.experts import STACKS, find_experts, replace_stacks
 from deltawire.quantization.formats import PackedFormat, Parts
 from deltawire.quantization.linear import PackedLinear, PackedWeight
 
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _REPORT = "_deltawire_pack_report"
 _HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 
@@ -154,7 +154,7 @@ def _fill(
 ) -> None:
     """Copies one stored tensor into the model, if the model has a place for it."""
     name, expert, half = stored.name, None, None
-    match = _EXPERT.fullmatch(name)
+    match = EXPERT.fullmatch(name)
     if match and name not in targets:
         half = _HALVES.get(match[3])
         name = f"{match[1]}.{'down_proj' if half is None else 'gate_up_proj'}"

@@ -16,13 +16,14 @@ from deltawire.export.adapter import open_model
 from deltawire.export.cast import CastWeights
 from deltawire.export.models import fetch_model_files, load_model
 from deltawire.export.source import open_source
-from deltawire.placement.base_statement import BaseStatement, check_module, read_base
+from deltawire.placement.base_check import check_module
 from deltawire.placement.live import LiveWeights, module_tensors
 from deltawire.quantization.packing import load_packed, pack_layers
 from deltawire.rl.reference.models import load_reference_model
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
 from deltawire.sync import load_mirror
+from deltawire.sync.chain.base_statement import BaseStatement, read_base
 
 CODES = "model.layers.1.mlp.experts.down_proj.codes"
 SCALES = "model.layers.0.mlp.experts.gate_up_proj.scales"

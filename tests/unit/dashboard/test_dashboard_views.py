@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -19,7 +20,7 @@ from deltawire.dashboard.plots import bars
 from deltawire.dashboard.report import page, write_report
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.status import RunStatus
-from deltawire.dashboard.summary import Summary, WorkerVerdict, summarize
+from deltawire.dashboard.summary import FrozenBase, Summary, WorkerVerdict, summarize
 from deltawire.events import (
     Evaluated,
     Event,
@@ -198,6 +199,19 @@ def test_report_json_holds_the_contract(run, tmp_path):
     sizes = [state.published[version].bytes_delta for version in range(1, 41)]
     assert data["bytes"]["delta_mean"] == pytest.approx(sum(sizes) / 40)
     assert 0 < data["idle"]["trainer"] < 0.3
+
+
+def test_the_report_shows_the_base_and_the_layers_that_packing_changed_most(run):
+    state, summary = run
+    errors = {f"model.layers.{number}.mlp.experts.up_proj": number / 100 for number in range(20)}
+    base = FrozenBase(digest="ab" * 16, packed="int4-g32", native=3, errors=errors)
+    shown = page(msgspec.structs.replace(summary, base=base), state)
+    assert "ab" * 16 in shown
+    assert "3, without loss" in shown
+    assert "layers.19.mlp" in shown
+    assert "19.0 %" in shown
+    assert "layers.11.mlp" not in shown
+    assert "Frozen base" not in page(summary, state)
 
 
 def test_an_empty_run_has_a_summary_a_screen_and_a_report(tmp_path):

@@ -13,9 +13,10 @@ def check_machine() -> None:
 def open_engine(request: EngineRequest) -> OpenEngine:
     """See `deltawire.engines.registry.open_engine`."""
     from deltawire.engines.transformers.engine import TransformersEngine
-    from deltawire.placement.base_statement import check_module, read_base
+    from deltawire.placement.base_check import check_module
     from deltawire.placement.live import LiveWeights
     from deltawire.sync import Subscriber, load_mirror
+    from deltawire.sync.chain.base_statement import read_base
 
     model = request.build_model()
     mirror = load_mirror(request.bucket, request.run, at=request.version)

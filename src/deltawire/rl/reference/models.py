@@ -11,9 +11,10 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.export.adapter import open_model
 from deltawire.export.models import fetch_model_files, load_model, serve_as
 from deltawire.export.source import digest_of, open_source
-from deltawire.placement.base_statement import check_module, read_base
+from deltawire.placement.base_check import check_module
 from deltawire.store import Bucket
 from deltawire.sync import load_mirror
+from deltawire.sync.chain.base_statement import read_base
 from deltawire.wire.run import Run
 
 

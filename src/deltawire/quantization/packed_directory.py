@@ -1,0 +1,191 @@
+"""Writes a model directory again with packed weights, in compressed-tensors' layout.
+
+Tensors are read, packed and written one after the other, so memory is that of one shard. Tensors
+that are in the format already keep their codes; the others are quantized, and the report has the
+relative error of each layer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from deltawire.errors import InputError
+from deltawire.quantization.checkpoints import SCHEMES, PackedCheckpoint, StoredWeight
+from deltawire.quantization.dequantize import dequantize
+from deltawire.quantization.formats import PackedFormat, Parts, open_format
+from deltawire.quantization.packing import EXPERT, PackReport
+
+SHARD_BYTES = 1 << 30
+_LAYOUTS = {
+    "int4-g32": "pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "nvfp4": "nvfp4-pack-quantized",
+    "fp8-block": "naive-quantized",
+    "int8-row": "naive-quantized",
+}
+_INDEX = "model.safetensors.index.json"
+
+
+@torch.no_grad()
+def pack_directory(
+    source: Path,
+    out: Path,
+    form_name: str,
+    *,
+    layers: Sequence[str] = (),
+    progress: Callable[[int], None] = lambda _: None,
+) -> PackReport:
+    """Writes ``source`` to ``out``, a new directory, with its experts packed.
+
+    ``layers`` are last parts of names of linear layers that are packed too, such as ``o_proj``.
+    ``progress`` is called with the bytes that were written. Raises `InputError` if nothing is left
+    to pack, for fused stacks, which the layout does not have, and if ``out`` exists.
+    """
+    form, report = open_format(form_name), PackReport()
+    if out.exists():
+        raise InputError(f"{out} exists already", hint="name a new folder")
+    work = out.with_name(f".{out.name}.packing")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        with PackedCheckpoint(source) as checkpoint:
+            shards, left = _Shards(work, progress), []
+            for stored in checkpoint.weights():
+                layer = _layer_of(stored, layers)
+                if layer:
+                    shards.add(_packed(checkpoint, stored, form, report, layer))
+                    continue
+                dense = _dense(checkpoint, stored)
+                if dense.ndim == 2 and stored.name.endswith(".weight"):
+                    left.append(stored.name.removesuffix(".weight"))
+                shards.add({stored.name: dense})
+            if not report.native and not report.squares:
+                raise InputError(
+                    f"{source} has no experts to pack",
+                    hint="name linear layers, such as --layers q_proj o_proj",
+                )
+            shards.finish()
+        _write_rest(source, work, form, left)
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return report
+
+
+class _Shards:
+    """Gathers tensors, and writes a file whenever they exceed `SHARD_BYTES`."""
+
+    def __init__(self, folder: Path, progress: Callable[[int], None]) -> None:
+        self._folder = folder
+        self._progress = progress
+        self._held: dict[str, Tensor] = {}
+        self._files: list[tuple[list[str], int]] = []
+        self._bytes = 0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        self._held |= {name: tensor.contiguous() for name, tensor in tensors.items()}
+        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if self._bytes >= SHARD_BYTES:
+            self._write()
+
+    def finish(self) -> None:
+        if self._held:
+            self._write()
+        count, names = len(self._files), {}
+        for number, (held, _) in enumerate(self._files):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self._folder / str(number)).rename(self._folder / file)
+            names |= dict.fromkeys(held, file)
+        total = sum(size for _, size in self._files)
+        index = {"metadata": {"total_size": total}, "weight_map": names}
+        (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _write(self) -> None:
+        file = self._folder / str(len(self._files))
+        safetensors.torch.save_file(self._held, file, {"format": "pt"})
+        self._files.append((list(self._held), self._bytes))
+        self._progress(self._bytes)
+        self._held, self._bytes = {}, 0
+
+
+def _layer_of(stored: StoredWeight, layers: Sequence[str]) -> str:
+    """Returns the layer that a tensor is packed as part of, empty if it stays as it is."""
+    match = EXPERT.fullmatch(stored.name)
+    if match:
+        return f"{match[1]}.{match[3]}"
+    if re.search(r"\.experts\.(gate_up_proj|up_proj|down_proj)$", stored.name):
+        raise InputError(
+            f"{stored.name[:200]} is a fused stack, which compressed-tensors' layout does not have",
+            hint="train.adapter.packed packs it while a run loads it",
+        )
+    name = stored.name.removesuffix(".weight")
+    last = name.rpartition(".")[2]
+    return name if name != stored.name and last in layers else ""
+
+
+def _packed(
+    checkpoint: PackedCheckpoint,
+    stored: StoredWeight,
+    form: PackedFormat,
+    report: PackReport,
+    layer: str,
+) -> dict[str, Tensor]:
+    if stored.parts and checkpoint.form is form:
+        report.native += 1
+        return _as_stored(stored.name, form, checkpoint.read_packed(stored))
+    dense = _dense(checkpoint, stored)
+    parts = form.quantize(dense)
+    report.add(layer, form, dense, parts)
+    return _as_stored(stored.name, form, parts)
+
+
+def _dense(checkpoint: PackedCheckpoint, stored: StoredWeight) -> Tensor:
+    if not stored.parts:
+        return checkpoint.read(stored)
+    assert checkpoint.form is not None
+    return dequantize(checkpoint.form, checkpoint.read_packed(stored))
+
+
+def _as_stored(name: str, form: PackedFormat, parts: Parts) -> dict[str, Tensor]:
+    """Returns a weight's tensors as compressed-tensors names and types them."""
+    codes, scales = parts["codes"], parts["scales"]
+    if form.bits == 8:
+        dtype = torch.float8_e4m3fn if form.name == "fp8-block" else torch.int8
+        return {name: codes.view(dtype), f"{name}_scale": scales}
+    kept = {f"{name}_packed": codes, f"{name}_scale": scales}
+    if form.name == "int4-g32":
+        kept[f"{name}_packed"] = codes.contiguous().view(torch.int32)
+        kept[f"{name}_shape"] = torch.tensor([codes.shape[0], 2 * codes.shape[1]])
+    if form.name == "nvfp4":
+        kept[f"{name}_global_scale"] = parts["global_scale"][:1].clone()
+    return kept
+
+
+def _write_rest(source: Path, out: Path, form: PackedFormat, left: Sequence[str]) -> None:
+    """Copies the other files, and states the scheme in ``config.json``."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix != ".safetensors" and file.name != _INDEX:
+            shutil.copyfile(file, out / file.name)
+    config: dict[str, Any] = json.loads((source / "config.json").read_bytes())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": _LAYOUTS[form.name],
+        "quantization_status": "compressed",
+        "ignore": sorted(left),
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"symmetric": True, "dynamic": False, **SCHEMES[form.name]},
+            }
+        },
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
