@@ -28,7 +28,6 @@ from deltawire.rl.reference.models import load_reference_model
 from deltawire.rl.reference.reader import ReferenceReader
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror, read_history, read_manifest
-from deltawire.sync.chain.base_statement import held_tensors, read_base
 from deltawire.train.checkpoint import load_checkpoint
 from deltawire.train.frozen_base import check_frozen_base
 from deltawire.train.masters import COMPUTE_DTYPES, MasterWeights
