@@ -58,7 +58,8 @@ def pack_directory(
     work.mkdir(parents=True)
     try:
         with PackedCheckpoint(source) as checkpoint:
-            shards, left = _Shards(work, progress), []
+            shards = _Shards(work, progress)
+            left: list[str] = []
             for stored in checkpoint.weights():
                 layer = _layer_of(stored, layers)
                 if layer:
@@ -100,7 +101,8 @@ class _Shards:
     def finish(self) -> None:
         if self._held:
             self._write()
-        count, names = len(self._files), {}
+        count = len(self._files)
+        names: dict[str, str] = {}
         for number, (held, _) in enumerate(self._files):
             file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             (self._folder / str(number)).rename(self._folder / file)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deltawire.placement.base_statement import held_tensors, read_base
 from deltawire.store import Bucket
+from deltawire.sync.chain.base_statement import held_tensors, read_base
 from deltawire.train.masters import MasterWeights
 from deltawire.wire.run import Run
 
