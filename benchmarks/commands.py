@@ -17,6 +17,7 @@ def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _add_train,
         _add_clients,
         _add_peers,
+        _add_adapters,
     ):
         add(benches)
 
@@ -170,4 +171,14 @@ def _add_peers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--target", type=float, default=0.3, help="the accuracy to which time is measured"
     )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _add_adapters(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser(
+        "adapters", help="packed experts and their adapters: memory, speed, bytes, proofs"
+    )
+    parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
+    parser.add_argument("--seed", type=int, default=0, help="what draws weights and data")
+    parser.add_argument("--repeats", type=int, default=5, help="steps that medians are taken over")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

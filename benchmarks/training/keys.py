@@ -20,7 +20,8 @@ import msgspec
 from benchmarks.runner import ROOT
 from deltawire.errors import InputError
 
-Value = bool | float
+Value = bool | float | None
+"""None: not measured, for a reason that the details give."""
 
 
 class Key(NamedTuple):
@@ -34,7 +35,7 @@ class Key(NamedTuple):
 
     def met(self, value: Value) -> bool:
         """Returns whether a value reaches the floor."""
-        if self.sense == "is":
+        if self.sense == "is" or value is None or self.floor is None:
             return value is self.floor
         return value >= self.floor if self.sense == ">=" else value <= self.floor
 
@@ -175,10 +176,16 @@ def rows(
     return [
         (
             name,
-            str(value).lower() if isinstance(value, bool) else f"{value:.4g}",
+            _shown(value),
             keys[name].bound,
             "yes" if keys[name].met(value) else "NO",
             keys[name].what,
         )
         for name, value in values.items()
     ]
+
+
+def _shown(value: Value) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else f"{value:.4g}"

@@ -1,0 +1,1 @@
+"""``deltawire bench adapters``: a module for each measurement, a line for each key in `keys`."""
