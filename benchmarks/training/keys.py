@@ -90,7 +90,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class Measured(NamedTuple):
     """Values by key, and ``details`` for the JSON: plain data that the values follow from."""
 
-    values: dict[str, Value]
+    values: Mapping[str, Value]
     details: dict[str, Any] = {}  # noqa: RUF012 - a default of a tuple, never changed
 
 
