@@ -13,7 +13,7 @@ from deltawire.errors import InputError
 from deltawire.export.source import bits_of, open_source
 from deltawire.placement.base_check import check_module
 from deltawire.placement.live import module_tensors
-from deltawire.quantization.experts import STACKS, find_experts, quantize_stack
+from deltawire.quantization.experts import STACKS, find_experts
 from deltawire.quantization.packing import pack_layers
 from deltawire.sync.chain.base_statement import BaseStatement, state_base
 
@@ -69,7 +69,9 @@ def _model(form: str, seed: int) -> Any:
     pack_layers(model, form)
     for name, module in find_experts(model).items():
         for one, stack in stacks[name].items():
-            quantize_stack(module, getattr(module, one), stack)
+            weight = getattr(module, one)
+            for index in range(len(stack)):
+                weight.set_matrix(index, weight.form.quantize(stack[index]))
     return model
 
 
