@@ -1,7 +1,7 @@
-"""``adapter_delta_share``: bytes of a real run's versions, beside uploads of the whole adapter.
+"""``adapter_delta_share``: bytes of a real run's versions, and of uploads of the whole adapter.
 
 A small mixture of experts with packed experts is trained for a few versions by `deltawire run`,
-with two workers over a folder. What each version uploaded is read from its manifests.
+with two workers over a folder. The manifests state the bytes that each version uploaded.
 """
 
 from __future__ import annotations
