@@ -65,6 +65,10 @@ class ServerProcess:
             time.sleep(0.1)
         raise AssertionError("the server does not answer")
 
+    @property
+    def pid(self):
+        return self._process.pid
+
     def kill(self):
         self._process.kill()
         self.wait()
