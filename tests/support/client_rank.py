@@ -1,22 +1,26 @@
 """A script with a training client, as a launcher starts it: rank 0 drives, the others follow.
 
-Run with a JSON object: ``url`` and ``model`` of the run to create, ``out``, ``ranks`` (of the
-client, null for those of the launcher), ``train`` (keys of the section) and ``steps``. Rank 0
-writes ``out.json`` (losses, digests) and ``out.npz`` (the gradients of the first step).
+Run with a JSON object and the number of ranks. The object has ``url`` and ``model`` of the run to
+create, ``out``, ``ranks`` (of the client, null for those of the launcher), ``train`` (keys of the
+section) and ``steps``. Rank 0 writes ``out.json`` (losses, digests) and ``out.npz`` (the gradients
+of the first step).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
+from rank_steps import fork_ranks
 from torch.distributed.tensor import DTensor
 
 from deltawire.config import ModelConfig, RunConfig, TrainConfig
+from deltawire.errors import InputError
 from deltawire.store import open_bucket
 from deltawire.sync import read_history, read_run
 from deltawire.train import AdamParams, Datum, ModelInput, TrainingClient
@@ -94,6 +98,11 @@ def main(task):
     ) as client:
         losses = loop(client, task["steps"])
         found = {"losses": losses, "ranks": client.ranks, "version": client.version}
+    if client.ranks > 1:
+        try:
+            TrainingClient.load(task["url"])
+        except InputError as error:
+            found["again"] = str(error)
     bucket = open_bucket(task["url"])
     found["digests"] = [one.digest for one in read_history(bucket, read_run(bucket))]
     TrainingSession._step = step
@@ -102,5 +111,13 @@ def main(task):
     gradients.clear()
 
 
+def follow_or_lead():
+    try:
+        main(json.loads(sys.argv[1]))
+    except SystemExit as end:  # The other ranks end so, once rank 0 has closed its client.
+        if end.code != 0 or os.environ["RANK"] == "0":
+            raise
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    fork_ranks(follow_or_lead, int(sys.argv[2]))

@@ -259,8 +259,8 @@ def main(tasks):
         torch.distributed.destroy_process_group()
 
 
-def fork_ranks(tasks, ranks):
-    """Runs tasks in ranks that are forks of this process, which has imported torch for all."""
+def fork_ranks(work, ranks):
+    """Calls ``work`` in ranks that are forks of this process, which has imported torch for all."""
     port, children = free_port(), []
     for rank in range(ranks):
         if (pid := os.fork()) == 0:
@@ -270,7 +270,7 @@ def fork_ranks(tasks, ranks):
             }  # fmt: skip
             code = 1
             try:
-                main(tasks)
+                work()
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -318,4 +318,4 @@ def run_steps(out, ranks, **task):
 
 
 if __name__ == "__main__":
-    fork_ranks(json.loads(sys.argv[1]), int(sys.argv[2]))
+    fork_ranks(lambda: main(json.loads(sys.argv[1])), int(sys.argv[2]))

@@ -13,6 +13,7 @@ ended.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
@@ -45,6 +46,7 @@ def main(folder: Path) -> int:
     data = (folder / SETTINGS).read_bytes()
     ranks = int(msgspec.msgpack.decode(data)["ranks"])
     if ranks > 1 and not is_rank():
+        logging.disable(logging.ERROR)  # The client raises a rank's error: say it once.
         try:
             run_ranks([*COMMAND, str(folder)], ranks, supervised=True)
         except RankError as error:

@@ -103,6 +103,9 @@ class LeadingTrainer:
         trainer.close()
     """
 
+    _led = False
+    """True once this process has led other ranks: they end with their first client."""
+
     def __init__(
         self, session: TrainingSession, process: Process, stack: contextlib.ExitStack
     ) -> None:
@@ -130,6 +133,11 @@ class LeadingTrainer:
         rank, ranks = world_of()
         if rank or ranks != settings.ranks:
             raise BugError(f"rank {rank} of {ranks} cannot lead {settings.ranks} ranks")
+        if cls._led and ranks > 1:
+            raise InputError(
+                "this script opened a training client over its ranks before; they ended with it",
+                hint="open one client in a script that a launcher starts",
+            )
         signer = settings.signer()
         bucket = settings.open_bucket()
         run, config = configured(bucket, settings)
@@ -148,6 +156,7 @@ class LeadingTrainer:
                 epoch=next_epoch(process.bucket, run, head.version),
                 session=secrets.token_hex(12),
             )
+            cls._led = ranks > 1
             with lost_ranks():
                 join_ranks()
                 broadcast(encode(begin))
