@@ -69,3 +69,9 @@ def test_a_chunked_head_peaks_lower_than_a_plain_one(monkeypatch):
     logits = 2048 * head_peak.VOCABULARY * 4
     assert plain > 2 * logits
     assert chunked < logits
+
+
+@pytest.mark.drills
+def test_a_chunked_head_of_the_fixed_case_takes_an_eighth():
+    values, _ = measure_in_processes(["head_peak_ratio"], Options())
+    assert values["head_peak_ratio"] >= 8
