@@ -30,11 +30,11 @@ class SuiteCase:
 
 
 def run_store_suite(
-    url: str, tell: Callable[[str], object] = str, **options: Any
+    url: str, report: Callable[[str], object] = str, **options: Any
 ) -> Iterator[SuiteCase]:
     """Runs every case of `StoreSuite` in its own prefix below ``url``, and deletes what it wrote.
 
-    ``tell`` is called with the name of each case before it runs; ``options`` are those of
+    ``report`` is called with the name of each case before it runs; ``options`` are those of
     `deltawire.store.open_bucket`. Raises `InputError` if Python runs without assertions, and what
     opening the bucket raises.
 
@@ -50,7 +50,7 @@ def run_store_suite(
     for name, method in inspect.getmembers(StoreSuite, inspect.isfunction):
         if not name.startswith(PREFIX):
             continue
-        tell(name.removeprefix(PREFIX))
+        report(name.removeprefix(PREFIX))
         promise = (inspect.getdoc(method) or "").partition("\n")[0]
         with scratch_bucket(url, **options) as bucket:
             failure = _failure_of(lambda: method(StoreSuite(), bucket))  # noqa: B023

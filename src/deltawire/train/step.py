@@ -81,7 +81,7 @@ def train_step(
     step = _TrainingStep.of(masters, groups, config, reference, version)
     with deterministic():
         if len(step.minibatches) > 1:
-            step.look_back()
+            step.compute_old()
         for minibatch in step.minibatches:
             if step.parity is None or not step.parity.stopped:
                 step.optimize(minibatch)
@@ -249,7 +249,7 @@ class _TrainingStep:
             advantages_of(groups, config),
         )
 
-    def look_back(self) -> None:
+    def compute_old(self) -> None:
         """Computes the log-probabilities before the first optimizer step, and checks parity."""
         for minibatch in self.minibatches:
             for batch in minibatch.batches:

@@ -55,7 +55,7 @@ class GroupIndexer:
 
         Raises `RetryError` if the store does not answer; the version in hand is then read again.
         """
-        self._look()
+        self._find_new()
         until, began = time.monotonic() + seconds, len(self._todo)
         readers = ThreadPoolExecutor(1 if self._bucket.local else READERS, "watch-groups")
         with readers:
@@ -64,7 +64,7 @@ class GroupIndexer:
                 self._todo.pop()
         return len(self._todo) < began
 
-    def _look(self) -> None:
+    def _find_new(self) -> None:
         """Finds versions that were committed since the last look."""
         fresh = sorted(committed_versions(self._bucket, newer_than=self._top))
         if self._top is None:

@@ -133,13 +133,13 @@ class AnswerStream:
     async def token(self, index: int, token: int) -> None:
         """Sends the text that one more token of a choice adds."""
         self._said[index] += self._texts[index].add(token)
-        await self._say(index, safe(self._said[index], self._form.asked.stops))
+        await self._send_text(index, safe(self._said[index], self._form.asked.stops))
 
     async def end(self, choices: Sequence[AnswerChoice]) -> web.StreamResponse:
         """Sends what was held back, and the finish reason of each choice."""
         for index, choice in enumerate(choices):
             if choice.reply.content.startswith(self._said[index][: self._sent[index]]):
-                await self._say(index, choice.reply.content)
+                await self._send_text(index, choice.reply.content)
             if choice.reply.calls:
                 rows = enumerate(spell_calls(choice.reply.calls))
                 await self._delta(index, {"tool_calls": [{"index": i, **call} for i, call in rows]})
@@ -151,7 +151,7 @@ class AnswerStream:
         await self._response.write_eof()
         return self._response
 
-    async def _say(self, index: int, whole: str) -> None:
+    async def _send_text(self, index: int, whole: str) -> None:
         """Sends the new part of a choice's text."""
         new = whole[self._sent[index] :]
         if new:

@@ -48,7 +48,7 @@ from deltawire.envs.sandbox.plan import (
     valid_path,
 )
 
-LOOK_S = 0.02
+CHECK_S = 0.02
 """The interval at which the launcher sums what the command's processes use."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CANCELLED = "cancelled"
@@ -246,7 +246,7 @@ class Running:
             os.set_blocking(handle, False)
             selector.register(handle, selectors.EVENT_READ)
         while not over:
-            for key, _ in selector.select(LOOK_S):
+            for key, _ in selector.select(CHECK_S):
                 data = os.read(key.fd, 1 << 16)
                 if key.fd == self.output:
                     output.add(data)

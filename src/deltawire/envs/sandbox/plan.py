@@ -28,7 +28,7 @@ class CommandLimits:
     """The limits of one command, for all its processes together unless stated otherwise.
 
     ``memory_bytes`` bounds the address space of each process by the kernel, and the resident sum by
-    a check every `launcher.LOOK_S`; ``cpu_s`` likewise. Files count under ``disk_bytes`` instead.
+    a check every `launcher.CHECK_S`; ``cpu_s`` likewise. Files count under ``disk_bytes`` instead.
     The command is tied to ``cores`` processors. Of its output, ``output_bytes`` are kept, half from
     the start and half from the end; a command that prints `PRINTED_TIMES` as much is ended.
     """

@@ -30,7 +30,7 @@ def examine_store(url: str) -> list[Finding]:
     """Examine the store at ``url``. A failed check is a finding, never an exception."""
     try:
         bucket = open_bucket(url)
-        reached = _reach(bucket)
+        reached = _answers(bucket)
     except DeltawireError as error:
         return [_failed("reachable", error)]
     found = [reached]
@@ -43,8 +43,8 @@ def examine_store(url: str) -> list[Finding]:
     return found
 
 
-def examine_conformance(url: str, tell: Callable[[str], None]) -> list[Finding]:
-    """Run the shipped store suite in a scratch prefix; ``tell`` gets the name of each case."""
+def examine_conformance(url: str, report: Callable[[str], None]) -> list[Finding]:
+    """Run the shipped store suite in a scratch prefix; ``report`` gets the name of each case."""
     from deltawire.testing.conformance import run_store_suite
 
     found: list[Finding] = []
@@ -57,14 +57,14 @@ def examine_conformance(url: str, tell: Callable[[str], None]) -> list[Finding]:
                 status="ok" if case.passed else "problem",
                 fix="" if case.passed else f"required: {case.promise}",
             )
-            for case in run_store_suite(url, tell)
+            for case in run_store_suite(url, report)
         )
     except DeltawireError as error:
         found.append(_failed("cases", error, area="conformance"))
     return found
 
 
-def _reach(bucket: Bucket) -> Finding:
+def _answers(bucket: Bucket) -> Finding:
     """Look for a run: one request, which fails if the store, the bucket or access is missing."""
     started = time.perf_counter()
     run = read_run(bucket)

@@ -213,12 +213,12 @@ class Spool:
             self.lost += 0 if stored else len(rows)
         calls = [row.on_stored for row in rows if row.on_stored is not None]
 
-        def tell() -> None:
+        def notify() -> None:
             for call in calls:
                 call(stored)
 
         with contextlib.suppress(RuntimeError):  # The event loop may be closed already.
-            self._call_back(tell)
+            self._call_back(notify)
 
     def _open(self) -> None:
         replace_private(self._folder / "next", b"%d\n" % (self._next + 1))

@@ -87,10 +87,10 @@ class SpoolUploader(threading.Thread):
                 for number in stream.spool.sealed():
                     self._move(stream, number)
         except RetryError as error:
-            self._say(error.message)
+            self._report(error.message)
             return False
         except (DeltawireError, OSError, TimeoutError) as error:
-            self._say(f"cannot upload: {error}")
+            self._report(f"cannot upload: {error}")
             return False
         self.alarm = ""
         return True
@@ -111,7 +111,7 @@ class SpoolUploader(threading.Thread):
         except CorruptError as error:
             self.damaged += 1
             stream.spool.set_aside(number)
-            self._say(error.message)
+            self._report(error.message)
             return
         gone = set(self._forgotten())
         kept = [row for row in rows if not gone or _user_of(row) not in gone]
@@ -128,7 +128,7 @@ class SpoolUploader(threading.Thread):
         self.uploaded += len(kept)
         stream.spool.remove(number)
 
-    def _say(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         if message != self.alarm:
             _LOG.warning("captures wait on disk: %s", message)
         self.alarm = message

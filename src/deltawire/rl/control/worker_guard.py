@@ -35,7 +35,7 @@ from deltawire.wire.status import Incident
 DOUBTS = 3
 """Disagreements that an honest worker can have by accident, such as a scorer that ran out of time,
 after which it is quarantined all the same."""
-LOOK_EVERY_S = 30.0
+POLL_EVERY_S = 30.0
 
 
 def _unpredictable() -> float:
@@ -104,7 +104,7 @@ class WorkerGuard:
         self._draw = draw
         self._granted: Mapping[str, int] = {}
         self._doubts: Counter[str] = Counter()
-        self._looked: dict[str, float] = {}
+        self._polled: dict[str, float] = {}
         self._beyond: dict[str, str] = {}
         self._unlisted: set[str] = set()
         self._readable: set[str] = set()
@@ -168,7 +168,7 @@ class WorkerGuard:
             for verdict in self.rescorer.verdicts():
                 self._take(verdict)
         for worker in sorted(allowed):
-            self._look_beyond(worker, granted.get(worker, 0))
+            self._poll_beyond(worker, granted.get(worker, 0))
         self._readable = allowed - self.incidents.quarantined.keys()
         return self._readable
 
@@ -183,12 +183,12 @@ class WorkerGuard:
         else:
             self.incidents.report(verdict.worker, verdict.kind, detail)
 
-    def _look_beyond(self, worker: str, granted: int) -> None:
+    def _poll_beyond(self, worker: str, granted: int) -> None:
         """Reports groups with numbers that were not granted: a page of keys now and then."""
         now = time.monotonic()
-        if now - self._looked.get(worker, float("-inf")) < LOOK_EVERY_S:
+        if now - self._polled.get(worker, float("-inf")) < POLL_EVERY_S:
             return
-        self._looked[worker] = now
+        self._polled[worker] = now
         last = self._beyond.get(worker, "")
         after = max(last, keys.rollout(worker, granted - 1) if granted else "")
         found = self._bucket.list(keys.rollouts_of(worker), after=after or None)
@@ -201,7 +201,7 @@ class WorkerGuard:
         """Forgets a worker that has left; its quarantine stays."""
         self.challenges.forget(worker)
         self.quota.forget(worker)
-        for table in (self._looked, self._beyond, self._doubts, self.rescored):
+        for table in (self._polled, self._beyond, self._doubts, self.rescored):
             table.pop(worker, None)
         self._unlisted.discard(worker)
         self._failing.discard(worker)

@@ -173,7 +173,7 @@ class _Check:
         found.newest = max(self._manifests, default=None)
         self._report_gaps()
         self._read_compacted()
-        self._look_for_blobs()
+        self._check_blobs()
         if deep:
             self._rebuild()
             self._read_the_rest()
@@ -344,13 +344,13 @@ class _Check:
         compacted = isinstance(step.stated, CompactedDelta)
         return "warning" if compacted else self._level(step.stated.version)
 
-    def _look_for_blobs(self) -> None:
+    def _check_blobs(self) -> None:
         there = {entry.key: entry.bytes for entry in self.bucket.list_objects(keys.BLOBS)}
         self.found.blobs, self.found.bytes = len(there), sum(there.values())
         wanted: set[str] = set()
         for level, ref, version in self._all_refs():
             wanted.add(keys.blob(ref.hash))
-            self._look(level, ref, version, there)
+            self._check_blob(level, ref, version, there)
         spare = [size for key, size in there.items() if key not in wanted]
         self.found.unreferenced, self.found.unreferenced_bytes = len(spare), sum(spare)
 
@@ -365,7 +365,9 @@ class _Check:
             for ref in step.blobs:
                 yield self._level_of(step), ref, step.stated.version
 
-    def _look(self, level: Level, ref: BlobRef, version: int | None, there: dict[str, int]) -> None:
+    def _check_blob(
+        self, level: Level, ref: BlobRef, version: int | None, there: dict[str, int]
+    ) -> None:
         key = keys.blob(ref.hash)
         size = there.get(key)
         if size is None:  # It may have been stored after the listing.

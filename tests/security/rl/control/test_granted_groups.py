@@ -138,7 +138,7 @@ def test_groups_beyond_the_bounds_with_a_right_nonce_quarantine(fleet):
 def test_groups_that_were_not_granted_are_named(fleet):
     for sequence in range(100, 130):
         fleet.store("a", sequence)
-    fleet.guard._looked.clear()
+    fleet.guard._polled.clear()
     fleet.poll()
     assert fleet.kinds("a") == {"not granted": 30}
     assert fleet.waiting == []
