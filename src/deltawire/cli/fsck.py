@@ -23,32 +23,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Checks a run; 0 if every version can be read, 3 if not."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
     from deltawire.dashboard.versions import print_check
+    from deltawire.launch.progress import counting
     from deltawire.runtime.trusted import open_trusted
     from deltawire.sync.maintain.fsck import check_run
 
     bucket = open_trusted(arguments.run, trust_of(arguments))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    hidden = arguments.json or not console.is_terminal
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=f"checking {what}", completed=done, total=total)
-
+    with counting(hidden=arguments.json) as show:
         found = check_run(
             bucket,
             deep=not arguments.quick,
-            progress=show,
+            progress=lambda what, done, total: show(f"checking {what}", done, total),
         )
     if arguments.json:
         print(json.dumps({**dataclasses.asdict(found), "whole": found.whole}))  # noqa: T201

@@ -39,15 +39,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Repeats the steps; 0 if every version has the published bits, 5 if not."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
     from deltawire.dashboard.verification import print_verification
+    from deltawire.launch.progress import counting
     from deltawire.rl.trainer.verify_training import Dump, verify_training
     from deltawire.runtime.trusted import open_trusted
 
@@ -55,17 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.dump is None) != (not arguments.out):
         raise InputError("--dump and --out go together", hint="give both, or neither")
     dump = None if arguments.dump is None else Dump(arguments.dump, Path(arguments.out))
-    console = Console(stderr=True)
-    hidden = arguments.json or not console.is_terminal
-    columns = (TextColumn("repeating steps"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar:
-        task = bar.add_task("", total=None)
+    with counting(hidden=arguments.json) as show:
         found = verify_training(
             bucket,
             first=arguments.first,
             last=arguments.to,
             dump=dump,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=lambda done, total: show("repeating steps", done, total),
         )
     if arguments.json:
         print(json.dumps({**dataclasses.asdict(found), "exact": found.exact}))  # noqa: T201

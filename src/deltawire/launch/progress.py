@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
@@ -67,6 +69,28 @@ def bars(*, hidden: bool) -> Iterator[Bars]:
     hidden = hidden or not console.is_terminal
     with Progress(*columns, console=console, disable=hidden, transient=True) as progress:
         yield Bars(progress)
+
+
+@contextmanager
+def counting(*, hidden: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Opens a bar on a terminal, and yields a function that shows a description, how many steps
+    are done, and how many there are.
+    """
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = hidden or not console.is_terminal
+    with Progress(*columns, console=console, disable=hidden) as progress:
+        task = progress.add_task("", total=None)
+
+        def show(description: str, done: int, total: int) -> None:
+            progress.update(task, description=description, completed=done, total=total)
+
+        yield show
 
 
 def parse_strides(text: str) -> tuple[int, ...]:
