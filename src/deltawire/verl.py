@@ -46,6 +46,10 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     tokenizer a new run carries. Floating-point weights are rounded to ``dtype``. ``is_master`` is
     what verl passes to rank 0 of the trainer; ``bucket_size`` is not used. A rollout worker waits
     at most ``timeout_s`` for a version.
+
+    Example::
+
+        engine = BucketCheckpointEngine(run="s3://bucket/run", directory="Qwen3-0.6B")
     """
 
     def __init__(

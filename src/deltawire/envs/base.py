@@ -40,7 +40,12 @@ __all__ = [
 @dataclass(frozen=True)
 class Task:
     """One problem. ``identity`` is its permanent name and ``family`` its kind, for statistics that
-    should not mix kinds; only the environment reads ``data``."""
+    should not mix kinds; only the environment reads ``data``.
+
+    Example::
+
+        Task("addition/17", {"question": "2+3=", "answer": "5"}, family="addition")
+    """
 
     identity: str
     data: Any
@@ -57,6 +62,11 @@ class Action:
     ``length`` if the model was cut off and ``stop`` if it ended its turn. In a run with a thinking
     budget, ``text`` and ``content`` are the answer, and ``thinking`` is the text before it, marks
     included.
+
+    Example::
+
+        async def step(self, action: Action) -> Turn:
+            return Turn(reward=float(action.content.strip() == "5"), done=True)
     """
 
     text: str
@@ -132,7 +142,13 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class ModelEndpoint:
-    """Where a harness finds the model: an OpenAI-compatible endpoint for one episode."""
+    """The address of the model for a harness: an OpenAI-compatible endpoint for one episode.
+
+    Example::
+
+        client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        await client.chat.completions.create(model=endpoint.model, messages=[...])
+    """
 
     base_url: str
     api_key: str
@@ -142,7 +158,14 @@ class ModelEndpoint:
 class AgentHarness(ABC):
     """One episode of an agent harness, which calls the model by HTTP, as often and in whatever
     conversations it likes. `drive` is one call under the episode's time limit; the other calls are
-    those of an `Environment`."""
+    those of an `Environment`.
+
+    Example::
+
+        class Solve(AgentHarness):
+            async def drive(self, endpoint: ModelEndpoint) -> float:
+                return await my_agent(endpoint.base_url, endpoint.api_key)
+    """
 
     @abstractmethod
     async def drive(self, endpoint: ModelEndpoint) -> float:
@@ -169,6 +192,20 @@ class TaskSource(Protocol):
     trainer then plays a sample of episodes again and quarantines workers that report other rewards
     (`deltawire.rl.evaluate.rescoring`). Without it, rewards are what workers say. With
     ``may_time_out``, a reward of 0 may also be that of an answer which took too long to score.
+
+    Example::
+
+        class Additions:
+            deterministic = True
+
+            def draw(self, stream: str, index: int) -> Task:
+                return Task(f"{index}+1", index)
+
+            def heldout(self) -> list[Task]:
+                return []
+
+            def open(self, task: Task) -> Environment:
+                return QuestionEpisode(score=..., prompt=f"{task.data}+1=")
     """
 
     def draw(self, stream: str, index: int) -> Task:

@@ -1,4 +1,4 @@
-"""Several sources of tasks in one run, each with its share of the groups."""
+"""Draws from several sources of tasks in one run, each with its share of the groups."""
 
 from __future__ import annotations
 

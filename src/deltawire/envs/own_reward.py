@@ -1,4 +1,4 @@
-"""A reward of one's own: one Python function, called in a separate process.
+"""Scores answers by a reward function of the user's, called in a separate process.
 
 ::
 
@@ -7,8 +7,8 @@
 
 with ``task.reward = "my_rewards:reward"``. ``completion`` is the model's answer without tool calls
 and special tokens; ``row`` is the task's row, every column of it that JSON can hold. The module
-must be one that this machine trusts. The process has limits on time and memory and none of this
-one's credentials (`deltawire.envs.scoring_process`).
+must be one that this machine trusts. The process has limits on time and memory and
+gets none of this process's credentials (`deltawire.envs.scoring_process`).
 
 A function that raises, takes too long, or returns no finite number makes its episode a failed one,
 with the cause: it is counted and not trained on, and too many of them stop the run

@@ -1,4 +1,4 @@
-"""An episode of one question: up to so many answers, each scored by a function."""
+"""Plays an episode of one question: several attempts, each scored by a function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from deltawire.envs.base import Action, Environment, Message, Turn
 @dataclass
 class QuestionEpisode(Environment):
     """One question and up to ``attempts`` answers. The reward is the score of the last one; a score
-    of 1 or more ends the episode."""
+    of 1 or more ends the episode.
+
+    Example::
+
+        async def score(answer: str) -> float:
+            return float(answer.strip() == "5")
+
+        episode = QuestionEpisode(score, "2+3=", attempts=2)
+    """
 
     score: Callable[[str], Awaitable[float]]
     prompt: str | Sequence[Message]

@@ -33,6 +33,11 @@ class Divergence:
     ``mean_gap`` and ``largest_gap`` are of |x|, ``ratio_max`` is the largest r, ``extreme_share``
     the share of tokens with r beyond a bound or below its inverse. ``effective_share`` is the
     effective sample size (Σr)² / Σr² over the number of tokens (Kong, 1992), from 1 / tokens to 1.
+
+    Example::
+
+        found = divergence(trainer_NC, sampler_NC, mask_NC)
+        found.k3, found.largest_gap, found.tokens
     """
 
     k1: float
@@ -57,6 +62,11 @@ class SequenceSums:
     """The terms of `Divergence`, summed over each sequence's tokens: float64[N] each.
 
     `joined` combines several micro-batches; any selection of sequences gives a divergence.
+
+    Example::
+
+        parts = [sequence_sums(b.trainer_NC, b.sampler_NC, b.mask_NC) for b in micro_batches]
+        whole, by_sequence = joined(parts).total(), joined(parts).each()
     """
 
     tokens_N: Tensor

@@ -35,7 +35,12 @@ _NONE = ParityLimits()
 
 @dataclass(frozen=True)
 class Crossing:
-    """A named limit and the value that crossed it, which may be infinite or NaN."""
+    """A named limit and the value that crossed it, which may be infinite or NaN.
+
+    Example::
+
+        str(Crossing("k3", 0.02, 0.01))  # "k3 0.02 against 0.01"
+    """
 
     name: str
     value: float
@@ -50,7 +55,14 @@ class BatchParity:
     """The figures of one batch. ``flipped_L`` is, for each expert layer, the share of the sampler's
     choices that the trainer's own router did not make; empty if none were recorded. ``masked``
     lists the rows of sequences that were taken out of the loss. ``numeric`` is of the version
-    before the step, or of the older ``numeric_version`` with the weights of that version."""
+    before the step, or of the older ``numeric_version`` with the weights of that version.
+
+    Example::
+
+        parity = meter.result()
+        parity.raise_if_stopped()
+        print(parity.numeric.k3, parity.drift.k3, len(parity.masked))
+    """
 
     numeric: Divergence
     drift: Divergence

@@ -27,6 +27,11 @@ class Workspace(Environment):
     fixed cost for each broken call.
 
     The files are a value of this object; each command runs over a copy of it in a fresh sandbox.
+
+    Example::
+
+        episode = Workspace(problem("heldout/0"), Sandbox(), WorkspaceSettings())
+        prompt = await episode.reset()
     """
 
     def __init__(self, problem: Problem, sandbox: Sandbox, settings: WorkspaceSettings) -> None:

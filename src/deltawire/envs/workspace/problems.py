@@ -25,7 +25,12 @@ _PACKAGES = ("ledger", "orchard", "lantern", "harbour", "meadow", "compass", "qu
 @dataclass(frozen=True)
 class Case:
     """A call and its expected outcome: ``["returned", value, arguments afterwards]`` or
-    ``["raised", name of the exception]``."""
+    ``["raised", name of the exception]``.
+
+    Example::
+
+        Case("lists", "first", ([3, 1],), ["returned", 3, [[3, 1]]])
+    """
 
     module: str
     function: str
@@ -39,6 +44,12 @@ class Problem:
 
     ``files`` is the workspace; ``repair`` is the change of a solution as (path, wrong text, correct
     text), for scripted policies and tests.
+
+    Example::
+
+        fault = problem("heldout/0")
+        path, wrong, right = fault.repair
+        fault.files[path] = fault.files[path].replace(wrong.encode(), right.encode())
     """
 
     family: str

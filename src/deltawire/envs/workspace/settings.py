@@ -23,6 +23,10 @@ class WorkspaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     An episode ends after ``idle_turns`` turns in a row without a call. ``loophole`` plants a way to
     earn the reward without solving the task, for tests of the probes.
+
+    Example::
+
+        settings = WorkspaceSettings.of({"turns": 20, "wall_s": 5.0})
     """
 
     turns: Annotated[int, Meta(ge=1, le=10_000)] = 50

@@ -23,6 +23,11 @@ class WorkspaceTasks:
     Held-out problems are the same for every seed of the run, and a problem whose files equal those
     of one of them is never drawn. Raises `InputError` for invalid options, and for isolation that
     this machine does not allow.
+
+    Example::
+
+        tasks = WorkspaceTasks(TaskConfig(environment="workspace"), seed=0)
+        episode = tasks.open(tasks.draw("worker-0", 0))
     """
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
