@@ -83,14 +83,17 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_child_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options that a supervisor gives to the processes it starts."""
+def add_process_options(parser: argparse.ArgumentParser) -> None:
+    """Declares what each process of a run accepts: its key, what it trusts, and the options that a
+    supervisor gives to the processes it starts."""
+    add_key(parser)
+    add_trust(parser)
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", default="", help="run on these processors only, such as 0,1")
 
 
 def child_options(arguments: argparse.Namespace) -> ChildOptions:
-    """The options of `add_child_options`, `add_key` and `add_trust`."""
+    """The options of `add_process_options`."""
     from deltawire.launch.processes import ChildOptions
 
     return ChildOptions(arguments.supervised, arguments.cpus, arguments.key, trust_of(arguments))

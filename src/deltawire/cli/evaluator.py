@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deltawire.cli.arguments import (
-    add_child_options,
-    add_key,
-    add_run_url,
-    add_trust,
-    child_options,
-)
+from deltawire.cli.arguments import add_process_options, add_run_url, child_options
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,9 +12,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("evaluator", help="measure a run's held-out accuracy")
     parser.set_defaults(call=run)
     add_run_url(parser)
-    add_key(parser)
-    add_trust(parser)
-    add_child_options(parser)
+    add_process_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,13 +6,11 @@ import argparse
 from pathlib import Path
 
 from deltawire.cli.arguments import (
-    add_child_options,
     add_engine,
-    add_key,
+    add_process_options,
     add_run_url,
     add_seed,
     add_shape,
-    add_trust,
     child_options,
 )
 from deltawire.errors import InputError
@@ -30,9 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_seed(parser)
     add_engine(parser)
     add_shape(parser)
-    add_key(parser)
-    add_trust(parser)
-    add_child_options(parser)
+    add_process_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

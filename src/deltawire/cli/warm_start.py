@@ -5,13 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deltawire.cli.arguments import (
-    add_child_options,
-    add_key,
-    add_seed,
-    add_trust,
-    child_options,
-)
+from deltawire.cli.arguments import add_process_options, add_seed, child_options
 from deltawire.cli.exit_codes import INTERRUPTED
 
 
@@ -23,9 +17,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--out", required=True, help="the model directory to write")
     parser.add_argument("--bucket", default="", help="record progress in this bucket")
     add_seed(parser)
-    add_key(parser)
-    add_trust(parser)
-    add_child_options(parser)
+    add_process_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deltawire.cli.arguments import (
-    add_child_options,
-    add_key,
-    add_run_url,
-    add_trust,
-    child_options,
-)
+from deltawire.cli.arguments import add_process_options, add_run_url, child_options
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,9 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="S",
         help="wait this long for a trainer (default: 600)",
     )
-    add_key(parser)
-    add_trust(parser)
-    add_child_options(parser)
+    add_process_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
