@@ -155,7 +155,6 @@ class _Subject:
     """One model, its run, and the engine that serves it."""
 
     def __init__(self, folder: Path, parameters: int, tell: Callable[[str], None]) -> None:
-        self._tell = tell
         self._model_folder = folder / "model"
         tell(f"making a model of {parameters / 1e6:.0f} million parameters")
         _build(self._model_folder, parameters)
