@@ -80,6 +80,7 @@ def test_the_tables_were_found():
         "train.loss.clip_low",
         "train.loss.corrections",
         "train.loss.dual_clip",
+        "train.loss.lengths",
         "train.loss.mask_overlong",
         "train.optimizer.decay_all",
         "train.optimizer.groups",
@@ -196,6 +197,9 @@ OTHER = {
     "train.loss.clip_low": 0.1,
     "train.loss.dual_clip": 3.0,
     "train.loss.kl": "k3",
+    "train.loss.lengths": [
+        {"kind": "overlong", "limit": 9, "cushion": 3, "alpha": 0.5, "delta": 0.25}
+    ],
     "train.loss.surrogate": "cispo",
     "train.staleness.policy": "windowed_fifo",
     "train.offload": "optimizer",

@@ -15,6 +15,7 @@ from deltawire.config.losses import (
     SURROGATES,
     UNCORRECTED_STALENESS,
     CorrectionConfig,
+    LengthTerm,
     LossConfig,
     SurrogateTraits,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "EvaluateConfig",
     "EvaluationSet",
     "FaultsConfig",
+    "LengthTerm",
     "LineConfig",
     "LossConfig",
     "MessageTemplate",

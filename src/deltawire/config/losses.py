@@ -72,6 +72,43 @@ _PLACE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASCII)
 """``module:function``."""
 
 
+class LengthTerm(Section, frozen=True, kw_only=True):
+    """A change of rewards by the number of tokens (`deltawire.train.loss.lengths`).
+
+    Example::
+
+        [[train.loss.lengths]]
+        kind = "overlong"
+        limit = 20480
+        cushion = 4096
+    """
+
+    kind: Literal["overlong", "l1_exact", "l1_max", "group_share"]
+    limit: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    """``overlong``: tokens beyond which the whole penalty holds; 0 is rollout.max_tokens times
+    rollout.max_turns."""
+    cushion: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    """``overlong``: tokens below the limit over which the penalty grows."""
+    alpha: Positive = 3e-4
+    """The weight of a token in ``l1_exact`` and ``l1_max``, and of the term in ``group_share``."""
+    delta: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """``l1_max``: the factor of an answer that uses its budget exactly."""
+
+    def contradiction(self, largest: int, *, budgets: bool) -> tuple[str, str] | None:
+        """Finds settings that contradict each other: the reason and what to do, or None.
+
+        ``largest`` is the most tokens of an episode; ``budgets`` says that the run has them.
+        """
+        if self.kind.startswith("l1_") and not budgets:
+            return f"{self.kind} needs thinking budgets", "add [rollout.thinking]"
+        if self.kind == "overlong" and not self.cushion:
+            return "overlong has no cushion", "set cushion, for instance to a fifth of limit"
+        if self.kind == "overlong" and self.cushion > (self.limit or largest):
+            reason = f"a cushion of {self.cushion} exceeds the limit of {self.limit or largest}"
+            return reason, "lower cushion"
+        return None
+
+
 class LossConfig(Section, frozen=True, kw_only=True):
     """The parts of the loss, each by name (`deltawire.train.loss`).
 
@@ -104,6 +141,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """Weight of the surrogate; 0 trains on the penalty only, as on-policy distillation does."""
     entropy_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """An entropy bonus: this factor times the policy's mean entropy is subtracted from the loss."""
+    lengths: Annotated[list[LengthTerm], Meta(max_length=16)] = []
+    """Terms that change rewards by the number of tokens, in this order."""
     mask_overlong: bool = False
     """Leave episodes out of the loss that ended at max_tokens or with a full context. Their rewards
     still count in the group's baseline.

@@ -86,6 +86,7 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         config.rollout.contradiction(),
         config.midtrain.contradiction() if config.midtrain is not None else None,
         _budgets_fault(config),
+        _lengths_fault(config),
     ):
         if found:
             raise InputError(f"{source}: {found[0]}", hint=found[1])
@@ -123,6 +124,17 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         evaluate = msgspec.structs.replace(config.evaluate, every=0)
         config = msgspec.structs.replace(config, rollout=rollout, evaluate=evaluate)
     return config
+
+
+def _lengths_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Why a term on lengths cannot be computed, and what to do; None if all can."""
+    rollout = config.rollout
+    largest = rollout.max_tokens * rollout.max_turns
+    for number, term in enumerate(config.train.loss.lengths):
+        found = term.contradiction(largest, budgets=rollout.thinking is not None)
+        if found:
+            return f"train.loss.lengths[{number}]: {found[0]}", found[1]
+    return None
 
 
 def _budgets_fault(config: RunConfig) -> tuple[str, str] | None:

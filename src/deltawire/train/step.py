@@ -30,6 +30,7 @@ from deltawire.train.batch import TokenBatch, collate
 from deltawire.train.budget import Member, divide
 from deltawire.train.head import TokenTerms
 from deltawire.train.loss import ADVANTAGES, LossInputs, PolicyLoss, Totals, policy_loss
+from deltawire.train.loss.lengths import with_length_terms
 from deltawire.train.masters import MasterWeights
 from deltawire.train.policy import TrainedPolicy
 from deltawire.train.reference import Reference
@@ -122,6 +123,7 @@ def advantages_of(groups: Sequence[Group], config: RunConfig) -> Advantages:
         for number, group in enumerate(groups)
         for _, episode, trajectory in group.trained()
     }
+    rewards = with_length_terms(rewards, groups, config)
     values = ADVANTAGES[config.train.loss.advantage](
         torch.tensor(list(rewards.values()), dtype=torch.float32),
         torch.tensor([number for number, _ in rewards]),

@@ -34,7 +34,7 @@ class Bounds:
     A group that exceeds them was not made by an honest worker of this run: it would stop the
     trainer, or dominate the step of all groups that it is trained on with. ``drawn`` and ``turns``
     bound the tokens and the turns of one episode, ``routes`` the bytes of one trajectory's expert
-    choices.
+    choices; ``budgets`` are those of thinking that the run has.
     """
 
     vocabulary: int
@@ -45,6 +45,7 @@ class Bounds:
     drawn: int = 1 << 31
     turns: int = 1 << 31
     routes: int = 1 << 31
+    budgets: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary: int) -> Bounds:
@@ -61,6 +62,7 @@ class Bounds:
             rollout.max_turns * turn,
             rollout.max_turns * (2 if sums else 1),
             0 if config.parity.routes == "off" else rollout.context * MAX_ROUTE_BYTES,
+            frozenset() if rollout.thinking is None else rollout.thinking.allowed,
         )
 
     def fault(self, group: Group) -> str:
@@ -98,9 +100,20 @@ class Bounds:
             return f"a log-probability below {LEAST_LOGPROB:g}"
         if len(t.routes) > self.routes:
             return f"{len(t.routes)} bytes of expert choices, beyond {self.routes}"
+        if not t.cause and (fault := self._thinking_fault(t)):
+            return fault
         versions = t.versions_T[t.mask_T == 1]
         if (np.diff(versions) < 0).any():
             return "a token of an older version after one of a newer"
+        return ""
+
+    def _thinking_fault(self, t: Trajectory) -> str:
+        if t.thinking is None:
+            return "no thinking budget" if self.budgets else ""
+        if t.thinking.budget not in self.budgets:
+            return f"a thinking budget of {t.thinking.budget}, which the run does not have"
+        if max((thought for thought, _ in t.thinking.turns), default=0) > t.thinking.budget:
+            return f"a turn that thinks more than its budget of {t.thinking.budget} tokens"
         return ""
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from honest_groups import CONFIG, HonestRun
 
+from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.rl.evaluate.recorded_model import RecordedModel
 from deltawire.rl.evaluate.rescoring import GroupChecker
 from deltawire.wire.rollouts import Thinking
@@ -63,6 +64,28 @@ def _early(t):
         for name in ("tokens", "logprobs", "versions", "mask")
     }
     return replace(t, thinking=thinking, **cut)
+
+
+BEYOND = {
+    "no budget": (lambda t: replace(t, thinking=None), "no thinking budget"),
+    "another budget": (lambda t: _budget(t, 4), "a thinking budget of 4"),
+    "too much thinking": (
+        lambda t: replace(t, thinking=replace(t.thinking, turns=((6, "answered"),))),
+        "thinks more than its budget",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND)
+def test_a_group_beyond_its_budgets_is_not_read(honest, what):
+    """It would stop a trainer whose loss reads budgets."""
+    change, words = BEYOND[what]
+    group, bounds = honest.group(1), Bounds.of(honest.config, 300)
+    assert bounds.fault(group) == ""
+    forged = replace(group, trajectories=[change(t) for t in group.trajectories])
+    assert words in bounds.fault(forged)
+    failed = [replace(change(t), cause="it failed", reward=0.0) for t in group.trajectories]
+    assert bounds.fault(replace(group, trajectories=failed)) == ""
 
 
 LIES = {
