@@ -1,7 +1,11 @@
 """``deltawire init`` and ``completion``: what they print and refuse."""
 
+import contextlib
 import json
+import os
+import pty
 import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -56,3 +60,26 @@ def test_bash_completes_a_command_an_option_and_a_choice(tmp_path, capsys):
     assert "doctor" in completed("deltawire", "do")
     assert "--conformance" in completed("deltawire", "doctor", "--c")
     assert set(completed("deltawire", "completion", "")) >= {"bash", "fish"}
+
+
+def test_on_a_terminal_it_asks_for_what_no_option_says(tmp_path):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deltawire", "init", "mine.toml", "--versions", "9"],
+        cwd=tmp_path,
+        stdin=theirs,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    # Model, task, reward: an empty line takes the default.
+    os.write(ours, b"\nreasoning_gym:leg_counting\n\n")
+    shown = b""
+    with contextlib.suppress(OSError):  # The terminal is gone once the process has ended.
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    assert process.wait(timeout=120) == 0
+    assert shown.count(b"Model:") == 1
+    raw = tomllib.loads((tmp_path / "mine.toml").read_text())
+    assert (raw["task"]["dataset"], raw["train"]["versions"]) == ("leg_counting", 9)
