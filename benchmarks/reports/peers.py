@@ -23,7 +23,7 @@ from deltawire.errors import InputError
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the jobs; prints a table, or all figures as JSON."""
+    """Runs the jobs; prints a table, or all figures as JSON."""
     if importlib.util.find_spec("trl") is None:
         raise InputError("bench peers needs the package trl", hint="pip install 'deltawire[trl]'")
     if arguments.steps % arguments.save:

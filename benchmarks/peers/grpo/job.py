@@ -71,7 +71,7 @@ class Start:
             _deltawire("warm-start", str(JOB), "--out", str(self.model), "--seed", str(seed))
 
     def write_tasks(self, count: int) -> Path:
-        """Write as many tasks as the job draws, none of them held out, as rows for TRL."""
+        """Writes as many tasks as the job draws, none of them held out, as rows for TRL."""
         path = self.folder / "tasks.jsonl"
         with path.open("w") as file:
             for number in range(count):
@@ -82,7 +82,7 @@ class Start:
 
 
 def run_ours(start: Start, *, steps: int, save: int, target: float) -> JobFigures:
-    """Run the job with ``deltawire run``: one trainer and two workers, on one thread each."""
+    """Runs the job with ``deltawire run``: one trainer and two workers, on one thread each."""
     out = start.folder / OURS
     path = start.folder / "deltawire.toml"
     path.write_text(_configuration(start, steps))
@@ -102,7 +102,7 @@ def run_ours(start: Start, *, steps: int, save: int, target: float) -> JobFigure
 
 
 def run_theirs(start: Start, *, steps: int, save: int, target: float) -> JobFigures:
-    """Run the job with TRL's `GRPOTrainer`, on one thread for each core."""
+    """Runs the job with TRL's `GRPOTrainer`, on one thread for each core."""
     out = start.folder / THEIRS
     out.mkdir(exist_ok=True)
     command = [sys.executable, str(SCRIPT), "--model", str(start.model), "--out", str(out)]

@@ -12,7 +12,7 @@ EVERY_S = 0.25
 
 
 def run_and_watch(command: Sequence[str], *, log: Path, env: Mapping[str, str]) -> int:
-    """Run a command to its end; returns the largest sum of proportional memory, in bytes.
+    """Runs a command to its end; returns the largest sum of proportional memory, in bytes.
 
     Memory that processes share counts once, divided over them (PSS). Raises
     `subprocess.CalledProcessError` if the command fails; its output is in ``log``.

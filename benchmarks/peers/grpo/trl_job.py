@@ -22,7 +22,7 @@ GROUP, GROUPS = 16, 16
 
 
 def reward(prompts: list[str], completions: list[str], entry: list[str], **_: Any) -> list[float]:
-    """Score each answer as its dataset does."""
+    """Scores each answer as its dataset does."""
     score = get_score_answer_fn("spell_backward")
     return [
         float(score(answer.strip(), json.loads(one)))
@@ -78,20 +78,20 @@ class Clock(TrainerCallback):
         self.tokens = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the clock: models and data are loaded."""
+        """Starts the clock: models and data are loaded."""
         self.began = time.time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note the time."""
+        """Notes the time."""
         self.ended.append(time.time())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Add the step's tokens."""
+        """Adds the step's tokens."""
         self.tokens += (logs or {}).get("completions/mean_length", 0.0) * GROUP * GROUPS
 
 
 def main() -> None:
-    """Run the job and write ``times.json``."""
+    """Runs the job and write ``times.json``."""
     parser = argparse.ArgumentParser()
     for name in ("--model", "--tasks", "--out"):
         parser.add_argument(name, required=True)

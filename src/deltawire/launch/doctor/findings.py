@@ -45,6 +45,6 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, findings: list[Finding], *, url: str) -> Examination:
-        """Count the findings by status."""
+        """Counts the findings by status."""
         counts = {kind: sum(one.status == kind for one in findings) for kind in ("problem", "note")}
         return cls(url=url, findings=findings, problems=counts["problem"], notes=counts["note"])

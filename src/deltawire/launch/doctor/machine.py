@@ -28,7 +28,7 @@ _SIMD = {
 
 
 def examine_machine() -> list[Finding]:
-    """Examine everything that needs no bucket. Runs small trial commands; takes some seconds."""
+    """Examines everything that needs no bucket. Runs small trial commands; takes some seconds."""
     return [
         _python(),
         _kernels(),

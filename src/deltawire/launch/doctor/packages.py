@@ -32,7 +32,7 @@ a checkout."""
 
 
 def examine_packages() -> list[Finding]:
-    """Compare what is installed with the ranges that this release was tested with."""
+    """Compares what is installed with the ranges that this release was tested with."""
     try:
         texts = importlib.metadata.requires("deltawire") or []
     except importlib.metadata.PackageNotFoundError:

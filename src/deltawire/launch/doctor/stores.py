@@ -27,7 +27,7 @@ clocks, but ages in tables do."""
 
 
 def examine_store(url: str) -> list[Finding]:
-    """Examine the store at ``url``. A failed check is a finding, never an exception."""
+    """Examines the store at ``url``. A failed check is a finding, never an exception."""
     try:
         bucket = open_bucket(url)
         reached = _answers(bucket)
@@ -44,7 +44,7 @@ def examine_store(url: str) -> list[Finding]:
 
 
 def examine_conformance(url: str, report: Callable[[str], None]) -> list[Finding]:
-    """Run the shipped store suite in a scratch prefix; ``report`` gets the name of each case."""
+    """Runs the shipped store suite in a scratch prefix; ``report`` gets the name of each case."""
     from deltawire.testing.conformance import run_store_suite
 
     found: list[Finding] = []
@@ -65,7 +65,7 @@ def examine_conformance(url: str, report: Callable[[str], None]) -> list[Finding
 
 
 def _answers(bucket: Bucket) -> Finding:
-    """Look for a run: one request, which fails if the store, the bucket or access is missing."""
+    """Looks for a run: one request, which fails if the store, the bucket or access is missing."""
     started = time.perf_counter()
     run = read_run(bucket)
     spent_ms = (time.perf_counter() - started) * 1e3

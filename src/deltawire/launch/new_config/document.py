@@ -24,11 +24,11 @@ class Document:
         self._lines = _comment(opening)
 
     def table(self, name: str, comment: str = "") -> None:
-        """Begin a table."""
+        """Begins a table."""
         self._lines += ["", *_comment(comment), f"[{name}]"]
 
     def key(self, name: str, value: Any, comment: str = "") -> None:
-        """Set a key; a comment that is too long for its line comes before it."""
+        """Sets a key; a comment that is too long for its line comes before it."""
         line = f"{name} = {toml(value)}"
         if comment and len(line) + len(comment) + 4 <= WIDTH:
             self._lines.append(f"{line}  # {comment}")
@@ -36,7 +36,7 @@ class Document:
             self._lines += [*_comment(comment), line]
 
     def remark(self, text: str) -> None:
-        """Add a comment for itself."""
+        """Adds a comment for itself."""
         self._lines += _comment(text)
 
     def text(self) -> str:

@@ -52,7 +52,7 @@ class Wishes:
 
 
 def write_new(wishes: Wishes, path: Path) -> RunConfig:
-    """Write a new file; returns the configuration in it.
+    """Writes a new file; returns the configuration in it.
 
     Raises `InputError` if the file exists, or a wish cannot be met.
 

@@ -58,7 +58,7 @@ def this_machine() -> str:
 def size_trainer(
     path: str, *, on: str, mode: Literal["auto", "full", "lora"], context: int
 ) -> Sizing:
-    """Size the trainer of the model in directory ``path``, for sequences of ``context`` tokens.
+    """Sizes the trainer of the model in directory ``path``, for sequences of ``context`` tokens.
 
     ``on`` is ``cpu`` or accelerators such as ``8xh200``; ``auto`` trains the whole model if that
     fits, otherwise a LoRA adapter. Raises `InputError` if nothing fits, or the plan does not
