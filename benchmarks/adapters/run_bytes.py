@@ -20,17 +20,17 @@ from deltawire.store import open_bucket
 from deltawire.sync import read_history, read_manifest, require_run
 
 NO_SLOTS = "adapters are not swapped in vLLM's slots yet; swap_ms is that of the embedded engine"
-VERSIONS, ANCHOR_EVERY = 9, 4
+VERSIONS, ANCHOR_EVERY = 8, 4
 CONFIG = """
 name = "adapter-bytes"
 seed = {seed}
 
 [model.build]
 family = "qwen3_moe"
-hidden_size = 128
+hidden_size = 64
 layers = 2
 head_size = 32
-feed_forward_size = 128
+feed_forward_size = 64
 experts = 8
 experts_per_token = 2
 context = 256
@@ -39,25 +39,25 @@ context = 256
 dataset = "spell_backward"
 options = {{ min_word_len = 3, max_word_len = 3 }}
 prompt = "{{question}}\\n"
-heldout = 20
+heldout = 8
 
 [warm_start]
-max_steps = 64
+max_steps = 24
 stop_at_accuracy = 0.1
-check_every = 16
+check_every = 8
 learning_rate = 2e-3
-batch = 32
+batch = 16
 
 [rollout]
 workers = 2
 group_size = 8
 max_tokens = 8
-slots = 32
+slots = 16
 context = 80
 
 [train]
 versions = {versions}
-groups_per_step = 8
+groups_per_step = 4
 max_staleness = 2
 optimizer.learning_rate = 2e-4
 anchor_every = {anchor_every}
