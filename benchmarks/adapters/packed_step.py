@@ -8,6 +8,7 @@ hidden states and of the router's weights. The two take turns, and medians are c
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from benchmarks.training.keys import Measured, Options
 from deltawire.quantization.experts import replace_stacks
 from deltawire.quantization.formats import FORMATS
+from deltawire.quantization.linear import PackedWeight
 
 EXPERTS, HIDDEN, INNER, CHOSEN, TOKENS = 128, 2048, 768, 8, 4096
 SMALL = (8, 256, 128, 2, 64)
@@ -31,20 +33,23 @@ def measure(options: Options) -> Measured:
     equal, ratios = {}, {}
     for form in FORMATS:
         plain, packed = layers(form, *SMALL[:4], seed=options.seed)
-        ratios[form] = memory_ratio(plain, packed)
+        ratios[form] = ratio_at_size(form)
         data = inputs(*SMALL[:1], SMALL[1], SMALL[3], SMALL[4], seed=options.seed)
         equal[form] = same(step(plain, *data)[1], step(packed, *data)[1])
     plain, packed = layers("int4-g32", EXPERTS, HIDDEN, INNER, CHOSEN, seed=options.seed)
     data = inputs(EXPERTS, HIDDEN, CHOSEN, TOKENS, seed=options.seed)
     seconds: dict[str, list[float]] = {"bf16": [], "packed": []}
+    cpu: dict[str, list[float]] = {"bf16": [], "packed": []}
     found: dict[str, list[Tensor]] = {}
     for _ in range(options.repeats + 1):  # The first of each warms up.
         for name, layer in (("bf16", plain), ("packed", packed)):
+            before = time.process_time()
             spent, found[name] = step(layer, *data)
             seconds[name].append(spent)
+            cpu[name].append(time.process_time() - before)
     equal["int4-g32, 2048 x 768"] = same(found["bf16"], found["packed"])
     medians = {name: statistics.median(one[1:]) for name, one in seconds.items()}
-    ratios["int4-g32, 2048 x 768"] = memory_ratio(plain, packed)
+    ratios["int4-g32, measured"] = memory_ratio(plain, packed)
     slowdown = medians["packed"] / medians["bf16"]
     narrow = [ratio for form, ratio in ratios.items() if form not in ("fp8-block", "int8-row")]
     return Measured(
@@ -55,6 +60,8 @@ def measure(options: Options) -> Measured:
         },
         {
             "seconds": seconds,
+            "cpu_seconds": cpu,
+            "cpu_slowdown": round(cpu["packed"][-1] / cpu["bf16"][-1], 3),
             "threads": torch.get_num_threads(),
             "memory_ratios": ratios,
             "equal": equal,
@@ -117,6 +124,14 @@ def step(layer: Any, states: Tensor, index: Tensor, weights: Tensor) -> tuple[fl
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     """Returns whether all bits are equal."""
     return all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+
+
+def ratio_at_size(form: str) -> float:
+    """Returns the bytes of the stated layer in bf16 over those in a format, by its layout."""
+    shapes = [(EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)]
+    stacks = [PackedWeight(form, shape, device="meta") for shape in shapes]
+    packed = sum(one.nbytes for stack in stacks for one in stack.parameters())
+    return 2 * sum(math.prod(shape) for shape in shapes) / packed
 
 
 def memory_ratio(plain: Any, packed: Any) -> float:

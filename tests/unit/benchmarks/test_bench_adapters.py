@@ -48,6 +48,8 @@ def test_the_timed_layers_compute_the_same_and_other_weights_do_not():
     (_, one), (_, other) = packed_step.step(plain, *data), packed_step.step(packed, *data)
     assert packed_step.same(one, other)
     assert packed_step.memory_ratio(plain, packed) == pytest.approx(16 / 4.5)
+    assert packed_step.ratio_at_size("int4-g32") == pytest.approx(16 / 4.5)
+    assert packed_step.ratio_at_size("nvfp4") > 3.5
     packed.down_proj.codes[0, 0, 0] ^= 1
     assert not packed_step.same(one, packed_step.step(packed, *data)[1])
     with pytest.raises(InputError, match="there is no"):
