@@ -28,17 +28,12 @@ from deltawire.export.adapter import PREFIX, adapted, open_model
 from deltawire.export.models import fetch_model_files
 from deltawire.export.source import open_source
 from deltawire.placement.live import publish_only
-from deltawire.store import Bucket, open_bucket
+from deltawire.runtime.lines import run_of_line
+from deltawire.store import Bucket
 from deltawire.sync import load_mirror, require_run
-from deltawire.wire import keys
 
 _bases: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
 _opening = threading.Lock()
-
-
-def line_bucket(bucket: Bucket, name: str, *, create: bool = False) -> Bucket:
-    """Opens the place of a run's line."""
-    return open_bucket(f"{bucket.url.rstrip('/')}/{keys.line(name)}", create=create)
 
 
 def shared_base(base: Any) -> Any:
@@ -104,5 +99,5 @@ def open_policy(
     device = device or torch.device("cpu")
     if config.line is None:
         return open_model(folder, adapter, seed=seed).to(device)
-    above = open_bucket(bucket.url.rstrip("/").removesuffix(keys.line(config.line.name)))
+    above = run_of_line(bucket, config.line.name)
     return line_model(open_base(above, config.line.base, device), adapter, seed=seed)

@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -34,8 +34,9 @@ from deltawire.export.models import fetch_model_files
 from deltawire.placement.layout import TORCH_DTYPES
 from deltawire.quantization.experts import find_experts
 from deltawire.quantization.linear import PackedWeight
+from deltawire.runtime.lines import run_of_line
 from deltawire.store import Bucket
-from deltawire.sync import load_mirror
+from deltawire.sync import load_mirror, require_run
 from deltawire.wire.run import Run, TensorSpec
 
 SHARD_BYTES = 2 << 30
@@ -103,6 +104,8 @@ def write_merged(
     factors = load_tensors(
         bucket, run, {name: one for name, one in specs.items() if name.startswith(PREFIX)}, version
     )
+    base = _base_of(bucket, run, config, version)
+    specs = {spec.name: spec for spec in base.run.tensors}
     changes, packed = changes_of(model), _packed_weights(model)
     sums: dict[str, Sums] = {}
     work = out.with_name(f".{out.name}.merging")
@@ -114,7 +117,8 @@ def write_merged(
         index: dict[str, str] = {}
         for number, (names, size) in enumerate(shards, start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            held = load_tensors(bucket, run, {one: specs[one] for one in names}, version)
+            wanted = {one: specs[one] for one in names}
+            held = load_tensors(base.bucket, base.run, wanted, base.version)
             tensors = dict(_merged(held, packed, changes, factors, sums))
             index |= dict.fromkeys(tensors, file)
             safetensors.torch.save_file(tensors, work / file, {"format": "pt"})
@@ -129,6 +133,29 @@ def write_merged(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return report
+
+
+class _Base(NamedTuple):
+    """Where the base of an adapter is read: the adapter's own version, or the run above a line."""
+
+    bucket: Bucket
+    run: Run
+    version: int
+
+
+def _base_of(bucket: Bucket, run: Run, config: RunConfig, version: int) -> _Base:
+    """Finds the base of an adapter; raises `InputError` if a line's run has another one."""
+    if config.line is None:
+        return _Base(bucket, run, version)
+    above = run_of_line(bucket, config.line.name)
+    found = require_run(above)
+    if found.digest != config.line.base:
+        raise InputError(
+            f"the adapter is of another base: its line names {config.line.base[:16]}, the run's "
+            f"base is {found.digest[:16]}",
+            run=above.url,
+        )
+    return _Base(above, found, 0)
 
 
 def _packed_weights(model: Any) -> dict[str, tuple[PackedWeight, bool]]:

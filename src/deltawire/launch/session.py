@@ -32,9 +32,16 @@ from deltawire.launch.role_keys import RunKeys
 from deltawire.launch.status_writer import StatusWriter
 from deltawire.launch.watching import Watcher, summary_of
 from deltawire.private_files import open_private
-from deltawire.rl.evaluate.attestation import Attestation, attested, last_status, wait_for_workers
+from deltawire.rl.evaluate.attestation import (
+    Attestation,
+    attested,
+    last_status,
+    of_line,
+    wait_for_workers,
+)
 from deltawire.runtime.children import Launcher
 from deltawire.runtime.fleet import known_trainer
+from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync.chain.objects import read_run
@@ -260,7 +267,12 @@ def _stages(
         supervisor.check()
         watcher.tick()
 
-    verdicts = wait_for_workers(job.bucket, status, tick, silence_s=job.config.faults.silence_s)
+    silence_s = job.config.faults.silence_s
+    verdicts = wait_for_workers(job.bucket, status, tick, silence_s=silence_s)
+    for one in job.config.train.adapters:
+        place = line_bucket(job.bucket, one.name)
+        waited = wait_for_workers(place, last_status(place), tick, silence_s=silence_s)
+        verdicts += of_line(one.name, waited)
     while supervisor.running() and not stop:
         tick()
     return verdicts

@@ -24,6 +24,7 @@ from deltawire.reward_monitor.watch import ProbeFigures, figures_of, read_probes
 from deltawire.rl.evaluate.attestation import Attestation
 from deltawire.rl.evaluate.audit import audit_consumption
 from deltawire.runtime.event_tail import EventFeed, EventTail
+from deltawire.runtime.lines import line_bucket
 from deltawire.store import Bucket
 from deltawire.sync import read_run
 from deltawire.sync.chain.base_statement import read_base
@@ -139,6 +140,9 @@ def summary_of(
     config: RunConfig, bucket: Bucket, watcher: Watcher, verdicts: list[Attestation]
 ) -> Summary:
     """Summarizes a run from its events, its workers' attestations and an audit of its bucket."""
+    audit = audit_consumption(bucket)
+    for one in config.train.adapters:
+        audit = audit.plus(audit_consumption(line_bucket(bucket, one.name)))
     return summarize(
         watcher.state,
         workers=[
@@ -157,7 +161,7 @@ def summary_of(
         name=config.name,
         base=_frozen_base(bucket),
         seed=config.seed,
-        audit=audit_consumption(bucket),
+        audit=audit,
         configuration={
             **{key: str(value) for key, value in redact(flatten(config)).items()},
             "shape": str(config.shape.get("name", "")),

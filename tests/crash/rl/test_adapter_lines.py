@@ -18,13 +18,14 @@ from deltawire.cli.main import main
 from deltawire.config import BuildConfig, RunConfig, parse_config
 from deltawire.errors import InputError
 from deltawire.export.adapter import PREFIX, adapter_off, load_adapted
-from deltawire.export.lines import line_bucket, open_base
-from deltawire.export.models import save_model
+from deltawire.export.lines import open_base
+from deltawire.export.models import load_model, save_model
 from deltawire.export.peft_directory import load_peft
 from deltawire.export.source import open_source
 from deltawire.rl.trainer.bootstrap import start_lines
 from deltawire.rl.trainer.lines import LinesTrainer
 from deltawire.rl.trainer.verify_training import verify_training
+from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import load_mirror, read_history, read_manifest
@@ -220,21 +221,28 @@ def test_a_line_over_another_base_is_refused(tmp_path):
         trainer.__enter__()
 
 
-def test_an_adapter_is_pulled_from_its_line(tmp_path, capsys):
+def test_an_adapter_is_pulled_and_merged_from_its_line(tmp_path):
     config = config_of(tmp_path)
     bucket = start(tmp_path, config)
     train(bucket, config)
     place = line_bucket(bucket, "words")
-    out = tmp_path / "pulled"
-    assert main(["pull", place.url, str(out), "--adapter"]) == 0
-    alone = load_adapted(tmp_path / "model", open_run(place)[1].train.adapter, seed=0)
-    load_peft(alone, open_run(place)[1].train.adapter, out)
-    run, _ = open_run(place)
+    pulled, merged = tmp_path / "pulled", tmp_path / "merged"
+    assert main(["pull", place.url, str(pulled), "--adapter"]) == 0
+    run, own = open_run(place)
+    alone = load_adapted(tmp_path / "model", own.train.adapter, seed=0)
+    load_peft(alone, own.train.adapter, pulled)
     last = load_mirror(place, run)
     found = open_source("bf16", alone).tensors()
     for name, bits in last.tensors.items():
         assert np.array_equal(found[name].view(torch.uint16).numpy().reshape(bits.shape), bits)
-    capsys.readouterr()
+    assert main(["merge", place.url, str(merged)]) == 0
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted = alone.eval()(input_ids=ids).logits
+        gap = load_model(merged).eval()(input_ids=ids).logits - wanted
+        with adapter_off(alone):
+            change = alone(input_ids=ids).logits - wanted
+    assert float(gap.abs().max()) < 0.1 * float(change.abs().max())
 
 
 @pytest.mark.parametrize(

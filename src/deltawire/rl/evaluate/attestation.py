@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deltawire.errors import InputError, RetryError
 from deltawire.runtime.fleet import Fleet, read_trainer
@@ -53,6 +53,11 @@ def wait_for_workers(
         if not pending or time.monotonic() > deadline:
             return _compare([one for one in live if _is_finished(one) or one in pending], status)
         tick()
+
+
+def of_line(name: str, found: Iterable[Attestation]) -> list[Attestation]:
+    """Names the workers of a line of versions with the line."""
+    return [replace(one, worker=f"{name}/{one.worker}") for one in found]
 
 
 def attested(bucket: Bucket, status: TrainerStatus) -> list[Attestation]:

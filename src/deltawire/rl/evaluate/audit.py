@@ -39,6 +39,22 @@ class Consumption:
     lost: int = 0
     trimmed: int = 0
 
+    def plus(self, other: Consumption) -> Consumption:
+        """Returns the sums over both, which are lines of one run: the staleness of each version of
+        either, and the number of versions of both."""
+        numbers = self.staleness.keys() | other.staleness.keys()
+        return Consumption(
+            versions=self.versions + other.versions,
+            consumed=self.consumed + other.consumed,
+            staleness={
+                number: [*self.staleness.get(number, []), *other.staleness.get(number, [])]
+                for number in sorted(numbers)
+            },
+            repeated=self.repeated + other.repeated,
+            lost=self.lost + other.lost,
+            trimmed=self.trimmed + other.trimmed,
+        )
+
     @property
     def groups(self) -> int:
         """The number of groups that were read."""

@@ -25,7 +25,6 @@ from deltawire.codec import Digest
 from deltawire.config import RunConfig
 from deltawire.engines.transformers import IDLE_S
 from deltawire.errors import RetryError
-from deltawire.export.lines import line_bucket
 from deltawire.rl.control.challenges import nonce_of, stream_of
 from deltawire.rl.control.draws import RUN_STREAM
 from deltawire.rl.rollout.episode import run_episode
@@ -40,6 +39,7 @@ from deltawire.rl.rollout.policy_server import (
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.uploader import Uploader
 from deltawire.runtime.fleet import known_trainer
+from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.wire import keys
 from deltawire.wire.run import Run

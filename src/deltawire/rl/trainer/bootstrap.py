@@ -8,10 +8,10 @@ from typing import Any
 from deltawire.config import RunConfig, require_same, run_config
 from deltawire.config.lines import line_config
 from deltawire.envs import open_tasks
-from deltawire.export.lines import line_bucket
 from deltawire.export.models import check_directory, load_tokenizer
 from deltawire.export.new_run import load_line, load_start, publish_start
 from deltawire.export.source import WeightSource, digest_of
+from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_run, require_run

@@ -21,11 +21,11 @@ import msgspec
 from deltawire.config import RunConfig
 from deltawire.config.lines import line_config
 from deltawire.errors import InputError
-from deltawire.export.lines import line_bucket
 from deltawire.rl.trainer.model import open_policy_model
 from deltawire.rl.trainer.rank import translated
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.fleet import next_epoch
+from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import Process, open_run
 from deltawire.sync import require_run
 from deltawire.wire import keys
