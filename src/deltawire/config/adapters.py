@@ -65,20 +65,20 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     """
 
     def rank_of(self, name: str) -> int:
-        """Return the rank of the adapter of a layer or stack."""
+        """Returns the rank of the adapter of a layer or stack."""
         return int(_found(self.rank_pattern, name, self.rank))
 
     def alpha_of(self, name: str) -> float:
-        """Return the alpha of the adapter of a layer or stack."""
+        """Returns the alpha of the adapter of a layer or stack."""
         return float(_found(self.alpha_pattern, name, self.alpha))
 
     def scale_of(self, name: str) -> float:
-        """Return the factor of the adapter's product, of a layer or stack."""
+        """Returns the factor of the adapter's product, of a layer or stack."""
         rank = self.rank_of(name)
         return self.alpha_of(name) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def contradiction(self, *, merged: bool = False) -> tuple[str, str] | None:
-        """Find settings that contradict each other: the reason and what to do, or None.
+        """Finds settings that contradict each other: the reason and what to do, or None.
 
         ``merged`` says that the run publishes merged weights.
         """
@@ -138,7 +138,7 @@ class LineConfig(Section, frozen=True, kw_only=True):
 def adapters_contradiction(
     adapter: AdapterConfig, lines: list[AdapterLineConfig], *, merged: bool
 ) -> tuple[str, str] | None:
-    """Find a fault in a run's adapter, or adapters that cannot share one base: the reason and what
+    """Finds a fault in a run's adapter, or adapters that cannot share one base: the reason and what
     to do, or None.
     """
     if lines and adapter != AdapterConfig():
@@ -179,7 +179,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern names a layer: whole last parts of its name, as PEFT matches."""
+    """Returns whether a pattern names a layer: whole last parts of its name, as PEFT matches."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 

@@ -11,7 +11,7 @@ from deltawire.config.sections import RunConfig
 
 
 def line_config(config: RunConfig, name: str, *, base: str) -> RunConfig:
-    """Return the configuration of a run's line: that of a run with its adapter and its tasks.
+    """Returns the configuration of a run's line: that of a run with its adapter and its tasks.
 
     ``base`` is the digest of the run's version 0. Each line draws its own random numbers.
     """

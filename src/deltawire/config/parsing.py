@@ -153,7 +153,7 @@ def _budgets_fault(config: RunConfig) -> tuple[str, str] | None:
 
 
 def _adapter_fault(config: RunConfig) -> tuple[str, str] | None:
-    """Find what adapters do not go together with: the reason and what to do."""
+    """Finds a setting that contradicts several adapters: the reason and what to do."""
     train = config.train
     if train.adapters and (found := _lines_fault(config)):
         return f"several adapters {found[0]}", found[1]
@@ -174,7 +174,7 @@ def _adapter_fault(config: RunConfig) -> tuple[str, str] | None:
 
 
 def _lines_fault(config: RunConfig) -> tuple[str, str] | None:
-    """Find a setting that a run of several adapters does not have: the reason and what to do."""
+    """Finds a setting that a run of several adapters does not have: the reason and what to do."""
     train = config.train
     if config.midtrain is not None:
         return "are trained on rollouts", "leave out midtrain"

@@ -172,7 +172,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Bounds how long the model thinks before it answers; without it, only max_tokens does."""
 
     def contradiction(self) -> tuple[str, str] | None:
-        """Find settings that contradict each other: the reason and what to do, or None."""
+        """Finds settings that contradict each other: the reason and what to do, or None."""
         if self.thinking is None:
             return None
         return self.thinking.contradiction(self.max_tokens, self.context)

@@ -319,7 +319,7 @@ class MidtrainConfig(Section, frozen=True, kw_only=True):
     heldout: HeldoutLossConfig = HeldoutLossConfig()
 
     def contradiction(self) -> tuple[str, str] | None:
-        """Find settings that contradict each other: the reason and what to do, or None."""
+        """Finds settings that contradict each other: the reason and what to do, or None."""
         names = [one.source for one in self.streams if one.heldout_share]
         names += [one.name for one in self.heldout.streams]
         twice = next((name for name in names if names.count(name) > 1), None)

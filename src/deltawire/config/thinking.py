@@ -78,7 +78,7 @@ class ThinkingConfig(Section, frozen=True, kw_only=True):
     """Tell it at the end of the last message, or as control tokens at the start of the turn."""
 
     def stage_at(self, version: int) -> ThinkingStage:
-        """The budgets that hold at a version."""
+        """Returns the budgets that hold at a version."""
         first = ThinkingStage(from_version=0, budgets=self.budgets, weights=self.weights)
         return [first, *(one for one in self.schedule if one.from_version <= version)][-1]
 

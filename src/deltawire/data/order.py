@@ -47,8 +47,8 @@ def take(position: int, count: int, *, seed: int, shuffle: bool = True) -> tuple
 
 
 def heldout_rows(count: int, share: float) -> NDArray[np.int64]:
-    """The rows of ``count`` that are held out, int64[H], in a fixed random order: at least one and
-    not all.
+    """Returns the rows of ``count`` that are held out, int64[H], in a fixed random order: at least
+    one and not all.
 
     Raises `InputError` for fewer than two rows.
     """

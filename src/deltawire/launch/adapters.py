@@ -45,7 +45,7 @@ def merge_run(
     trust: ReaderTrust = ANY,
     as_json: bool = False,
 ) -> None:
-    """Write a version of a run, by default the newest, as a plain model with the adapter merged.
+    """Writes a version of a run, by default the newest, as a plain model with the adapter merged.
 
     Raises `InputError` if the merge keeps less of the adapter's change than ``floor``.
     """
@@ -86,7 +86,7 @@ def pull_adapter(
     threads: int | None = None,
     as_json: bool = False,
 ) -> None:
-    """Write a version's adapter, by default the newest's, to a directory that PEFT loads; with
+    """Writes a version's adapter, by default the newest's, to a directory that PEFT loads; with
     ``follow``, also that of every newer version. The base is not fetched.
 
     Raises `InputError` for a run without an adapter, and if the directory holds something else.
@@ -130,7 +130,7 @@ class _AdapterPuller:
         self._poller = VersionPoller(self._retrying, self._run)
 
     def follow(self) -> None:
-        """Write each new version until interrupted."""
+        """Writes each new version until interrupted."""
         answered = time.monotonic()
         while True:
             try:
@@ -147,7 +147,7 @@ class _AdapterPuller:
                 time.sleep(self._poller.pause_s)
 
     def bring(self, version: int | None) -> None:
-        """Write one version, None for the newest."""
+        """Writes one version, None for the newest."""
         from deltawire.export.merged_checkpoint import tensor_of
 
         started, before = time.perf_counter(), self._bucket.read_bytes
@@ -180,7 +180,7 @@ class _AdapterPuller:
             )
 
     def _write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the directory by a complete one."""
+        """Replaces the directory by a complete one."""
         from deltawire.export.peft_directory import write_peft
 
         folder = self._directory
@@ -196,7 +196,7 @@ class _AdapterPuller:
 
 
 def _check_free(directory: Path) -> None:
-    """Raise `InputError` unless a directory is missing, empty, or an adapter's."""
+    """Raises `InputError` unless a directory is missing, empty, or holds an adapter."""
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise InputError(f"{directory} is no directory", hint="name another one")
     if directory.is_dir():

@@ -120,7 +120,7 @@ def _state_folder(options: GatewayOptions, run: Run) -> Path:
 
 
 def _own_key(folder: Path) -> Signer:
-    """The key of an unsigned run's gateway, a new one at the first start."""
+    """Returns the key of an unsigned run's gateway, a new one at the first start."""
     path = folder / "gateway.key"
     if not path.exists():
         Ed25519Signer.generate().write(path)
@@ -144,8 +144,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def pseudonym_secret(signer: Signer) -> bytes:
-    """The secret of a deployment's pseudonyms, which follows from its key: Ed25519 signs the same
-    bytes in the same way every time."""
+    """Returns the secret of a deployment's pseudonyms, derived from its key: Ed25519 signatures are
+    deterministic.
+    """
     return signer.sign(b"deltawire pseudonyms 1\0")
 
 

@@ -80,7 +80,7 @@ def divide(
 def divide_sequences(
     lengths: Sequence[int], *, budget: int, ranks: int = 1, packed: bool = True
 ) -> list[list[list[int]]]:
-    """Return the indices of each rank's sequences, pass by pass: [rank][pass].
+    """Returns the indices of each rank's sequences, pass by pass: [rank][pass].
 
     Every rank gets equally many passes; without a sequence, it takes part in one whose result does
     not count.

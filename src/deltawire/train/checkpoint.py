@@ -169,8 +169,9 @@ class CheckpointWriter:
             pending.result()
 
     def release_memory(self) -> None:
-        """Wait for the current save, and free the memory that states are copied to; the next save
-        takes it again."""
+        """Waits for the current save, and frees the memory that states are copied to; the next save
+        allocates it again.
+        """
         self.flush()
         self._staging.clear()
 

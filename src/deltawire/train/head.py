@@ -166,7 +166,7 @@ class _Settings(NamedTuple):
     adapter_scale: float = 0.0
 
     def cast(self, *weights: Tensor | None) -> list[Any]:
-        """The head's weights in the dtype that its product is computed in."""
+        """Returns the head's weights in the dtype that its product is computed in."""
         return [None if one is None else one.to(self.dtype) for one in weights]
 
     def logits(
@@ -280,7 +280,7 @@ class _HeadGradients:
     def add(
         self, rows: slice, d_z: Tensor, weight: Tensor, up: Tensor | None, settings: _Settings
     ) -> None:
-        """Add the gradients of one chunk, whose logits have the gradient ``d_z``."""
+        """Adds the gradients of one chunk, whose logits have the gradient ``d_z``."""
         hidden, _, _, low, _ = self._given
         if self.hidden is not None:
             self.hidden[rows] = d_z @ weight
@@ -297,7 +297,7 @@ class _HeadGradients:
             _add_product(self.up, d_z, low[rows].to(settings.dtype))
 
     def found(self) -> list[Tensor | None]:
-        """Return the gradients in the order and the dtypes of the inputs."""
+        """Returns the gradients in the order and the dtypes of the inputs."""
         all_of = (self.hidden, self.weight, self.bias, self.low, self.up)
         return [
             None if one is None or like is None else one.to(like.dtype)
@@ -306,7 +306,7 @@ class _HeadGradients:
 
 
 def _add_product(total: Tensor, d_z: Tensor, x: Tensor) -> None:
-    """Add d_zᵀ · x, in float32 if both are."""
+    """Adds d_zᵀ · x, in float32 if both are."""
     if x.dtype == torch.float32:
         total.addmm_(d_z.T, x)
     else:
@@ -358,7 +358,7 @@ class OutputHead(NamedTuple):
     lora: Any = None
 
     def adapter(self, hidden_TH: Tensor) -> HeadAdapter | None:
-        """The head's active LoRA adapter on these hidden states; None without one."""
+        """Returns the head's active LoRA adapter on these hidden states; None without one."""
         if self.lora is None:
             return None
         name = self.lora.active_adapters[0]
@@ -391,7 +391,7 @@ def head_of(model: Any) -> OutputHead:
 
 
 def _linear_of(module: Any) -> tuple[Any, Any]:
-    """The layer that a head computes with now, and its active LoRA layer or None."""
+    """Returns the layer that a head computes with now, and its active LoRA layer or None."""
     off = getattr(module, "_disable_adapters", False)
     if hasattr(module, "original_module"):  # PEFT's ModulesToSaveWrapper.
         copies = module.modules_to_save

@@ -131,7 +131,9 @@ def _open(stream: DocumentStreamConfig | HeldoutStreamConfig) -> Rows:
 
 
 def _heldout_of(stream: DocumentStreamConfig, rows: Rows) -> NDArray[np.int64]:
-    """The rows of a stream that are not trained on, int64[H], in the order of the sample."""
+    """Returns the rows of a stream that are not trained on, int64[H], in the order of the
+    sample.
+    """
     if not stream.heldout_share:
         return np.zeros(0, np.int64)
     return heldout_rows(len(rows), stream.heldout_share)
@@ -144,7 +146,7 @@ def _pieces(
     text: Text,
     length: int,
 ) -> list[NDArray[np.int32]]:
-    """A document's token ids in pieces of at most ``length``, each int32[L] with L ≥ 2."""
+    """Returns a document's token ids in pieces of at most ``length``, each int32[L] with L ≥ 2."""
     content = rows[row].get(stream.column)
     if not isinstance(content, str):
         raise InputError(f"row {row} of {stream.path} has no text in column {stream.column!r}")
@@ -187,8 +189,9 @@ class HeldoutDocuments:
         return version % every == 0 or version == self._config.train.versions
 
     def losses(self, masters: MasterWeights) -> tuple[SourceLoss, dict[str, SourceLoss]]:
-        """Measure the loss over the tokens of all sources, and of each. All ranks call this
-        together, and get the same numbers."""
+        """Measures the loss over the tokens of all sources, and of each. All ranks call this
+        together, and get the same numbers.
+        """
         if not self._documents:
             self._documents = dict(map(self._sample, self._sources))
         documents = [one for source in self._documents.values() for one in source]
@@ -206,7 +209,7 @@ class HeldoutDocuments:
     def _sample(
         self, stream: DocumentStreamConfig | HeldoutStreamConfig
     ) -> tuple[str, list[NDArray[np.int32]]]:
-        """The name of a source, and the documents that are measured on."""
+        """Returns the name of a source, and the documents that are measured on."""
         rows = _open(stream)
         if isinstance(stream, DocumentStreamConfig):
             name, order = stream.source, _heldout_of(stream, rows)
@@ -241,7 +244,7 @@ def _together(sources: dict[str, SourceLoss]) -> SourceLoss:
 def document_losses(
     masters: MasterWeights, documents: Sequence[NDArray[np.int32]], config: RunConfig
 ) -> list[float]:
-    """The cross-entropy of each document's tokens after its first, summed, in nats.
+    """Returns the cross-entropy of each document's tokens after its first, summed, in nats.
 
     Computed as a step computes it, without dropout and without a gradient; neither weights nor
     random numbers change. All ranks call this together: each computes its share and gets all.

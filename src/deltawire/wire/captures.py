@@ -92,7 +92,9 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return np.repeat(np.array(versions, np.int32), [count for _, count in self.spans])
 
     def fault(self) -> str:
-        """The first contradiction in a usable answer; empty if there is none, or it is unusable."""
+        """Returns the first contradiction in a usable answer; empty if there is none, or it is
+        unusable.
+        """
         if self.unusable:
             return ""
         count = len(self.tokens) // 4

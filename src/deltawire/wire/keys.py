@@ -302,32 +302,32 @@ def tinker_save(name: str, digest: str) -> str:
 
 
 def live_gateway(name: str) -> str:
-    """The key of a gateway's state."""
+    """Returns the key of a gateway's state."""
     return f"{LIVE_GATEWAYS}{_checked(name)}.json"
 
 
 def live_captures(gateway: str, number: int) -> str:
-    """The key of a gateway's ``number``-th segment of captures."""
+    """Returns the key of a gateway's ``number``-th segment of captures."""
     return f"{LIVE_CAPTURES}{_checked(gateway)}/{_number(number)}"
 
 
 def live_feedback(gateway: str, number: int) -> str:
-    """The key of a gateway's ``number``-th segment of feedback."""
+    """Returns the key of a gateway's ``number``-th segment of feedback."""
     return f"{LIVE_FEEDBACK}{_checked(gateway)}/{_number(number)}"
 
 
 def live_lineage(worker: str, sequence: int) -> str:
-    """The key of the list of answers that a worker's ``sequence``-th group was made of."""
+    """Returns the key of the list of answers that a worker's ``sequence``-th group was made of."""
     return f"{LIVE_LINEAGE}{_checked(worker)}/{_number(sequence)}"
 
 
 def live_decision(number: int) -> str:
-    """The key of the ``number``-th decision about which version serves."""
+    """Returns the key of the ``number``-th decision about which version serves."""
     return f"{LIVE_DECISIONS}{_number(number)}.json"
 
 
 def live_forgotten(pseudonym: str) -> str:
-    """The key of the record of a user's erasure."""
+    """Returns the key of the record of a user's erasure."""
     return f"{LIVE_FORGOTTEN}{_checked(pseudonym)}.json"
 
 
@@ -340,7 +340,7 @@ def trailing_number(key: str) -> int | None:
 
 
 def line(name: str) -> str:
-    """The prefix, without its last slash, of a further line of versions of a run: under it are all
-    keys of a run.
+    """Returns the prefix, without its last slash, of a further line of versions of a run: under it
+    are all keys of a run.
     """
     return f"{LINES}{_checked(name)}"

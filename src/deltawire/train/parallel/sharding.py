@@ -94,7 +94,7 @@ def to_device(model: Any, device: torch.device) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model, some of whose parameters may have no memory yet."""
+    """Returns the device of a model, some of whose parameters may have no memory yet."""
     tensors = (*model.parameters(), *model.buffers())
     return next((one.device for one in tensors if not one.is_meta), torch.device("cpu"))
 
