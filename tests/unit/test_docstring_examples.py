@@ -80,7 +80,11 @@ def fragment_of(thing):
 CLASSES = {
     f"{one.__module__.removeprefix('deltawire.')}.{one.__qualname__}": one for one in classes()
 }
-SECTIONS = {name: one for name, one in CLASSES.items() if issubclass(one, Section)}
+SECTIONS = {
+    name: one
+    for name, one in CLASSES.items()
+    if issubclass(one, Section) and "Not a key of a file." not in (one.__doc__ or "")
+}
 EXAMPLES = {
     name: text
     for name, one in CLASSES.items()

@@ -119,7 +119,17 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
 
 
 class AdapterLineConfig(AdapterConfig, frozen=True, kw_only=True):
-    """One of several adapters of a run: a version line of its own, over the run's base."""
+    """One of several adapters of a run, with separate versions over the run's base.
+
+    Example::
+
+        [evaluate]
+        every = 0
+
+        [[train.adapters]]
+        name = "math"
+        rank = 8
+    """
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}\Z")]
     kind: Literal["none", "lora"] = "lora"
@@ -129,7 +139,12 @@ class AdapterLineConfig(AdapterConfig, frozen=True, kw_only=True):
 
 class LineConfig(Section, frozen=True, kw_only=True):
     """In the configuration of a version line: its name, and the digest of the base that it adapts,
-    version 0 of the run that holds the line. Not a key of a file."""
+    version 0 of the run that holds the line. Not a key of a file.
+
+    Example::
+
+        line = LineConfig(name="math", base=run.digest)
+    """
 
     name: str
     base: str
