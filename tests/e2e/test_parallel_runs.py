@@ -44,13 +44,14 @@ def write(folder: Path, axes: str, *, family: str = "", versions: int = 3) -> No
     (folder / "run.toml").write_text(text.replace("FAMILY", family))
 
 
-def assert_whole(folder: Path, versions: int) -> Bucket:
-    """The run ended, and its worker serves the bits of its last version."""
+def assert_whole(folder: Path, versions: int, *, workers: int = 1) -> Bucket:
+    """The run ended, and at least so many workers serve the bits of its last version."""
     bucket = open_bucket(str(folder / "out" / "bucket"))
     status = read_trainer(bucket)
     assert (status.phase, status.version) == ("finished", versions)
     report = json.loads((folder / "out" / "report.json").read_text())
-    assert [one["bit_identical"] for one in report["workers"]] == [True]
+    assert len(report["workers"]) >= workers
+    assert all(one["bit_identical"] for one in report["workers"])
     run = read_run(bucket)
     last = list(read_history(bucket, run))[-1]
     assert load_mirror(bucket, run).digest.hex() == last.digest == status.digest
@@ -115,6 +116,7 @@ def run_with_a_kill(folder: Path, *, after: int) -> None:
 
 
 @pytest.mark.drills
+@pytest.mark.timeout(600)  # Two runs, with four processes each to start.
 @pytest.mark.parametrize(
     ("family", "before", "after"),
     [
@@ -125,15 +127,16 @@ def run_with_a_kill(folder: Path, *, after: int) -> None:
 def test_a_killed_rank_and_then_another_mesh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, before: str, after: str
 ) -> None:
-    write(tmp_path, before, family=family, versions=6)
+    write(tmp_path, before, family=family, versions=4)
     run_with_a_kill(tmp_path, after=1)
-    bucket = assert_whole(tmp_path, 6)
+    bucket = assert_whole(tmp_path, 4)
     digests = [one.digest for one in read_history(bucket, read_run(bucket))]
     assert main(["fsck", bucket.url]) == 0
-    write(tmp_path, after, family=family, versions=8)
+    write(tmp_path, after, family=family, versions=6)
     monkeypatch.chdir(tmp_path)
     assert main(["run", "run.toml", "--out", "out", "--plain"]) == 0
-    assert_whole(tmp_path, 8)
+    # The groups may have been stored before: then it ends before a worker has joined it.
+    assert_whole(tmp_path, 6, workers=0)
     again = [one.digest for one in read_history(bucket, read_run(bucket))]
-    assert again[:6] == digests, "the first mesh's versions stay"
-    assert len(again) == 8
+    assert again[:4] == digests, "the first mesh's versions stay"
+    assert len(again) == 6

@@ -1,8 +1,8 @@
 """One rank of several, alone in a process: opens a run's model and restores its shards.
 
-Run as a script with a bucket's URL, the number of ranks and, as JSON, keys of the section
-``train``. The other ranks are made up (torch's fake process group), so nothing is exchanged. Prints
-as JSON the most bytes of tensors that existed together, and the sizes to compare that with.
+Run as a script with a bucket's URL and the number of ranks. The other ranks are made up (torch's
+fake process group), so nothing is exchanged. Prints as JSON the most bytes of tensors that existed
+together, and the sizes to compare that with: for a model without memory, and for a whole one.
 """
 
 from __future__ import annotations
@@ -61,11 +61,8 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self._known.pop(key)
 
 
-def main(url: str, ranks: int, train: dict, meta: bool) -> dict:
-    os.environ |= {"RANK": str(ranks - 1), "WORLD_SIZE": str(ranks)}
-    dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
-    raw = {"name": "m", "train": {"ranks": ranks, **train}}
-    config = parse_config(raw, source="test")
+def measured(url: str, ranks: int, *, meta: bool) -> dict:
+    config = parse_config({"name": "m", "train": {"ranks": ranks}}, source="test")
     bucket = open_bucket(url)
     run = require_run(bucket)
     with fetch_model_files(bucket, run) as folder, LiveBytes() as counted:
@@ -83,6 +80,11 @@ def main(url: str, ranks: int, train: dict, meta: bool) -> dict:
     }
 
 
+def main(url: str, ranks: int) -> list[dict]:
+    os.environ |= {"RANK": str(ranks - 1), "WORLD_SIZE": str(ranks)}
+    dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
+    return [measured(url, ranks, meta=meta) for meta in (True, False)]
+
+
 if __name__ == "__main__":
-    found = main(sys.argv[1], int(sys.argv[2]), *json.loads(sys.argv[3]))
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(main(sys.argv[1], int(sys.argv[2]))) + "\n")
