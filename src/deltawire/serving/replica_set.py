@@ -44,6 +44,8 @@ Transition = Literal["async", "sync"]
 POLL_EVERY_S = 1.0
 RETRY_AT_MOST_S = 30.0
 CONFIRM_WITHIN_S = 2.0
+CONFIRM_EVERY_S = 0.01
+"""Answers that end within this time of each other share one call."""
 MAX_LEDGER = 1024
 
 
@@ -214,6 +216,7 @@ class ReplicaSet:
         self, member: TrackedReplica, before: asyncio.Task[HeldVersion] | None
     ) -> HeldVersion:
         """Ask after the call before, which began before the answers ended that wait for this."""
+        await asyncio.sleep(CONFIRM_EVERY_S)
         if before is not None:
             await asyncio.wait([before])
         member.asking, member.queued = member.queued, None

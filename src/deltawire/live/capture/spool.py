@@ -45,8 +45,8 @@ OnStored = Callable[[bool], object]
 CallBack = Callable[[Callable[[], None]], object]
 
 
-class _Row(NamedTuple):
-    data: bytes
+class _Rows(NamedTuple):
+    rows: list[bytes]
     on_stored: OnStored | None
 
 
@@ -77,7 +77,7 @@ class Spool:
         self._folder = private_folder(folder)
         self._limit = limit_bytes
         self._call_back = call_back
-        self._queue: queue.Queue[_Row | Future[None] | None] = queue.Queue()
+        self._queue: queue.Queue[_Rows | Future[None] | None] = queue.Queue()
         self._waiting = 0
         self._lock = threading.Lock()
         self._file: int | None = None
@@ -96,15 +96,22 @@ class Spool:
 
     def append(self, data: bytes, on_stored: OnStored | None = None) -> None:
         """Stores a row; ``on_stored`` is called with whether it is on disk."""
+        self.append_all([data], on_stored)
+
+    def append_all(self, rows: list[bytes], on_stored: OnStored | None = None) -> None:
+        """Stores several rows, all of them or none, and calls ``on_stored`` once."""
+        if not rows:
+            return
+        size = sum(_HEAD.size + len(row) for row in rows)
         with self._lock:
-            size = _HEAD.size + len(data)
             full = self._bytes + size > self._limit or self._waiting >= WAITING_ROWS
-            refused = full or len(data) > MAX_ROW_BYTES or not self._thread.is_alive()
-            self.lost += refused
-            if not refused:
+            refused = full or size > MAX_ROW_BYTES or not self._thread.is_alive()
+            if refused:
+                self.lost += len(rows)
+            else:
                 self._bytes += size
-                self._waiting += 1
-                self._queue.put(_Row(data, on_stored))
+                self._waiting += len(rows)
+                self._queue.put(_Rows(rows, on_stored))
         if refused and on_stored is not None:
             on_stored(False)
 
@@ -177,9 +184,9 @@ class Spool:
             with contextlib.suppress(queue.Empty):
                 while len(items) < WAITING_ROWS:
                     items.append(self._queue.get_nowait())
-            rows = [item for item in items if isinstance(item, _Row)]
-            if rows:
-                self._store(rows)
+            groups = [item for item in items if isinstance(item, _Rows)]
+            if groups:
+                self._store(groups)
             seals = [item for item in items if isinstance(item, Future)]
             ended = None in items
             if seals or ended:
@@ -187,8 +194,9 @@ class Spool:
             for seal in seals:
                 seal.set_result(None)
 
-    def _store(self, rows: list[_Row]) -> None:
-        data = b"".join(_HEAD.pack(len(row.data), _check(row.data)) + row.data for row in rows)
+    def _store(self, groups: list[_Rows]) -> None:
+        rows = [row for group in groups for row in group.rows]
+        data = b"".join(_HEAD.pack(len(row), _check(row)) + row for row in rows)
         try:
             if self._written and (
                 self._written + len(data) > SEGMENT_BYTES or self._rows + len(rows) > MAX_ROWS
@@ -211,7 +219,7 @@ class Spool:
             self._bytes -= 0 if stored else len(data)
             self.stored += len(rows) if stored else 0
             self.lost += 0 if stored else len(rows)
-        calls = [row.on_stored for row in rows if row.on_stored is not None]
+        calls = [group.on_stored for group in groups if group.on_stored is not None]
 
         def notify() -> None:
             for call in calls:

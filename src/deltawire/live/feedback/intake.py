@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -148,9 +148,9 @@ class FeedbackIntake:
             self._under_way.pop(name, None)
         return _refused(503, "the gateway cannot store feedback now", "try again later", 10.0)
 
-    def note(self, row: Feedback) -> None:
-        """Stores a signal that a detector found; nobody waits for it."""
-        self._spool.append(encode_row(row))
+    def note(self, rows: Iterable[Feedback]) -> None:
+        """Stores signals that detectors found; nobody waits for them."""
+        self._spool.append_all([encode_row(row) for row in rows])
 
 
 def settler(future: asyncio.Future[bool]) -> Callable[[bool], None]:

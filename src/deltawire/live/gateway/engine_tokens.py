@@ -37,6 +37,8 @@ class ChoiceTokens:
         """Why the tokens cannot be trained on; empty if they can, but for their versions."""
         if self.missing or not self.ids:
             return "the engine stated no tokens"
+        if not _are_ids(self.ids):
+            return "a token is no number of a vocabulary"
         if len(self.logprobs) != len(self.ids):
             return "the engine did not state a log-probability for each token"
         if not all(math.isfinite(p) and LEAST_LOGPROB < p <= 1e-3 for p in self.logprobs):
@@ -65,14 +67,14 @@ class AnswerReader:
     def read(self, body: dict[str, Any]) -> None:
         """Adds a whole answer, or one chunk. Members of the wrong type count as missing."""
         self.model = self.model or str(body.get("model") or "")[:256]
-        if _are_ids(body.get("prompt_token_ids")):
+        if "prompt_token_ids" in body and _are_ids(body["prompt_token_ids"]):
             self.prompt = body["prompt_token_ids"]
         for row in body.get("choices") or ():
             if isinstance(row, dict) and isinstance(row.get("index", 0), int):
                 self._read(row, self.choices.setdefault(row.get("index", 0), ChoiceTokens()))
 
     def _read(self, row: dict[str, Any], choice: ChoiceTokens) -> None:
-        if _are_ids(row.get("prompt_token_ids")):
+        if "prompt_token_ids" in row and _are_ids(row["prompt_token_ids"]):
             self.prompt = row["prompt_token_ids"]
         said = row.get("message") or row.get("delta") or {}
         text = row.get("text") or said.get("content") or ""
@@ -80,19 +82,22 @@ class AnswerReader:
         calls = said.get("tool_calls") or ()
         if text:
             choice.text.append(str(text))
-        for place, call in enumerate(calls):
+        for place, call in enumerate(calls) if calls else ():
             function = call.get("function") or {}
             parts = choice.calls.setdefault(call.get("index", place), [])
             parts.append(str(function.get("arguments") or ""))
-        ids: Any = row.get("token_ids")
-        versions: Any = row.get("token_versions")
-        if _are_ids(ids):
+        ids = row.get("token_ids")
+        if isinstance(ids, list):  # What it holds is checked once, by `ChoiceTokens.fault`.
             choice.ids += ids
-            choice.versions += versions if _are_ids(versions) else ()
+            versions: Any = row.get("token_versions")
+            if versions is not None and _are_ids(versions):
+                choice.versions += versions
         elif (text or thought or calls) and not row.get("tokens_follow"):
             choice.missing = True
-        choice.logprobs += _logprobs_of(row.get("logprobs"))
-        choice.finish = str(row.get("finish_reason") or choice.finish)[:32]
+        if row.get("logprobs"):
+            choice.logprobs += _logprobs_of(row["logprobs"])
+        if row.get("finish_reason"):
+            choice.finish = str(row["finish_reason"])[:32]
 
 
 def _logprobs_of(found: Any) -> list[float]:

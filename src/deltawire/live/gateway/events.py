@@ -26,7 +26,8 @@ class EventSplitter:
     def feed(self, data: bytes) -> list[bytes]:
         """Returns the events that are whole now, without the empty lines between them; raises
         `CorruptError` beyond `MAX_EVENT_BYTES`."""
-        parts = _END.split(self._rest + data)
+        whole = self._rest + data
+        parts = _END.split(whole) if b"\r" in whole else whole.split(b"\n\n")
         self._rest = parts.pop()
         if len(self._rest) > MAX_EVENT_BYTES:
             raise CorruptError(f"an event of more than {MAX_EVENT_BYTES} bytes")

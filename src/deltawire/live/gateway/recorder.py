@@ -204,23 +204,23 @@ class Recorder:
             return
         last, went = found
         now = time.time()
-        for name, value in self.rates.detect(went).items():
-            self.intake.note(
-                Feedback(
-                    id=f"{name}-{last.receipt.answer}",
-                    answer=last.receipt.answer,
-                    conversation=last.receipt.conversation,
-                    user=last.receipt.user,
-                    arm=last.receipt.arm,
-                    kind=f"detected_{name}",
-                    value=value,
-                    source="detector",
-                    at=now,
-                    received=now,
-                    served_at=last.receipt.at,
-                    recorded=last.receipt.recorded,
-                )
+        self.intake.note(
+            Feedback(
+                id=f"{name}-{last.receipt.answer}",
+                answer=last.receipt.answer,
+                conversation=last.receipt.conversation,
+                user=last.receipt.user,
+                arm=last.receipt.arm,
+                kind=f"detected_{name}",
+                value=value,
+                source="detector",
+                at=now,
+                received=now,
+                served_at=last.receipt.at,
+                recorded=last.receipt.recorded,
             )
+            for name, value in self.rates.detect(went).items()
+        )
 
     async def finish(
         self,
@@ -243,6 +243,9 @@ class Recorder:
         stated = all(len(c.versions) == len(c.ids) for c in reader.choices.values())
         known = stated or (version is not None and await confirmed())
         choices = [reader.choices[index] for index in sorted(reader.choices)]
+        if len(choices) == 1:
+            only = choices[0]
+            return [await self._record(served, reader, only, version if known else None, first_s)]
         return await asyncio.gather(
             *(self._record(served, reader, c, version if known else None, first_s) for c in choices)
         )
@@ -311,11 +314,8 @@ class Recorder:
     async def _store(self, row: bytes) -> bool:
         stored: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.captures.append(row, settler(stored))
-        try:
-            async with asyncio.timeout(STORE_WITHIN_S):
-                return await asyncio.shield(stored)
-        except TimeoutError:
-            return False
+        done, _ = await asyncio.wait([stored], timeout=STORE_WITHIN_S)
+        return bool(done) and stored.result()
 
     def _receipt(
         self,
