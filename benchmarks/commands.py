@@ -18,6 +18,7 @@ def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _add_clients,
         _add_peers,
         _add_adapters,
+        _add_live,
     ):
         add(benches)
 
@@ -181,4 +182,12 @@ def _add_adapters(benches: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
     parser.add_argument("--seed", type=int, default=0, help="what draws weights and data")
     parser.add_argument("--repeats", type=int, default=5, help="steps that medians are taken over")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _add_live(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser("live", help="serving users and learning from them")
+    parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
+    parser.add_argument("--seed", type=int, default=0, help="what draws arrivals and deaths")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of each measurement")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

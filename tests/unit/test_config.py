@@ -58,6 +58,8 @@ def test_the_tables_were_found():
         "chat.template_kwargs",
         "evaluate.budgets",
         "evaluate.sets",
+        "live.rewards",
+        "live.silent",
         "line",
         "midtrain",
         "rollout.thinking",
@@ -178,6 +180,10 @@ def test_options_are_the_datasets_own():
 
 
 OTHER = {
+    "live.baseline": "learned",
+    "live.reward_function": "my.rewards:live",
+    "live.rewards": {"score": 0.5},
+    "live.silent": 0.0,
     "train.packing": "off",
     "train.activation_checkpointing": "full",
     "device": "cpu",
@@ -234,6 +240,8 @@ TOGETHER = {
     *(
         "evaluate.budgets",
         "evaluate.sets",
+        "live.rewards",
+        "live.silent",
         "task.data",
         "task.mixture",
         "midtrain",

@@ -119,6 +119,8 @@ FLAGS = {
     "grant": {"--key", "--json"},
     "export": TRUST | {"--version", "--base", "--json"},
     "import": set(),
+    "learner": TRUST | {"--id", "--key", "--supervised", "--cpus"},
+    "forget": TRUST | {"--state", "--key", "--json"},
     "gateway": TRUST
     | {
         "--key",

@@ -20,6 +20,8 @@ COMMANDS = (
     "keygen",
     "grant",
     "gateway",
+    "learner",
+    "forget",
     "tinker",
     "report",
     "fsck",

@@ -119,7 +119,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
         advantage = "leave_one_out"
     """
 
-    advantage: Literal["group_mean", "group_std", "leave_one_out"] = "group_std"
+    advantage: Literal["group_mean", "group_std", "leave_one_out", "given"] = "group_std"
     ratio_base: Literal["old", "rollout"] = "rollout"
     """The denominator of the ratio: the policy before the step, or the sampler."""
     surrogate: Annotated[str, Meta(max_length=256)] = "ppo"

@@ -20,6 +20,7 @@ from deltawire.config.adapters import (
 from deltawire.config.base import Count, Fraction, OwnDevice, Positive, Section
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.layout import layout_contradiction
+from deltawire.config.live import LiveConfig
 from deltawire.config.losses import LossConfig
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
 from deltawire.config.reference import ReferenceConfig
@@ -554,6 +555,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     trust: TrustConfig = TrustConfig()
     line: LineConfig | None = None
     """The version line that this is the configuration of. Not a key of a file."""
+    live: LiveConfig = LiveConfig()
     shape: dict[str, Any] = {}
     """The training profile that ``deltawire run --shape`` started the run with, as plain data
     (`deltawire.plan.profile`); empty without one. Not a key of a file."""

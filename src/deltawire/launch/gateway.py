@@ -25,6 +25,7 @@ from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_t
 from deltawire.live.capture.consent import ConsentRule, read_users
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.capture.redaction import Redaction, load_redact
+from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.feedback.limits import FeedbackLimits
 from deltawire.live.gateway.app import WEBHOOK, LiveCalls
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions
@@ -36,6 +37,7 @@ from deltawire.serving.contract import ReplicaSetState
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import require_run
+from deltawire.wire.lineage import Forgotten
 from deltawire.wire.roles import GATEWAY_ROLE
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
@@ -263,3 +265,30 @@ def _lines(state: ReplicaSetState) -> dict[str, str]:
             words.append(loading.target_snapshot_identity)
         lines[replica.name] = " ".join(words) + (f": {loading.message}" if loading.message else "")
     return lines
+
+
+def forget_by_name(
+    location: str, name: str, *, key: str, state: str, trust: ReaderTrust
+) -> Forgotten:
+    """Deletes what a run's bucket holds of a user, by the name that requests gave; ``-`` reads it
+    from standard input. ``key`` is the deployment's, else that in the ``state`` of its gateway.
+
+    Raises `InputError` without the key, from which pseudonyms follow.
+    """
+    name = sys.stdin.readline().strip() if name == "-" else name
+    if not name:
+        raise InputError("the user has no name")
+    signer = read_signer(key)
+    bucket = open_trusted(location, trust, signer=signer, role=GATEWAY_ROLE)
+    bucket.over(RetryingBucket.over(bucket.inner)).check_writer()
+    run = require_run(bucket)
+    if signer is None:
+        folder = Path(state) if state else state_folder().parent / "gateways" / run.id
+        if not (folder / "gateway.key").exists():
+            raise InputError(
+                "the deployment's key is needed: pseudonyms follow from it",
+                hint="give --key FILE, or --state DIR of a gateway that made its own",
+            )
+        signer = Ed25519Signer.read(folder / "gateway.key")
+    user = Pseudonyms(pseudonym_secret(signer)).user(name)
+    return forget_user(bucket.over(RetryingBucket.over(bucket.inner)), run, user)

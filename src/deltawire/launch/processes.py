@@ -103,7 +103,7 @@ def stay_off_the_hub() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def _open_process(
+def open_process(
     location: str,
     name: str,
     role: Role,
@@ -135,13 +135,25 @@ def join_as_worker(location: str, *, name: str, patience_s: float, options: Chil
         raise InputError(
             f"--id {name}: this is the name of another process of the run", hint="choose another"
         )
-    process = _open_process(location, name, "worker", options)
+    process = open_process(location, name, "worker", options)
     from deltawire.rl.rollout.worker import run_worker
 
     process.handle_signals()
     with process.registered():
         log = _log_nothing if process.supervised else _log
         run_worker(process, patience_s=patience_s, report=log)
+
+
+def join_as_learner(location: str, *, name: str, options: ChildOptions) -> None:
+    """Makes groups of served answers for a run until it ends, under ``name``."""
+    if not valid_name(name) or len(name) > MAX_NAME or name in get_args(Role):
+        raise InputError(f"--id {name[:60]!r}: use at most {MAX_NAME} letters, digits, - and _")
+    process = open_process(location, name, "worker", options)
+    from deltawire.live.learning.learner import run_learner
+
+    process.handle_signals()
+    with process.registered():
+        run_learner(process, report=_log_nothing if process.supervised else _log)
 
 
 def _log(line: str) -> None:
@@ -207,7 +219,7 @@ def lead_trainer(
         run_id = pin.run_id
     # The supervisor started this rank's parent, and knows no other process id.
     parent = os.getppid() if is_rank() and options.supervised else None
-    process = _open_process(location, "trainer", "trainer", options, signer=signer, pid=parent)
+    process = open_process(location, "trainer", "trainer", options, signer=signer, pid=parent)
     from deltawire.rl.trainer.entry import run_trainer
 
     process.handle_signals()
@@ -228,7 +240,7 @@ def _follow_trainer(location: str, options: ChildOptions) -> None:
         if signer is not None:
             trust = replace(trust, pin=Pin(signer.public_key, start.run))
         own = replace(options, trust=trust, cpus="")
-        opened.append(_open_process(location, "trainer", "trainer", own, signer=signer))
+        opened.append(open_process(location, "trainer", "trainer", own, signer=signer))
         opened[0].handle_signals()
         return opened[0].bucket
 
@@ -237,7 +249,7 @@ def _follow_trainer(location: str, options: ChildOptions) -> None:
 
 def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
     """Measures the held-out accuracy of a run's versions until it ends."""
-    process = _open_process(location, "evaluator", "evaluator", options)
+    process = open_process(location, "evaluator", "evaluator", options)
     from deltawire.rl.evaluate.evaluator import run_evaluator
 
     process.handle_signals()
@@ -247,7 +259,7 @@ def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
 
 def run_as_reference(location: str, *, options: ChildOptions) -> None:
     """Scores a run's groups with its reference until it ends."""
-    process = _open_process(location, "reference", "reference", options)
+    process = open_process(location, "reference", "reference", options)
     from deltawire.rl.reference.process import run_reference
 
     process.handle_signals()
@@ -263,7 +275,7 @@ def make_model(config: RunConfig, out: Path, *, bucket: str, options: ChildOptio
     if not options.supervised and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"{out} exists already", hint="choose another --out, or remove it")
     if bucket:
-        process = _open_process(bucket, "warm-start", "warm-start", options)
+        process = open_process(bucket, "warm-start", "warm-start", options)
     else:
         stay_off_the_hub()
         progress = open_bucket("memory:///")

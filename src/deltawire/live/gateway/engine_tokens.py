@@ -87,7 +87,7 @@ class AnswerReader:
             parts = choice.calls.setdefault(call.get("index", place), [])
             parts.append(str(function.get("arguments") or ""))
         ids = row.get("token_ids")
-        if isinstance(ids, list):  # What it holds is checked once, by `ChoiceTokens.fault`.
+        if isinstance(ids, list):  # `ChoiceTokens.fault` checks the members once.
             choice.ids += ids
             versions: Any = row.get("token_versions")
             if versions is not None and _are_ids(versions):

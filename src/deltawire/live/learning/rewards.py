@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
+from deltawire.config.live import DEFAULT_REWARDS
 from deltawire.errors import InputError
 from deltawire.wire.captures import Capture, Feedback
 
@@ -57,9 +58,7 @@ class RewardRules:
         RewardRules({"accept": 0.75, "reject": -0.25}, silent=0.0)
     """
 
-    weights: Mapping[str, float] = field(
-        default_factory=lambda: {"accept": 0.75, "reject": -0.25, "thumbs": 1.0}
-    )
+    weights: Mapping[str, float] = field(default_factory=lambda: DEFAULT_REWARDS)
     silent: float | None = None
     bounds: tuple[float, float] = (-1.0, 1.0)
     function: str = ""

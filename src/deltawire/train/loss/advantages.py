@@ -50,9 +50,17 @@ def leave_one_out(rewards_E: Tensor, groups_E: Tensor) -> Tensor:
     return (centred * count / (count - 1).clamp(min=1)).float()
 
 
+def given(rewards_E: Tensor, groups_E: Tensor) -> Tensor:
+    """The reward itself: float32[E]. For groups whose rewards are advantages already, such as a
+    learner's (`deltawire.live.learning`)."""
+    del groups_E
+    return rewards_E.float()
+
+
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group_mean": group_mean,
     "group_std": group_std,
     "leave_one_out": leave_one_out,
+    "given": given,
 }
 """The advantage estimators, by their names in ``train.loss.advantage``."""

@@ -1,0 +1,26 @@
+"""The keys of ``deltawire bench live``, measured as `benchmarks.training.keys` describes.
+
+To add a key: one module of this folder with ``measure(options) -> Measured``, one line in `KEYS`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.training.keys import Key
+
+PACKAGE: Final = "benchmarks.live"
+
+KEYS: Final[dict[str, Key]] = {
+    "gateway_delay_ratio_p50": Key(
+        "gateway", "<=", 2, "median delay to the first token and per chunk over a pass-through's"
+    ),
+    "gateway_delay_ratio_p99": Key("gateway", "<=", 3, "the same, 99th percentile"),
+    "gateway_rps_ratio": Key(
+        "gateway", ">=", 0.4, "answers per second of one core over a pass-through's, all captured"
+    ),
+    "captures_lost": Key("drills", "<=", 0, "answers with a receipt that are not in the bucket"),
+    "feedback_lost": Key("drills", "<=", 0, "reports that were taken and are not in the bucket"),
+    "feedback_trained_twice": Key("drills", "<=", 0, "answers that two groups were made of"),
+}
+"""Every key, in the order of the table."""

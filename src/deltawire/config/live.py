@@ -1,0 +1,46 @@
+"""Section of learning from live users."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from deltawire.config.base import Fraction, Positive, Section
+
+_Weight = Annotated[float, Meta(ge=-1e4, le=1e4)]
+DEFAULT_REWARDS = {"accept": 0.75, "reject": -0.25, "thumbs": 1.0}
+"""An answer that is accepted with a probability above 25 % is worth showing."""
+_NAME = r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?\Z"
+
+
+class LiveConfig(Section, frozen=True, kw_only=True):
+    """The rules by which ``deltawire learner`` makes groups of served answers
+    (`deltawire.live.learning`)."""
+
+    start_bar: Fraction = 0.0
+    """Learn only once the newest evaluated version has this held-out accuracy; 0 begins at once."""
+    rewards: dict[str, _Weight] = {}
+    """The reward's weight of each kind of feedback, and of facts such as answer_broken_calls; empty
+    for `DEFAULT_REWARDS`."""
+    silent: _Weight | None = None
+    """The reward of an answer that nobody reported about, once no report is likely any more; left
+    out, such answers are not trained on."""
+    reward_function: Annotated[str, Meta(pattern=_NAME)] = ""
+    """``module:function`` on the learner's machine, instead of weights."""
+    baseline: Literal["batch", "value_tracker", "learned"] = "batch"
+    """The baseline: subtracted from a reward before the batch is normalized."""
+    window_s: Positive = 86_400.0
+    """Wait this long for feedback about an answer."""
+    settle_s: Positive = 60.0
+    """After a report, wait this long for another one."""
+    still_likely: Fraction = 0.05
+    """Silence is silence once the fitted delays give a report less than this probability."""
+    max_age_s: Positive = 604_800.0
+    """Older answers are not trained on; they are counted."""
+    half_life_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    """An answer's weight halves with each such time since it was served; 0 keeps it."""
+    user_cap: Annotated[float, Meta(gt=0, le=1)] = 0.05
+    """Largest share of one user in the weight of a group."""
+    cohort_cap: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Largest share of one cohort."""

@@ -1,0 +1,172 @@
+"""Forgetting: deletes what was stored of a user, and tells which versions were trained on it.
+
+The record ``live/forgotten/<user>.json`` comes first: from then on gateways store nothing more of
+this user, upload nothing from their spools, and no learner reads it. Then segments, groups and
+references are replaced or deleted. Running it again continues where it stopped.
+
+Deleted here: rows of captures and feedback; groups of ``rollouts/`` that were consumed and hold an
+answer of the user (whole groups: a group's bytes are hashed), and the user's part of groups that
+wait for the trainer; their references; and the user in lineages (rewards stay, without the user).
+Not deleted here: weights, and the trainer's checkpoints. They are
+functions of the data, not copies of it; ``versions`` lists those that were trained on it, so that
+the run can be continued from the last version before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from deltawire.errors import CorruptError, RetryError
+from deltawire.live.learning.records import read_lineages
+from deltawire.store import Bucket
+from deltawire.sync import read_manifest
+from deltawire.sync.chain.objects import committed_versions
+from deltawire.wire import keys
+from deltawire.wire.captures import (
+    MAX_SEGMENT_BYTES,
+    Capture,
+    Feedback,
+    decode_segment,
+    encode_row,
+    encode_segment,
+)
+from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.lineage import MAX_FORGOTTEN_BYTES, Forgotten, Lineage
+from deltawire.wire.objects import decode_json, encode_json
+from deltawire.wire.rollouts import MAX_GROUP_BYTES, decode_group, encode_group
+from deltawire.wire.run import Run
+
+
+def forget_user(bucket: Bucket, run: Run, user: str) -> Forgotten:
+    """Deletes everything that a run's bucket holds of the user with this pseudonym.
+
+    Returns the record, which stays in the bucket. Raises `RetryError` if the store does not answer;
+    the same call then continues.
+    """
+    key = keys.live_forgotten(user)
+    before = _known(bucket, key)
+    record = before or Forgotten(run=run.id, user=user, at=time.time())
+    if before is None:
+        bucket.put(key, encode_json(record))
+    mine = [one for one in read_lineages(bucket) if any(a.user == user for a in one.answers)]
+    places = {(one.worker, one.sequence): one for one in mine}
+    groups = sorted({*record.groups, *places})
+    versions = sorted({*record.versions, *_trained_on(bucket, run, places)})
+    # Stored before anything is deleted: a run that stops in between forgets no version.
+    record = msgspec.structs.replace(record, groups=groups, versions=versions)
+    bucket.put(key, encode_json(record))
+    answers = _filter(bucket, keys.LIVE_CAPTURES, Capture, user)
+    feedback = _filter(bucket, keys.LIVE_FEEDBACK, Feedback, user)
+    settled = _settled(bucket, run)
+    for (worker, sequence), lineage in places.items():
+        bucket.delete(keys.reference(worker, sequence))
+        if (worker, sequence) in settled:
+            bucket.delete(keys.rollout(worker, sequence))
+        else:
+            _empty(bucket, lineage, user)
+    for lineage in mine:
+        key_of = keys.live_lineage(lineage.worker, lineage.sequence)
+        bucket.put(key_of, encode_json(_without(lineage, user)))
+    record = msgspec.structs.replace(
+        record, answers=record.answers + answers, feedback=record.feedback + feedback
+    )
+    bucket.put(key, encode_json(record))
+    return record
+
+
+def _known(bucket: Bucket, key: str) -> Forgotten | None:
+    data = bucket.get(key, limit=MAX_FORGOTTEN_BYTES)
+    return None if data is None else decode_json(data, Forgotten, run=bucket.url, key=key)
+
+
+def _without(lineage: Lineage, user: str) -> Lineage:
+    answers = [
+        msgspec.structs.replace(one, user="") if one.user == user else one
+        for one in lineage.answers
+    ]
+    return msgspec.structs.replace(lineage, answers=answers)
+
+
+def _settled(bucket: Bucket, run: Run) -> set[tuple[str, int]]:
+    """Returns the groups that versions consumed or dropped."""
+    found: set[tuple[str, int]] = set()
+    for version in committed_versions(bucket):
+        manifest = read_manifest(bucket, run, version)
+        if manifest is not None:
+            step = CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)
+            found |= {(worker, sequence) for worker, sequence in step.settled_groups()}
+    return found
+
+
+def _empty(bucket: Bucket, lineage: Lineage, user: str) -> None:
+    """Replaces the user's trajectories in a group that waits for the trainer by failed ones: the
+    trainer waits for each number, so the group cannot be deleted."""
+    key = keys.rollout(lineage.worker, lineage.sequence)
+    data = bucket.get(key, limit=MAX_GROUP_BYTES)
+    if data is None:
+        return
+    group = decode_group(data, run=bucket.url, key=key)
+    nothing = np.zeros(1, np.int32)
+    kept = [
+        replace(
+            t,
+            tokens_T=nothing,
+            logprobs_T=np.zeros(1, np.float32),
+            versions_T=nothing,
+            mask_T=np.zeros(1, np.uint8),
+            prompt=nothing,
+            reward=0.0,
+            cause="forgotten",
+        )
+        if one.user == user
+        else t
+        for t, one in zip(group.trajectories, lineage.answers, strict=True)
+    ]
+    first = next((t.prompt for t in kept if not t.cause and t.prompt is not None), nothing)
+    bucket.put(key, encode_group(replace(group, trajectories=kept, prompt=first)))
+
+
+def _trained_on(bucket: Bucket, run: Run, groups: Iterable[tuple[str, int]]) -> list[int]:
+    """Returns the versions whose steps consumed one of these groups."""
+    wanted = set(groups)
+    found = []
+    for version in committed_versions(bucket) if wanted else ():
+        manifest = read_manifest(bucket, run, version)
+        if manifest is None:
+            continue
+        step = CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)
+        if wanted & {(worker, sequence) for worker, sequence in step.consumed}:
+            found.append(version)
+    return found
+
+
+def _filter(bucket: Bucket, prefix: str, kind: type[Capture] | type[Feedback], user: str) -> int:
+    """Replaces the segments that hold rows of a user; returns how many rows were deleted."""
+    deleted = 0
+    for key in bucket.list(prefix):
+        gateway, _, _ = key.removeprefix(prefix).partition("/")
+        number = keys.trailing_number(key)
+        data = bucket.get(key, limit=MAX_SEGMENT_BYTES)
+        if data is None or number is None:
+            continue
+        try:
+            rows = decode_segment(
+                data, kind, gateway=gateway, number=number, run=bucket.url, key=key
+            )
+        except CorruptError as error:
+            raise RetryError(
+                f"a segment cannot be read, so it may hold the user's data: {error.message}",
+                hint="delete the object if it is not the gateway's, then run the command again",
+                run=bucket.url,
+                key=key,
+            ) from error
+        kept = [row for row in rows if row.user != user]
+        if len(kept) < len(rows):
+            bucket.put(key, encode_segment(gateway, number, [encode_row(row) for row in kept]))
+            deleted += len(rows) - len(kept)
+    return deleted

@@ -1,0 +1,243 @@
+"""Learner: a worker that samples nothing; it makes groups of answers that users were served.
+
+::
+
+    records ─▶ matured answers ─▶ lineage n (create) ─▶ group n (create) ─▶ trainer, as any group
+
+The lineage comes first and claims its answers permanently. A learner that is killed in between
+finds the lineage without its group when it starts again, and stores the group from it. So an answer
+is in one group, and a group is consumed when the version that trained on it is committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from deltawire.config import RunConfig
+from deltawire.errors import FencedError, InputError, RetryError
+from deltawire.events import Evaluated
+from deltawire.live.learning.grouping import GroupMaker, group_of_answers
+from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.rl.control.challenges import nonce_of
+from deltawire.rl.rollout.trainer_link import TrainerLink
+from deltawire.rl.rollout.worker import next_sequence
+from deltawire.runtime.event_tail import events_of
+from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.lineage import Lineage
+from deltawire.wire.objects import encode_json
+from deltawire.wire.rollouts import Group, encode_group
+from deltawire.wire.status import WorkerPhase, WorkerStatus
+
+POLL_S = 1.0
+BAR_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
+
+
+class LiveGroups:
+    """Stores groups of answers under a worker's name, each after its lineage.
+
+    ``sequence`` is the number of the next group.
+    """
+
+    def __init__(self, bucket: Bucket, worker: str, maker: GroupMaker, *, first: int) -> None:
+        self.sequence = first
+        self._bucket = bucket
+        self._worker = worker
+        self._maker = maker
+        self._unfinished: list[Lineage] = []
+        for lineage in read_lineages(bucket):
+            maker.claim(lineage)
+            if lineage.worker == worker and lineage.sequence >= first:
+                self._unfinished.append(lineage)
+
+    def store(self, nonce: str, now: float) -> bool:
+        """Stores the next group; returns whether there was one to store.
+
+        Raises `RetryError` if the store does not answer, and `FencedError` if another process
+        stores under this worker's name. After an error the same call may be repeated: it stores the
+        same group.
+        """
+        if not self._unfinished:
+            count = self._maker.config.rollout.group_size
+            answers = self._maker.prepare(now, count)
+            if answers is None:
+                return False
+            self._unfinished.append(
+                Lineage(
+                    worker=self._worker,
+                    sequence=self.sequence,
+                    at=now,
+                    rules=self._maker.rules.digest,
+                    answers=answers,
+                )
+            )
+        lineage = self._unfinished[0]
+        group = self._group_of(lineage, nonce)
+        if group is None:  # All its users were forgotten: the number is free again.
+            self._bucket.delete(keys.live_lineage(self._worker, lineage.sequence))
+            self._unfinished.pop(0)
+            return True
+        self._create(lineage)
+        key = keys.rollout(self._worker, lineage.sequence)
+        data = encode_group(group)
+        if not self._bucket.create(key, data) and self._bucket.get(key, limit=1 << 28) != data:
+            raise FencedError(
+                f"another process stores groups as worker {self._worker}",
+                hint="give each learner its own --id",
+                run=self._bucket.url,
+                key=key,
+            )
+        self._unfinished.pop(0)
+        self.sequence = lineage.sequence + 1
+        return True
+
+    def _create(self, lineage: Lineage) -> None:
+        key = keys.live_lineage(self._worker, lineage.sequence)
+        data = encode_json(lineage)
+        if not self._bucket.create(key, data) and self._bucket.get(key, limit=1 << 26) != data:
+            raise FencedError(
+                f"another process made group {lineage.sequence} of worker {self._worker}",
+                hint="give each learner its own --id",
+                run=self._bucket.url,
+                key=key,
+            )
+
+    def _group_of(self, lineage: Lineage, nonce: str) -> Group | None:
+        known = self._maker.records.answers
+        kept = [one for one in lineage.answers if one.answer in known]
+        if not kept:
+            return None
+        return group_of_answers(
+            kept,
+            [known[one.answer] for one in kept],
+            worker=self._worker,
+            nonce=nonce,
+            temperature=self._maker.config.rollout.temperature,
+        )
+
+
+def check_learnable(config: RunConfig, url: str) -> None:
+    """Raises `InputError` for a run whose trainer would misread or accuse a learner's groups."""
+    hint = 'set train.loss.advantage = "given" and trust.rescore_share = 0'
+    if config.train.loss.advantage != "given":
+        reason = "a learner's groups state advantages, and train.loss.advantage would change them"
+        raise InputError(reason, hint=hint, run=url)
+    if config.trust.rescore_share:
+        reason = "trust.rescore_share would compute the rewards of users again and find no task"
+        raise InputError(reason, hint=hint, run=url)
+
+
+class LearnerLoop:
+    """A learner's loop: reads records, and stores a group for each credit."""
+
+    def __init__(
+        self, process: Process, config: RunConfig, *, report: Callable[[str], None]
+    ) -> None:
+        self.process = process
+        self.config = config
+        self.phase: WorkerPhase = "sampling"
+        self._report = report
+        self._reported_at = self._bar_at = float("-inf")
+        self._open = not config.live.start_bar
+        self.records = LiveRecords(process.bucket)
+        self.records.poll()
+        self.maker = GroupMaker(config, self.records)
+        self._first = next_sequence(process)
+        self.groups = LiveGroups(process.bucket, process.name, self.maker, first=self._first)
+        self.link = TrainerLink(process.bucket, process.name, silence_s=config.faults.silence_s)
+        self._started = 0
+        process.heartbeat.worker = self._status
+
+    def _status(self) -> WorkerStatus:
+        trainer = self.link.status
+        return WorkerStatus(
+            phase=self.phase,
+            version=trainer.version if trainer else 0,
+            digest=trainer.digest if trainer else "",
+            stored=self.groups.sequence,
+            first=self._first,
+        )
+
+    def run(self) -> None:
+        """Learn until the run is finished or the process is asked to stop."""
+        self.link.start()
+        try:
+            while not self.process.stopping:
+                self.process.heartbeat.progress("wait")
+                self.link.raise_error()
+                status = self.link.status
+                if status is not None and status.phase == "finished":
+                    self.phase = "finished"
+                    return
+                if not self._turn():
+                    self.process.wait(POLL_S)
+        finally:
+            self.link.close()
+            self.phase = "finished" if self.phase == "finished" else "stopped"
+
+    def _turn(self) -> bool:
+        """Read what is new and store at most one group; returns whether one was stored."""
+        try:
+            self.records.poll()
+            stored = self._may_store() and self._store()
+        except RetryError as error:
+            self._log_line(f"waits for the store: {error.message}")
+            return False
+        states = ", ".join(f"{count} {name}" for name, count in sorted(self.maker.states.items()))
+        delays = self.maker.delays
+        fit = f"; {delays.share:.0%} report after {delays.mean_s:.0f} s" if delays else ""
+        self._log_line(
+            f"{self.groups.sequence - self._first} groups stored; {states or 'no answers'}{fit}"
+        )
+        return stored
+
+    def _may_store(self) -> bool:
+        status = self.link.status
+        if status is None or status.phase != "training" or self.link.secret is None:
+            return False
+        if status.credits.get(self.process.name, 0) <= self.groups.sequence:
+            return False
+        return self._open or self._passes_bar()
+
+    def _passes_bar(self) -> bool:
+        """Returns whether the newest evaluated version has the accuracy of ``live.start_bar``."""
+        now = time.monotonic()
+        if now - self._bar_at >= BAR_EVERY_S:
+            self._bar_at = now
+            found = [
+                e for e in events_of(self.process.bucket, "evaluator") if isinstance(e, Evaluated)
+            ]
+            newest = max(found, key=lambda event: event.version, default=None)
+            self._open = newest is not None and newest.accuracy >= self.config.live.start_bar
+        return self._open
+
+    def _store(self) -> bool:
+        lease, secret = self.process.lease.number, self.link.secret
+        nonce = nonce_of(secret, lease, self._started) if secret else self.process.nonce
+        self.process.lease.confirm()
+        if not self.groups.store(nonce, time.time()):
+            return False
+        self._started += 1
+        self.process.heartbeat.count_finished()
+        return True
+
+    def _log_line(self, line: str) -> None:
+        if time.monotonic() - self._reported_at >= REPORT_EVERY_S:
+            self._reported_at = time.monotonic()
+            self._report(line)
+
+
+def run_learner(process: Process, *, report: Callable[[str], None]) -> None:
+    """Runs a learner process from its start to the run's end or a signal."""
+    process.record_life("started")
+    _, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    check_learnable(config, process.bucket.url)
+    process.heartbeat.faults = config.faults
+    with process.heartbeat.long_task("start"):
+        loop = LearnerLoop(process, config, report=report)
+    report(f"joined run {config.name} as {process.name}")
+    loop.run()
+    process.record_life("stopped")

@@ -1,0 +1,110 @@
+"""Records: reads the answers and the feedback that gateways stored, each segment once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from deltawire.errors import CorruptError
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.captures import (
+    MAX_SEGMENT_BYTES,
+    Capture,
+    Feedback,
+    decode_segment,
+)
+from deltawire.wire.lineage import MAX_LINEAGE_BYTES, Lineage
+from deltawire.wire.objects import decode_json
+
+
+class LiveRecords:
+    """Answers by id, and the reports about each by their id.
+
+    An answer or a report that two segments hold counts once: the first that was read. Rows of users
+    that were forgotten do not count. ``counts`` are totals of rows.
+
+    Example::
+
+        records = LiveRecords(bucket)
+        records.poll()
+        records.answers["…"], records.reports["…"]
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.answers: dict[str, Capture] = {}
+        self.reports: dict[str, dict[str, Feedback]] = {}
+        self.forgotten: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        self._bucket = bucket
+        self._read: dict[str, str] = {}
+
+    def poll(self) -> int:
+        """Reads new segments, and returns how many rows were new. Raises `RetryError`."""
+        names = (key.rsplit("/", 1)[-1] for key in self._bucket.list(keys.LIVE_FORGOTTEN))
+        gone = {name.removesuffix(".json") for name in names} - self.forgotten
+        if gone:
+            self.forgotten |= gone
+            self._drop(gone)
+        return self._poll(keys.LIVE_CAPTURES, Capture) + self._poll(keys.LIVE_FEEDBACK, Feedback)
+
+    def _poll(self, prefix: str, kind: type[Capture] | type[Feedback]) -> int:
+        found = 0
+        for gateway in self._bucket.list_prefixes(prefix):
+            place = f"{prefix}{gateway}/"
+            for key in self._bucket.list(place, after=self._read.get(place)):
+                found += self._read_segment(key, gateway, kind)
+                self._read[place] = key
+        return found
+
+    def _read_segment(self, key: str, gateway: str, kind: type[Capture] | type[Feedback]) -> int:
+        number = keys.trailing_number(key)
+        try:
+            data = self._bucket.get(key, limit=MAX_SEGMENT_BYTES)
+            if data is None or number is None:
+                return 0
+            rows = decode_segment(
+                data, kind, gateway=gateway, number=number, run=self._bucket.url, key=key
+            )
+        except CorruptError:
+            self.counts["damaged_segments"] += 1
+            return 0
+        return sum(self._add(row) for row in rows)
+
+    def _add(self, row: Capture | Feedback) -> bool:
+        if row.user in self.forgotten and row.user:
+            return False
+        if isinstance(row, Capture):
+            if row.answer in self.answers:
+                return False
+            self.answers[row.answer] = row
+            self.counts["answers"] += 1
+            return True
+        about = self.reports.setdefault(row.answer, {})
+        if row.id in about:
+            return False
+        about[row.id] = row
+        self.counts["reports"] += 1
+        return True
+
+    def _drop(self, users: set[str]) -> None:
+        for answer in [a for a, row in self.answers.items() if row.user in users]:
+            del self.answers[answer]
+        for answer, about in list(self.reports.items()):
+            kept = {name: row for name, row in about.items() if row.user not in users}
+            self.reports[answer] = kept
+
+
+def read_lineages(bucket: Bucket) -> list[Lineage]:
+    """Reads all lineages of a run, by worker and number; damaged ones are left out."""
+    found = []
+    for key in bucket.list(keys.LIVE_LINEAGE):
+        data = bucket.get(key, limit=MAX_LINEAGE_BYTES)
+        if data is None:
+            continue
+        try:
+            lineage = decode_json(data, Lineage, run=bucket.url, key=key)
+        except CorruptError:
+            continue
+        if key == keys.live_lineage(lineage.worker, lineage.sequence):
+            found.append(lineage)
+    return found
