@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.training.keys import Measured, Options
 from benchmarks.training.rank_runs import free_port
+from benchmarks.training.seeded_groups import Routing, uneven_groups
 from deltawire.config import RunConfig, parse_config
-from deltawire.parity.routes import pack_routes
 from deltawire.rl.trainer.resume import seed_step
 from deltawire.train.build import build_model
 from deltawire.train.masters import MasterWeights
 from deltawire.train.parallel.ranks import join_ranks
 from deltawire.train.rank_agent import rank_environment
 from deltawire.train.step import train_step
-from deltawire.wire.rollouts import Group, Trajectory
+from deltawire.wire.rollouts import Group
 
 STEPS, LAYERS, EXPERTS, CHOSEN = 10, 2, 8, 2
 Gradients = dict[str, NDArray[np.float32]]
@@ -55,31 +55,8 @@ def config_of(family: str) -> RunConfig:
 
 def groups_of(step: int, family: str, seed: int) -> list[Group]:
     """Groups of several lengths, with the experts that a sampler would have recorded."""
-    rng = np.random.default_rng((seed, step))
-
-    def trajectory(prompt: int) -> Trajectory:
-        length, routes = int(rng.integers(1, 24)), b""
-        if family == "qwen3_moe":
-            scores = rng.random((prompt + length - 1, LAYERS, EXPERTS))
-            chosen = np.argsort(scores, axis=2)[..., :CHOSEN].astype(np.int32)
-            routes = pack_routes(chosen, experts=EXPERTS)
-        return Trajectory(
-            rng.integers(0, 256, length).astype(np.int32),
-            (-5 - rng.random(length)).astype(np.float32),
-            np.zeros(length, np.int32),
-            np.ones(length, np.uint8),
-            float(rng.integers(0, 2)),
-            "stop",
-            routes=routes,
-        )
-
-    groups = []
-    for number in range(5):
-        prompt = int(rng.integers(2, 12))
-        tokens = rng.integers(0, 256, prompt).astype(np.int32)
-        members = [trajectory(prompt) for _ in range(4)]
-        groups.append(Group("w", "n", f"t{number}", 1.0, tokens, members))
-    return groups
+    routing = Routing(LAYERS, EXPERTS, CHOSEN) if family == "qwen3_moe" else None
+    return uneven_groups((seed, step), prompt=12, tokens=24, routing=routing)
 
 
 def train(family: str, seed: int) -> tuple[Gradients, list[float]]:

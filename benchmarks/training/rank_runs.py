@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import torch.distributed as dist
 
 from benchmarks.runner import ROOT
+from benchmarks.training.seeded_groups import seeded_group
 from deltawire.config import parse_config
 from deltawire.export.models import save_model
 from deltawire.launch.processes import ChildOptions, lead_trainer, run_as_trainer
@@ -44,7 +44,7 @@ from deltawire.train.rank_agent import rank_environment
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.objects import encode_json
-from deltawire.wire.rollouts import Group, Trajectory, encode_group
+from deltawire.wire.rollouts import encode_group
 from deltawire.wire.status import Challenge, Heartbeat, WorkerStatus
 
 WORKER = "w0"
@@ -114,24 +114,6 @@ POINTS = {
 }
 
 
-def group(number: int, tokens: int = 6) -> Group:
-    """A seeded group of four completions."""
-    rng = np.random.default_rng(number)
-    trajectories = [
-        Trajectory(
-            rng.integers(0, 256, tokens, np.int32),
-            np.full(tokens, -5.0, np.float32),
-            np.zeros(tokens, np.int32),
-            np.ones(tokens, np.uint8),
-            float(place % 2),
-            "stop",
-        )
-        for place in range(4)
-    ]
-    nonce = nonce_of(SECRET, 0, number)
-    return Group(WORKER, nonce, f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
-
-
 def begin(
     folder: Path,
     *,
@@ -170,7 +152,10 @@ def begin(
     challenge = Challenge(worker=WORKER, secret=SECRET)
     bucket.put(keys.challenge(WORKER), encode_json(challenge))
     for number in range(2 * versions):
-        bucket.put(keys.rollout(WORKER, number), encode_group(group(number)))
+        bucket.put(
+            keys.rollout(WORKER, number),
+            encode_group(seeded_group(number, nonce=nonce_of(SECRET, 0, number))),
+        )
     worker = WorkerStatus(phase="sampling", version=0, digest="", stored=2 * versions)
     heartbeat = Heartbeat(
         process=WORKER, role="worker", nonce="n", lease=0, supervised=True, host="h", pid=1,

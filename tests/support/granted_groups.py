@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from heartbeats import put_heartbeat
 
+from benchmarks.training.seeded_groups import seeded_group
 from deltawire.config import BuildConfig, parse_config
 from deltawire.export.models import save_model
 from deltawire.rl.control.challenges import nonce_of
@@ -20,7 +20,7 @@ from deltawire.store import Bucket, open_bucket
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
-from deltawire.wire.rollouts import Group, Trajectory, encode_group
+from deltawire.wire.rollouts import Group, encode_group
 from deltawire.wire.status import Challenge
 
 SECRET = "5e" * 16
@@ -41,20 +41,8 @@ def made_up_group(
     number: int, *, tokens: int = 6, episodes: int = 4, failed: tuple[int, int] | None = None
 ) -> Group:
     """A group of random tokens; ``failed`` names the number and the episode that failed."""
-    rng = np.random.default_rng(number)
-    trajectories = [
-        Trajectory(
-            rng.integers(0, 256, tokens, np.int32),
-            np.full(tokens, -5.0, np.float32),
-            np.zeros(tokens, np.int32),
-            np.ones(tokens, np.uint8),
-            float(place % 2),
-            "stop",
-            cause="timeout" if (number, place) == failed else "",
-        )
-        for place in range(episodes)
-    ]
-    return Group("w0", "n", f"task {number}", 1.0, np.array([1, 2, 3], np.int32), trajectories)
+    episode = failed[1] if failed is not None and failed[0] == number else None
+    return seeded_group(number, tokens=tokens, episodes=episodes, failed=episode)
 
 
 def start_with_groups(

@@ -25,6 +25,8 @@ import torch
 from packed_stacks import quantize_stack
 from torch.distributed.tensor import DTensor
 
+from benchmarks.runner import ROOT
+from benchmarks.training.seeded_groups import Routing, uneven_groups
 from deltawire import codec
 from deltawire.config import parse_config
 from deltawire.export.adapter import adapted
@@ -41,7 +43,6 @@ from deltawire.train.masters import MasterWeights
 from deltawire.train.parallel import open_mesh
 from deltawire.train.step import train_step
 from deltawire.wire.ledger import Ledger
-from deltawire.wire.rollouts import Group, Trajectory
 from deltawire.wire.run import Run
 
 CHOSEN, LAYERS, EXPERTS = 2, 2, 8
@@ -90,34 +91,8 @@ def config_of(task):
 
 def groups_of(step, *, moe, count=5):
     """Groups of different sizes, with the experts that a sampler would have recorded."""
-    rng = np.random.default_rng(step)
-
-    def trajectory(prompt):
-        length = int(rng.integers(1, 12))
-        routes = b""
-        if moe:
-            from deltawire.parity.routes import pack_routes
-
-            scores = rng.random((prompt + length - 1, LAYERS, EXPERTS))
-            chosen = np.argsort(scores, axis=2)[..., :CHOSEN]
-            routes = pack_routes(chosen.astype(np.int32), experts=EXPERTS)
-        return Trajectory(
-            rng.integers(0, 256, length).astype(np.int32),
-            (-5 - rng.random(length)).astype(np.float32),
-            np.zeros(length, np.int32),
-            np.ones(length, np.uint8),
-            float(rng.integers(0, 2)),
-            "stop",
-            routes=routes,
-        )
-
-    found = []
-    for number in range(count):
-        prompt = int(rng.integers(2, 10))
-        members = [trajectory(prompt) for _ in range(4)]
-        tokens = rng.integers(0, 256, prompt).astype(np.int32)
-        found.append(Group("w", "n", f"t{number}", 1.0, tokens, members))
-    return found
+    routing = Routing(LAYERS, EXPERTS, CHOSEN) if moe else None
+    return uneven_groups(step, count=count, prompt=10, tokens=12, routing=routing)
 
 
 def whole(tensor):
@@ -299,7 +274,7 @@ def run_tasks(folder, ranks, tasks):
     listed = [{**task, "out": str(folder / name)} for name, task in tasks.items()]
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(listed), str(ranks)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]

@@ -172,24 +172,5 @@ def refused(tinker, service):
     return found
 
 
-def long_loop(tinker, service):
-    """Steps, saves and samples that a server killed at any moment must not lose or repeat."""
-    client = create(service)
-    found = {"losses": [], "versions": [], "model": client.model_id}
-    params = tinker.SamplingParams(max_tokens=2, temperature=0.0)
-    prompt = tinker.ModelInput.from_ints(TEXT[:5])
-    for step in range(int(os.environ.get("TINKER_STEPS", "12"))):
-        found["losses"] += steps(tinker, client, 1)
-        if step % 3 == 1:
-            sampler = client.save_weights_and_get_sampling_client().result(WAIT_S)
-            answer = sampler.sample(prompt, 2, params).result(WAIT_S)
-            found["versions"].append([list(one.tokens) for one in answer.sequences])
-        if step % 5 == 4:
-            client.save_state(f"at-{step}").result(WAIT_S)
-        print(json.dumps({"step": step}), flush=True)  # noqa: T201
-    found["end"] = loss_of(tinker, client)
-    return found
-
-
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2:])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.training.seeded_groups import seeded_group
 from deltawire.config import BuildConfig, LossConfig, RunConfig, ScheduleConfig, TrainConfig
 from deltawire.train.batch import collate
 from deltawire.train.build import build_model
@@ -13,7 +14,6 @@ from deltawire.train.masters import MasterWeights
 from deltawire.train.policy import token_logprobs
 from deltawire.train.reference import SleepingCopy
 from deltawire.train.step import deterministic, train_step
-from deltawire.wire.rollouts import Group, Trajectory
 
 PASSES = 8
 
@@ -26,21 +26,9 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def group(number, *, episodes=16, prompt=48, length=8):
-    rng = np.random.default_rng(number)
-    trajectories = [
-        Trajectory(
-            rng.integers(0, 256, length, np.int32),
-            np.full(length, -5.0, np.float32),
-            np.zeros(length, np.int32),
-            np.ones(length, np.uint8),
-            float(place % 2),
-            "stop",
-        )
-        for place in range(episodes)
-    ]
-    tokens = rng.integers(0, 256, prompt, np.int32)
-    return Group("w0", "n", f"task {number}", 1.0, tokens, trajectories)
+def group(number):
+    prompt = np.random.default_rng((number, 1)).integers(0, 256, 48)
+    return seeded_group(number, episodes=16, prompt=prompt, tokens=8)
 
 
 @pytest.fixture(scope="module")
