@@ -524,7 +524,7 @@ def test_version_retention_reports_what_went_wrong(bucket) -> None:
         assert retention.start(newest=2) == started
         retention.close()
     assert len(reports) == 1
-    assert "old versions could not be deleted: a grace period of -1.0 s" in reports[0]
+    assert "old versions could not be deleted: the grace period is -1.0 s" in reports[0]
 
 
 @pytest.mark.parametrize(("keep", "versions"), [(1, [6]), (3, [2, 4, 6]), (0, [2, 4, 6])])
