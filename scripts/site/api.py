@@ -117,7 +117,7 @@ def signature(node: Definition) -> str:
         text = f"{prefix} {node.name}({_arguments(node)}){returns}"
     if isinstance(node, ast.ClassDef):
         text = text.removesuffix("()")
-    return textwrap.fill(text, 96, subsequent_indent="    ", break_long_words=False)
+    return textwrap.fill(text, 76, subsequent_indent="    ", break_long_words=False)
 
 
 def _fields(node: ast.ClassDef) -> str:
@@ -151,8 +151,16 @@ def prose(text: str) -> str:
             block.append(lines[at])
             at += 1
         code = textwrap.dedent("\n".join(block)).strip("\n")
-        out += ["```text", code, "```", ""]
+        out += [f"```{_language(code)}", code, "```", ""]
     return _angles("\n".join(out).strip())
+
+
+def _language(code: str) -> str:
+    try:
+        ast.parse(code)
+    except SyntaxError:
+        return "text"
+    return "python"
 
 
 def _angles(text: str) -> str:
