@@ -2,14 +2,15 @@
 
 Run with a JSON object and the number of ranks. The object has ``url`` and ``model`` of the run to
 create, ``out``, ``ranks`` (of the client, null for those of the launcher), ``train`` (keys of the
-section) and ``steps``. Rank 0 writes ``out.json`` (losses, digests) and ``out.npz`` (the gradients
-of the first step).
+section), ``steps``, and ``tinker`` for the loop of Tinker's tests. Rank 0 writes ``out.json``
+(losses, digests) and ``out.npz`` (the gradients of the first step).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -79,6 +80,18 @@ def loop(client, steps):
     return losses
 
 
+def tinker_loop(client, steps):
+    """What `tinker_scenarios.loop` asks for, up to its save."""
+    data = [datum("abcabcabcabc")] * 2
+    losses = []
+    for _ in range(steps):
+        found = client.forward_backward(data, "cross_entropy")
+        client.optim_step(AdamParams(learning_rate=1e-2))
+        losses.append(found.result().metrics["loss:sum"])
+    client.save_weights_for_sampler().result()
+    return losses
+
+
 def config_of(task):
     train = msgspec.convert(task.get("train", {}), TrainConfig)
     return RunConfig(name="ranks", model=ModelConfig(path=task["model"]), train=train)
@@ -96,7 +109,7 @@ def main(task):
     with TrainingClient.create(
         task["url"], task["model"], config=config_of(task), ranks=task.get("ranks")
     ) as client:
-        losses = loop(client, task["steps"])
+        losses = (tinker_loop if task.get("tinker") else loop)(client, task["steps"])
         found = {"losses": losses, "ranks": client.ranks, "version": client.version}
     if client.ranks > 1:
         try:
@@ -117,6 +130,24 @@ def follow_or_lead():
     except SystemExit as end:  # The other ranks end so, once rank 0 has closed its client.
         if end.code != 0 or os.environ["RANK"] == "0":
             raise
+
+
+def run_script(folder, model, name, *, ranks, steps, **task):
+    """Runs this script in ``ranks`` processes, or in this one; returns rank 0's record and first
+    gradients."""
+    out = folder / name
+    task = {"url": str(folder / f"{name}-bucket"), "model": str(model), "out": str(out)} | task
+    task["steps"] = steps
+    if ranks == 1:
+        main(task)
+    else:
+        command = [sys.executable, __file__, json.dumps(task), str(ranks)]
+        done = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=280, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-6000:]
+    return json.loads(Path(f"{out}.json").read_text()), dict(np.load(f"{out}.npz"))
 
 
 if __name__ == "__main__":

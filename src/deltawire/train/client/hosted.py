@@ -112,8 +112,8 @@ class HostedTrainer:
         """Ends the processes, and releases the run. Changes that are not saved are dropped."""
         try:
             if self._lost is None:
-                self.run(EndTrainer())
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with contextlib.suppress(LostTrainerError, subprocess.TimeoutExpired):
+                    self.run(EndTrainer())
                     self._process.wait(STOP_PATIENCE_S)
         finally:
             self._end()

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import client_rank
 import msgspec
 import numpy as np
 import pytest
-from client_rank import TEXTS, datum, squares
+from client_rank import TEXTS, datum, run_script, squares
 
 from deltawire.config import BuildConfig, ModelConfig, RunConfig, TrainConfig
 from deltawire.errors import CorruptError, FencedError, InputError
 from deltawire.export.models import save_model
-from deltawire.runtime import process as run_process
 from deltawire.store import open_bucket
 from deltawire.sync import newest_version, read_manifest, read_run
 from deltawire.train import AdamParams, SamplingParams, TrainingClient
@@ -45,23 +40,6 @@ def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     save_model(build_model(SIZES, seed=1), byte_tokenizer(), path)
     return str(path)
-
-
-def run_script(folder, model, name, *, ranks, steps, **task):
-    """Runs the script in ``ranks`` processes; returns rank 0's record and first gradients."""
-    out = folder / name
-    task = {"url": str(folder / f"{name}-bucket"), "model": model, "out": str(out)} | task
-    task["steps"] = steps
-    if ranks == 1:
-        client_rank.main(task)
-    else:
-        command = [sys.executable, client_rank.__file__, json.dumps(task), str(ranks)]
-        done = subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=280, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-6000:]
-    return json.loads(Path(f"{out}.json").read_text()), dict(np.load(f"{out}.npz"))
 
 
 def distance(left, right):
@@ -106,9 +84,8 @@ def test_ranks_repeat_to_the_bit(tmp_path, model, train):
     assert len(set(two["digests"])) == 10
 
 
-def test_a_trainer_in_another_process(tmp_path, model, monkeypatch):
+def test_a_trainer_in_another_process(tmp_path, model):
     """Every verb through the connection; then the process is killed."""
-    monkeypatch.setattr(run_process, "HEARTBEAT_S", 0.2)  # Of the one that looks for a namesake.
     url, twin = str(tmp_path / "hosted"), str(tmp_path / "twin")
     data = [datum(one) for one in TEXTS]
     with TrainingClient.create(twin, model) as client:
@@ -134,8 +111,6 @@ def test_a_trainer_in_another_process(tmp_path, model, monkeypatch):
         assert sampler.sample(prompt, 2, SamplingParams(max_tokens=3)).result().sequences
         assert sampler.compute_logprobs(prompt).result()[0] is None
         assert client.get_tokenizer().encode("a") == [97]
-        step(client, "lost")
-        client.save_weights_for_sampler().result()
         os.kill(client._trainer._process.pid, signal.SIGKILL)
         with pytest.raises(LostTrainerError, match=r"signal 9.*lost_state=\"repeat\""):
             client.forward(data, "cross_entropy").result()
@@ -143,11 +118,29 @@ def test_a_trainer_in_another_process(tmp_path, model, monkeypatch):
             client.save_state().result()
     finally:
         client.close(save=False)
+
+
+@pytest.mark.drills
+def test_a_killed_trainer_is_opened_again(tmp_path, model):
+    url = str(tmp_path / "hosted")
+    client = TrainingClient.create(url, model, hosted=True)
+    try:
+        step(client)
+        client.save_state("one", record={"mine": [1, 2]}).result()
+        step(client, "lost")
+        client.save_weights_for_sampler().result()
+        os.kill(client._trainer._process.pid, signal.SIGKILL)
+        with pytest.raises(LostTrainerError, match="signal 9"):
+            step(client)
+    finally:
+        client.close(save=False)
+    published = digest(url)
     with TrainingClient.load(url, lost_state="repeat", hosted=True) as client:
-        assert (client.version, client.ranks, client.notice) == (3, 1, "")
+        assert (client.version, client.ranks, client.notice) == (2, 1, "")
         assert client.state_record["mine"] == [1, 2]
         step(client, "lost")
-        assert client.save_weights_for_sampler().result().version == 3
+        assert client.save_weights_for_sampler().result().version == 2
+    assert digest(url) == published
 
 
 def test_errors_keep_their_kind_on_the_way():
