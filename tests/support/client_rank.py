@@ -81,7 +81,7 @@ def loop(client, steps):
 
 
 def tinker_loop(client, steps):
-    """What `tinker_scenarios.loop` asks for, up to its save."""
+    """Makes the steps of `tinker_scenarios.loop`, up to its save."""
     data = [datum("abcabcabcabc")] * 2
     losses = []
     for _ in range(steps):
