@@ -18,12 +18,15 @@ from deltawire import _native
 from deltawire.quantization.formats import PackedFormat, Parts
 
 
-def dequantize(form: PackedFormat, parts: Parts) -> Tensor:
-    """Returns the packed weights as bf16[..., R, C], on the device of ``parts``."""
+def dequantize(form: PackedFormat, parts: Parts, *, out: Tensor | None = None) -> Tensor:
+    """Returns the packed weights as bf16[..., R, C], on the device of ``parts``; in ``out``, bf16
+    of that shape, if it is given and this device has a kernel."""
     codes = parts["codes"]
     scales = form.float_scales(parts)
     columns = codes.shape[-1] * 8 // form.bits
-    out = torch.empty((*codes.shape[:-1], columns), dtype=torch.bfloat16, device=codes.device)
+    if out is None:
+        size = (*codes.shape[:-1], columns)
+        out = torch.empty(size, dtype=torch.bfloat16, device=codes.device)
     if not out.numel():
         return out
     if codes.device.type == "cpu":

@@ -13,6 +13,8 @@ upstream are equal to the bit.
 
 from __future__ import annotations
 
+import math
+import threading
 from typing import Any
 
 import torch
@@ -124,14 +126,34 @@ class _PackedMatmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: PackedWeight, index: int | None) -> Tensor:
         ctx.weight, ctx.index = weight, index
         ctx.bytes = weight.parts()["codes"].numel()
-        return nn.functional.linear(x, weight.dequantized(index).to(x.dtype))
+        return nn.functional.linear(x, _briefly(weight, index).to(x.dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if (held := ctx.weight.parts()["codes"].numel()) != ctx.bytes:
             raise BugError(f"a packed weight has {held} bytes of codes, and had {ctx.bytes} before")
-        return grad @ ctx.weight.dequantized(ctx.index).to(grad.dtype), None, None
+        return grad @ _briefly(ctx.weight, ctx.index).to(grad.dtype), None, None
+
+
+_SCRATCH = threading.local()
+
+
+def _briefly(weight: PackedWeight, index: int | None) -> Tensor:
+    """Returns the dequantized weight in memory that this thread's next call overwrites.
+
+    Fresh memory for each matrix would cost more page faults than the kernel takes.
+    """
+    if not isinstance(getattr(weight, "codes", None), Tensor) or weight.codes.device.type != "cpu":
+        return weight.dequantized(index)
+    parts = weight.parts(index)
+    codes = parts["codes"]
+    shape = (*codes.shape[:-1], codes.shape[-1] * 8 // weight.form.bits)
+    count = math.prod(shape)
+    held: Tensor | None = getattr(_SCRATCH, "memory", None)
+    if held is None or held.numel() < count:
+        held = _SCRATCH.memory = torch.empty(count, dtype=torch.bfloat16)
+    return dequantize(weight.form, parts, out=held[:count].view(shape))
 
 
 def _bytes(part: Tensor) -> Tensor:
