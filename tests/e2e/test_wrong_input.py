@@ -226,7 +226,7 @@ def test_a_choice_that_is_none_names_those_there_are(
 
 
 def test_a_configuration_without_an_end(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "may have 1 MiB" in fail(capsys, "run", "/dev/zero", "--dry-run")
+    assert "larger than 1 MiB" in fail(capsys, "run", "/dev/zero", "--dry-run")
 
 
 def test_a_warm_start_does_not_replace_a_foreign_directory(

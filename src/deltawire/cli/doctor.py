@@ -38,9 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.display import safe_json
     from deltawire.errors import InputError
     from deltawire.launch.doctor import Examination
+    from deltawire.store.opening import refuse_credentials
 
     if arguments.conformance and not arguments.url:
         raise InputError("--conformance needs a URL", hint="name a bucket, or a folder for a try")
+    refuse_credentials(arguments.url)
     console = Console(stderr=arguments.json)
     findings = _examine(arguments, console)
     examination = Examination.of(findings, url=arguments.url)

@@ -29,6 +29,15 @@ DURABLE = "DELTAWIRE_DURABLE"
 """The environment variable that, set to 0, makes writes to folders faster but not durable."""
 
 
+def refuse_credentials(location: str) -> None:
+    """Raises `InputError` for a bucket's URL that contains credentials, without repeating them."""
+    if has_credentials(location):
+        raise InputError(
+            "the bucket's URL contains credentials, which logs and process lists would show",
+            hint="put them into the environment, such as AWS_SECRET_ACCESS_KEY, or into a profile",
+        )
+
+
 def open_bucket(
     location: str | os.PathLike[str],
     *,
@@ -57,11 +66,7 @@ def open_bucket(
         raise InputError(
             "the bucket's name is empty", hint="is the variable that should hold it set?"
         )
-    if has_credentials(location):
-        raise InputError(
-            "the bucket's URL contains credentials, which logs and process lists would show",
-            hint="put them into the environment, such as AWS_SECRET_ACCESS_KEY, or into a profile",
-        )
+    refuse_credentials(location)
     try:
         scheme = urlsplit(location).scheme
     except ValueError as error:

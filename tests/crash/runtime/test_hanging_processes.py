@@ -145,7 +145,7 @@ def test_the_later_of_two_processes_with_one_name_stays(bucket) -> None:
     first.start()
     second.start()
     first.lease.check()
-    with pytest.raises(FencedError, match="another process is w0"):
+    with pytest.raises(FencedError, match="another process now has the name w0"):
         first.progress("work")
     second.lease.confirm()
     second.progress("work")
@@ -163,12 +163,12 @@ def test_a_late_heartbeat_of_the_predecessor_does_not_fence(bucket) -> None:
     bucket.put(keys.heartbeat("w0"), late)
     second.lease.check()
     second.progress("work")
-    with pytest.raises(FencedError, match="another process is w0"):
+    with pytest.raises(FencedError, match="another process now has the name w0"):
         first.lease.confirm(fresh=True)  # Although the heartbeat that is stored is its own.
     third = writer_of(bucket, "c")
     third.start()
     assert (first.lease.number, second.lease.number, third.lease.number) == (0, 1, 2)
-    with pytest.raises(FencedError, match="another process is w0"):
+    with pytest.raises(FencedError, match="another process now has the name w0"):
         second.lease.confirm(fresh=True)
     for writer in (first, second, third):
         writer.close()

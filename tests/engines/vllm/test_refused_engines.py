@@ -53,11 +53,11 @@ def pack(model):
 @pytest.mark.parametrize(
     ("process", "name", "how"),
     [
-        (exchange_halves, "w13", "another order"),
-        (shuffle_in_place, "w2", "another order"),
+        (exchange_halves, "w13", "different bits, or in a different order"),
+        (shuffle_in_place, "w2", "different bits, or in a different order"),
         (transpose, "w2", r"became \[4, 3, 5\] of float32"),
         (quantise, "w13", r"became \[4, 6, 5\] of float8_e4m3fn"),
-        (flip_one_bit, "w13", "other bits"),
+        (flip_one_bit, "w13", "different bits, or in a different order"),
         (pack, "w2", "was removed"),
     ],
 )

@@ -118,7 +118,7 @@ def test_codes_that_are_no_numbers_are_refused():
     form = open_format("fp8-block")
     parts = form.quantize(torch.randn(128, 128))
     parts["codes"][5, 6] = 255
-    with pytest.raises(CorruptError, match="no number"):
+    with pytest.raises(CorruptError, match="not a number"):
         form.check(parts, (128, 128))
 
 

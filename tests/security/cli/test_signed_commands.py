@@ -10,7 +10,7 @@ from signed_run import OWNER, STRANGER, SignedRun
 from deltawire.cli import COMMANDS
 from deltawire.cli.main import build_parser, main
 from deltawire.errors import InputError, SignatureError
-from deltawire.launch.processes import ChildOptions, _open_process, run_as_trainer
+from deltawire.launch.processes import ChildOptions, open_process, run_as_trainer
 from deltawire.launch.role_keys import RunKeys, owned_run, refuse_signed
 from deltawire.runtime.signed_bucket import SignedBucket
 from deltawire.runtime.trusted import ReaderTrust
@@ -22,7 +22,10 @@ from deltawire.wire.signing import Ed25519Signer
 from deltawire.wire.status import TrainerStatus
 
 PINNED = ("status", "log", "fsck", "pull", "report", "probes", "metrics", "replay")
-LOCAL = {"midtrain", "run", "tinker", "publish", "keygen", "grant", "import", "bench", "shapes"}
+LOCAL = {
+    *("midtrain", "run", "tinker", "publish", "keygen", "grant", "import", "bench", "shapes"),
+    *("init", "doctor", "pack", "completion"),
+}
 """Commands that read no run, or read only one that they own by ``--key``."""
 
 
@@ -106,14 +109,14 @@ def test_a_worker_gets_its_key_by_a_grant(run, owner, tmp_path, capsys):
     public = capsys.readouterr().out.strip()
     options = ChildOptions(key=str(file), trust=ReaderTrust(run.pin))
     with pytest.raises(InputError, match="no key is granted to the role 'worker-w2'"):
-        _open_process(run.plain.url, "w2", "worker", options)
+        open_process(run.plain.url, "w2", "worker", options)
     assert call("grant", run.plain.url, "worker-w2", public, "--key", owner) == 0
     assert str(run.pin) in capsys.readouterr().out
-    process = _open_process(run.plain.url, "w2", "worker", options)
+    process = open_process(run.plain.url, "w2", "worker", options)
     process.bucket.put(keys.heartbeat("w2"), b"{}")
     assert call("grant", run.plain.url, "worker-w3", STRANGER.public_key, "--key", owner) == 0
     with pytest.raises(InputError, match="not the key that is granted to the worker-w3"):
-        _open_process(run.plain.url, "w3", "worker", options)
+        open_process(run.plain.url, "w3", "worker", options)
 
 
 def test_commands_without_a_grant_end_with_one_error(run, owner, tmp_path, capsys):

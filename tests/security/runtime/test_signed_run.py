@@ -127,7 +127,7 @@ def test_a_process_without_its_key_does_not_start(run):
         run.bucket("worker-w0").put(keys.TRAINER, b"{}")
     unsigned = open_bucket("memory://")
     SignedBucket(unsigned, role="worker-w0").check_writer()
-    with pytest.raises(InputError, match="there is no signed run here"):
+    with pytest.raises(InputError, match="no signed run exists here"):
         SignedBucket(unsigned, signer=WORKER, role="worker-w0").check_writer()
 
 
@@ -181,7 +181,7 @@ def test_an_old_object_put_back_is_refused(run):
     trainer.put(keys.TRAINER, encode_json(status(version=2)))
     assert read_trainer(reader).version == 2
     run.plain.put(keys.TRAINER, old)
-    with pytest.raises(SignatureError, match="older than the one that was read here before"):
+    with pytest.raises(SignatureError, match="older than the one read here before"):
         read_trainer(reader)
     trainer.put(keys.TRAINER, encode_json(status(version=3)))
     assert read_trainer(reader).version == 3

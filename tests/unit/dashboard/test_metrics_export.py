@@ -55,6 +55,7 @@ STATUS = RunStatus(
     heldout_loss=2.5,
     heldout_perplexity=12.2,
     heldout_loss_version=5,
+    merge_kept=None,
     heldout_area=None,
     heldout_budgets=[],
     heldout_sources={},

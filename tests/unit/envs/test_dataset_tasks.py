@@ -129,7 +129,7 @@ def test_messages_of_the_configuration_and_of_a_column(path, tmp_path):
     [
         ({"prompt": "{query}"}, "has no column 'query'; its columns are answer, kind, question"),
         ({"data": {"answer": "solution"}}, "has no column 'solution'"),
-        ({"data": {"split": "train"}}, "is one file and has no split"),
+        ({"data": {"split": "train"}}, "is a single file without a split"),
         ({"heldout": 20}, "has 20 rows, and 20 are held out"),
         ({"reward": "own_rewards:exact"}, "code of module own_rewards, which this machine"),
     ],

@@ -19,7 +19,7 @@ from deltawire.plan.configuration import decode_config
 from deltawire.plan.families import describe
 from deltawire.plan.layout import TrainingLayout
 from deltawire.plan.memory import all_phases, host_bytes, predict_memory, rescoring_bytes
-from deltawire.rl.evaluate.rescoring import memory_of
+from deltawire.rl.evaluate.recorded_model import memory_of
 from deltawire.train.build import build_model
 from deltawire.wire.run import Run
 

@@ -132,7 +132,7 @@ def test_ranks_whose_versions_could_have_too_many_pieces_are_refused_at_the_star
     """Not fifty versions later, when delta and anchor are one manifest."""
     monkeypatch.setattr("deltawire.sync.publish.sharded.MAX_PIECES", 12)
     close([rank_publisher(bucket, 0)])
-    with pytest.raises(InputError, match=r"may have \d+ pieces; readers take 12"):
+    with pytest.raises(InputError, match=r"may have \d+ pieces; readers accept 12"):
         rank_publisher(bucket, 1)
 
 

@@ -61,6 +61,9 @@ def naive_advantages(name, groups):
     found = []
     for group in groups:
         for place, reward in enumerate(group):
+            if name == "given":
+                found.append(reward)
+                continue
             others = group[:place] + group[place + 1 :]
             if name == "leave_one_out":
                 found.append(reward - statistics.fmean(others) if others else 0.0)
@@ -82,7 +85,7 @@ def test_advantages_are_the_naive_ones(name, groups):
     assert found.tolist() == pytest.approx(naive_advantages(name, groups), rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "given"])
 @settings(deadline=None, max_examples=50)
 @given(reward=rewards, count=st.integers(1, 64), groups=st.integers(1, 3))
 def test_equal_rewards_give_no_advantage(name, reward, count, groups):

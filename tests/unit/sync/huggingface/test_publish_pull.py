@@ -721,7 +721,7 @@ def test_names_that_differ_in_case_only_are_refused_on_both_sides(tmp_path: Path
     with pytest.raises(CheckpointDirError, match="differs only in case"):
         read_checkpoint(path)
     twins = [ModelFile(name, "0" * 64, 1) for name in ("a.json", "A.json")]
-    with pytest.raises(CorruptError, match="two files of one name"):
+    with pytest.raises(CorruptError, match="two files have the same name"):
         read_files(open_bucket("memory://"), twins, version=0)
 
 
