@@ -70,17 +70,17 @@ class RecentEvents:
         """
         before = set(self._kept)
         fresh = self._cursors.refresh(everything=everything)
+        # Segments of streams that were archived meanwhile are older than any window, and must not
+        # decide where it ends.
+        existing = {*fresh, *(cursor.stream for cursor in self._cursors.active)}
+        self._kept = {k: one for k, one in self._kept.items() if keys.stream_of(k) in existing}
         _each(lambda cursor: self._follow(cursor, everything=everything), self._cursors.active)
         self._enter(fresh)
         for key, found in self._kept.items():
             if key not in before and not found.events and (stream := keys.stream_of(key)):
                 self.unreadable[stream] = self.unreadable.get(stream, 0) + 1
-        # Segments of streams that were archived meanwhile are older than any window.
-        existing = {cursor.stream for cursor in self._cursors.active}
         entries = [one.entry for one in self._kept.values()]
-        wanted = {
-            entry.key for entry in self._wanted(entries) if keys.stream_of(entry.key) in existing
-        }
+        wanted = {entry.key for entry in self._wanted(entries)}
         self._kept = {key: found for key, found in self._kept.items() if key in wanted}
         return [event for found in self._kept.values() for event in found.events]
 

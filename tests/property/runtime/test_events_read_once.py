@@ -250,3 +250,14 @@ class ReadersAndWriters(RuleBasedStateMachine):
 
 TestReadersAndWriters = ReadersAndWriters.TestCase
 TestReadersAndWriters.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_an_archived_stream_does_not_move_the_window():
+    """A look that failed half-way kept a segment that was archived before the next look."""
+    play = ReadersAndWriters()
+    play.begin(seed=0)
+    play.delete_the_oldest(count=1, rounds=2, which=0)
+    play.wait(seconds=WINDOW_S - 1)
+    play.strike_a_look(at=1, verb="get")
+    play.archive(days=0.0, fails=0, rounds=0, which=1)
+    play.look(everything=True)
