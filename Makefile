@@ -1,6 +1,7 @@
 # make demo           sets everything up and runs asynchronous RL on this machine
 # make test           sets everything up and checks everything but the drills
-# make drills         kills, cuts off and damages runs; DRILLS=5 does each drill five times
+# make drills         kills, cuts off and damages runs; DRILLS=5 does each drill five times, and
+#                     SHORT=1 leaves out those that start several jobs one after another
 # make test-engines   follows runs with vLLM, for every family of models, on one rank and on two
 # make docs           builds the documents as a site, in build/site
 # make dist           builds the source archive and a wheel, and tests it in an empty environment
@@ -28,7 +29,7 @@ test: lint
 	$(PYTEST)
 
 drills: setup
-	$(PYTEST) -m 'drills and not matrix' --drills $(or $(DRILLS),1)
+	$(PYTEST) -m 'drills and not matrix$(if $(SHORT), and not long)' --drills $(or $(DRILLS),1)
 
 # vLLM's CPU build has its own environment; `make drills` builds it on first use too.
 engines:

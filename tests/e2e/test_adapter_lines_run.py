@@ -22,7 +22,7 @@ from deltawire.store import open_bucket
 from deltawire.sync import newest_version, read_history, read_run
 from deltawire.wire.ledger import CommitMetadata
 
-pytestmark = [pytest.mark.drills, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(300)]
 
 VERSIONS = 6
 CONFIG = f"""

@@ -25,6 +25,7 @@ def deltawire(*arguments, folder):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_what_init_writes_runs(tmp_path):
     deltawire("init", "first.toml", "--versions", "2", folder=tmp_path)
     path = Path(tmp_path / "first.toml")

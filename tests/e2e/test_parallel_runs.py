@@ -116,6 +116,7 @@ def run_with_a_kill(folder: Path, *, after: int) -> None:
 
 
 @pytest.mark.drills
+@pytest.mark.long
 @pytest.mark.timeout(600)  # Two runs, with four processes each to start.
 @pytest.mark.parametrize(
     ("family", "before", "after"),

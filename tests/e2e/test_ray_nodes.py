@@ -25,7 +25,7 @@ from deltawire.sync import newest_version
 from deltawire.wire.roles import Pin
 from deltawire.wire.signing import Ed25519Signer
 
-pytestmark = [pytest.mark.drills, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(300)]
 
 VERSIONS = 5
 CONFIG = f"""

@@ -32,7 +32,7 @@ from deltawire.train.warm_start import warm_start
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 
-pytestmark = [pytest.mark.drills, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(400)]
 
 VERSIONS = 4
 CONFIG = f"""

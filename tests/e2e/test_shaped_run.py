@@ -12,7 +12,7 @@ from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import open_run
 from deltawire.store import open_bucket
 
-pytestmark = [pytest.mark.drills, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(300)]
 
 CONFIG = f"""
 name = "shaped"

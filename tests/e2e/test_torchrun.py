@@ -8,7 +8,7 @@ from deltawire.runtime.fleet import read_trainer
 from deltawire.sync import load_mirror, read_run
 from deltawire.train.checkpoint import checkpoint_versions
 
-pytestmark = pytest.mark.drills
+pytestmark = [pytest.mark.drills, pytest.mark.long]
 
 
 def test_two_ranks_of_torchrun_train_and_publish_one_run(tmp_path):

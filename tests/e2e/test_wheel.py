@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.drills
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_wheel_is_built_and_works_in_an_empty_environment(tmp_path):
     done = subprocess.run(

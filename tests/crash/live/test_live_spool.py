@@ -305,6 +305,7 @@ def test_a_killed_gateway_loses_nothing_that_it_acknowledged(tmp_path):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_many_kills_lose_nothing_and_repeat_nothing(tmp_path):
     url = str(tmp_path / "run")
     bucket = published(1, url)

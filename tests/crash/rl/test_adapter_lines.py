@@ -97,7 +97,7 @@ def digests(bucket: Bucket, line: str) -> list[str]:
     return [one.digest for one in [read_manifest(place, run, 0), *read_history(place, run)]]
 
 
-BOTH = [(DENSE, LINES), pytest.param(EXPERTS, PACKED, marks=pytest.mark.drills)]
+BOTH = [(DENSE, LINES), pytest.param(EXPERTS, PACKED, marks=[pytest.mark.drills, pytest.mark.long])]
 
 
 @pytest.mark.parametrize(("sizes", "adapters"), BOTH)
@@ -129,6 +129,7 @@ def test_each_line_has_its_own_versions_and_the_base_crosses_once(tmp_path, size
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_a_line_does_not_depend_on_the_others(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -143,7 +144,7 @@ def test_a_line_does_not_depend_on_the_others(tmp_path):
 
 @pytest.mark.parametrize(
     ("sizes", "adapters"),
-    [pytest.param(DENSE, LINES, marks=pytest.mark.drills), (EXPERTS, PACKED)],
+    [pytest.param(DENSE, LINES, marks=[pytest.mark.drills, pytest.mark.long]), (EXPERTS, PACKED)],
 )
 def test_after_crashes_the_same_bits(tmp_path, sizes, adapters):
     (tmp_path / "a").mkdir()
@@ -188,7 +189,9 @@ def test_the_base_lies_in_memory_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "adapters", [pytest.param(LINES, marks=pytest.mark.drills), PACKED], ids=["dense", "packed"]
+    "adapters",
+    [pytest.param(LINES, marks=[pytest.mark.drills, pytest.mark.long]), PACKED],
+    ids=["dense", "packed"],
 )
 def test_a_penalty_is_held_against_the_base_without_the_adapter(tmp_path, adapters):
     sizes = DENSE if adapters is LINES else EXPERTS

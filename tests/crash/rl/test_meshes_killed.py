@@ -12,7 +12,7 @@ from deltawire.runtime.fleet import read_trainer
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, read_run
 
-pytestmark = pytest.mark.drills
+pytestmark = [pytest.mark.drills, pytest.mark.long]
 
 VERSIONS = 4
 MESHES = {

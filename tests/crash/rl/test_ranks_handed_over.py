@@ -12,7 +12,7 @@ from deltawire.store import open_bucket
 from deltawire.sync import newest_version
 from deltawire.train import AdamParams, TrainingClient
 
-pytestmark = pytest.mark.drills
+pytestmark = [pytest.mark.drills, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from deltawire.sync.maintain.fsck import check_run
 pytest.importorskip("tinker")
 pytestmark = [
     pytest.mark.drills,
+    pytest.mark.long,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc"),
 ]
 

@@ -72,6 +72,7 @@ def test_a_chunked_head_peaks_lower_than_a_plain_one(monkeypatch):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_a_chunked_head_of_the_fixed_case_takes_an_eighth():
     values, _ = measure_in_processes(["head_peak_ratio"], Options())
     assert values["head_peak_ratio"] >= 8

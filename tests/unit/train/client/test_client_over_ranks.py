@@ -72,6 +72,7 @@ def test_two_ranks_compute_what_one_computes(tmp_path, model):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 @pytest.mark.parametrize("train", [SMALL, LORA], ids=["full", "lora"])
 def test_ranks_repeat_to_the_bit(tmp_path, model, train):
     one, gradient = run_script(tmp_path, model, "one", ranks=1, steps=10, train=train)
@@ -121,6 +122,7 @@ def test_a_trainer_in_another_process(tmp_path, model):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_a_killed_trainer_is_opened_again(tmp_path, model):
     url = str(tmp_path / "hosted")
     client = TrainingClient.create(url, model, hosted=True)
@@ -180,6 +182,7 @@ def test_a_host_is_not_started_by_hand(monkeypatch, tmp_path):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_a_state_of_two_ranks_opens_on_one_and_back(tmp_path, model):
     url = str(tmp_path / "bucket")
     with TrainingClient.create(url, model, ranks=2) as client:
@@ -208,6 +211,7 @@ def test_a_state_of_two_ranks_opens_on_one_and_back(tmp_path, model):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 def test_the_death_of_a_rank_is_one_error_and_loses_nothing_saved(tmp_path, model):
     url = str(tmp_path / "bucket")
