@@ -51,4 +51,4 @@ def test_ranks_publish_one_model_whole_gathered_and_by_rows(tmp_path):
     first = read_manifest(bucket, run, 0)
     assert len(read_payload(bucket, run, first, first.anchor).blobs) == 2, "each rank wrote one"
     for rank in range(2):
-        assert "holds BF16" in (tmp_path / f"refused-{rank}").read_text()
+        assert "dtype BF16" in (tmp_path / f"refused-{rank}").read_text()
