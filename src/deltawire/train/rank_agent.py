@@ -123,8 +123,12 @@ def run_ranks(command: Sequence[str], ranks: int, *, supervised: bool) -> None:
 
 def _first_error(failures: dict[int, Any]) -> RankError:
     """Returns the error of the rank that failed first: not of one that lost its peer, or that the
-    agent ended after that."""
-    ordered = sorted(failures.items())
+    agent ended after that.
+
+    A time is in whole seconds. Within one, the order of ``failures`` counts: the agent adds the
+    ranks that it had to end last.
+    """
+    ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
     rank, failure = next((one for one in ordered if not _follows(one[1])), ordered[0])
     if failure.exitcode < 0:
         reason = f" was ended by signal {-failure.exitcode} ({failure.signal_name()})"
