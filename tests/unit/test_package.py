@@ -288,6 +288,16 @@ def test_flags_are_those_that_were_agreed() -> None:
     assert flags == FLAGS
 
 
+@pytest.mark.parametrize("command", FLAGS)
+def test_a_command_needs_only_its_own_parser(command: str) -> None:
+    (parsers,) = (
+        action.choices
+        for action in build_parser(command)._actions
+        if isinstance(action.choices, dict)
+    )
+    assert list(parsers) == [command]
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_modules_and_functions_stay_short(path: Path) -> None:
     name = path.relative_to(ROOT).as_posix()
