@@ -19,6 +19,7 @@ def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _add_peers,
         _add_adapters,
         _add_live,
+        _add_budget,
     ):
         add(benches)
 
@@ -190,4 +191,17 @@ def _add_live(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
     parser.add_argument("--seed", type=int, default=0, help="what draws arrivals and deaths")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each measurement")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _add_budget(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser(
+        "budget", help="where compute goes: completions, thinking tokens, steps"
+    )
+    parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed to measure, of 0 to 4")
+    parser.add_argument(
+        "--cases", type=int, default=5, help="seeds to measure now; stored ones are not repeated"
+    )
+    parser.add_argument("--out", default="runs/bench-budget", help="the folder of stored cells")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

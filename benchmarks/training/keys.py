@@ -80,11 +80,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int = 5
     cases: int = 8
     real: bool = False
+    out: str = ""
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Options:
-        """Reads the command's arguments."""
-        return cls(**{name: getattr(arguments, name) for name in cls.__struct_fields__})
+        """Reads the command's arguments, as far as it has them."""
+        given = vars(arguments)
+        return cls(**{name: given[name] for name in cls.__struct_fields__ if name in given})
 
 
 class Measured(NamedTuple):

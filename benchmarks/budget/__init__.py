@@ -1,0 +1,1 @@
+"""Benchmarks of where a run's compute goes: thinking tokens, completions, steps."""

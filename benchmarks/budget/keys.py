@@ -1,0 +1,23 @@
+"""The keys of ``deltawire bench budget``, measured as `benchmarks.training.keys` describes.
+
+To add a key: one module of this folder with ``measure(options) -> Measured``, one line in `KEYS`.
+A module that trains measures one cell for each seed with `benchmarks.budget.cells`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.training.keys import Key
+
+PACKAGE: Final = "benchmarks.budget"
+
+KEYS: Final[dict[str, Key]] = {
+    "allocation_gain": Key(
+        "allocation", ">=", 1.3, "tokens to a set accuracy, fixed group size over allocated"
+    ),
+    "allocation_gain_over_refill": Key(
+        "allocation", ">=", 1.0, "the same, DAPO's refill over allocated"
+    ),
+}
+"""Every key, in the order of the table."""

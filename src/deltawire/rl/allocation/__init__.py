@@ -1,0 +1,1 @@
+"""Decides how many completions each prompt gets, from what its first completions earned."""

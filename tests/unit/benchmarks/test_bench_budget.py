@@ -1,0 +1,58 @@
+"""The frame of ``deltawire bench budget``, its stored cells, and its prices."""
+
+import importlib
+import json
+
+import pytest
+
+from benchmarks.budget.allocation import SHOWN, TARGET, gains, price
+from benchmarks.budget.cells import Cells
+from benchmarks.budget.keys import KEYS, PACKAGE
+from benchmarks.training.keys import Options
+from deltawire.cli.main import build_parser
+
+
+def test_every_key_names_a_module_with_a_measurement():
+    for name, key in KEYS.items():
+        module = importlib.import_module(f"{PACKAGE}.{key.module}")
+        assert callable(module.measure), name
+
+
+def test_the_command_takes_a_folder_and_seeds():
+    arguments = build_parser().parse_args(["bench", "budget", "--json", "--cases", "2"])
+    options = Options.of(arguments)
+    assert (options.cases, options.out) == (2, "runs/bench-budget")
+
+
+def test_a_cell_is_measured_once_and_a_missing_one_gives_none(tmp_path):
+    cells, calls = Cells(tmp_path, seeds=range(2)), []
+
+    def call():
+        calls.append(1)
+        return {"tokens": 5}
+
+    for _ in range(2):
+        assert cells.measure("fixed", 0, call) == {"tokens": 5}
+    assert len(calls) == 1
+    assert cells.all("fixed") is None
+    cells.path("fixed", 1).write_text('{"tokens"')  # Cut off: it counts as missing.
+    assert cells.all("fixed") is None
+    cells.measure("fixed", 1, call)
+    assert cells.all("fixed") == [{"tokens": 5}] * 2
+
+
+def test_a_price_is_that_of_the_first_time():
+    curve = [(10, 0.5), (20, 0.71), (30, 0.6), (40, 0.9)]
+    assert price(curve, 0.7) == 20
+    assert price(curve, 0.95) is None
+
+
+@pytest.mark.parametrize(("theirs", "expected"), [([30, 40], [3.0, 2.0]), ([30, None], None)])
+def test_gains_are_ratios_of_equal_seeds(tmp_path, theirs, expected):
+    cells = Cells(tmp_path, seeds=range(2))
+    for seed, (ours, other) in enumerate(zip([10, 20], theirs, strict=True)):
+        for name, tokens in ((SHOWN, ours), ("fixed", other)):
+            cells.path(name, seed).write_text(json.dumps({"tokens": {str(TARGET): tokens}}))
+    assert gains(cells, "fixed", TARGET) == expected
+    cells.path(SHOWN, 1).unlink()
+    assert gains(cells, "fixed", TARGET) is None
