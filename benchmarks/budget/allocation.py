@@ -1,6 +1,6 @@
 """``allocation_gain``: tokens to a set accuracy, fixed group size over allocated.
 
-The pool has as many prompts of pass rate about 0.03 as of 0.5 and of 0.97; supervised steps on such
+The set has as many prompts of pass rate about 0.03 as of 0.5 and of 0.97; supervised steps on such
 distributions make the model that every arm starts from. Answers have one token, so accuracy is read
 from the model's own distribution, without sampling. Each arm makes the same optimizer steps on as
 many prompts, with the trainer's own `train_step` and the rules of `deltawire.rl.allocation`. The
@@ -24,11 +24,11 @@ from torch.nn import functional
 from benchmarks.budget.cells import Cells, mean_and_error
 from benchmarks.training.keys import Measured, Options
 from deltawire.config import BuildConfig, RunConfig, parse_config
-from deltawire.config.allocation import AllocationConfig, PoolConfig
+from deltawire.config.allocation import AllocationConfig, BandConfig
 from deltawire.rl.allocation.curriculum import is_drawn, weight_of
 from deltawire.rl.allocation.knapsack import divide_budget
 from deltawire.rl.allocation.posterior import TaskPosterior
-from deltawire.rl.allocation.rules import Outcome, decide
+from deltawire.rl.allocation.rules import PromptOutcome, decide
 from deltawire.train.build import build_model
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import train_step
@@ -47,12 +47,12 @@ MARKS: Final = (0.60, 0.65, 0.70, 0.75, 0.80)
 CELL_S: Final = 240.0
 MAX_TOKENS: Final = 600_000
 
-POOLS: Final = [PoolConfig(up_to=0.8, weight=1.0), PoolConfig(up_to=1.0, weight=0.1)]
+BANDS: Final = [BandConfig(up_to=0.8, weight=1.0), BandConfig(up_to=1.0, weight=0.1)]
 ARMS: Final[dict[str, AllocationConfig]] = {
     "fixed": AllocationConfig(),
     "refill": AllocationConfig(policy="refill"),
-    "pilot": AllocationConfig(policy="pilot", pilot=4, largest=8, pools=POOLS),
-    "knapsack": AllocationConfig(policy="knapsack", pilot=4, largest=16, pools=POOLS),
+    "pilot": AllocationConfig(policy="pilot", pilot=4, largest=8, bands=BANDS),
+    "knapsack": AllocationConfig(policy="knapsack", pilot=4, largest=16, bands=BANDS),
 }
 SHOWN: Final = "pilot"
 """The arm that ``allocation_gain`` is about, named before the measurement."""
@@ -76,7 +76,7 @@ def run_config() -> RunConfig:
     )
 
 
-class Pool:
+class PromptSet:
     """The prompts, their right answers, and a model with the wanted pass rates."""
 
     def __init__(self, seed: int) -> None:
@@ -127,8 +127,8 @@ class Session:
         torch.manual_seed(seed)
         self.seed, self.step, self._position = seed, step, 0
         self.arm, self.config = arm, run_config()
-        self.pool = Pool(seed)
-        self.masters = MasterWeights(self.pool.model, self.config.train)
+        self.set = PromptSet(seed)
+        self.masters = MasterWeights(self.set.model, self.config.train)
         self.rng = np.random.default_rng((seed, 1))
         self.posterior = TaskPosterior(arm.discount)
         self.sampled = self.trained = self.version = 0
@@ -144,10 +144,10 @@ class Session:
             return number, defers
         while True:
             if not self._order:
-                self._order.extend(self.rng.permutation(len(self.pool.prompts)).tolist())
+                self._order.extend(self.rng.permutation(len(self.set.prompts)).tolist())
             number, self._position = self._order.popleft(), self._position + 1
             rate = self.posterior.mean(str(number), version=self.version)
-            if is_drawn(self._position, weight_of(self.arm.pools, rate), seed=self.seed):
+            if is_drawn(self._position, weight_of(self.arm.bands, rate), seed=self.seed):
                 return number, 0
 
     def complete(self, number: int, count: int) -> list[Trajectory]:
@@ -156,7 +156,7 @@ class Session:
         shares = np.exp(logprobs) / np.exp(logprobs).sum()
         drawn = self.rng.choice(len(shares), count, p=shares)
         self.sampled += count
-        right = 48 + self.pool.right[number]
+        right = 48 + self.set.right[number]
         return [
             Trajectory(
                 np.array([token], np.int32),
@@ -171,9 +171,9 @@ class Session:
 
     def batch(self) -> list[Group]:
         """Samples until a step's prompts are decided."""
-        self.pool.model.eval()
+        self.set.model.eval()
         with torch.no_grad():
-            self._logprobs = functional.log_softmax(self.pool.logits(), -1).double().numpy()
+            self._logprobs = functional.log_softmax(self.set.logits(), -1).double().numpy()
         taken: list[Group] = []
         while len(taken) < self.step:
             wave = [self.next_prompt() for _ in range(self.step - len(taken))]
@@ -184,11 +184,11 @@ class Session:
                 taken += self._finish(number, defers, found[place], planned[place])
         return taken
 
-    def _outcome(self, found: list[Trajectory]) -> Outcome:
-        return Outcome.of([t.reward for t in found], success_at=self.arm.success_at)
+    def _outcome(self, found: list[Trajectory]) -> PromptOutcome:
+        return PromptOutcome.of([t.reward for t in found], success_at=self.arm.success_at)
 
     def _planned(self, found: list[list[Trajectory]]) -> list[int | None]:
-        """What a round of the knapsack gives each prompt in all."""
+        """Returns how many completions a round of the knapsack gives each prompt in all."""
         if self.arm.policy != "knapsack":
             return [None] * len(found)
         rates = [(1 + sum(t.reward for t in one)) / (2 + len(one)) for one in found]
@@ -221,14 +221,14 @@ class Session:
         if decision.verdict != "train":
             return []
         self.counts["equal"] += not self._outcome(found).spread
-        prompt = np.array(self.pool.prompts[number], np.int32)
+        prompt = np.array(self.set.prompts[number], np.int32)
         return [Group("w0", "n", f"prompt {number}", 1.0, prompt, found)]
 
     def run(self) -> dict[str, Any]:
         """Trains to the last mark; returns the cell."""
         began = time.monotonic()
         curve: list[tuple[int, float]] = []
-        start = self.pool.pass_rates()
+        start = self.set.pass_rates()
         accuracy = float(start.mean())
         while True:
             curve.append((self.sampled + self.trained, round(accuracy, 5)))
@@ -236,15 +236,15 @@ class Session:
             if accuracy >= MARKS[-1] or curve[-1][0] > MAX_TOKENS or elapsed > CELL_S:
                 break
             groups = self.batch()
-            self.pool.model.train()
+            self.set.model.train()
             train_step(self.masters, groups, self.config, version=self.version)
             self.trained += sum(group.tokens for group in groups)
             self.version += 1
-            accuracy = float(self.pool.pass_rates().mean())
+            accuracy = float(self.set.pass_rates().mean())
         return {
-            "start": [round(float(start[self.pool.rates == r].mean()), 4) for r in RATES],
+            "start": [round(float(start[self.set.rates == r].mean()), 4) for r in RATES],
             "end": [
-                round(float(self.pool.pass_rates()[self.pool.rates == r].mean()), 4) for r in RATES
+                round(float(self.set.pass_rates()[self.set.rates == r].mean()), 4) for r in RATES
             ],
             "tokens": {str(mark): price(curve, mark) for mark in MARKS},
             "steps": self.version,

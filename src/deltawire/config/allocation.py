@@ -11,7 +11,7 @@ from deltawire.config.base import Count, Fraction, Section
 AllocationPolicy = Literal["fixed", "refill", "pilot", "knapsack"]
 
 
-class PoolConfig(Section, frozen=True, kw_only=True):
+class BandConfig(Section, frozen=True, kw_only=True):
     """Tasks up to an estimated pass rate, and the share of them that is drawn.
 
     Example::
@@ -22,7 +22,7 @@ class PoolConfig(Section, frozen=True, kw_only=True):
         [rollout.allocation]
         policy = "pilot"
 
-        [[rollout.allocation.pools]]
+        [[rollout.allocation.bands]]
         up_to = 0.25
         weight = 0.2
     """
@@ -68,23 +68,23 @@ class AllocationConfig(Section, frozen=True, kw_only=True):
     """How often a prompt is deferred before it is skipped."""
     success_at: Annotated[float, Meta(ge=-1e9, le=1e9)] = 1.0
     """The reward from which a completion counts as a success."""
-    pools: Annotated[list[PoolConfig], Meta(max_length=64)] = []
-    """Pools of difficulty, by rising pass rate: each task is drawn as often as its pool's weight
-    says. Without pools, and for tasks never seen, all tasks are drawn."""
+    bands: Annotated[list[BandConfig], Meta(max_length=64)] = []
+    """Bands of difficulty, by rising pass rate: each task is drawn as often as its band's weight
+    says. Without bands, and for tasks never seen, all tasks are drawn."""
     discount: Annotated[float, Meta(gt=0, lt=1)] = 0.95
     """The factor by which what is known of a task loses weight with each version."""
 
     def contradiction(self, group_size: int) -> tuple[str, str] | None:
         """Finds settings that contradict each other: the reason and what to do, or None."""
         where = "rollout.allocation"
-        bounds = [pool.up_to for pool in self.pools]
+        bounds = [band.up_to for band in self.bands]
         if bounds != sorted(set(bounds)):
-            return f"{where}.pools: up_to does not rise", "sort the pools by up_to"
-        if self.pools and not any(pool.weight for pool in self.pools):
-            return f"{where}.pools: every weight is 0", "give one pool a weight above 0"
+            return f"{where}.bands: up_to does not rise", "sort the bands by up_to"
+        if self.bands and not any(band.weight for band in self.bands):
+            return f"{where}.bands: every weight is 0", "give one band a weight above 0"
         if self.policy == "fixed":
-            if self.pools:
-                reason = f"{where}.pools need a policy that observes pass rates"
+            if self.bands:
+                reason = f"{where}.bands need a policy that observes pass rates"
                 return reason, 'set policy = "refill", "pilot" or "knapsack"'
             return None
         if self.policy == "refill":

@@ -26,14 +26,14 @@ Verdict = Literal["train", "skip", "defer", "fill", "wait"]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What is known of a prompt: how many completions were ``asked`` for, how many of the
+class PromptOutcome:
+    """Counts a prompt's completions: how many completions were ``asked`` for, how many of the
     ``finished`` ones were ``successes``, and whether their rewards have a ``spread``, without which
     they move nothing.
 
     Example::
 
-        Outcome.of([1.0, 0.0, 0.0, 1.0], success_at=1.0).rate   # 0.5
+        PromptOutcome.of([1.0, 0.0, 0.0, 1.0], success_at=1.0).rate   # 0.5
     """
 
     asked: int
@@ -44,7 +44,7 @@ class Outcome:
     @classmethod
     def of(
         cls, rewards: Sequence[float], *, success_at: float, asked: int | None = None
-    ) -> Outcome:
+    ) -> PromptOutcome:
         """Counts the rewards of completions; ``asked`` includes those that failed."""
         return cls(
             len(rewards) if asked is None else asked,
@@ -65,7 +65,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Decision:
+class PromptDecision:
     """A verdict, and how many ``more`` completions a prompt gets if it is ``fill``.
 
     ``wait`` means that a round of the knapsack decides.
@@ -76,16 +76,16 @@ class Decision:
 
 
 TRAIN, SKIP, DEFER, WAIT = (
-    Decision("train"),
-    Decision("skip"),
-    Decision("defer"),
-    Decision("wait"),
+    PromptDecision("train"),
+    PromptDecision("skip"),
+    PromptDecision("defer"),
+    PromptDecision("wait"),
 )
 
 
 def decide(
-    config: AllocationConfig, outcome: Outcome, *, defers: int = 0, planned: int | None = None
-) -> Decision:
+    config: AllocationConfig, outcome: PromptOutcome, *, defers: int = 0, planned: int | None = None
+) -> PromptDecision:
     """Returns what to do with a prompt, given the completions that it has.
 
     ``defers`` counts how often it was deferred. ``planned`` is the number of completions that a
@@ -94,7 +94,7 @@ def decide(
     Example::
 
         config = AllocationConfig(policy="pilot", pilot=4, largest=32)
-        decide(config, Outcome.of([1.0, 0.0, 0.0, 0.0], success_at=1.0))   # fill, 28 more
+        decide(config, PromptOutcome.of([1.0, 0.0, 0.0, 0.0], success_at=1.0))   # fill, 28 more
     """
     if config.policy == "fixed":
         return TRAIN
@@ -106,7 +106,7 @@ def decide(
         if planned is None:
             return WAIT
         if outcome.asked < planned:
-            return Decision("fill", planned - outcome.asked)
+            return PromptDecision("fill", planned - outcome.asked)
         return TRAIN if outcome.spread else _hopeless(config, outcome, defers)
     judged = outcome.asked <= config.pilot or config.stage > 0
     if judged and outcome.rate > config.skip_above:
@@ -115,11 +115,11 @@ def decide(
         return _hopeless(config, outcome, defers)
     left = config.largest - outcome.asked
     if left > 0:
-        return Decision("fill", min(left, config.stage) if config.stage else left)
+        return PromptDecision("fill", min(left, config.stage) if config.stage else left)
     return TRAIN if outcome.spread else _hopeless(config, outcome, defers)
 
 
-def _hopeless(config: AllocationConfig, outcome: Outcome, defers: int) -> Decision:
+def _hopeless(config: AllocationConfig, outcome: PromptOutcome, defers: int) -> PromptDecision:
     """A prompt that gets no more: tried again later if it seems hard, else skipped."""
     hard = outcome.rate < 0.5
     return DEFER if hard and defers < config.max_defers else SKIP

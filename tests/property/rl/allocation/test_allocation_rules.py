@@ -5,11 +5,11 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltawire.config.allocation import AllocationConfig, PoolConfig
+from deltawire.config.allocation import AllocationConfig, BandConfig
 from deltawire.rl.allocation.curriculum import is_drawn, weight_of
 from deltawire.rl.allocation.knapsack import divide_budget, gradient_value, marginal_value
 from deltawire.rl.allocation.posterior import TaskPosterior
-from deltawire.rl.allocation.rules import Outcome, decide
+from deltawire.rl.allocation.rules import PromptOutcome, decide
 
 rates = st.floats(0, 1, allow_nan=False)
 rewards = st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=40)
@@ -80,7 +80,7 @@ def test_every_policy_ends_within_its_bounds(found, pilot, stage, enough, defers
         )
         have = list(found[:pilot])
         for _ in range(50):
-            outcome = Outcome.of(have, success_at=1.0)
+            outcome = PromptOutcome.of(have, success_at=1.0)
             decision = decide(config, outcome, defers=defers, planned=12)
             if decision.verdict != "fill":
                 break
@@ -97,7 +97,7 @@ def test_every_policy_ends_within_its_bounds(found, pilot, stage, enough, defers
 
 @given(rewards)
 def test_refill_is_dapos_filter(found):
-    outcome = Outcome.of(found, success_at=1.0)
+    outcome = PromptOutcome.of(found, success_at=1.0)
     expected = "skip" if max(found) == min(found) else "train"
     assert decide(AllocationConfig(policy="refill"), outcome).verdict == expected
 
@@ -106,7 +106,7 @@ def test_pilot_commit_by_its_thresholds():
     config = AllocationConfig(policy="pilot", pilot=16, largest=64)
     for successes in range(17):
         found = [1.0] * successes + [0.0] * (16 - successes)
-        decision = decide(config, Outcome.of(found, success_at=1.0))
+        decision = decide(config, PromptOutcome.of(found, success_at=1.0))
         if successes > 12:
             assert decision.verdict == "skip"
         elif successes < 2:
@@ -135,10 +135,10 @@ def test_the_posterior_is_the_discounted_sum(evidence, discount):
 
 
 @given(st.integers(0, 1000), st.lists(rates, min_size=1, max_size=5, unique=True))
-def test_a_pool_of_weight_0_is_never_drawn_and_1_always(seed, bounds):
-    pools = [PoolConfig(up_to=bound, weight=bound) for bound in sorted(bounds)]
+def test_a_band_of_weight_0_is_never_drawn_and_1_always(seed, bounds):
+    bands = [BandConfig(up_to=bound, weight=bound) for bound in sorted(bounds)]
     for rate in bounds:
-        assert weight_of(pools, rate) == rate
+        assert weight_of(bands, rate) == rate
     assert not is_drawn(seed, 0.0, seed=seed)
     assert is_drawn(seed, 1.0, seed=seed)
 
