@@ -1,7 +1,7 @@
 # ruff: noqa: ARG001, ARG002  (TRL passes arguments by name)
 """The job in TRL: its `GRPOTrainer`, as its documentation shows it, with the settings of job.toml.
 
-Runs as a program of its own; what a user writes lies between the two marks.
+This file is a program. The code between the two marks is what a user writes; only it is counted.
 """
 
 from __future__ import annotations
