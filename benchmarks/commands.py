@@ -138,30 +138,47 @@ def _add_sync(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
+def _add_keys(
+    benches: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    text: str,
+    *,
+    seed: str,
+    repeats: int = 5,
+    repeated: str = "steps that medians are taken over",
+) -> argparse.ArgumentParser:
+    """Declares a benchmark that measures keys, each with a floor."""
+    parser = benches.add_parser(name, help=text)
+    parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
+    parser.add_argument("--seed", type=int, default=0, help=seed)
+    parser.add_argument("--repeats", type=int, default=repeats, help=repeated)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    return parser
+
+
 def _add_train(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = benches.add_parser(
-        "train", help="memory and speed of training steps, each against its floor and its peers"
+    parser = _add_keys(
+        benches,
+        "train",
+        "memory and speed of training steps, each against its floor and its peers",
+        seed="the seed of lengths and cases",
     )
-    parser.add_argument("--keys", default="all", help="all, or keys of the table, as KEY,KEY")
-    parser.add_argument("--seed", type=int, default=0, help="the seed of lengths and cases")
-    parser.add_argument("--repeats", type=int, default=5, help="steps that medians are taken over")
     parser.add_argument(
         "--cases", type=int, default=8, help="memory_error_max: steps to draw from the grid"
     )
     parser.add_argument(
         "--real", action="store_true", help="memory_error_max: two more with real allocations"
     )
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def _add_clients(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = benches.add_parser(
-        "clients", help="the trainers and SDKs people already have, over a run"
+    _add_keys(
+        benches,
+        "clients",
+        "the trainers and SDKs people already have, over a run",
+        seed="the seed of weights and data",
+        repeats=7,
     )
-    parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
-    parser.add_argument("--seed", type=int, default=0, help="what draws weights and data")
-    parser.add_argument("--repeats", type=int, default=7, help="steps that medians are taken over")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def _add_peers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -177,21 +194,22 @@ def _add_peers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_adapters(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = benches.add_parser(
-        "adapters", help="packed experts and their adapters: memory, speed, bytes, proofs"
+    _add_keys(
+        benches,
+        "adapters",
+        "packed experts and their adapters: memory, speed, bytes, proofs",
+        seed="the seed of weights and data",
     )
-    parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
-    parser.add_argument("--seed", type=int, default=0, help="what draws weights and data")
-    parser.add_argument("--repeats", type=int, default=5, help="steps that medians are taken over")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def _add_live(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = benches.add_parser("live", help="serving users and learning from them")
-    parser.add_argument("--keys", default="all", help="all, or keys of the table: KEY,KEY")
-    parser.add_argument("--seed", type=int, default=0, help="what draws arrivals and deaths")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of each measurement")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    _add_keys(
+        benches,
+        "live",
+        "serving users and learning from them",
+        seed="the seed of arrivals and kills",
+        repeated="rounds of each measurement",
+    )
 
 
 def _add_budget(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

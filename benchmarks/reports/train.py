@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.training.keys import Options, choose_keys, measure_in_processes, report, rows
+from benchmarks.reports.key_table import run_keys
+from benchmarks.training.keys import KEYS, PACKAGE
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures the chosen keys and prints the table or the JSON."""
-    options = Options.of(arguments)
-    values, details = measure_in_processes(choose_keys(arguments.keys), options)
-    if arguments.json:
-        Console().print_json(json.dumps(report(values, details, options)))
-        return 0
-    table = Table("key", "value", "floor", "met", "meaning")
-    for row in rows(values):
-        table.add_row(*row, style=None if row[3] == "yes" else "red")
-    Console(highlight=False).print(table)
-    return 0
+    return run_keys(arguments, KEYS, PACKAGE)

@@ -73,6 +73,9 @@ KEYS: Final[dict[str, Key]] = {
 """Every key, in the order of the table."""
 
 
+PACKAGE: Final = "benchmarks.training"
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments that a measurement may read."""
 
@@ -113,7 +116,7 @@ def measure_in_processes(
     options: Options,
     *,
     keys: Mapping[str, Key] = KEYS,
-    package: str = "benchmarks.training",
+    package: str = PACKAGE,
 ) -> tuple[dict[str, Value], dict[str, Any]]:
     """Measures keys, each module once in a separate process; returns values and details by key.
 
