@@ -20,6 +20,7 @@ def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _add_adapters,
         _add_live,
         _add_budget,
+        _add_scale,
     ):
         add(benches)
 
@@ -223,3 +224,13 @@ def _add_budget(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--out", default="runs/bench-budget", help="the folder of stored cells")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _add_scale(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    _add_keys(
+        benches,
+        "scale",
+        "costs that grow with ranks, readers and versions",
+        seed="the seed of the weights",
+        repeated="rounds of timed measurements",
+    )

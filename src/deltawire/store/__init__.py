@@ -5,10 +5,12 @@ from deltawire.store.delegating import DelegatingBucket
 from deltawire.store.folder import FolderBucket
 from deltawire.store.metered import MeteredBucket
 from deltawire.store.opening import open_bucket
+from deltawire.store.parallel import REQUESTS, in_parallel
 from deltawire.store.probe import check_create_if_absent, overwrites_on_create
 from deltawire.store.retrying import RetryingBucket, RetryPolicy
 
 __all__ = [
+    "REQUESTS",
     "Bucket",
     "DelegatingBucket",
     "FolderBucket",
@@ -17,6 +19,7 @@ __all__ = [
     "RetryPolicy",
     "RetryingBucket",
     "check_create_if_absent",
+    "in_parallel",
     "open_bucket",
     "overwrites_on_create",
     "require_bucket",

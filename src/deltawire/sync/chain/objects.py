@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import blake3
 
 from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import Bucket, ObjectMeta, RetryingBucket, require_bucket
+from deltawire.store import Bucket, ObjectMeta, RetryingBucket, in_parallel, require_bucket
 from deltawire.wire import keys
 from deltawire.wire.coordination import MAX_FLOOR_BYTES, RetentionFloor
 from deltawire.wire.manifest import (
@@ -205,7 +204,42 @@ def read_compacted_delta(
 def newest_version(bucket: Bucket, *, newer_than: int | None = None) -> int | None:
     """Returns the newest version that a listing shows, or the newest one above ``newer_than``;
     None if there is none. Its manifest may be damaged: see `VersionPoller`."""
+    if newer_than is None or newer_than < 0:
+        newer_than = late_version(bucket) - 1
     return max(committed_objects(bucket, newer_than=newer_than), default=None)
+
+
+FEW_VERSIONS = 1 << 10
+"""Up to this many versions are listed without a search: a listing's request returns 1,000 keys."""
+
+PROBES = 16
+"""Keys that one round of a search asks for at once."""
+
+
+def late_version(bucket: Bucket) -> int:
+    """Returns a version near the newest one, or 0: a listing from there on shows every newer one.
+
+    Asks for keys at powers of two and then between two of them, so that no command lists a hundred
+    thousand manifests. Where numbers are missing it may find an earlier version, which only makes
+    the listing longer.
+    """
+
+    def exist(versions: Sequence[int]) -> list[bool]:
+        return in_parallel(bucket, lambda v: bucket.exists(keys.manifest(v)), versions)
+
+    if not bucket.exists(keys.manifest(FEW_VERSIONS)):
+        return 0
+    powers = [1 << bit for bit in range(FEW_VERSIONS.bit_length(), keys.MAX_NUMBER.bit_length())]
+    low = FEW_VERSIONS
+    for version, there in zip(powers, exist(powers), strict=True):
+        low = version if there else low
+    high = min(2 * low, keys.MAX_NUMBER)
+    while high - low > FEW_VERSIONS // 2:
+        step = max((high - low) // (PROBES + 1), 1)
+        probes = list(range(low + step, high, step))
+        low = max([low, *(v for v, there in zip(probes, exist(probes), strict=True) if there)])
+        high = min(low + step, high)
+    return low
 
 
 def committed_versions(bucket: Bucket, *, newer_than: int | None = None) -> list[int]:
@@ -300,20 +334,13 @@ def put_blob(bucket: Bucket, data: bytes) -> BlobRef:
     return BlobRef(hash=digest, bytes=len(data))
 
 
-LOOKUPS = 16
-"""Lookups of sizes under way at once."""
-
-
 def missing_blobs(bucket: Bucket, refs: Sequence[BlobRef]) -> list[BlobRef]:
     """Returns the blobs that are not stored with their size."""
 
     def is_missing(ref: BlobRef) -> bool:
         return bucket.size(keys.blob(ref.hash)) != ref.bytes
 
-    if len(refs) <= LOOKUPS:
-        return [ref for ref in refs if is_missing(ref)]
-    with ThreadPoolExecutor(LOOKUPS, thread_name_prefix="lookup") as pool:
-        missing = list(pool.map(is_missing, refs))
+    missing = in_parallel(bucket, is_missing, refs)
     return [ref for ref, lost in zip(refs, missing, strict=True) if lost]
 
 

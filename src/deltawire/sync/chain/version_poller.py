@@ -1,10 +1,10 @@
 """Polls a bucket for versions newer than the one held.
 
-One poll requests the next manifest by name. Every `LIST_EVERY_POLLS` polls, and whenever the next
-manifest exists but cannot be read, the poller lists the manifests to find a newer version that can
-be reached without it. A reader ignores a manifest that is damaged or not signed by the run's key:
-the poller keeps it as its ``alarm`` and reads it again after increasing pauses, because the damage
-may be in the store's response and not in the object.
+One poll requests the next manifest by name. Now and then (`polls_between_listings`), and whenever
+the next manifest exists but cannot be read, the poller lists the manifests to find a newer version
+that can be reached without it. A reader ignores a manifest that is damaged or not signed by the
+run's key: the poller keeps it as its ``alarm`` and reads it again after increasing pauses, because
+the damage may be in the store's response and not in the object.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from deltawire.errors import CorruptError, ResyncError
 from deltawire.store import Bucket, ObjectMeta
-from deltawire.sync.chain.objects import committed_objects, read_manifest, require_run
+from deltawire.sync.chain.objects import (
+    committed_objects,
+    late_version,
+    read_manifest,
+    require_run,
+)
 from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
@@ -28,6 +33,10 @@ LIST_EVERY_POLLS = 20
 """The number of polls between two listings while the next manifest is missing; it may have been
 lost.
 """
+
+LISTED_QUICKLY = 1 << 10
+"""A folder is listed whole, so that a listing costs in proportion to its versions: with more than
+this many, listings are as much rarer."""
 
 PATIENCE_SHARE = 0.05
 """Pauses grow with the time since the last version: they add at most this share to its age."""
@@ -150,7 +159,7 @@ class VersionPoller:
         self._ahead = max(1, self._ahead - 1)
         self._polls += 1
         nothing = following is None and held + 1 not in self._rejected
-        if nothing and self._polls % LIST_EVERY_POLLS != 1:
+        if nothing and self._polls % polls_between_listings(self.bucket, held) != 1:
             return None
         return self._newest_listed(held)
 
@@ -170,14 +179,25 @@ class VersionPoller:
         return read[0] if read else None
 
     def _newest_listed(self, held: int) -> Manifest | None:
+        if held < 0 and (late := late_version(self.bucket)):
+            # Most runs have a readable version among the newest: do not list all others for it.
+            found = self._newest_of(committed_objects(self.bucket, newer_than=late - 1))
+            if found is not None:
+                return found
         listed = committed_objects(self.bucket, newer_than=held)
         self._rejected = {v: entry for v, entry in self._rejected.items() if v in listed}
+        found = self._newest_of(listed)
+        if found is not None:
+            return found
+        if not listed and held >= 0:
+            self._check_run(held)
+        return None
+
+    def _newest_of(self, listed: Mapping[int, ObjectMeta]) -> Manifest | None:
         for version in sorted(listed, reverse=True):
             manifest = self._read(version, listed[version])
             if manifest is not None and not manifest.pruned:
                 return manifest
-        if not listed and held >= 0:
-            self._check_run(held)
         return None
 
     def _read(self, version: int, meta: ObjectMeta | None) -> Manifest | None:
@@ -225,6 +245,12 @@ class VersionPoller:
                 )
 
 
+def polls_between_listings(bucket: Bucket, held: int) -> int:
+    """Returns how many polls of an idle reader at version ``held`` pass between two listings."""
+    rarer = held // LISTED_QUICKLY if bucket.local else 0
+    return LIST_EVERY_POLLS * max(rarer, 1)
+
+
 def newest_readable(bucket: Bucket, run: Run) -> Manifest | None:
     """Returns the manifest of the newest version that can be read, None if nothing is committed.
 
@@ -233,15 +259,22 @@ def newest_readable(bucket: Bucket, run: Run) -> Manifest | None:
     none can be read.
     """
     damage: CorruptError | None = None
-    for version in sorted(committed_objects(bucket), reverse=True):
-        for _ in range(2):
-            try:
-                manifest = read_manifest(bucket, run, version)
-            except CorruptError as error:
-                damage = damage or error
+    above: int | None = None
+    for first in (late_version(bucket), 0):
+        for version in sorted(committed_objects(bucket, newer_than=first - 1), reverse=True):
+            if above is not None and version >= above:
                 continue
-            if manifest is not None and not manifest.pruned:
-                return manifest
+            for _ in range(2):
+                try:
+                    manifest = read_manifest(bucket, run, version)
+                except CorruptError as error:
+                    damage = damage or error
+                    continue
+                if manifest is not None and not manifest.pruned:
+                    return manifest
+                break
+        above = first
+        if first == 0:
             break
     if damage is not None:
         raise damage

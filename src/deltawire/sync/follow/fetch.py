@@ -2,16 +2,18 @@
 
 Concurrency::
 
-    fetching thread          caller's thread                 decoding threads
-      blob K+1 ───────────▶   pieces of blob K ─────────────▶  decode, digest
-      (one ahead)             in order, as they finish ◀─────  patch of a piece
+    fetching threads         caller's thread                 decoding threads
+      blobs K+1, K+2, … ──▶   pieces of blob K ─────────────▶  decode, digest
+      (`AHEAD_BYTES` ahead)   in order, as they finish ◀─────  patch of a piece
 
-At most two blobs are in memory at a time, in addition to what was decoded.
+At most `AHEAD_BYTES` of blobs are in memory at a time, or two blobs if those are larger, in
+addition to what was decoded. Many small blobs, such as those of many ranks, are fetched together.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -22,17 +24,21 @@ import numpy as np
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError
-from deltawire.store import Bucket
+from deltawire.store import REQUESTS, Bucket
 from deltawire.sync.chain.objects import get_blob
 from deltawire.sync.chain.payloads import read_payload
 from deltawire.sync.follow.mirror import Mirror, PiecePatch
 from deltawire.wire import keys
 from deltawire.wire.manifest import CompactedDelta, Manifest
-from deltawire.wire.payload import Payload, PayloadRef, Piece
+from deltawire.wire.payload import BlobRef, Payload, PayloadRef, Piece
 from deltawire.wire.run import Run
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+AHEAD_BYTES = 64 << 20
+"""The most bytes of blobs in memory, those being decoded included; at least one blob is fetched
+while another is decoded."""
 
 WHOLE = 0.5
 """A reader that needs a larger share of a blob than this fetches the whole blob."""
@@ -73,7 +79,7 @@ def wanted_pieces(run: Run, payload: Payload, mirror: Mirror) -> list[Piece]:
 def fetch_pieces(
     bucket: Bucket, payload: Payload, pieces: Sequence[Piece], *, version: int
 ) -> Iterator[list[tuple[Piece, memoryview]]]:
-    """Yields the coded bytes of ``pieces``, blob by blob, checked, while the next blob is fetched.
+    """Yields the coded bytes of ``pieces``, blob by blob, checked, while later ones are fetched.
 
     Raises `CorruptError` if a blob is missing or does not match its name.
     """
@@ -87,17 +93,39 @@ def fetch_pieces(
     if len(by_blob) < 2:
         yield from map(fetch, by_blob)
         return
-    with ThreadPoolExecutor(1, thread_name_prefix="fetcher") as pool:
-        numbers = list(by_blob)
-        ahead = pool.submit(fetch, numbers[0])
-        for number in [*numbers[1:], None]:
-            batch = ahead.result()
-            if number is not None:
-                ahead = pool.submit(fetch, number)
+    at_once = 1 if bucket.local else min(REQUESTS, len(by_blob))
+    waiting = deque(by_blob)
+    ahead: deque[tuple[Future[list[tuple[Piece, memoryview]]], int]] = deque()
+    held = 0
+    pool = ThreadPoolExecutor(at_once, thread_name_prefix="fetcher")
+    try:
+        while waiting or ahead:
+            while waiting and len(ahead) < at_once:
+                size = _fetched_bytes(payload.blobs[waiting[0]], by_blob[waiting[0]])
+                if ahead and held + size > AHEAD_BYTES:
+                    break
+                ahead.append((pool.submit(fetch, waiting.popleft()), size))
+                held += size
+            found, size = ahead.popleft()
+            batch = found.result()
+            del found
+            if waiting and not ahead:
+                after = _fetched_bytes(payload.blobs[waiting[0]], by_blob[waiting[0]])
+                ahead.append((pool.submit(fetch, waiting.popleft()), after))
+                held += after
             yield batch
-            # The future and the caller still hold the list. Empty it before the next blob starts,
-            # or three blobs would be in memory.
+            # The caller still holds the list. Empty it before the next blob starts, or three blobs
+            # would be in memory.
             batch.clear()
+            held -= size
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _fetched_bytes(ref: BlobRef, pieces: Sequence[Piece]) -> int:
+    """Returns how many bytes of a blob are fetched for ``pieces``."""
+    size = sum(piece.length for piece in pieces)
+    return ref.bytes if size > WHOLE * ref.bytes else size
 
 
 def _fetch_blob(

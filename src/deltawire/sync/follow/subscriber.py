@@ -66,9 +66,9 @@ class Subscriber:
     possible; otherwise it takes the cheapest route to the newest version, which may lead over
     compacted deltas and anchors. ``threads`` is the number of decoding threads.
 
-    In addition to the mirror, a step takes the memory of two blobs, and 4 bytes plus the element's
-    width for each changed element: for bf16 5 % of the mirror if 1.6 % change, three mirrors if
-    everything changes.
+    In addition to the mirror, a step takes the memory of two blobs (64 MiB if blobs are smaller),
+    and 4 bytes plus the element's width for each changed element: for bf16 5 % of the mirror if
+    1.6 % change, three mirrors if everything changes.
 
     Example::
 

@@ -28,17 +28,17 @@ version are ignored. All of these are reported in `Pruned.refused`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from deltawire.codec import ZERO
 from deltawire.errors import CorruptError, InputError
-from deltawire.store import Bucket, ObjectMeta, RetryingBucket
+from deltawire.store import Bucket, ObjectMeta, RetryingBucket, in_parallel
 from deltawire.sync.chain.gc_intents import delete_blobs, drop_dead_intents, store_clock
 from deltawire.sync.chain.objects import (
     check_signer,
@@ -65,6 +65,12 @@ MAX_FILLED = 4096
 """The most missing versions for which one call creates tombstones."""
 
 MAX_COMMIT_BYTES = 16 << 20
+
+BURIED: Final = "buried"
+"""The answer for a version that has a tombstone."""
+
+WINDOW = 32
+"""Manifests read at a time, to find the newest one that is a tombstone."""
 
 
 @dataclass
@@ -256,11 +262,9 @@ class _Retention:
         return True
 
     def _bury(self, versions: Iterable[int]) -> None:
-        """Replaces the manifests below `Pruned.pruned_below` with tombstones."""
-        for version in sorted(self._filled(versions)):
-            tombstone = self._tombstone(version)
-            if tombstone is None:
-                continue
+        """Replaces the manifests below `Pruned.pruned_below` with tombstones, the lowest first."""
+        listed = set(versions)
+        for version, tombstone in self._unburied(sorted(self._filled(listed)), listed):
             if self._sealed is not None:
                 data = self._sealed.tombstone(version)
             else:
@@ -271,6 +275,31 @@ class _Retention:
             self.found.manifests.append(version)
             if not self._dry_run:
                 self.bucket.put(keys.manifest(version), data)
+
+    def _unburied(
+        self, versions: Sequence[int], listed: Container[int]
+    ) -> list[tuple[int, Manifest]]:
+        """Returns the versions without a tombstone, ascending, each with its tombstone.
+
+        Tombstones are written in ascending order, so the versions below one were buried before it.
+        Reads from the newest version down, a few at a time, until one is a tombstone, and below
+        that only versions that a listing does not show: the cost is that of what is new, however
+        many versions were pruned before.
+        """
+        found: list[tuple[int, Manifest]] = []
+        buried = False
+        for end in range(len(versions), 0, -WINDOW):
+            window = versions[max(end - WINDOW, 0) : end]
+            if buried:
+                window = [version for version in window if version not in listed]
+            read = in_parallel(self.bucket, self._tombstone, window)
+            found += [
+                (version, tombstone)
+                for version, tombstone in zip(window, read, strict=True)
+                if isinstance(tombstone, Manifest)
+            ]
+            buried = buried or BURIED in read
+        return sorted(found, key=lambda one: one[0])
 
     def _filled(self, versions: Iterable[int]) -> set[int]:
         """Returns the versions below `Pruned.pruned_below`, including missing ones."""
@@ -287,9 +316,9 @@ class _Retention:
             gaps = []
         return {*listed, *(v for low, high in gaps for v in range(low, high))}
 
-    def _tombstone(self, version: int) -> Manifest | None:
-        """Returns the tombstone that replaces a manifest. None if it already is one, or cannot be
-        read: a damaged manifest occupies the name as well.
+    def _tombstone(self, version: int) -> Manifest | Literal["buried"] | None:
+        """Returns the tombstone that replaces a manifest, `BURIED` if it already is one. None if it
+        cannot be read: a damaged manifest occupies the name as well.
         """
         try:
             manifest = read_manifest(self.bucket, self.run, version)
@@ -307,7 +336,7 @@ class _Retention:
                 pruned=True,
             )
         if manifest.pruned:
-            return None
+            return BURIED
         return msgspec.structs.replace(
             manifest,
             base=None,
@@ -389,9 +418,8 @@ class _References:
         blobs may be needed once it is repaired. Damaged objects above that version keep no blobs.
         """
         newer_than = self._start - 1 if self._start else None
-        for version in committed_objects(self._bucket, newer_than=newer_than):
-            if version not in self._read:
-                self._read_version(version)
+        listed = committed_objects(self._bucket, newer_than=newer_than)
+        in_parallel(self._bucket, self._read_version, [v for v in listed if v not in self._read])
         for key in self._bucket.list(keys.COMPACTED):
             name = keys.compacted_of(key)
             if name is None or key in self._compacted:

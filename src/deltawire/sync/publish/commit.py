@@ -12,8 +12,7 @@ failed version is encoded again from what readers hold.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from deltawire.sync.chain.objects import (
     newest_retention_floor,
     read_manifest,
 )
-from deltawire.sync.chain.payloads import read_table, store_payload, table_blobs
+from deltawire.sync.chain.payloads import store_payload, table_blobs
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.publish.anchors import NOTHING, find_anchor, restore_anchor, upload_anchor
 from deltawire.sync.publish.encoding import (
@@ -40,16 +39,13 @@ from deltawire.sync.publish.encoding import (
     keep_blobs,
     upload_delta,
 )
+from deltawire.sync.publish.merging import merge_parts
 from deltawire.wire import keys
 from deltawire.wire.coordination import Part
 from deltawire.wire.manifest import MAX_METADATA_BYTES, Manifest, encode_manifest
 from deltawire.wire.payload import (
-    BlobRef,
     Payload,
     PayloadRef,
-    Piece,
-    add_sums,
-    payload_fault,
 )
 from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
@@ -474,99 +470,6 @@ class VersionWriter:
                 run=self.bucket.url,
                 version=self.baseline.version,
             )
-
-
-def merge_parts(
-    bucket: Bucket,
-    run: Run,
-    parts: Sequence[Part],
-    *,
-    base: int | None,
-    base_digest: str,
-    nonce: str,
-    metadata: dict[str, Any] | None = None,
-    files: list[ModelFile] | None = None,
-    stored: Mapping[PayloadRef, Payload] | None = None,
-) -> tuple[Manifest, list[Payload]]:
-    """Builds the manifest that commits all ``parts`` of a version, and checks it as a reader does.
-    Returns it with its payloads, whose piece tables are stored. Payloads in ``stored`` are not read
-    again.
-
-    Raises `InputError` if parts overlap, leave a gap, build on different bases, or do not lead from
-    the base to the sum of the parts' digests. In the last case, the mirror of at least one writer
-    differs from the base, and no reader could decode the version.
-    """
-    version, first = parts[0].version, parts[0].version == 0
-    if any(part.base_digest != base_digest for part in parts):
-        raise InputError("the ranks build on different weights", run=bucket.url, version=version)
-    delta = None if first else _merged(bucket, run, [part.delta for part in parts], stored or {})
-    whole = [part.anchor for part in parts]
-    anchor = (
-        _merged(bucket, run, whole, stored or {}) if any(ref is not None for ref in whole) else None
-    )
-    payload = anchor if delta is None else delta
-    if payload is None:
-        raise InputError("the first version has no anchor", run=bucket.url, version=version)
-    digest = add_sums([base_digest, *(piece.sum for piece in payload.pieces)])
-    for merged, start in ((delta, base_digest), (anchor, None)):
-        fault = "" if merged is None else payload_fault(merged, run, base_digest=start, to=digest)
-        if fault:
-            raise InputError(
-                f"the ranks' parts do not fit together: {fault}", run=bucket.url, version=version
-            )
-    if first and digest != run.digest:
-        raise InputError(
-            "the first version is not the model that run.json was written for",
-            run=bucket.url,
-            version=version,
-        )
-    if add_sums([part.digest for part in parts]) != digest:
-        raise InputError(
-            f"the mirrors of the {len(parts)} ranks do not add up to version {base}",
-            hint="at least one differs from the run: load all of them again",
-            run=bucket.url,
-            version=version,
-        )
-
-    def store(payload: Payload | None) -> PayloadRef | None:
-        return None if payload is None else store_payload(bucket, run, payload, version=version)
-
-    manifest = Manifest(
-        run=run.id,
-        version=version,
-        base=base,
-        base_digest=base_digest,
-        delta=store(delta),
-        anchor=store(anchor),
-        digest=digest,
-        epoch=parts[0].epoch,
-        nonce=nonce,
-        created_at=time.time(),
-        model_files=files,
-        metadata=metadata or {},
-    )
-    return manifest, [payload for payload in (delta, anchor) if payload is not None]
-
-
-def _merged(
-    bucket: Bucket,
-    run: Run,
-    refs: list[PayloadRef | None],
-    stored: Mapping[PayloadRef, Payload],
-) -> Payload:
-    """Merges the parts' payloads: pieces ascend, and refer to their blobs by the new numbers."""
-    blobs: list[BlobRef] = []
-    pieces: list[Piece] = []
-    for ref in refs:
-        if ref is None:
-            raise CorruptError("a part lacks a payload that the others have", run=bucket.url)
-        payload = stored.get(ref) or read_table(bucket, run, ref)
-        shift = len(blobs)
-        blobs += payload.blobs
-        pieces += (
-            msgspec.structs.replace(piece, blob=piece.blob + shift) for piece in payload.pieces
-        )
-    return Payload(blobs, sorted(pieces, key=lambda piece: (piece.tensor, piece.start)))
 
 
 def create_manifest(writer: VersionWriter, manifest: Manifest, data: bytes) -> Manifest:

@@ -5,13 +5,16 @@ Concurrency::
     encoding threads           the calling thread              uploading threads
       digest and encode ──────▶ pieces in order, gathered ────▶ put blob K
       a chunk                   until a blob is full            put blob K+1
-                                └ waits while two uploads run
+                                └ waits while uploads hold
+                                  UPLOAD_BYTES, or UPLOADS run
 
-A delta of any size therefore occupies at most four blobs and one chunk per thread in memory.
+A delta of any size therefore occupies at most `UPLOAD_BYTES`, two blobs and one chunk per thread in
+memory. Small blobs, such as those of one rank of many, go up many at once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +35,11 @@ from deltawire.wire.run import Run
 BLOB_BYTES = 32 << 20
 """A blob is closed when it holds this many bytes; it exceeds them by less than one chunk."""
 
-UPLOADS = 2
+UPLOADS = 16
+"""The most uploads at once."""
+
+UPLOAD_BYTES = 64 << 20
+"""The most bytes of blobs that are being uploaded at once, except for one blob that is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,7 @@ class BlobWriter:
         self._blob_bytes = blob_bytes
         self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
         self._uploads: list[Future[BlobRef]] = []
+        self._running: deque[tuple[Future[BlobRef], int]] = deque()
         self._parts: list[bytes] = []
         self._size = 0
         self._pieces: list[Piece] = []
@@ -128,10 +136,19 @@ class BlobWriter:
         """Ends the blob under way, if it has any bytes: the next piece begins another."""
         if not self._parts:
             return
-        if len(self._uploads) >= UPLOADS:
-            self._uploads[-UPLOADS].result()
+        self._make_room(self._size)
         data, self._parts, self._size = b"".join(self._parts), [], 0
-        self._uploads.append(self._pool.submit(put_blob, self._bucket, data))
+        upload = self._pool.submit(put_blob, self._bucket, data)
+        self._uploads.append(upload)
+        self._running.append((upload, len(data)))
+
+    def _make_room(self, size: int) -> None:
+        """Waits until another ``size`` bytes may be uploaded; raises the error of an upload."""
+        while self._running and (
+            len(self._running) >= UPLOADS
+            or size + sum(held for _, held in self._running) > UPLOAD_BYTES
+        ):
+            self._running.popleft()[0].result()
 
 
 def upload_delta(

@@ -5,10 +5,15 @@ Concurrency::
     every rank                              rank 0, the leader
       copy own shard into staging             (the same)
       encode own chunks, upload blobs         (the same)
-      create part ──────────────────────────▶ wait for all parts, merge and check them
-      wait for the manifest ◀──────────────── create the manifest; delete the parts
+      create part ──────────────────────────▶ list the parts, read new ones many at a time
+                                              merge and check them
+      wait for the manifest ◀──────────────── create the manifest
       confirm own blobs (see `gc_intents`)    (the same)
-      baseline ⇄ staging                      (the same)
+      baseline ⇄ staging                      (the same); delete the parts in another thread
+
+No request is made once a rank in series: a commit of 2,000 ranks takes the leader two pages of a
+listing and 2,000 reads, `REQUESTS` of them at once. Ranks that wait poll so rarely that all of them
+together stay at `WAITING_REQUESTS_PER_S`.
 
 The ranks share only the bucket and the name of their ``session``. If a rank dies, or its part does
 not fit the others, nothing is committed, no rank's baseline moves, and a new session starts from
@@ -17,6 +22,7 @@ there. A rank that fails creates a refusal, so that no other rank waits for it.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +32,7 @@ from typing import Any
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError, RetryError
-from deltawire.store import Bucket
+from deltawire.store import Bucket, in_parallel
 from deltawire.sync.chain.objects import check_signed
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Mirror
@@ -55,6 +61,16 @@ from deltawire.wire.run import Run, count_chunks
 from deltawire.wire.seal import Signer, seal
 
 LEADER = 0
+
+WAITING_REQUESTS_PER_S = 2000.0
+"""The most requests a second of all ranks that wait for a manifest: a third of what S3 states for
+one prefix. Each poll makes two."""
+
+FIRST_PAUSE_SHARE = 0.1
+"""The leader's first pause, as a share of the bucket's polling interval; pauses double up to it."""
+
+JITTER = 0.25
+"""Pauses of waiting ranks vary by up to this share, so that they do not poll at the same time."""
 
 
 def load_ranges(
@@ -156,6 +172,7 @@ class ShardPublisher:
         )
         self._submitted = -1
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shards")
+        self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="parts")
         self._copier = Copier(threads)
         self._pending: Future[None] | None = None
         self._failure: BaseException | None = None
@@ -241,6 +258,7 @@ class ShardPublisher:
                 self.flush()
         finally:
             self._pool.shutdown()
+            self._cleaner.shutdown()
             self._copier.close()
             self._compaction.close()
 
@@ -279,15 +297,17 @@ class ShardPublisher:
         self._create_part(version, encoded)
         changed = encoded.changed
         if self.rank == LEADER:
-            parts = [self._await_part(version, rank) for rank in range(self.ranks)]
+            parts = self._await_parts(version)
             changed = sum(part.changed for part in parts)
             manifest, data = self._writer.merge(parts, nonce=self._session, metadata=metadata)
-            create_manifest(self._writer, manifest, data)
-        manifest = self._await_manifest(version)
+            manifest = self._check_mine(create_manifest(self._writer, manifest, data))
+        else:
+            manifest = self._await_manifest(version)
         self._writer.confirm(manifest, encoded)
         self._writer.advance(manifest, encoded)
         if self.rank != LEADER:
             return
+        self._cleaner.submit(self._delete_parts, version)
         self._compaction.wake(version)
         if self._on_commit is not None:
             self._on_commit(
@@ -357,9 +377,36 @@ class ShardPublisher:
                 key=key,
             )
 
-    def _await_part(self, version: int, rank: int) -> Part:
+    def _await_parts(self, version: int) -> list[Part]:
+        """Returns all ranks' parts in order, read as listings show them.
+
+        Raises `RetryError` if one is missing for too long, `ResyncError` if a rank refused.
+        """
+        prefix = keys.parts_of(version, self._session)
+        names = [keys.part(version, self._session, rank) for rank in range(self.ranks)]
+        found: dict[int, Part] = {}
+        deadline = time.monotonic() + self._timeout_s
+        pause_s = FIRST_PAUSE_SHARE * self.bucket.poll_s
+        while True:
+            listed = set(self.bucket.list(prefix))
+            new = [rank for rank, key in enumerate(names) if rank not in found and key in listed]
+            parts = in_parallel(self.bucket, lambda rank: self._read_part(version, rank), new)
+            found |= {part.rank: part for part in parts if part is not None}
+            if len(found) == self.ranks:
+                return [found[rank] for rank in range(self.ranks)]
+            if keys.refusal(version, self._session) in listed:
+                self._check_refusal(version)
+            if time.monotonic() > deadline:
+                missing = min(set(range(self.ranks)) - found.keys())
+                raise self._too_late(f"the part of rank {missing}", version, names[missing])
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, self.bucket.poll_s)
+
+    def _read_part(self, version: int, rank: int) -> Part | None:
         key = keys.part(version, self._session, rank)
-        data = self._await(key, f"the part of rank {rank}", version)
+        data = self.bucket.get(key, limit=MAX_MANIFEST_BYTES)
+        if data is None:
+            return None
         check_signed(self.bucket, self.run, data, key)
         part = decode_part(
             data, version=version, rank=rank, table=self.run, run=self.bucket.url, key=key
@@ -376,29 +423,40 @@ class ShardPublisher:
         return part
 
     def _await_manifest(self, version: int) -> Manifest:
-        self._await(keys.manifest(version), "the manifest", version)
-        found = self._writer.find(version)
-        if found is None or found.nonce != self._session:
-            raise self._writer.fence(version, "another publisher has committed this version")
-        if self.rank == LEADER:
-            for rank in range(self.ranks):
-                with suppress(DeltawireError):  # Retention removes those that remain.
-                    self.bucket.delete(keys.part(version, self._session, rank))
-        return found
-
-    def _await(self, key: str, what: str, version: int) -> bytes:
         deadline = time.monotonic() + self._timeout_s
-        while True:
-            data = self.bucket.get(key, limit=MAX_MANIFEST_BYTES)
-            if data is not None:
-                return data
+        while (found := self._writer.find(version)) is None:
             self._check_refusal(version)
             if time.monotonic() > deadline:
-                raise RetryError(
-                    f"{what} did not appear within {self._timeout_s:.0f} s",
-                    hint="did another rank end? start all ranks again",
-                    run=self.bucket.url,
-                    version=version,
-                    key=key,
-                )
-            time.sleep(self.bucket.poll_s)
+                raise self._too_late("the manifest", version, keys.manifest(version))
+            time.sleep(waiting_pause_s(self.bucket.poll_s, self.ranks, random.random()))
+        return self._check_mine(found)
+
+    def _check_mine(self, found: Manifest) -> Manifest:
+        if found.nonce != self._session:
+            raise self._writer.fence(found.version, "another publisher has committed this version")
+        return found
+
+    def _delete_parts(self, version: int) -> None:
+        def delete(rank: int) -> None:
+            with suppress(DeltawireError):  # Retention removes those that remain.
+                self.bucket.delete(keys.part(version, self._session, rank))
+
+        in_parallel(self.bucket, delete, range(self.ranks))
+
+    def _too_late(self, what: str, version: int, key: str) -> RetryError:
+        return RetryError(
+            f"{what} did not appear within {self._timeout_s:.0f} s",
+            hint="did another rank end? start all ranks again",
+            run=self.bucket.url,
+            version=version,
+            key=key,
+        )
+
+
+def waiting_pause_s(poll_s: float, ranks: int, draw: float) -> float:
+    """Returns the pause of a rank that waits for a manifest; ``draw`` is uniform in [0, 1].
+
+    It is the bucket's polling interval, or longer if ``ranks`` ranks would then exceed
+    `WAITING_REQUESTS_PER_S`, varied by `JITTER`.
+    """
+    return max(poll_s, 2 * ranks / WAITING_REQUESTS_PER_S) * (1 - JITTER + 2 * JITTER * draw)

@@ -1,0 +1,13 @@
+"""``deltawire bench scale``: costs that grow with ranks, readers and versions."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.reports.key_table import run_keys
+from benchmarks.scale.keys import KEYS, PACKAGE
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures the chosen keys and prints the table or the JSON."""
+    return run_keys(arguments, KEYS, PACKAGE)

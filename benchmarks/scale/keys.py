@@ -1,0 +1,34 @@
+"""The keys of ``deltawire bench scale``, measured as `benchmarks.training.keys` describes.
+
+To add a key: one module of this folder with ``measure(options) -> Measured``, one line in `KEYS`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.training.keys import Key
+
+PACKAGE: Final = "benchmarks.scale"
+
+KEYS: Final[dict[str, Key]] = {
+    "commit_s_2000_ranks": Key(
+        "commit", "<=", 2, "seconds from 2,000 stored parts to the leader's commit, 20 ms a request"
+    ),
+    "fetch_s_2000_blobs": Key(
+        "fetch", "<=", 2, "seconds to fetch and verify a delta of 2,000 blobs, 20 ms a request"
+    ),
+    "publish_start_reads_10k_versions": Key(
+        "versions", "<=", 50, "requests of publish before its first directory, 10,000 versions"
+    ),
+    "status_s_100k_versions": Key(
+        "versions", "<=", 1, "seconds to read the status of 100,000 versions, 20 ms a request"
+    ),
+    "manifest_bytes_1t": Key(
+        "tables", "<=", 1e7, "manifest and piece table of one delta of a model of 1T parameters"
+    ),
+    "manifest_bytes_shard16": Key(
+        "tables", "<=", 8e5, "bytes of these that a reader of a sixteenth of each tensor fetches"
+    ),
+}
+"""Every key, in the order of the table."""

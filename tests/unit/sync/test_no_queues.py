@@ -1,0 +1,96 @@
+"""Through a store that takes time: requests overlap, and no cost grows with what is old."""
+
+import numpy as np
+import pytest
+from shard_ranks import RANKS, close, publish_all, rank_publisher
+
+from deltawire.store import REQUESTS, open_bucket
+from deltawire.sync import load_mirror, open_publisher, prune
+from deltawire.sync.follow import fetch
+from deltawire.sync.publish import encoding
+from deltawire.sync.publish.sharded import WAITING_REQUESTS_PER_S, waiting_pause_s
+from deltawire.testing.faulty import FaultyBucket
+from deltawire.testing.simulated import SimulatedBucket
+from deltawire.testing.tiny import audit, start_publisher, start_run, weights
+from deltawire.wire import keys
+
+BLOBS = 40
+
+
+@pytest.fixture
+def many_blobs():
+    """A run whose version 1 has a blob for each of its tensors."""
+    inner = open_bucket("memory://")
+    tensors = {f"{n:03d}": np.arange(256, dtype=np.uint16) for n in range(BLOBS)}
+    publisher = open_publisher(inner, tensors, anchor_every=0, compaction_strides=(), blob_bytes=1)
+    mirror = load_mirror(inner, publisher.run)
+    publisher.publish({name: bits ^ np.uint16(3) for name, bits in tensors.items()})
+    publisher.close()
+    return inner, publisher.run, mirror
+
+
+def test_a_reader_fetches_many_blobs_at_once(many_blobs):
+    inner, run, mirror = many_blobs
+    bucket = SimulatedBucket(inner, latency_s=0.01)
+    assert load_mirror(bucket, run, into=mirror).version == 1
+    assert 2 < bucket.most_at_once <= REQUESTS
+    assert bucket.requests["get"] <= BLOBS + 4
+    assert (mirror.tensors["007"] == np.arange(256, dtype=np.uint16) ^ np.uint16(3)).all()
+
+
+@pytest.mark.parametrize("limit", [1, 600])
+def test_the_blobs_in_memory_are_bounded(many_blobs, monkeypatch, limit):
+    """One blob is fetched while another is decoded, and more only below the limit."""
+    inner, run, mirror = many_blobs
+    monkeypatch.setattr(fetch, "AHEAD_BYTES", limit)
+    largest = max(entry.bytes for entry in inner.list_objects(keys.BLOBS))
+    bucket = SimulatedBucket(inner, latency_s=0.002)
+    assert load_mirror(bucket, run, into=mirror).version == 1
+    assert bucket.most_at_once <= max(2, limit // min(largest, 100))
+
+
+def test_uploads_overlap_and_are_bounded(monkeypatch):
+    def most(limit):
+        monkeypatch.setattr(encoding, "UPLOAD_BYTES", limit)
+        bucket = SimulatedBucket(open_bucket("memory://"), latency_s=0.005)
+        tensors = {f"{n:02d}": np.arange(256, dtype=np.uint16) for n in range(24)}
+        open_publisher(bucket, tensors, blob_bytes=1, compaction_strides=()).close()
+        return bucket.most_at_once
+
+    assert 1 < most(1 << 20) <= encoding.UPLOADS
+    assert most(1) == 1
+
+
+def test_ranks_commit_through_a_slow_store():
+    inner = open_bucket("memory://")
+    bucket = SimulatedBucket(inner, latency_s=0.002)
+    publishers = [rank_publisher(bucket, rank) for rank in range(RANKS)]
+    for version in range(2):
+        assert publish_all(publishers, version) == [None] * RANKS
+    close(publishers)
+    assert audit(inner, weights) == 1
+    assert not inner.list(keys.PARTS)
+
+
+def test_waiting_ranks_stay_below_the_store_s_limit():
+    assert waiting_pause_s(0.5, 8, 0.5) == 0.5
+    slow = waiting_pause_s(0.5, 2000, 0.5)
+    assert 2 * 2000 / slow <= WAITING_REQUESTS_PER_S
+    assert waiting_pause_s(0.5, 8, 0.0) < 0.5 < waiting_pause_s(0.5, 8, 1.0)
+
+
+def test_retention_does_not_read_old_tombstones():
+    """A second call reads what is new and one window, not every version that was pruned."""
+    bucket = FaultyBucket(open_bucket("memory://"))
+    publisher = start_publisher(bucket)
+    for version in range(151):
+        publisher.publish(weights(version % 3))
+    publisher.close()
+    run = start_run(bucket)
+    assert len(prune(bucket, run, cutoff=141, grace_s=0).manifests) == 141
+    bucket.inner.delete(keys.manifest(5))  # A hole, which retention fills wherever it is.
+    del bucket.operations[:]
+    found = prune(bucket, run, cutoff=147, grace_s=0)
+    assert found.manifests == [5, *range(141, 147)]
+    read = {key for verb, key in bucket.operations if verb == "get"}
+    assert sum(key.startswith(keys.MANIFESTS) for key in read) < 60
