@@ -14,6 +14,7 @@ from deltawire.chat.messages import Message
 from deltawire.chat.openai.chat import ChatRequest, spell_calls
 from deltawire.chat.openai.stops import IncrementalText, safe
 from deltawire.chat.text import Text
+from deltawire.chat.thinking import BoundedCompletion
 from deltawire.engines.base import Completion
 
 
@@ -33,13 +34,18 @@ class AnswerChoice:
 
 
 class AnswerForm:
-    """The format of one answer."""
+    """The format of one answer.
 
-    def __init__(self, asked: ChatRequest, number: int, model: str, prompt_tokens: int) -> None:
+    With ``return_token_ids`` it has the members that vLLM adds, ``prompt_token_ids`` and each
+    choice's ``token_ids``, and ``token_versions``: the weight version that drew each token.
+    """
+
+    def __init__(self, asked: ChatRequest, number: int, model: str, prompt: Sequence[int]) -> None:
         self.asked = asked
         self.chat = bool(asked.messages)
         self.kind = "chat.completion" if self.chat else "text_completion"
-        self._prompt_tokens = prompt_tokens
+        self._prompt = prompt
+        self._first = True
         self._head = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{number}",
             "created": int(time.time()),
@@ -55,7 +61,10 @@ class AnswerForm:
         self, kind: str, rows: list[dict[str, Any]], choices: Sequence[AnswerChoice] = ()
     ) -> dict[str, Any]:
         """Common members of every object; the fingerprint names the newest version that sampled."""
-        body = {**self._head, "object": kind, "choices": rows}
+        body: dict[str, Any] = {**self._head, "object": kind, "choices": rows}
+        if self.asked.ids and self._first:
+            self._first = False
+            body["prompt_token_ids"] = list(self._prompt)
         versions = [c.completion.versions[-1] for c in choices if c.completion.versions]
         if versions:
             body["system_fingerprint"] = f"version-{max(versions)}"
@@ -65,9 +74,9 @@ class AnswerForm:
         """Tokens read and drawn; the prompt counts once."""
         drawn = sum(len(choice.completion.tokens) for choice in choices)
         return {
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": len(self._prompt),
             "completion_tokens": drawn,
-            "total_tokens": self._prompt_tokens + drawn,
+            "total_tokens": len(self._prompt) + drawn,
         }
 
     def _row(self, index: int, choice: AnswerChoice, text: Text) -> dict[str, Any]:
@@ -84,7 +93,16 @@ class AnswerForm:
             row["text"] = choice.reply.content
         if self.asked.logprobs:
             row["logprobs"] = self.logprobs(choice.completion, text)
-        return row
+        return row | self.tokens(choice.completion)
+
+    def tokens(self, completion: Completion) -> dict[str, Any]:
+        """The members of a choice that list its tokens and their versions, if they were asked for.
+        An answer whose thinking was closed by force has tokens that nothing drew: it has none."""
+        if not self.asked.ids:
+            return {}
+        if isinstance(completion, BoundedCompletion) and completion.forced:
+            return {"token_ids": None}
+        return {"token_ids": completion.tokens, "token_versions": completion.versions}
 
     def logprobs(self, completion: Completion, text: Text) -> dict[str, Any]:
         """The member of a choice that lists its tokens and their log-probabilities."""
@@ -103,8 +121,9 @@ class AnswerForm:
 class AnswerStream:
     """An answer as server-sent events, with its choices as they are drawn.
 
-    Log-probabilities come with each choice's finish reason, for all its tokens: text that is sent
-    need not end where a token does. Where tool calls are parsed, everything is held back until the
+    Log-probabilities and tokens come with each choice's finish reason, for all its tokens: text
+    that is sent need not end where a token does. If tokens were asked for, ``tokens_follow`` marks
+    the chunks before. Where tool calls are parsed, everything is held back until the
     end, since a call begins like any text; where there are stop strings, so is text with which one
     of them may begin.
     """
@@ -163,8 +182,12 @@ class AnswerStream:
     ) -> None:
         finish = None if finished is None else finished.finish
         row: dict[str, Any] = {"index": index, "finish_reason": finish}
-        if finished is not None and self._form.asked.logprobs:
-            row["logprobs"] = self._form.logprobs(finished.completion, self._text)
+        if finished is not None:
+            if self._form.asked.logprobs:
+                row["logprobs"] = self._form.logprobs(finished.completion, self._text)
+            row |= self._form.tokens(finished.completion)
+        elif self._form.asked.ids:
+            row["tokens_follow"] = True
         if self._form.chat:
             row["delta"] = delta
         else:

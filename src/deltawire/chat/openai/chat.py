@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from deltawire.chat.messages import Message, Tool, ToolCall
+from deltawire.engines.base import EVERYTHING, Truncation
 from deltawire.errors import InputError
 
 MAX_MESSAGES = 4096
@@ -70,6 +71,10 @@ class _Request(msgspec.Struct, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1_000_000_000)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    return_token_ids: bool | None = False
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = 1
@@ -109,7 +114,8 @@ class ChatRequest:
 
     ``calls`` says whether calls are parsed; ``forced`` that the answer begins with a call of the
     tool ``forced``, or of any tool if that is empty. ``max_thinking`` and ``effort`` ask for a
-    budget of thinking.
+    budget of thinking. ``truncation`` is what the client asks for, and ``ids`` asks for the tokens
+    of prompt and answer.
     """
 
     messages: tuple[Message, ...] = ()
@@ -117,6 +123,8 @@ class ChatRequest:
     prompt: str | tuple[int, ...] = ""
     max_tokens: int | None = None
     temperature: float | None = None
+    truncation: Truncation = EVERYTHING
+    ids: bool = False
     stream: bool = False
     usage: bool = False
     logprobs: bool = False
@@ -197,6 +205,8 @@ def _shared(raw: _Request) -> dict[str, Any]:
         "stops": tuple(stops),
         "max_tokens": raw.max_completion_tokens or raw.max_tokens,
         "temperature": raw.temperature,
+        "truncation": Truncation(raw.top_p or 1.0, max(0, raw.top_k or 0), raw.min_p or 0.0),
+        "ids": bool(raw.return_token_ids),
         "max_thinking": raw.max_thinking_tokens,
         "effort": raw.reasoning_effort or "",
         "stream": bool(raw.stream),

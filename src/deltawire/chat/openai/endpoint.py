@@ -46,9 +46,9 @@ EFFORTS = {"minimal": 1 / 16, "low": 1 / 4, "medium": 1 / 2, "high": 1.0}
 class Policy:
     """The sampling settings and limits of requests.
 
-    With ``temperature`` None the client chooses it. ``capacity`` bounds prompt and answer together,
-    ``turns`` the answers of one recording, and ``characters`` the length of a message that the
-    model reads.
+    With ``temperature`` None the client chooses it, and the truncation too. ``capacity`` bounds
+    prompt and answer together, ``turns`` the answers of one recording, and ``characters`` the
+    length of a message that the model reads.
     """
 
     max_tokens: int
@@ -145,7 +145,7 @@ class Endpoint:
         bounds = self._bounds(asked)
         inserted = 0 if bounds is None else len(bounds.format.forced)
         sampling = self._sampling(asked, len(prompt.tokens), inserted)
-        form = AnswerForm(asked, next(self._requests), self._policy.model, len(prompt.tokens))
+        form = AnswerForm(asked, next(self._requests), self._policy.model, prompt.tokens)
         stream = AnswerStream(request, form, self._text) if asked.stream else None
         self._drawing += asked.choices
         try:
@@ -201,10 +201,11 @@ class Endpoint:
             )
         # Tokens that close thinking by force are not drawn, so they do not count as the model's.
         wanted = min(asked.max_tokens or policy.max_tokens, policy.max_tokens) + inserted
-        temperature = policy.temperature
+        temperature, truncation = policy.temperature, policy.truncation
         if temperature is None:
             temperature = 1.0 if asked.temperature is None else asked.temperature
-        return Sampling(min(wanted, room), temperature, policy.truncation)
+            truncation = asked.truncation
+        return Sampling(min(wanted, room), temperature, truncation)
 
     def _bounds(self, asked: ChatRequest) -> ThinkingLimits | None:
         """The bounds of thinking for a request. In a recorded session they are the run's own.

@@ -507,3 +507,54 @@ def test_many_harnesses_share_the_embedded_engine(tiny, text):
         assert [t.tokens_T.tolist() for t in episode.trajectories] == [
             t.tokens_T.tolist() for t in separate.trajectories
         ]
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+def test_tokens_and_their_versions_are_stated_where_they_are_asked_for(text, chat):
+    engine = Says("one")
+
+    async def harness(client, url):
+        shared = {"model": "policy", "logprobs": True if chat else 0}
+        if chat:
+            shared["messages"] = [{"role": "user", "content": "hi"}]
+        else:
+            shared["prompt"] = "hi"
+        found = []
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            for more in ({"return_token_ids": True}, {}):
+                path = f"{url}/{'chat/' if chat else ''}completions"
+                async with session.post(path, json=shared | more) as answer:
+                    found.append([await answer.json()])
+                async with session.post(path, json=shared | more | {"stream": True}) as answer:
+                    events = (await answer.text()).split("\n\n")[:-2]
+                    found.append([json.loads(event.removeprefix("data: ")) for event in events])
+        return found
+
+    (whole, stream, silent, silent_stream), _, _ = talk(text, engine, harness)
+    drawn = [*b"one", END]
+    prompt = engine.requests[0][0]
+    for chunks in (whole, stream):
+        assert [c["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c] == [prompt]
+        last = chunks[-1]["choices"][0]
+        assert (last["token_ids"], last["token_versions"]) == (drawn, [7] * 4)
+        listed = last["logprobs"]["content"] if chat else last["logprobs"]["token_logprobs"]
+        assert len(listed) == 4
+        for chunk in chunks[:-1]:
+            assert chunk["choices"][0]["tokens_follow"]
+            assert "token_ids" not in chunk["choices"][0]
+    for chunks in (silent, silent_stream):
+        assert "token_ids" not in json.dumps(chunks)
+        assert "tokens_follow" not in json.dumps(chunks)
+
+
+def test_a_client_chooses_truncation_where_it_chooses_the_temperature(text):
+    engine = Says("one")
+
+    async def harness(client, url):
+        await client.chat.completions.create(
+            model="policy", messages=[user("hi")], top_p=0.5, extra_body={"top_k": -1, "min_p": 0.1}
+        )
+
+    talk(text, engine, harness, temperature=None)
+    talk(text, engine, harness)
+    assert [tuple(s.truncation) for _, s in engine.requests] == [(0.5, 0, 0.1), (1.0, 0, 0.0)]
