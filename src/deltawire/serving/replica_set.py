@@ -296,6 +296,7 @@ class ReplicaSet:
                 await asyncio.to_thread(self._digest_of, held.version)
         self._accept(member, held)
         if wanted is None:
+            member.stage, member.message = "ready", ""
             return
         if (held.version, held.digest) != (wanted.version, wanted.digest):
             member.stage, member.target = "loading", wanted.version
