@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 State = Literal["waiting", "matured", "silent", "censored"]
 """An answer may still get feedback; has it; gets none any more; or its window ended without a
 report while one was still likely, so that nothing is known."""
@@ -53,20 +55,20 @@ def fit_delays(delays_s: Sequence[float], silent_s: Sequence[float]) -> DelayMod
     if seen < MIN_REPORTS:
         return None
     waited = max(math.fsum(delays_s), 1e-9)
+    silent = np.asarray(silent_s, np.float64)
     share, rate = seen / count, seen / waited
     likelihood = before = -math.inf
     for _ in range(ITERATIONS):
-        late = [share * math.exp(-rate * age) for age in silent_s]
-        none = [1 - share + one for one in late]
-        expected = [a / b if b else 1.0 for a, b in zip(late, none, strict=True)]
+        late = share * np.exp(-rate * silent)
+        none = 1 - share + late
+        expected = np.divide(late, none, out=np.ones_like(late), where=none > 0)
         likelihood = (
             seen * (math.log(share) + math.log(rate))
             - rate * waited
-            + math.fsum(math.log(max(one, 1e-300)) for one in none)
+            + float(np.log(np.maximum(none, 1e-300)).sum())
         )
-        share = min((seen + math.fsum(expected)) / count, 1.0)
-        lasted = math.fsum(w * age for w, age in zip(expected, silent_s, strict=True))
-        rate = seen / (waited + lasted)
+        share = min((seen + float(expected.sum())) / count, 1.0)
+        rate = seen / (waited + float(expected @ silent))
         if likelihood - before < TOLERANCE * abs(likelihood):
             break
         before = likelihood
