@@ -1,4 +1,5 @@
 # make demo           sets everything up and runs asynchronous RL on this machine
+# make live           sets everything up, and learns from simulated users for three minutes
 # make test           sets everything up and checks everything but the drills
 # make drills         kills, cuts off and damages runs; DRILLS=5 does each drill five times, and
 #                     SHORT=1 leaves out those that start several jobs one after another
@@ -12,7 +13,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 # Tests that start processes wait a third of their time, so two cores keep three of them busy.
 PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder --strict-skips
 
-.PHONY: setup demo test drills test-engines engines lint format bench docs dist fuzz clean
+.PHONY: setup demo live test drills test-engines engines lint format bench docs dist fuzz clean
 
 setup: .venv/.ready
 
@@ -24,6 +25,10 @@ demo:
 	@$(MAKE) --no-print-directory setup
 	@$(BIN)/deltawire run examples/demo.toml --out runs/demo
 	@cat examples/demo-ending.txt
+
+live: setup
+	@$(BIN)/deltawire simulate examples/live.toml --dry-run
+	@$(BIN)/deltawire simulate examples/live.toml --out runs/live
 
 test: lint
 	$(PYTEST)

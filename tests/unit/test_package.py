@@ -121,6 +121,8 @@ FLAGS = {
     "import": set(),
     "learner": TRUST | {"--id", "--key", "--supervised", "--cpus"},
     "forget": TRUST | {"--state", "--key", "--json"},
+    "simulate": {"--out", "--seconds", "--rate", "--dry-run", "--seed", "--json"},
+    "replica": TRUST | {"--host", "--port", "--token-file", "--hold", "--cpus"},
     "gateway": TRUST
     | {
         "--key",

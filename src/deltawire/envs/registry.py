@@ -29,6 +29,7 @@ BUILT_IN = {
     "serial_steps": "deltawire.envs.serial_steps:SerialTasks",
     "workspace": "deltawire.envs.workspace:WorkspaceTasks",
     "verifiers": "deltawire.envs.verifiers_tasks:VerifiersTasks",
+    "simulated_users": "deltawire.envs.simulated_users:SimulatedUserTasks",
 }
 """The built-in environments: one line each."""
 _registered: dict[str, Factory] = {}

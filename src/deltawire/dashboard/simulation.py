@@ -1,0 +1,244 @@
+"""Reports a simulation of live users: figures, and a picture of satisfaction, arms and feedback.
+
+Everything about satisfaction comes from the simulator's own notes; versions, decisions and the ages
+of what was trained on come from the run's bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deltawire.live.learning.records import read_lineages
+from deltawire.store import Bucket
+from deltawire.testing.users.driver import DriveResult, ServedNote
+from deltawire.testing.users.population import STYLES, Population
+from deltawire.wire import keys
+from deltawire.wire.captures import GatewayState
+from deltawire.wire.decisions import MAX_DECISION_BYTES, Decision
+from deltawire.wire.objects import decode_json
+
+AGES_S = (5.0, 10.0, 20.0, 40.0, 80.0)
+"""The bounds between which ages of trained answers are counted, in seconds."""
+PARTS = 5
+"""The first and the last of so many parts of the time are compared."""
+BIN_S = 10.0
+_MAX_STATE_BYTES = 1 << 20
+
+
+class DecisionNote(msgspec.Struct, frozen=True):
+    """A decision: seconds from the start, the verdict, and why."""
+
+    at: float
+    verdict: str
+    share: float
+    reason: str
+
+
+class SimulationReport(msgspec.Struct, kw_only=True):
+    """The figures of one simulation. Satisfaction is true satisfaction, from 0 to 1.
+
+    ``gain`` is that of the last fifth of the time less that of the first, and ``gain_se`` its
+    standard error. ``trained_by_age`` counts answers by the seconds from serving to grouping.
+    """
+
+    name: str
+    seed: int
+    seconds: float
+    answers: int
+    failed: int
+    reports: int
+    first: float
+    last: float
+    gain: float
+    gain_se: float
+    indifferent: float
+    optimum: float
+    versions: int
+    trained: int
+    captures_lost: float
+    feedback_lost: float
+    arms: dict[str, int] = {}
+    trained_by_age: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    decisions: list[DecisionNote] = []
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The traces of a simulation: the notes of its users and the bucket of its run.
+
+    ``began`` is the time of the first request, in seconds since 1970.
+    """
+
+    name: str
+    population: Population
+    result: DriveResult
+    bucket: Bucket
+    began: float
+    seconds: float
+    decisions: list[DecisionNote] = field(default_factory=list)
+
+
+def report_of(done: Simulated) -> SimulationReport:
+    """Reads the bucket and returns the figures."""
+    notes, part = done.result.notes, done.seconds / PARTS
+    first = [n.satisfaction for n in notes if n.at < part]
+    last = [n.satisfaction for n in notes if done.seconds - part <= n.at]
+    lineages = read_lineages(done.bucket)
+    ages = [one.age_s for lineage in lineages for one in lineage.answers]
+    states = _gateway_states(done.bucket)
+    return SimulationReport(
+        name=done.name,
+        seed=done.population.settings.seed,
+        seconds=done.seconds,
+        answers=len(notes),
+        failed=done.result.counts["failed"],
+        reports=done.result.counts["reports"],
+        first=_mean(first),
+        last=_mean(last),
+        gain=_mean(last) - _mean(first),
+        gain_se=math.hypot(_error(first), _error(last)),
+        indifferent=done.population.indifferent(),
+        optimum=done.population.optimum(done.seconds),
+        versions=max((note.version for note in notes), default=0),
+        trained=len(ages),
+        captures_lost=sum(state.counts.get("captures_lost", 0.0) for state in states),
+        feedback_lost=sum(state.counts.get("feedback_lost", 0.0) for state in states),
+        arms=dict(Counter(note.arm for note in notes)),
+        trained_by_age=_by_age(ages),
+        counts=dict(done.result.counts),
+        decisions=_decisions(done.bucket, done.began),
+    )
+
+
+def write_simulation(report: SimulationReport, notes: Sequence[ServedNote], out: Path) -> Path:
+    """Writes ``live.json``, ``live.svg`` and the notes into ``out``; returns the picture's path."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "live.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    lines = b"".join(msgspec.json.encode(note) + b"\n" for note in notes)
+    (out / "notes.jsonl").write_bytes(lines)
+    path = out / "live.svg"
+    _draw(report, notes, path)
+    return path
+
+
+def lines_of(report: SimulationReport) -> list[tuple[str, str]]:
+    """Returns the figures as rows of a table: name and value."""
+    ages = ", ".join(f"{name} {count}" for name, count in report.trained_by_age.items())
+    arms = ", ".join(f"{name} {count}" for name, count in sorted(report.arms.items()))
+    rows = [
+        ("answers", f"{report.answers} in {report.seconds:.0f} s, {report.failed} failed"),
+        ("true satisfaction", f"{report.first:.3f} → {report.last:.3f}"),
+        ("gain", f"{report.gain:+.3f} ± {report.gain_se:.3f} (standard error)"),
+        ("all styles alike / best policy", f"{report.indifferent:.3f} / {report.optimum:.3f}"),
+        ("versions served", str(report.versions)),
+        ("answers trained on, by age", f"{report.trained}: {ages}"),
+        ("answers by arm", arms),
+        ("captures / feedback lost", f"{report.captures_lost:.0f} / {report.feedback_lost:.0f}"),
+    ]
+    rows += [(f"decision at {d.at:.0f} s", f"{d.verdict}: {d.reason}") for d in report.decisions]
+    return rows
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _error(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return math.nan
+    mean = _mean(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
+
+
+def _by_age(ages: Sequence[float]) -> dict[str, int]:
+    names = [f"≤ {bound:g} s" for bound in AGES_S] + [f"> {AGES_S[-1]:g} s"]
+    counts = Counter(sum(age > bound for bound in AGES_S) for age in ages)
+    return {name: counts[place] for place, name in enumerate(names) if counts[place]}
+
+
+def _gateway_states(bucket: Bucket) -> list[GatewayState]:
+    found = []
+    for key in bucket.list(keys.LIVE_GATEWAYS):
+        data = bucket.get(key, limit=_MAX_STATE_BYTES)
+        if data is not None:
+            found.append(decode_json(data, GatewayState, run=bucket.url, key=key))
+    return found
+
+
+def _decisions(bucket: Bucket, began: float) -> list[DecisionNote]:
+    found = []
+    for key in bucket.list(keys.LIVE_DECISIONS):
+        data = bucket.get(key, limit=MAX_DECISION_BYTES)
+        if data is not None:
+            made = decode_json(data, Decision, run=bucket.url, key=key)
+            found.append(DecisionNote(made.at - began, made.verdict, made.share, made.reason))
+    return found
+
+
+def _draw(report: SimulationReport, notes: Sequence[ServedNote], path: Path) -> None:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "deltawire"}):
+        figure = Figure(figsize=(9.6, 7.2), layout="constrained")
+        rows: Any = figure.subplots(3, 1, height_ratios=(3, 2, 1.4))
+        bins = _bins(report, notes)
+        _draw_satisfaction(rows[0], report, bins)
+        _draw_styles(rows[1], bins)
+        names = list(report.trained_by_age)
+        rows[2].bar(names, [report.trained_by_age[name] for name in names], color="#3056d3")
+        rows[2].set_title("answers trained on, by age", loc="left")
+        figure.savefig(path)
+
+
+def _bins(report: SimulationReport, notes: Sequence[ServedNote]) -> list[list[ServedNote]]:
+    found: list[list[ServedNote]] = [[] for _ in range(int(report.seconds // BIN_S) + 1)]
+    for note in notes:
+        found[min(int(note.at // BIN_S), len(found) - 1)].append(note)
+    return found
+
+
+def _draw_satisfaction(
+    axes: Any, report: SimulationReport, bins: Sequence[Sequence[ServedNote]]
+) -> None:
+    for arm, color in zip(sorted(report.arms), ("#c2630d", "#3056d3", "#0e7a4b"), strict=False):
+        points = [
+            (BIN_S * (place + 0.5), _mean([n.satisfaction for n in notes if n.arm == arm]))
+            for place, notes in enumerate(bins)
+            if any(note.arm == arm for note in notes)
+        ]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=arm)
+    newest = 0
+    for place, notes in enumerate(bins):
+        version = max((note.version for note in notes), default=0)
+        if version > newest:
+            newest = version
+            axes.annotate(f"v{version}", (BIN_S * place, 0.02), color="#5d6676", rotation=90)
+    axes.axhline(report.optimum, color="#0e7a4b", lw=1, ls="--", label="best policy")
+    axes.axhline(report.indifferent, color="#5d6676", lw=1, ls=":", label="all styles alike")
+    for made in report.decisions:
+        axes.axvline(made.at, color="#c62f3b", lw=1)
+        axes.annotate(made.verdict, (made.at, 0.97), color="#c62f3b", rotation=90, va="top")
+    axes.set(ylim=(0, 1), xlim=(0, report.seconds), xlabel="seconds")
+    axes.set_title("true satisfaction by arm, versions and decisions", loc="left")
+    axes.legend(loc="lower right", ncols=2)
+
+
+def _draw_styles(axes: Any, bins: Sequence[Sequence[ServedNote]]) -> None:
+    at = [BIN_S * (place + 0.5) for place in range(len(bins))]
+    shares = [
+        [sum(n.style == style for n in notes) / max(len(notes), 1) for notes in bins]
+        for style in (*STYLES, "")
+    ]
+    axes.stackplot(at, *shares, labels=[*STYLES, "none"])
+    axes.set(ylim=(0, 1), xlim=(0, at[-1]), xlabel="seconds")
+    axes.set_title("styles of answers", loc="left")
+    axes.legend(loc="lower right", ncols=3)

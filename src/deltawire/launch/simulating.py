@@ -1,0 +1,297 @@
+"""Runs the whole live loop on this machine, with simulated users, and reports what they thought.
+
+::
+
+    deltawire run ── trainer ◀── groups ── learner ◀── captures, feedback ── gateway ◀── users
+                        └── versions ──▶ replica (embedded engine) ◀── requests ──┘    (here)
+
+All processes are the commands that a deployment runs; they share the bucket in ``out``. The users
+are in this process and reach the gateway over the loopback interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from deltawire.config import RunConfig
+from deltawire.dashboard.simulation import (
+    Simulated,
+    SimulationReport,
+    report_of,
+    write_simulation,
+)
+from deltawire.envs.simulated_users import SimulatedUserTasks
+from deltawire.errors import InputError, RetryError
+from deltawire.launch.gateway import REPLICA_KEY_VARIABLE
+from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
+from deltawire.live.learning.learner import check_learnable
+from deltawire.runtime.supervisor import COMMAND
+from deltawire.store import open_bucket
+from deltawire.sync import newest_version
+from deltawire.testing.users.driver import ServedNote, UserDriver
+from deltawire.testing.users.population import Population
+
+ENVIRONMENT = "simulated_users"
+START_WITHIN_S = 600.0
+STOP_WITHIN_S = 60.0
+POLL_S = 0.2
+REPORT_EVERY_S = 10.0
+_URL = re.compile(rb"serving .* on (http://\S+)")
+
+ReportLine = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions:
+    """How long users come, how many requests a second, where files go, and the run's seed."""
+
+    out: Path
+    seconds: float = 180.0
+    rate: float = 20.0
+    seed: int | None = None
+
+
+def population_of(config: RunConfig) -> Population:
+    """Returns the users that a configuration describes; raises `InputError` if it does not."""
+    if config.task.environment != ENVIRONMENT:
+        raise InputError(
+            f"task.environment is {config.task.environment!r}; a simulation needs {ENVIRONMENT!r}",
+            hint="start from examples/live.toml",
+        )
+    return SimulatedUserTasks(config.task, seed=config.seed).population
+
+
+def check_simulation(config: RunConfig, options: SimulationOptions) -> Population:
+    """Returns the users; raises `InputError` for a configuration or options that cannot work."""
+    if not (options.seconds > 0 and options.rate > 0):
+        raise InputError("--seconds and --rate must be above 0")
+    check_learnable(config, "")
+    return population_of(config)
+
+
+def derived(config: RunConfig, options: SimulationOptions) -> dict[str, float]:
+    """Returns what a simulation amounts to, for ``--dry-run``."""
+    population = check_simulation(config, options)
+    settings = population.settings
+    users = [user.role for user in population.users]
+    answers = options.rate * options.seconds
+    a_version = config.rollout.group_size * config.train.groups_per_step
+    return {
+        "users": len(users),
+        "liars": users.count("liar"),
+        "gullible": users.count("gullible"),
+        "coordinated": users.count("cohort"),
+        "answers": answers,
+        "reports_expected": answers * (1 - settings.silence),
+        "answers_a_version": a_version,
+        "versions_at_most": answers // a_version,
+        "indifferent": population.indifferent(),
+        "optimum": population.optimum(options.seconds),
+    }
+
+
+@dataclass
+class _Child:
+    """A started command and its log."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def require_alive(self) -> None:
+        """Raises `InputError` with the end of its log if it ended."""
+        if self.process.poll() is not None:
+            tail = self.log.read_bytes()[-600:].decode("utf-8", "replace").strip()
+            raise InputError(
+                f"{self.name} ended with code {self.process.returncode}: {tail}",
+                hint=f"see {self.log}",
+            )
+
+    def url(self) -> str:
+        """Waits until it listens and returns its URL."""
+        deadline = time.monotonic() + START_WITHIN_S
+        while time.monotonic() < deadline:
+            self.require_alive()
+            found = _URL.search(self.log.read_bytes())
+            if found is not None:
+                return found[1].decode()
+            time.sleep(POLL_S)
+        raise RetryError(f"{self.name} does not listen", hint=f"see {self.log}")
+
+
+@dataclass
+class LiveStack:
+    """The processes of a live run on this machine.
+
+    Example::
+
+        with LiveStack(Path("live.toml"), SimulationOptions(out=Path("runs/live"))) as stack:
+            stack.gateway_url, stack.token
+    """
+
+    config_path: Path
+    options: SimulationOptions
+    report_line: ReportLine = lambda _: None
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    gateway_url: str = ""
+    _children: list[_Child] = field(default_factory=list)
+
+    @property
+    def bucket_folder(self) -> Path:
+        """The folder that is the run's bucket."""
+        return self.options.out / "bucket"
+
+    def __enter__(self) -> LiveStack:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        out = self.options.out
+        (out / "logs").mkdir(parents=True, exist_ok=True)
+        seed = [] if self.options.seed is None else ["--seed", str(self.options.seed)]
+        run = self._command("run", str(self.config_path), "--out", str(out), "--plain", *seed)
+        bucket = open_bucket(str(self.bucket_folder), create=True)
+        deadline = time.monotonic() + START_WITHIN_S
+        self.report_line("warm start")
+        while newest_version(bucket) is None:
+            run.require_alive()
+            if time.monotonic() > deadline:
+                raise RetryError("the trainer publishes no version", hint=f"see {run.log}")
+            time.sleep(POLL_S)
+        replica = self._command("replica", bucket.url, "--port", "0")
+        gateway = self._command(
+            "gateway", bucket.url, "--port", "0", "--capture-header",
+            "--state", str(out / "gateway"), "--replica", replica.url(),
+            "--feedback-per-minute", "600", "--feedback-per-day", "100000",
+        )  # fmt: skip
+        self.gateway_url = gateway.url()
+        self._command("learner", bucket.url)
+        while not _ready(self.gateway_url):
+            self.require_alive()
+            if time.monotonic() > deadline:
+                raise RetryError("the replica does not become ready", hint=f"see {gateway.log}")
+            time.sleep(POLL_S)
+        self.report_line(f"serving users at {self.gateway_url}")
+
+    def require_alive(self) -> None:
+        """Raises `InputError` if one of the processes ended."""
+        for child in self._children:
+            child.require_alive()
+
+    def close(self) -> None:
+        """Stops all processes: first what serves and learns, then the run, which ends its step."""
+        for child in reversed(self._children):
+            number = signal.SIGINT if child.name == "run" else signal.SIGTERM
+            if child.process.poll() is None:
+                child.process.send_signal(number)
+            try:
+                child.process.wait(STOP_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+
+    def _command(self, name: str, *arguments: str) -> _Child:
+        log = self.options.out / "logs" / f"{name}.log"
+        variables = {
+            TOKEN_VARIABLE: self.token,
+            ADMIN_TOKEN_VARIABLE: f"admin-{self.token}",
+            REPLICA_KEY_VARIABLE: f"replica-{self.token}",
+        }
+        stream: IO[bytes]
+        with log.open("wb") as stream:
+            process = subprocess.Popen(  # noqa: S603 - our own command
+                [*COMMAND, name, *arguments],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **variables},
+            )
+        child = _Child(name, process, log)
+        self._children.append(child)
+        return child
+
+
+def simulate(
+    config: RunConfig, config_path: Path, options: SimulationOptions, *, report_line: ReportLine
+) -> SimulationReport:
+    """Serves simulated users, learns from them, and writes the report into ``options.out``.
+
+    Raises `InputError` if ``out`` holds a bucket already, or a process ends early.
+    """
+    population = check_simulation(config, options)
+    if (options.out / "bucket").exists():
+        raise InputError(
+            f"{options.out} holds a run already", hint="choose another --out, or delete it"
+        )
+    with LiveStack(config_path, options, report_line) as stack:
+        began = time.time()
+        watch = _Progress(report_line, population)
+        driver = UserDriver(stack.gateway_url, stack.token, population, watch=watch)
+
+        def stopping() -> bool:
+            stack.require_alive()
+            return False
+
+        result = asyncio.run(
+            driver.drive(rate=options.rate, seconds=options.seconds, stopping=stopping)
+        )
+    if not result.notes:
+        raise InputError("no request was answered", hint=f"see {options.out / 'logs'}")
+    bucket = open_bucket(str(options.out / "bucket"))
+    done = Simulated(config.name, population, result, bucket, began, options.seconds)
+    report = report_of(done)
+    write_simulation(report, result.notes, options.out)
+    return report
+
+
+class _Progress:
+    """Says a line about the users every `REPORT_EVERY_S`."""
+
+    def __init__(self, report_line: ReportLine, population: Population) -> None:
+        self._report_line, self._population = report_line, population
+        self._since, self._sum, self._count = 0.0, 0.0, 0
+
+    def __call__(self, note: ServedNote) -> None:
+        self._sum += note.satisfaction
+        self._count += 1
+        if note.at - self._since >= REPORT_EVERY_S:
+            mean = self._sum / self._count
+            optimum = self._population.optimum(note.at)
+            self._report_line(
+                f"{note.at:5.0f} s  version {note.version:3d}  true satisfaction {mean:.3f} "
+                f"of {optimum:.3f}  ({self._count} answers)"
+            )
+            self._since, self._sum, self._count = note.at, 0.0, 0
+
+
+def _ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5.0) as answer:  # noqa: S310
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def report_to_stderr(line: str) -> None:
+    """Prints a line for a person."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201

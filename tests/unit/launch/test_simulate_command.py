@@ -1,0 +1,101 @@
+"""``deltawire simulate``: what it amounts to, what it refuses, and the report and its picture."""
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from deltawire.cli.main import main
+from deltawire.dashboard.simulation import Simulated, lines_of, report_of, write_simulation
+from deltawire.store import open_bucket
+from deltawire.testing.users import Population
+from deltawire.testing.users.driver import DriveResult, ServedNote
+from deltawire.wire import keys
+from deltawire.wire.captures import GatewayState
+from deltawire.wire.decisions import Decision, ServedVersion
+from deltawire.wire.lineage import LearnedAnswer, Lineage
+from deltawire.wire.objects import encode_json
+
+EXAMPLE = str(Path(__file__).parents[3] / "examples" / "live.toml")
+
+
+def note(at, satisfaction, *, version=0, arm="serving", style="brief"):
+    return ServedNote(
+        at=at, took_s=0.1, kind="mail", style=style, role="honest", satisfaction=satisfaction,
+        version=version, arm=arm, propensity=1.0,
+    )  # fmt: skip
+
+
+def test_a_dry_run_states_what_it_amounts_to_and_starts_nothing(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["simulate", EXAMPLE, "--out", str(out), "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["answers"] == 3600.0
+    assert found["versions_at_most"] == 112
+    assert found["indifferent"] < 0.55 < 0.85 < found["optimum"]
+    assert not out.exists()
+    assert main(["simulate", EXAMPLE, "--dry-run", "--seconds", "60"]) == 0
+    assert "versions at most" in capsys.readouterr().out
+
+
+def test_what_cannot_be_simulated_is_refused(tmp_path, capsys):
+    other = tmp_path / "other.toml"
+    text = Path(EXAMPLE).read_text()
+    cases = [
+        (text, ["--seconds", "0"], "above 0"),
+        (text.replace('"given"', '"group_mean"'), [], "given"),
+        (
+            text.replace('"simulated_users"', '"reasoning_gym"').replace("options", "# "),
+            [],
+            "simul",
+        ),
+    ]
+    for content, more, words in cases:
+        other.write_text(content)
+        assert main(["simulate", str(other), "--dry-run", *more]) == 2
+        assert words in capsys.readouterr().err
+    (tmp_path / "out" / "bucket").mkdir(parents=True)
+    assert main(["simulate", EXAMPLE, "--out", str(tmp_path / "out")]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_the_report_compares_the_ends_and_the_picture_shows_arms_and_decisions(tmp_path):
+    bucket, began = open_bucket("memory://"), time.time()
+    answers = [LearnedAnswer(f"{n:032x}", "", 1.0, 0.5, 1.0, age) for n, age in enumerate((3, 99))]
+    bucket.put(
+        keys.live_lineage("live", 0),
+        encode_json(Lineage(worker="live", sequence=0, at=began, answers=answers)),
+    )
+    bucket.put(
+        keys.live_gateway("g0"),
+        encode_json(
+            GatewayState(
+                gateway="g0", run="a" * 32, public_key="b" * 64, started=began, at=began,
+                counts={"captures_lost": 2.0},
+            )
+        ),
+    )  # fmt: skip
+    decision = Decision(
+        number=0, run="a" * 32, verdict="canary", serving=ServedVersion(0, "c" * 32),
+        candidate=ServedVersion(4, "d" * 32), share=0.25, at=began + 40, by="g0", reason="passed",
+    )  # fmt: skip
+    bucket.put(f"{keys.LIVE_DECISIONS}{0:010}.json", encode_json(decision))
+    notes = [note(n, 0.4 if n % 2 else 0.5, arm="serving") for n in range(20)]
+    notes += [note(80 + n, 0.7 if n % 2 else 0.8, version=4, arm="candidate") for n in range(20)]
+    result = DriveResult(notes, Counter(asked=41, failed=1, reports=30))
+    done = Simulated("live", Population(), result, bucket, began, 100.0)
+    report = report_of(done)
+    assert report.gain == pytest.approx(0.3)
+    assert report.gain_se == pytest.approx((2 * 0.05**2 / 19) ** 0.5)
+    assert report.trained_by_age == {"≤ 5 s": 1, "> 80 s": 1}
+    assert (report.versions, report.captures_lost, report.failed) == (4, 2.0, 1)
+    assert report.arms == {"serving": 20, "candidate": 20}
+    assert report.decisions[0].at == pytest.approx(40.0)
+    picture = write_simulation(report, notes, tmp_path).read_text()
+    for words in ("canary", "candidate", "best policy", "v4"):
+        assert words in picture
+    assert json.loads((tmp_path / "live.json").read_bytes())["gain"] == pytest.approx(0.3)
+    assert len((tmp_path / "notes.jsonl").read_text().splitlines()) == 40
+    assert any("canary" in value for _, value in lines_of(report))
