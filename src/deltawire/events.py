@@ -283,6 +283,24 @@ class NoProgress(_Event, tag="no_progress", frozen=True, kw_only=True):
     reason: str
 
 
+class Forecasted(_Event, tag="forecast", frozen=True, kw_only=True):
+    """A forecast from measurements up to ``version`` (`deltawire.rl.forecast`).
+
+    ``plateau`` is the ``measure`` after any amount of compute, ``gain`` what twice the compute
+    would add: median, lower and upper end of the 90 % interval. ``limit`` is ``budget.stop_when``;
+    ``stops`` says that the run is finished because the upper end of ``gain`` is below it.
+    """
+
+    at: float
+    version: int
+    measure: str
+    value: float
+    plateau: tuple[float, float, float]
+    gain: tuple[float, float, float]
+    limit: float
+    stops: bool
+
+
 class SettingsChanged(_Event, tag="settings", frozen=True, kw_only=True):
     """The run was continued with other settings, from ``version`` on: by dotted key, the old value
     and the new one, as JSON."""
@@ -364,6 +382,7 @@ Event = (
     | Attempt
     | NoProgress
     | SettingsChanged
+    | Forecasted
 )
 
 _encoder = msgspec.json.Encoder()

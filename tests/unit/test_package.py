@@ -214,6 +214,7 @@ FLAGS = {
     },
     "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
     "status": TRUST | {"--watch", "--every", "--json", "--window"},
+    "forecast": TRUST | {"--of", "--compute", "--from", "--plot", "--json"},
     "watch": TRUST | {"--port", "--no-browser", "--cache"},
     "parity": TRUST
     | {

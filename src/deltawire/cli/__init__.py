@@ -32,6 +32,7 @@ COMMANDS = (
     "bench",
     "status",
     "watch",
+    "forecast",
     "replay",
     "probes",
     "rollouts",

@@ -10,6 +10,7 @@ Example::
 """
 
 from deltawire.config.adapters import AdapterConfig, AdapterLineConfig, LineConfig
+from deltawire.config.budget import BudgetConfig
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.losses import (
     SURROGATES,
@@ -73,6 +74,7 @@ __all__ = [
     "UNCORRECTED_STALENESS",
     "AdapterConfig",
     "AdapterLineConfig",
+    "BudgetConfig",
     "BuildConfig",
     "ChatConfig",
     "CorrectionConfig",

@@ -86,6 +86,7 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         config.rollout.contradiction(),
         config.midtrain.contradiction() if config.midtrain is not None else None,
         _budgets_fault(config),
+        _stop_fault(config),
         _lengths_fault(config),
     ):
         if found:
@@ -150,6 +151,19 @@ def _budgets_fault(config: RunConfig) -> tuple[str, str] | None:
         hint = "raise rollout.context, or leave out the largest budget"
         return f"{reason}, rollout.context = {config.rollout.context}", hint
     return None
+
+
+def _stop_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Why a run cannot be ended by its forecast, and what to do; None if it can."""
+    if not config.budget.stop_when:
+        return None
+    if config.midtrain is not None or config.train.adapters:
+        kind = "midtrain" if config.midtrain is not None else "train.adapters"
+        return f"budget.stop_when does not end a run with {kind}", "leave out budget.stop_when"
+    evaluate = config.evaluate
+    return config.budget.contradiction(
+        evaluated=evaluate.every > 0, budgets=len(evaluate.budgets) > 1
+    )
 
 
 def _adapter_fault(config: RunConfig) -> tuple[str, str] | None:

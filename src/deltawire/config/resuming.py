@@ -60,6 +60,8 @@ RESUMABLE: Final[dict[str, str]] = {
     "evaluate.every": "start",
     "evaluate.samples": "start",
     "evaluate.slots": "start",
+    "budget.stop_when": "step",
+    "budget.measure": "step",
     "probes.action": "step",
     "probes.keep": "step",
     "threads": "start",

@@ -18,6 +18,7 @@ from deltawire.config.adapters import (
     adapters_contradiction,
 )
 from deltawire.config.base import Count, Fraction, OwnDevice, Positive, Section
+from deltawire.config.budget import BudgetConfig
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.layout import layout_contradiction
 from deltawire.config.live import LiveConfig
@@ -547,6 +548,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     train: TrainConfig = TrainConfig()
     reference: ReferenceConfig = ReferenceConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    budget: BudgetConfig = BudgetConfig()
     probes: ProbesConfig = ProbesConfig()
     parity: ParityConfig = ParityConfig()
     faults: FaultsConfig = FaultsConfig()

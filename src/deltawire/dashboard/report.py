@@ -25,6 +25,7 @@ from deltawire.dashboard.wording import (
     byte_size,
     duration,
     figure,
+    forecast_words,
     percent,
     smaller,
 )
@@ -329,6 +330,7 @@ def _figures(summary: Summary, state: RunState) -> str:
         ),
         *_source_losses(summary),
         *_over_budgets(summary),
+        *_forecast(state),
         ("Groups consumed", f"{summary.groups_consumed:,}"),
         *_proof(summary),
         *_base(summary),
@@ -356,6 +358,12 @@ def _source_losses(summary: Summary) -> list[tuple[str, str]]:
         )
         for name, one in losses.sources.items()
     ]
+
+
+def _forecast(state: RunState) -> list[tuple[str, str]]:
+    """Renders the forecast by which the run may end; nothing without one."""
+    found = state.newest_forecast
+    return [] if found is None else [("Forecast", _safe(forecast_words(found)))]
 
 
 def _over_budgets(summary: Summary) -> list[tuple[str, str]]:

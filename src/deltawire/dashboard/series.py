@@ -15,6 +15,7 @@ import msgspec
 from deltawire.dashboard.figures import FIGURES
 from deltawire.dashboard.plots import ACTIVITIES, bars
 from deltawire.dashboard.state import ProcessState, RunState
+from deltawire.dashboard.wording import forecast_words
 from deltawire.events import Life
 
 TRACKED = {row.tracked: row for row in FIGURES if row.tracked}
@@ -236,6 +237,15 @@ def notes(state: RunState) -> list[Note]:
     if (alarm := state.no_progress) is not None:
         words = f"{alarm.steps} steps up to version {alarm.version} moved nothing: {alarm.reason}"
         found.append(Note(at=alarm.at, process=alarm.process, text=words, bad=True))
+    if (forecast := state.newest_forecast) is not None:
+        found.append(
+            Note(
+                at=forecast.at,
+                process=forecast.process,
+                text=f"forecast at version {forecast.version}: {forecast_words(forecast)}",
+                bad=False,
+            )
+        )
     found += [
         Note(
             at=batch.at,

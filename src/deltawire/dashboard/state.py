@@ -32,6 +32,7 @@ from deltawire.events import (
     Diverged,
     Evaluated,
     Event,
+    Forecasted,
     Generated,
     HeldoutLoss,
     Life,
@@ -66,6 +67,7 @@ _SPECIFIC: tuple[Role, ...] = ("trainer", "evaluator", "reference", "worker", "w
 _Timed = TypeVar(
     "_Timed",
     Evaluated,
+    Forecasted,
     Generated,
     HeldoutLoss,
     Parity,
@@ -244,6 +246,8 @@ class RunState:
         """Keyed by the version that the batch made, or would have made."""
         self.settings: dict[int, SettingsChanged] = {}
         """Keyed by the version that the run had when its settings changed."""
+        self.forecasts: dict[int, Forecasted] = {}
+        """Keyed by the newest version that was measured."""
         self.probes: ProbeFigures | None = None
         """As the trainer stored them last; set by the reader of the bucket, not by events."""
         self.recent_s = math.inf
@@ -274,6 +278,8 @@ class RunState:
             self.no_progress = max(event, self.no_progress or event, key=lambda one: one.at)
         elif isinstance(event, SettingsChanged):
             _keep_latest(self.settings, event.version, event)
+        elif isinstance(event, Forecasted):
+            _keep_latest(self.forecasts, event.version, event)
 
     def _add(self, event: Event) -> None:
         process = self.processes.setdefault(event.process, ProcessState(event.process))
@@ -306,7 +312,7 @@ class RunState:
             case WarmStep():
                 process.imply("warm-start")
                 _keep_latest(self.warm, event.step, event)
-            case Diverged() | Attempt() | NoProgress() | SettingsChanged():
+            case Diverged() | Attempt() | NoProgress() | SettingsChanged() | Forecasted():
                 process.imply("trainer")
                 self._add_notice(event)
             case Parity():
@@ -381,6 +387,11 @@ class RunState:
     def last_parity(self) -> Parity | None:
         """The newest batch's."""
         return self.parity[max(self.parity)] if self.parity else None
+
+    @property
+    def newest_forecast(self) -> Forecasted | None:
+        """The trainer's forecast from the newest measurements."""
+        return self.forecasts[max(self.forecasts)] if self.forecasts else None
 
     @property
     def last_warm(self) -> WarmStep | None:

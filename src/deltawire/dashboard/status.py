@@ -20,7 +20,7 @@ from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError, ResyncError
-from deltawire.events import BudgetScore, HeldoutScore, Life, Role, SourceLoss
+from deltawire.events import BudgetScore, Forecasted, HeldoutScore, Life, Role, SourceLoss
 from deltawire.reward_monitor.monitor import ProbeState
 from deltawire.reward_monitor.watch import describe_flag, excesses, flagged_in, read_probes
 from deltawire.runtime.event_window import RecentEvents
@@ -147,6 +147,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The claims of workers that the trainer trusts without recomputing them."""
     alarm: str = ""
     """Why the latest steps moved nothing; empty if they moved something."""
+    forecast: Forecasted | None = None
+    """The trainer's newest forecast; null without ``budget.stop_when``."""
 
 
 class Watch:
@@ -269,6 +271,7 @@ class Watch:
             incidents=trainer.incidents if trainer else [],
             self_attested=trainer.self_attested if trainer else [],
             alarm=_no_progress(state),
+            forecast=state.newest_forecast,
         )
 
 

@@ -11,7 +11,14 @@ from rich.text import Text
 
 from deltawire.dashboard.figures import BY_NAME
 from deltawire.dashboard.status import ProcessLine, RunStatus, Spread
-from deltawire.dashboard.wording import MISSING, duration, figure, percent, smaller
+from deltawire.dashboard.wording import (
+    MISSING,
+    duration,
+    figure,
+    forecast_words,
+    percent,
+    smaller,
+)
 from deltawire.display import legible
 from deltawire.events import HeldoutScore
 from deltawire.wire.status import Incident
@@ -51,6 +58,8 @@ def view(status: RunStatus) -> RenderableType:
     if status.self_attested:
         words = "; ".join(legible(text, 300) for text in status.self_attested)
         parts += [Text(f"self-attested by workers: {words}", "dim")]
+    if status.forecast is not None:
+        parts += [Text(f"forecast: {forecast_words(status.forecast)}", "dim")]
     if status.alarm:
         parts += [Text(f"alarm: {legible(status.alarm, 300)}", "red")]
     parts += [Text(f"problem: {legible(text, 300)}", "yellow") for text in status.problems]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from deltawire.display import legible
+from deltawire.events import Forecasted
+
 MISSING = "—"
 
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -57,6 +60,15 @@ def figure(value: float | None) -> str:
     if value is None:
         return MISSING
     return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
+def forecast_words(found: Forecasted) -> str:
+    """Writes a forecast in one line: ``twice the compute would add 0.012 (0.004 to 0.031)``."""
+    gain, low, high = found.gain
+    plateau = found.plateau[0]
+    words = f"twice the compute would add {gain:.3f} ({low:.3f} to {high:.3f}) to the "
+    words += f"{legible(found.measure)} of {found.value:.3f}; plateau {plateau:.3f}"
+    return f"{words}; finished below {found.limit:g}" if found.stops else words
 
 
 def sparkline(

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -63,7 +63,8 @@ class EventTail:
     """Reads each segment of a run's events once, and those of one stream in order.
 
     Archives come first, from the oldest that was kept, then the new segments of each stream
-    (`deltawire.runtime.event_cursor`). While the store does not answer, no events arrive.
+    (`deltawire.runtime.event_cursor`). While the store does not answer, no events arrive. With
+    ``processes`` only the streams of these are read.
 
     Example::
 
@@ -72,8 +73,15 @@ class EventTail:
             print(event.process, event)
     """
 
-    def __init__(self, bucket: Bucket, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        processes: Collection[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._bucket = bucket
+        self._processes = frozenset(processes)
         self._clock = clock
         self._cursors = Cursors(bucket, names_every_s=LIST_EVERY_S, clock=clock)
         self._next_archive = 0
@@ -95,7 +103,7 @@ class EventTail:
         fill: list[list[Event]] = []
         with contextlib.suppress(RetryError):
             yield from self._archived()
-            for stream in self._cursors.refresh(everything=everything):
+            for stream in filter(self._follows, self._cursors.refresh(everything=everything)):
                 self._cursors.add(stream)
             active = self._cursors.active
             ahead = self._read_ahead(active)
@@ -114,6 +122,9 @@ class EventTail:
                 yield from self._archived()
         yield from fill
 
+    def _follows(self, stream: str) -> bool:
+        return not self._processes or keys.process_of_stream(stream) in self._processes
+
     def _archived(self) -> Iterator[list[Event]]:
         if self._clock() >= self._floor_due_at:
             # Archives that were deleted before this reader reached them never appear.
@@ -122,8 +133,10 @@ class EventTail:
         while (archive := read_archive(self._bucket, self._next_archive)) is not None:
             fresh: list[Event] = []
             for segment in archive:
-                if keys.valid_name(segment.stream) and segment.number >= self._cursors.position(
-                    segment.stream
+                if (
+                    keys.valid_name(segment.stream)
+                    and self._follows(segment.stream)
+                    and segment.number >= self._cursors.position(segment.stream)
                 ):
                     fresh += own_events(segment.stream, segment.data)
                     self._cursors.advance(segment.stream, segment.number)

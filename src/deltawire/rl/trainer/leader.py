@@ -225,9 +225,13 @@ class Leader(Generic[R]):
         self._order(End(save=True))
         self.rank.finish(ledger)
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the last version is made."""
+        return self.version >= self.config.train.versions
+
     def _write_last_status(self) -> None:
-        last = self.version >= self.config.train.versions
-        self.credits.write("finished" if last else "stopped")
+        self.credits.write("finished" if self.is_complete else "stopped")
 
     def close(self) -> None:
         """End all threads, also those that an error left running, and the other ranks."""

@@ -45,6 +45,7 @@ from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.control.staleness import policy_of
 from deltawire.rl.control.worker_guard import WorkerGuard
 from deltawire.rl.evaluate.rescoring import Rescoring
+from deltawire.rl.forecast.stop_rule import StopRule
 from deltawire.rl.reference.reader import await_scores
 from deltawire.rl.trainer.group_steps import GroupSteps
 from deltawire.rl.trainer.leader import Leader
@@ -88,6 +89,7 @@ class Trainer(Leader[StepResult]):
     ) -> None:
         self._steps = GroupSteps(process.bucket, run, config)
         self.alarm = ProgressAlarm(process.events.record)
+        self.stop_rule = StopRule(process.bucket, config, process.events.record)
         super().__init__(process, run, config, model, self._steps, signer=signer)
         self.ledger = self.rank.ledger
         self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
@@ -175,7 +177,12 @@ class Trainer(Leader[StepResult]):
     @property
     def is_training(self) -> bool:
         """Return whether versions are left to make, and nobody asked to stop."""
-        return self.version < self.config.train.versions and not self.process.stopping
+        return not (self.is_complete or self.process.stopping)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the last version is made, or the stop rule holds."""
+        return super().is_complete or self.stop_rule.reached
 
     def turn(self) -> bool:
         """Take a step if there are groups for one; returns whether there were."""
@@ -329,6 +336,7 @@ class Trainer(Leader[StepResult]):
         if self.version % self.config.train.checkpoint_every == 0:
             self._checkpoint()
             done = events.span("checkpoint", done)
+        self.stop_rule.stepped(self.version)
         return done
 
     def _record_parity(self, batch: Batch, result: StepResult, version: int) -> None:
