@@ -77,7 +77,8 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     spent, ``gain`` the difference between that and now; ``reached`` the share of the way from the
     start to the plateau. ``start``, ``midpoint`` and ``steepness`` are R0, C_mid and B of the best
     curve, ``residual`` its root mean squared error. ``falling`` is true if the newest measurements
-    lie below what those before them forecast: the form cannot describe a fall. ``backtest`` is None with too few points.
+    lie below what those before them forecast: the form cannot describe a fall. ``backtest``
+    is None with too few points.
     """
 
     measure: Measure
