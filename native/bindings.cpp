@@ -81,6 +81,50 @@ nb::tuple encode(const Vector<Bits>& base, const Vector<Bits>& target, std::size
                         encoded.moved.lane1);
 }
 
+// Returns what `encode` returns for each of `parts`, tuples (base, target, columns, key, start) of
+// one layout, all in one call on this thread: for many small ranges, the calls would take longer
+// than the coding.
+template <typename Bits>
+nb::list encode_batch(const nb::list& parts, unsigned mantissa, unsigned exponent) {
+  struct Part {
+    Vector<Bits> base, target;
+    std::size_t columns;
+    deltawire::DigestOf digest_of;
+    deltawire::Encoded encoded;
+  };
+  if (!deltawire::Layout{mantissa, exponent}.fits(8 * sizeof(Bits))) {
+    throw nb::value_error("the layout does not fit the elements");
+  }
+  std::vector<Part> found;
+  found.reserve(parts.size());
+  for (const nb::handle each : parts) {
+    const auto part = nb::cast<nb::tuple>(each);
+    if (part.size() != 5) throw nb::value_error("a part has five members");
+    found.push_back({nb::cast<Vector<Bits>>(part[0], false), nb::cast<Vector<Bits>>(part[1], false),
+                     nb::cast<std::size_t>(part[2]),
+                     {nb::cast<std::uint64_t>(part[3]), nb::cast<std::uint64_t>(part[4])},
+                     {}});
+    if (found.back().base.size() != found.back().target.size() ||
+        found.back().columns > deltawire::kBlock) {
+      throw nb::value_error("base and target must be alike, and rows such as there are");
+    }
+  }
+  {
+    const nb::gil_scoped_release unlocked;
+    for (Part& part : found) {
+      part.encoded = deltawire::encode(part.base.data(), part.target.data(),
+                                       {part.base.size(), part.columns}, {mantissa, exponent},
+                                       &part.digest_of, 1);
+    }
+  }
+  nb::list encoded;
+  for (Part& part : found) {
+    encoded.append(nb::make_tuple(as_bytes(part.encoded.blocks), part.encoded.changed,
+                                  part.encoded.moved.lane0, part.encoded.moved.lane1));
+  }
+  return encoded;
+}
+
 template <typename Scalar>
 nb::ndarray<nb::numpy, Scalar, nb::ndim<1>> owned(std::unique_ptr<Scalar[]> data,
                                                   std::size_t size) {
@@ -253,12 +297,29 @@ void bind(nb::module_& module) {
              "key"_a);
 }
 
+nb::list encode_batch_of(const nb::list& parts, unsigned mantissa, unsigned exponent,
+                         unsigned width) {
+  switch (width) {
+    case 1:
+      return encode_batch<std::uint8_t>(parts, mantissa, exponent);
+    case 2:
+      return encode_batch<std::uint16_t>(parts, mantissa, exponent);
+    case 4:
+      return encode_batch<std::uint32_t>(parts, mantissa, exponent);
+    case 8:
+      return encode_batch<std::uint64_t>(parts, mantissa, exponent);
+    default:
+      throw nb::value_error("elements have 1, 2, 4 or 8 bytes");
+  }
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
   module.attr("BLOCK") = deltawire::kBlock;
   module.attr("WHOLE_BLOCK") = deltawire::kWholeBlock;
   module.def("simd", &simd);
+  module.def("encode_batch", &encode_batch_of, "parts"_a, "mantissa"_a, "exponent"_a, "width"_a);
   module.def("dequantize4", &dequantize4, "codes"_a.noconvert(), "values"_a.noconvert(),
              "scales"_a.noconvert(), "out"_a.noconvert(), "threads"_a);
   module.def("dequantize8", &dequantize8, "codes"_a.noconvert(), "values"_a.noconvert(),

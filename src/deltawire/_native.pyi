@@ -72,6 +72,17 @@ def encode(
 ) -> tuple[list[bytes], int, int, int]:
     """A delta's blocks, how many elements change, and both lanes of what the digest gains."""
 
+def encode_batch(
+    parts: list[
+        tuple[NDArray[np.unsignedinteger[Any]], NDArray[np.unsignedinteger[Any]], int, int, int]
+    ],
+    mantissa: int,
+    exponent: int,
+    width: int,
+) -> list[tuple[list[bytes], int, int, int]]:
+    """`encode` of each (base, target, columns, key, start) with elements of ``width`` bytes, on one
+    thread; the lock of the interpreter is released once."""
+
 def decode(
     body: NDArray[np.uint8],
     lengths: NDArray[np.uint32],

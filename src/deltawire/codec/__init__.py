@@ -13,10 +13,12 @@ Legend: COUNT = elements of the tensor or piece; uint = unsigned integers of an 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deltawire.codec import delta
 from deltawire.codec import patch as patches
 from deltawire.codec.anchors import decode_full, encode_full
-from deltawire.codec.delta import Delta
+from deltawire.codec.delta import ChangedRange, Delta
 from deltawire.codec.digest import (
     ZERO,
     Digest,
@@ -33,6 +35,7 @@ __all__ = [
     "ITEMSIZE",
     "ZERO",
     "Bits",
+    "ChangedRange",
     "Delta",
     "Digest",
     "Patch",
@@ -50,6 +53,7 @@ __all__ = [
     "digest_patch",
     "dtype_of",
     "encode",
+    "encode_batch",
     "encode_full",
     "encode_named",
     "tensor_key",
@@ -90,6 +94,15 @@ def encode_named(
     """`encode` for elements ``start`` and on of the tensor ``name``, in one pass with what its
     model's digest gains: ``(payload, changed, moved)``."""
     return _encode(name, base, target, start=start, dtype=dtype, threads=threads, columns=columns)
+
+
+def encode_batch(changes: Sequence[ChangedRange], *, dtype: str) -> list[Delta]:
+    """`encode_named` of many small changes of one wire dtype, in one native call.
+
+    A model of 60,000 small tensors takes longer to hand over one by one than to code. Raises
+    InputError as `encode_named` does.
+    """
+    return delta.encode_batch(changes, delta.layout_of(dtype))
 
 
 def _encode(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -70,6 +71,23 @@ class Delta(NamedTuple):
     moved: Digest
 
 
+class ChangedRange(NamedTuple):
+    """Bits of elements ``start`` and on of the tensor ``name``, before and after, uint[COUNT]
+    each; ``columns`` is the length of the tensor's rows, 0 if it has none.
+
+    Example::
+
+        change = ChangedRange("norm", old_bits, new_bits, start=0, columns=0)
+        (delta,) = encode_batch([change], layout_of("BF16"))
+    """
+
+    name: str
+    base_bits: Bits
+    target_bits: Bits
+    start: int
+    columns: int
+
+
 class _Header(NamedTuple):
     mode: int
     layout: Layout
@@ -110,24 +128,49 @@ def encode(
     Raises InputError if the two are not bits of the same length and width.
     """
     require_alike(base_bits, target_bits)
-    if columns < 2 or columns > _native.BLOCK:
-        columns = 0
+    columns = _coded_columns(columns)
     key = None if name is None else tensor_key(name)
-    blocks, changed, *lanes = _native.encode(
-        base_bits, target_bits, columns, *layout, key, start, threads or cores()
-    )
-    lengths = np.fromiter(map(len, blocks), LENGTH, len(blocks))
-    coded = int(lengths.sum(dtype=np.int64)) + lengths.nbytes < target_bits.nbytes
-    header = HEADER.pack(
-        MAGIC,
-        target_bits.itemsize,
-        CODED if coded else RAW,
-        *layout,
-        columns,
-        base_bits.size,
-    )
-    parts = [lengths.tobytes(), *blocks] if coded else [target_bits.tobytes()]
-    return Delta(b"".join([header, *parts]), changed, Digest(*lanes))
+    coded = _native.encode(base_bits, target_bits, columns, *layout, key, start, threads or cores())
+    return _delta(coded, target_bits, layout, columns)
+
+
+def encode_batch(changes: Sequence[ChangedRange], layout: Layout) -> list[Delta]:
+    """Encodes many small changes of one layout and width in one native call, on this thread.
+
+    Each result equals that of `encode`. Raises InputError if a change's bits differ in length or
+    width, or two changes in width.
+    """
+    if not changes:
+        return []
+    width = changes[0].base_bits.itemsize
+    parts = []
+    for name, base_bits, target_bits, start, columns in changes:
+        require_alike(base_bits, target_bits)
+        if base_bits.itemsize != width:
+            raise InputError(f"bits of {base_bits.itemsize} and of {width} bytes in one batch")
+        parts.append((base_bits, target_bits, _coded_columns(columns), tensor_key(name), start))
+    coded = _native.encode_batch(parts, *layout, width)
+    return [_delta(one, part[1], layout, part[2]) for one, part in zip(coded, parts, strict=True)]
+
+
+def _coded_columns(columns: int) -> int:
+    """Returns the length of rows that the coder uses, 0 if rows are too short or too long."""
+    return 0 if columns < 2 or columns > _native.BLOCK else columns
+
+
+def _delta(
+    coded: tuple[list[bytes], int, int, int], target_bits: Bits, layout: Layout, columns: int
+) -> Delta:
+    """Builds the payload from coded blocks, or from the raw target if that is not longer."""
+    blocks, changed, *lanes = coded
+    size = LENGTH.itemsize * len(blocks) + sum(map(len, blocks))
+    fits = size < target_bits.nbytes
+    mode = CODED if fits else RAW
+    header = HEADER.pack(MAGIC, target_bits.itemsize, mode, *layout, columns, target_bits.size)
+    if fits:
+        lengths = struct.pack(f"<{len(blocks)}I", *map(len, blocks))
+        return Delta(b"".join([header, lengths, *blocks]), changed, Digest(*lanes))
+    return Delta(header + target_bits.tobytes(), changed, Digest(*lanes))
 
 
 def decode_patch(

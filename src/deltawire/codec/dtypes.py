@@ -6,6 +6,7 @@ Legend: N = elements; uint = the unsigned dtype of an element's width, little-en
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -84,6 +85,12 @@ def unsigned_of(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
     return unsigned(ITEMSIZE[dtype])
 
 
+@lru_cache(maxsize=256)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """Returns NumPy's name of a dtype, which NumPy computes each time."""
+    return dtype.name
+
+
 def dtype_of(array: object) -> str:
     """Returns the wire dtype of a NumPy array or torch tensor.
 
@@ -95,7 +102,7 @@ def dtype_of(array: object) -> str:
                 f"an array of dtype {array.dtype} is not in the host's byte order",
                 hint="convert it with array.astype(array.dtype.newbyteorder('='))",
             )
-        name = array.dtype.name
+        name = _name_of(array.dtype)
     elif _is_tensor(array):
         name = str(array.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
     else:

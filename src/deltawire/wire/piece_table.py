@@ -16,7 +16,7 @@ need, while the head of 2^18 pieces stays near 20 KB. `docs/FORMAT.md` has the b
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from deltawire.errors import CorruptError
 from deltawire.wire.payload import INLINE_BYTES, BlobRef, Payload, PayloadRef, Piece, TableRef
-from deltawire.wire.run import Run, TensorSpec
+from deltawire.wire.run import Run
 
 SEGMENT_PIECES = 32
 PAGE_SEGMENTS = 16
@@ -113,7 +113,11 @@ def wanted(covering: Sequence[_Covering], ranges: Mapping[int, tuple[int, int]])
 def encode_table(payload: Payload, table: Run) -> bytes:
     """Encodes the piece table of a payload whose pieces ascend (see `payload_fault`)."""
     firsts = payload.pieces[::SEGMENT_PIECES]
-    segments = [_encode_pieces(pieces, table) for pieces in _groups(payload.pieces, SEGMENT_PIECES)]
+    counts = [tensor.count for tensor in table.tensors]
+    segments = [
+        _encode_pieces(pieces, table.chunk, counts)
+        for pieces in _groups(payload.pieces, SEGMENT_PIECES)
+    ]
     entries = [
         _ENTRY.pack(first.tensor, first.start, len(data), _half(data))
         for data, first in zip(segments, firsts, strict=True)
@@ -244,7 +248,10 @@ def _decode_pieces(data: bytes, segment: Segment, table: Run) -> tuple[list[Piec
             tensor, start = tensor + gap, place if gap else end + place
         else:
             if pieces and end == tensors[tensor].count:
-                tensor, end = _following(tensors, tensor), 0
+                after = _following(tensor, len(tensors), lambda number: tensors[number].count)
+                if after is None:
+                    raise IndexError
+                tensor, end = after, 0
             start = end
         if flags & _COUNT:
             length, at = _varint(data, at)
@@ -264,17 +271,16 @@ def _decode_pieces(data: bytes, segment: Segment, table: Run) -> tuple[list[Piec
     return pieces, at
 
 
-def _encode_pieces(pieces: Sequence[Piece], table: Run) -> bytes:
-    tensors, out = table.tensors, bytearray()
+def _encode_pieces(pieces: Sequence[Piece], chunk: int, counts: Sequence[int]) -> bytes:
+    out = bytearray()
     tensor, end = pieces[0].tensor, pieces[0].start
     blob, offset = -1, 0
     for number, piece in enumerate(pieces):
-        if number and end == tensors[tensor].count:
-            expected = (_following(tensors, tensor, default=-1), 0)
+        if number and end == counts[tensor]:
+            expected = (_following(tensor, len(counts), counts.__getitem__), 0)
         else:
             expected = (tensor, end)
-        rest = min(table.chunk - piece.start % table.chunk, tensors[piece.tensor].count)
-        rest = min(rest, tensors[piece.tensor].count - piece.start)
+        rest = min(chunk - piece.start % chunk, counts[piece.tensor] - piece.start)
         begins = 0 if piece.blob != blob else offset
         flags = _PLACE if (piece.tensor, piece.start) != expected else 0
         flags |= _COUNT if piece.count != rest else 0
@@ -296,14 +302,12 @@ def _encode_pieces(pieces: Sequence[Piece], table: Run) -> bytes:
     return bytes(out)
 
 
-def _following(tensors: Sequence[TensorSpec], tensor: int, default: int | None = None) -> int:
-    """Returns the next tensor that has elements."""
-    for number in range(tensor + 1, len(tensors)):
-        if tensors[number].count:
+def _following(tensor: int, tensors: int, count: Callable[[int], int]) -> int | None:
+    """Returns the next of so many ``tensors`` that has elements; ``count`` gives their number."""
+    for number in range(tensor + 1, tensors):
+        if count(number):
             return number
-    if default is None:
-        raise IndexError
-    return default
+    return None
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

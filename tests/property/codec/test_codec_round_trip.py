@@ -16,7 +16,7 @@ from deltawire.codec.reference import (
     encode_full_reference,
     encode_reference,
 )
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, InputError
 
 ODD = {
     1: [0x80, 0x7F, 0xFF],
@@ -231,3 +231,36 @@ def test_noise_is_corrupt(noise, count):
         codec.decode_patch(noise, np.zeros(count, np.uint16))
     with pytest.raises(CorruptError):
         codec.decode_full(noise, count, 2)
+
+
+@given(st.lists(st.tuples(pairs(), COLUMNS, st.integers(0, 1 << 40)), max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_a_batch_equals_changes_encoded_one_by_one(drawn):
+    for dtype in {name for (_, _, name), _, _ in drawn}:
+        changes = [
+            codec.ChangedRange(f"t{number}", base, target, start, columns)
+            for number, ((base, target, name), columns, start) in enumerate(drawn)
+            if name == dtype
+        ]
+        alone = [
+            codec.encode_named(
+                one.name,
+                one.base_bits,
+                one.target_bits,
+                start=one.start,
+                dtype=dtype,
+                columns=one.columns,
+            )
+            for one in changes
+        ]
+        assert codec.encode_batch(changes, dtype=dtype) == alone
+
+
+def test_a_batch_of_unequal_bits_is_refused():
+    bits, wide = np.zeros(4, np.uint16), np.zeros(4, np.uint32)
+    good = codec.ChangedRange("a", bits, bits, 0, 0)
+    with pytest.raises(InputError, match="bits of 4 and of 2 bytes in one batch"):
+        codec.encode_batch([good, codec.ChangedRange("b", wide, wide, 0, 0)], dtype="BF16")
+    with pytest.raises(InputError):
+        codec.encode_batch([codec.ChangedRange("a", bits, bits[:2], 0, 0)], dtype="BF16")
+    assert codec.encode_batch([], dtype="BF16") == []

@@ -1,5 +1,7 @@
 """Through a store that takes time: requests overlap, and no cost grows with what is old."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from shard_ranks import RANKS, close, publish_all, rank_publisher
@@ -94,3 +96,36 @@ def test_retention_does_not_read_old_tombstones():
     assert found.manifests == [5, *range(141, 147)]
     read = {key for verb, key in bucket.operations if verb == "get"}
     assert sum(key.startswith(keys.MANIFESTS) for key in read) < 60
+
+
+@pytest.mark.parametrize("items", [0, 1, 300])
+def test_small_items_are_handed_over_in_batches(items):
+    """In order, each batch bounded in items and in elements, a large item by itself."""
+    sizes = [5 if number % 7 else fetch.BATCH_ELEMENTS + 1 for number in range(items)]
+    found = list(fetch.batches(sizes, lambda size: size))
+    assert [size for batch in found for size in batch] == sizes
+    for batch in found:
+        assert len(batch) <= fetch.BATCH_ITEMS
+        assert sum(batch) <= fetch.BATCH_ELEMENTS or len(batch) == 1
+    with ThreadPoolExecutor(2) as pool:
+        doubled = fetch.in_batches(
+            pool, lambda n: 2 * n, range(items), elements=lambda _: 1, ahead=2
+        )
+        assert list(doubled) == [2 * number for number in range(items)]
+
+
+def test_many_small_tensors_of_several_dtypes_arrive():
+    rng = np.random.default_rng(0)
+    dtypes = (np.float32, np.uint16, np.int64, np.uint8)
+    first = {f"{n:03d}": rng.integers(0, 100, 9).astype(dtypes[n % 4]) for n in range(300)}
+    bucket = open_bucket("memory://")
+    publisher = open_publisher(bucket, first, compaction_strides=())
+    later = {
+        name: bits if number % 3 else bits + 1 for number, (name, bits) in enumerate(first.items())
+    }
+    publisher.publish(later)
+    publisher.close()
+    mirror = load_mirror(bucket, publisher.run)
+    assert mirror.version == 1
+    for name, bits in later.items():
+        assert mirror.tensors[name].tobytes() == bits.tobytes()

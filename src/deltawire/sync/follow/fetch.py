@@ -66,6 +66,48 @@ def in_order(
             left.cancel()
 
 
+BATCH_ELEMENTS = 1 << 17
+"""Elements that a thread codes before it hands over its results, if pieces are smaller."""
+
+BATCH_ITEMS = 128
+
+
+def in_batches(
+    pool: ThreadPoolExecutor,
+    work: Callable[[S], T],
+    items: Iterable[S],
+    *,
+    elements: Callable[[S], int],
+    ahead: int,
+) -> Iterator[T]:
+    """As `in_order`, but a thread takes several small items at a time.
+
+    Handing over an item costs more than coding a few hundred elements. ``elements`` says how many
+    an item has; ``ahead`` counts batches, each of at most `BATCH_ELEMENTS` or one item.
+    """
+
+    def batch_work(batch: Sequence[S]) -> list[T]:
+        return [work(item) for item in batch]
+
+    for results in in_order(pool, batch_work, batches(items, elements), ahead=ahead):
+        yield from results
+
+
+def batches(items: Iterable[S], elements: Callable[[S], int]) -> Iterator[list[S]]:
+    """Yields the items in order, in lists of at most `BATCH_ELEMENTS` elements or one item."""
+    batch: list[S] = []
+    held = 0
+    for item in items:
+        size = elements(item)
+        if batch and (held + size > BATCH_ELEMENTS or len(batch) == BATCH_ITEMS):
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size
+    if batch:
+        yield batch
+
+
 def wanted_pieces(run: Run, payload: Payload, mirror: Mirror) -> list[Piece]:
     """Returns the pieces whose elements the mirror holds, in their order in the blobs."""
     found = [
@@ -195,7 +237,9 @@ def decode_delta(
     with ThreadPoolExecutor(count, thread_name_prefix="decoder") as pool:
         pieces = wanted_pieces(run, payload, mirror)
         for batch in fetch_pieces(bucket, payload, pieces, version=step.version):
-            for patch, change in in_order(pool, decode, batch, ahead=2 * count):
+            for patch, change in in_batches(
+                pool, decode, batch, elements=_elements_of, ahead=2 * count
+            ):
                 patches.append(patch)
                 held += change
     return [patch for patch in patches if len(patch.positions)], held
@@ -244,11 +288,17 @@ def decode_anchor(
     with ThreadPoolExecutor(count, thread_name_prefix="decoder") as pool:
         pieces = wanted_pieces(run, payload, mirror)
         for batch in fetch_pieces(bucket, payload, pieces, version=step.version):
-            for piece, bits, found in in_order(pool, decode, batch, ahead=count):
+            for piece, bits, found in in_batches(
+                pool, decode, batch, elements=_elements_of, ahead=count
+            ):
                 if consume is not None:
                     consume(run.tensors[piece.tensor].name, piece.start, bits)
                 held += found
     return held
+
+
+def _elements_of(item: tuple[Piece, memoryview]) -> int:
+    return item[0].count
 
 
 def check_base(bucket: Bucket, step: Manifest | CompactedDelta, mirror: Mirror) -> None:

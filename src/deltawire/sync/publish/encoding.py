@@ -27,7 +27,13 @@ from deltawire.errors import RetryError
 from deltawire.store import Bucket
 from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import put_blob
-from deltawire.sync.follow.fetch import in_order, piece_hash, threads_of
+from deltawire.sync.follow.fetch import (
+    batches,
+    in_batches,
+    in_order,
+    piece_hash,
+    threads_of,
+)
 from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.wire.payload import BlobRef, Payload, Piece
 from deltawire.wire.run import Run
@@ -201,14 +207,49 @@ def encode_deltas(
     *,
     threads: int | None = None,
 ) -> Iterator[EncodedChunk]:
-    """Encodes each chunk's change from ``base`` to ``target``; ``sums`` are the base's digests."""
+    """Encodes each chunk's change from ``base`` to ``target``; ``sums`` are the base's digests.
+
+    Small chunks are encoded many at a time, each batch in one native call.
+    """
     count = threads_of(threads)
 
-    def encode(chunk: Chunk) -> EncodedChunk:
-        return encode_chunk(run, chunk, bits_at(base, chunk), bits_at(target, chunk), sums[chunk])
+    def encode(batch: Sequence[Chunk]) -> list[EncodedChunk]:
+        if len(batch) > 1:
+            return _encode_batch(run, batch, base, target, sums)
+        (chunk,) = batch
+        return [encode_chunk(run, chunk, bits_at(base, chunk), bits_at(target, chunk), sums[chunk])]
 
     with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
-        yield from in_order(pool, encode, chunks, ahead=2 * count)
+        for coded in in_order(pool, encode, batches(chunks, _elements_of), ahead=2 * count):
+            yield from coded
+
+
+def _encode_batch(
+    run: Run,
+    chunks: Sequence[Chunk],
+    base: Mirror,
+    target: Mirror,
+    sums: Mapping[Chunk, Digest],
+) -> list[EncodedChunk]:
+    """Encodes the changes of chunks, those of one dtype together; the result is in their order."""
+    by_dtype: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        by_dtype.setdefault(run.tensors[chunk.tensor].dtype, []).append(chunk)
+    found: dict[Chunk, EncodedChunk] = {}
+    for dtype, alike in by_dtype.items():
+        changes = [
+            codec.ChangedRange(
+                chunk.name,
+                bits_at(base, chunk),
+                bits_at(target, chunk),
+                chunk.start,
+                run.tensors[chunk.tensor].columns,
+            )
+            for chunk in alike
+        ]
+        for chunk, coded in zip(alike, codec.encode_batch(changes, dtype=dtype), strict=True):
+            found[chunk] = _encoded(chunk, coded, sums[chunk])
+    return [found[chunk] for chunk in chunks]
 
 
 def encode_chunk(run: Run, chunk: Chunk, old: Bits, new: Bits, old_digest: Digest) -> EncodedChunk:
@@ -223,6 +264,10 @@ def encode_chunk(run: Run, chunk: Chunk, old: Bits, new: Bits, old_digest: Diges
         columns=spec.columns,
         threads=1,
     )
+    return _encoded(chunk, coded, old_digest)
+
+
+def _encoded(chunk: Chunk, coded: codec.Delta, old_digest: Digest) -> EncodedChunk:
     payload = coded.payload if coded.changed else None
     return EncodedChunk(chunk, payload, coded.moved, old_digest + coded.moved, coded.changed)
 
@@ -240,7 +285,7 @@ def encode_anchors(
         return EncodedChunk(chunk, payload, digest, digest, chunk.count)
 
     with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
-        yield from in_order(pool, encode, chunks, ahead=count)
+        yield from in_batches(pool, encode, chunks, elements=_elements_of, ahead=count)
 
 
 def digest_chunks(
@@ -251,5 +296,10 @@ def digest_chunks(
     def one(chunk: Chunk) -> tuple[Chunk, Digest]:
         return chunk, codec.digest_bits(chunk.name, bits_at(mirror, chunk), chunk.start)
 
-    with ThreadPoolExecutor(threads_of(threads), thread_name_prefix="digester") as pool:
-        return dict(pool.map(one, chunks))
+    count = threads_of(threads)
+    with ThreadPoolExecutor(count, thread_name_prefix="digester") as pool:
+        return dict(in_batches(pool, one, chunks, elements=_elements_of, ahead=4 * count))
+
+
+def _elements_of(chunk: Chunk) -> int:
+    return chunk.count
