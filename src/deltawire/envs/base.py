@@ -16,7 +16,7 @@ failure: answer it with a message and the reward that it deserves.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -166,6 +166,10 @@ class AgentHarness(ABC):
             async def drive(self, endpoint: ModelEndpoint) -> float:
                 return await my_agent(endpoint.base_url, endpoint.api_key)
     """
+
+    verify: Callable[[Sequence[Message], str], float] | None = None
+    """A method that scores an answer to a conversation, for requests with ``n_adaptive`` by a
+    verifier; it must not know the task's solution, or the harness would not need the model."""
 
     @abstractmethod
     async def drive(self, endpoint: ModelEndpoint) -> float:

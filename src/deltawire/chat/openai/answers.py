@@ -46,6 +46,10 @@ class AnswerForm:
         self.kind = "chat.completion" if self.chat else "text_completion"
         self._prompt = prompt
         self._first = True
+        self.unseen = 0
+        """Tokens that were drawn for answers that are not returned."""
+        self.report: dict[str, Any] = {}
+        """How an adaptively sampled answer was found; empty for others."""
         self._head = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{number}",
             "created": int(time.time()),
@@ -68,11 +72,13 @@ class AnswerForm:
         versions = [c.completion.versions[-1] for c in choices if c.completion.versions]
         if versions:
             body["system_fingerprint"] = f"version-{max(versions)}"
+        if choices and self.report:
+            body["n_adaptive"] = self.report
         return body
 
     def usage(self, choices: Sequence[AnswerChoice]) -> dict[str, int]:
-        """Tokens read and drawn; the prompt counts once."""
-        drawn = sum(len(choice.completion.tokens) for choice in choices)
+        """Tokens read and drawn, also for answers that are not returned; the prompt counts once."""
+        drawn = sum(len(choice.completion.tokens) for choice in choices) + self.unseen
         return {
             "prompt_tokens": len(self._prompt),
             "completion_tokens": drawn,

@@ -21,12 +21,13 @@ import msgspec
 from msgspec import Meta
 
 from deltawire.chat.messages import Message, Tool, ToolCall
+from deltawire.chat.openai.adaptive import MAX_ANSWERS, AdaptiveSampling
 from deltawire.engines.base import EVERYTHING, Truncation
 from deltawire.errors import InputError
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
-MAX_CHOICES = 128
+MAX_CHOICES = MAX_ANSWERS
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 
@@ -66,6 +67,9 @@ class _StreamOptions(msgspec.Struct):
 _Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
+_Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+
+
 class _Request(msgspec.Struct, kw_only=True):
     model: _Name = ""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -77,7 +81,7 @@ class _Request(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = False
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = 1
+    n: _Choices | None = 1
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
     response_format: dict[str, Any] | None = None
     echo: bool | None = False
@@ -91,6 +95,7 @@ class _Request(msgspec.Struct, kw_only=True):
     guided_grammar: Any = None
     structured_outputs: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    n_adaptive: _Choices | AdaptiveSampling | None = None
     max_thinking_tokens: Annotated[int, Meta(ge=1)] | None = None
     reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
 
@@ -134,6 +139,13 @@ class ChatRequest:
     forced: str | None = None
     max_thinking: int | None = None
     effort: str = ""
+    adaptive: AdaptiveSampling | None = None
+    """Draw several answers and return one of them."""
+
+    @property
+    def most(self) -> int:
+        """The most answers that may be drawn."""
+        return self.choices if self.adaptive is None else self.adaptive.n_max
 
 
 def read_chat(data: bytes) -> ChatRequest:
@@ -200,7 +212,16 @@ def _shared(raw: _Request) -> dict[str, Any]:
             hint="describe the form of the answer in the prompt",
         )
     stops = [raw.stop] if isinstance(raw.stop, str) else raw.stop or []
+    adaptive = raw.n_adaptive
+    if isinstance(adaptive, int):
+        adaptive = AdaptiveSampling(n_max=adaptive)
+    if adaptive is not None and (raw.n or 1) > 1:
+        raise InputError(
+            "n_adaptive returns one answer, and the request has n above 1",
+            hint="leave out n, or leave out n_adaptive",
+        )
     return {
+        "adaptive": adaptive,
         "choices": raw.n or 1,
         "stops": tuple(stops),
         "max_tokens": raw.max_completion_tokens or raw.max_tokens,

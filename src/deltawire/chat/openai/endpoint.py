@@ -2,7 +2,7 @@
 
 ::
 
-    POST /v1/chat/completions     tools, n, stop, streaming, logprobs
+    POST /v1/chat/completions     tools, n, n_adaptive, stop, streaming, logprobs
     POST /v1/completions          of a text, or of token ids
     GET  /v1/models
 
@@ -19,6 +19,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -27,12 +29,19 @@ from typing import Any
 from aiohttp import web
 
 from deltawire.chat.messages import Message, shorten
+from deltawire.chat.openai.adaptive import AdaptiveSampling, Ballot
 from deltawire.chat.openai.answers import AnswerChoice, AnswerForm, AnswerStream
 from deltawire.chat.openai.chat import ChatRequest, read_chat, read_completion
 from deltawire.chat.openai.recording import Prompt, Recording
 from deltawire.chat.openai.stops import StopWatch, cut
 from deltawire.chat.text import Text
-from deltawire.chat.thinking import ThinkingLimits, first_tokens, generate_within, limits_of
+from deltawire.chat.thinking import (
+    BoundedCompletion,
+    ThinkingLimits,
+    first_tokens,
+    generate_within,
+    limits_of,
+)
 from deltawire.config import ThinkingConfig
 from deltawire.engines.base import EVERYTHING, Completion, OnToken, Sampler, Sampling, Truncation
 from deltawire.errors import DeltawireError, InputError
@@ -40,6 +49,9 @@ from deltawire.errors import DeltawireError, InputError
 MAX_BODY_BYTES = 16 << 20
 EFFORTS = {"minimal": 1 / 16, "low": 1 / 4, "medium": 1 / 2, "high": 1.0}
 """The share of the largest budget that a ``reasoning_effort`` may think."""
+
+
+Verifier = Callable[[Sequence[Message], str], float]
 
 
 @dataclass
@@ -61,6 +73,8 @@ class Policy:
     thinking: ThinkingConfig | None = None
     budget: int = 0
     """The most tokens of thinking in an answer, if ``thinking`` is set."""
+    verifier: Verifier | None = None
+    """Scores an answer to a conversation, for ``n_adaptive``; called in a thread."""
 
 
 class Endpoint:
@@ -135,7 +149,7 @@ class Endpoint:
     async def _answer(self, request: web.Request, asked: ChatRequest) -> web.StreamResponse:
         recording = self._recording or Recording(self._text)
         # Requests that are being answered count as well.
-        if recording.turns + self._drawing + asked.choices > self._policy.turns:
+        if recording.turns + self._drawing + asked.most > self._policy.turns:
             raise _RefusedError(
                 "the episode has used all its turns", "turn_limit_exceeded", "turns"
             )
@@ -147,19 +161,75 @@ class Endpoint:
         sampling = self._sampling(asked, len(prompt.tokens), inserted)
         form = AnswerForm(asked, next(self._requests), self._policy.model, prompt.tokens)
         stream = AnswerStream(request, form, self._text) if asked.stream else None
-        self._drawing += asked.choices
+        verifier = self._verifier(asked)
+        self._drawing += asked.most
         try:
             if stream is not None:
                 await stream.begin()
-            drawn = await self._draw(prompt.tokens, sampling, asked, stream, bounds)
-            choices = [self._choice(asked, lead, completion) for completion in drawn]
-            for choice in choices:
-                recording.add(asked, prompt, choice.completion, choice.reply, kept=choice.kept)
+
+            async def draw(count: int, live: AnswerStream | None) -> list[AnswerChoice]:
+                drawn = await self._draw(
+                    prompt.tokens, sampling, replace(asked, choices=count), live, bounds
+                )
+                choices = [self._choice(asked, lead, completion) for completion in drawn]
+                for choice in choices:
+                    recording.add(asked, prompt, choice.completion, choice.reply, kept=choice.kept)
+                return choices
+
+            if asked.adaptive is None:
+                choices = await draw(asked.choices, stream)
+            else:
+                choices = [await self._chosen(asked, asked.adaptive, draw, form, verifier)]
         finally:
-            self._drawing -= asked.choices
+            self._drawing -= asked.most
         if stream is not None:
             return await stream.end(choices)
         return web.json_response(form.whole(choices, self._text))
+
+    def _verifier(self, asked: ChatRequest) -> Verifier | None:
+        """The function that scores the answers to a request, None for a vote. Raises `InputError`
+        if the policy has none."""
+        if asked.adaptive is None or asked.adaptive.by == "vote":
+            return None
+        if self._policy.verifier is None:
+            raise InputError(
+                'n_adaptive by "verifier" is not supported here: the endpoint has no verifier',
+                hint='use by = "vote", or give the harness a method verify',
+            )
+        return self._policy.verifier
+
+    async def _chosen(
+        self,
+        asked: ChatRequest,
+        adaptive: AdaptiveSampling,
+        draw: Callable[[int, AnswerStream | None], Awaitable[list[AnswerChoice]]],
+        form: AnswerForm,
+        verifier: Verifier | None,
+    ) -> AnswerChoice:
+        """Draws answers until the vote is decided or the verifier accepts one; returns that one.
+
+        Nothing is streamed while answers are drawn.
+        """
+        ballot, choices = Ballot(adaptive), list[AnswerChoice]()
+        while not ballot.ended:
+            for choice in await draw(ballot.wave, None):
+                choices.append(choice)
+                answer = self._answer_text(choice)
+                calls = json.dumps([[c.name, dict(c.arguments)] for c in choice.reply.calls])
+                given = [*asked.messages] or [Message("user", str(asked.prompt))]
+                score = 0.0 if verifier is None else await _score(verifier, given, answer)
+                ballot.add((adaptive.read(answer), calls), score)
+        tokens = [len(choice.completion.tokens) for choice in choices]
+        form.unseen = sum(tokens) - tokens[ballot.winner]
+        form.report = ballot.report()
+        return choices[ballot.winner]
+
+    def _answer_text(self, choice: AnswerChoice) -> str:
+        """The text after the thinking."""
+        completion = choice.completion
+        if not isinstance(completion, BoundedCompletion):
+            return choice.reply.content
+        return choice.reply.content.removeprefix(self._text.decode(completion.thought_tokens))
 
     def _prompt(self, asked: ChatRequest, recording: Recording) -> tuple[Prompt, str]:
         """The prompt of the answer, and the beginning of a forced call at its end."""
@@ -282,6 +352,17 @@ class Endpoint:
             return watch is not None and watch.add(token)
 
         return listen
+
+
+async def _score(verifier: Verifier, messages: Sequence[Message], answer: str) -> float:
+    """Asks the verifier in a thread: it may take long. Raises `DeltawireError` if it fails."""
+    try:
+        score = float(await asyncio.to_thread(verifier, messages, answer))
+    except Exception as error:
+        raise DeltawireError(f"the verifier raised {type(error).__name__}: {error}") from error
+    if not math.isfinite(score):
+        raise DeltawireError(f"the verifier gave the score {score}")
+    return score
 
 
 class _RefusedError(Exception):

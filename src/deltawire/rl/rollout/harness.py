@@ -49,6 +49,7 @@ async def run_harness(
         characters=limits.max_characters,
         thinking=limits.thinking,
         budget=limits.budget,
+        verifier=harness.verify,
     )
     token = secrets.token_urlsafe(24)
     endpoint = Endpoint(engine, text, policy, token=token, recording=recording)
