@@ -204,12 +204,15 @@ def _add_adapters(benches: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_live(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    _add_keys(
+    parser = _add_keys(
         benches,
         "live",
         "serving users and learning from them",
         seed="the seed of arrivals and kills",
-        repeated="rounds of each measurement",
+        repeated="rounds of each measurement, and seeds of satisfaction_gain to measure now",
+    )
+    parser.add_argument(
+        "--out", default="runs/bench-live", help="the folder of measured seeds (%(default)s)"
     )
 
 

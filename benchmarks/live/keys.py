@@ -22,5 +22,12 @@ KEYS: Final[dict[str, Key]] = {
     "captures_lost": Key("drills", "<=", 0, "answers with a receipt that are not in the bucket"),
     "feedback_lost": Key("drills", "<=", 0, "reports that were taken and are not in the bucket"),
     "feedback_trained_twice": Key("drills", "<=", 0, "answers that two groups were made of"),
+    "satisfaction_gain": Key(
+        "satisfaction", ">=", 0.0, "true satisfaction of simulated users, end over start, 5 seeds"
+    ),
+    "satisfaction_gain_errors": Key("satisfaction", ">=", 3.0, "that gain over its standard error"),
+    "attack_shift": Key(
+        "bandit", "<=", 0.1, "share of the honest gain that 2 % liars and a cohort take, limits on"
+    ),
 }
 """Every key, in the order of the table."""

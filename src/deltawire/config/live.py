@@ -44,3 +44,6 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     """Largest share of one user in the weight of a group."""
     cohort_cap: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Largest share of one cohort."""
+    outlier_limit: Annotated[float, Meta(ge=0, le=1e6)] = 4.0
+    """Users and cohorts whose rewards lie so many deviations from everybody's are quarantined:
+    their answers wait until that is no longer so. 0 is never."""

@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,10 +19,14 @@ from deltawire.live.learning.advantages import (
     batch_normalized,
 )
 from deltawire.live.learning.influence import (
+    COMPARED_REPORTS,
+    LEAST_REPORTS,
+    LEAST_USERS,
     age_weights,
     cap_weights,
     capped_sums,
     effective_sample_size,
+    outlying_users,
 )
 from deltawire.live.learning.window import JoinWindow, fit_delays
 
@@ -221,3 +226,56 @@ def test_states_of_the_window():
     assert window.state(700, None, None) == "censored"
     assert window.state(700, 699, None) == "matured"
     assert fit_delays([1.0] * 9, []) is None
+
+
+def naive_outliers(users, tasks, rewards, limit):
+    """The deviations in plain Python, from the definition."""
+    by_task, by_user = {}, {}
+    for task, reward in zip(tasks, rewards, strict=True):
+        by_task.setdefault(task, []).append(reward)
+    for user, task, reward in zip(users, tasks, rewards, strict=True):
+        by_user.setdefault(user, []).append(reward - statistics.fmean(by_task[task]))
+    means = {user: statistics.fmean(left) for user, left in by_user.items()}
+    compared = [user for user, left in by_user.items() if len(left) >= COMPARED_REPORTS and user]
+    if len(compared) < LEAST_USERS:
+        return set()
+    squares = sum((x - means[u]) ** 2 for u, left in by_user.items() for x in left)
+    within = squares / max(1, len(rewards) - len(by_user))
+    middle = statistics.median(means[u] for u in compared)
+    spread = 1.4826 * statistics.median(abs(means[u] - middle) for u in compared)
+    between = max(0.0, spread**2 - statistics.median(within / len(by_user[u]) for u in compared))
+    return {
+        user
+        for user, left in by_user.items()
+        if user
+        and len(left) >= LEAST_REPORTS
+        and abs(means[user] - middle) > limit * math.sqrt(between + within / len(left) + 1e-12)
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.floats(0.5, 6.0), st.integers(1, 30))
+def test_outlying_users_are_those_of_the_definition(seed, limit, count):
+    rng = random.Random(seed)
+    users = [rng.choice(["", *(f"u{n}" for n in range(count))]) for _ in range(200)]
+    tasks = [rng.choice("ab") for _ in users]
+    rewards = [
+        rng.gauss(0.3 * (t == "a") + (u == "u0"), 0.4) for u, t in zip(users, tasks, strict=True)
+    ]
+    found = outlying_users(users, tasks, np.array(rewards), limit=limit)
+    assert found == naive_outliers(users, tasks, rewards, limit)
+
+
+def test_a_liar_is_outlying_and_users_who_differ_honestly_are_not():
+    rng = random.Random(5)
+    users, rewards = [], []
+    for number in range(60):
+        mean = -0.5 if number == 7 else rng.gauss(0.4, 0.1)
+        users += [f"u{number}"] * 30
+        rewards += [rng.gauss(mean, 0.3) for _ in range(30)]
+    tasks = ["t"] * len(users)
+    assert outlying_users(users, tasks, np.array(rewards), limit=4.0) == {"u7"}
+    assert outlying_users(users, tasks, np.array(rewards), limit=0.0) == set()
+    few = [place for place in range(len(users)) if users[place] != "u7" or place % 30 < 5]
+    chosen = [users[p] for p in few], [tasks[p] for p in few], np.array([rewards[p] for p in few])
+    assert outlying_users(*chosen, limit=4.0) == set()

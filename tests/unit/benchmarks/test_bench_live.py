@@ -2,15 +2,64 @@
 
 import importlib
 
+import msgspec
+import pytest
+
+from benchmarks.live import bandit, satisfaction
 from benchmarks.live.keys import KEYS, PACKAGE
-from benchmarks.training.keys import choose_keys
+from benchmarks.training.keys import Options, choose_keys
 from deltawire.cli.main import build_parser
+from deltawire.dashboard.simulation import SimulationReport
 
 
 def test_every_key_names_a_module_with_a_measurement():
     for name, key in KEYS.items():
         module = importlib.import_module(f"{PACKAGE}.{key.module}")
         assert callable(module.measure), name
+
+
+def report_of_seed(gain):
+    return SimulationReport(
+        name="live", seed=0, seconds=1.0, answers=1, failed=0, reports=1, first=0.4,
+        last=0.4 + gain, gain=gain, gain_se=0.1, indifferent=0.4, optimum=0.9, versions=3,
+        trained=4, captures_lost=0.0, feedback_lost=0.0,
+    )  # fmt: skip
+
+
+def test_a_missing_seed_is_null_and_only_missing_ones_are_measured(tmp_path, monkeypatch):
+    ran = []
+
+    def run_seed(folder, seed):
+        ran.append(seed)
+        if seed != 3:  # This one fails.
+            folder.mkdir(parents=True, exist_ok=True)
+            report = report_of_seed(0.2 + 0.01 * seed)
+            (folder / "live.json").write_bytes(msgspec.json.encode(report))
+
+    monkeypatch.setattr(satisfaction, "run_seed", run_seed)
+    options = Options(out=str(tmp_path), repeats=4)
+    first = satisfaction.measure(options)
+    assert (ran, first.values["satisfaction_gain"]) == ([0, 1, 2, 3], None)
+    assert [cell is None for cell in first.details["seeds"].values()] == [False] * 3 + [True] * 2
+    assert "[3, 4]" in first.details["missing"]
+    (tmp_path / "seed-3").mkdir()
+    (tmp_path / "seed-3" / "live.json").write_text("{half")
+    assert satisfaction.measure(options).values["satisfaction_gain"] is None
+    assert ran == [0, 1, 2, 3, 3, 4]
+    (tmp_path / "seed-3" / "live.json").write_bytes(msgspec.json.encode(report_of_seed(0.23)))
+    whole = satisfaction.measure(options)
+    assert ran == [0, 1, 2, 3, 3, 4]
+    assert whole.values["satisfaction_gain"] == pytest.approx(0.22)
+    error = (2.5 * 0.01**2 / 5) ** 0.5
+    assert whole.details["standard_error"] == pytest.approx(error)
+    assert whole.values["satisfaction_gain_errors"] == pytest.approx(0.22 / error)
+
+
+def test_the_bandit_learns_what_honest_users_like():
+    learned = bandit.learn(bandit.HONEST, bandit.config_of(), seconds=40)
+    assert learned.trained >= 10 * bandit.GROUP
+    assert learned.gain > 0.05
+    assert learned.of_attackers == 0
 
 
 def test_the_command_takes_keys():

@@ -10,13 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from deltawire.config import RunConfig
 from deltawire.config.live import DEFAULT_REWARDS
 from deltawire.live.learning.advantages import Baseline, LearnedBaseline, ValueTracker, advantages
-from deltawire.live.learning.influence import age_weights, cap_weights, effective_sample_size
+from deltawire.live.learning.influence import (
+    age_weights,
+    cap_weights,
+    effective_sample_size,
+    outlying_users,
+)
 from deltawire.live.learning.records import LiveRecords
 from deltawire.live.learning.rewards import RewardRules, values_of
 from deltawire.live.learning.window import DelayModel, JoinWindow, fit_delays
@@ -64,13 +70,21 @@ class MaturedAnswer:
         return max((version for version, _ in self.capture.spans), default=0)
 
 
+class Quarantine(NamedTuple):
+    """Users and cohorts whose answers wait because their rewards are unlike everybody's."""
+
+    users: frozenset[str] = frozenset()
+    cohorts: frozenset[str] = frozenset()
+
+
 @dataclass
 class GroupMaker:
     """Joins answers and feedback by a run's rules, and makes groups of what matured.
 
     ``claimed`` are the answers of lineages. ``delays`` is the last fit, and ``states`` counts the
     answers of the last `prepare` by state: those of the join window, and ``unusable``, ``expired``
-    (older than ``max_age_s``), ``late`` (reports about answers that were trained on already).
+    (older than ``max_age_s``), ``late`` (reports about answers that were trained on already) and
+    ``quarantined`` (matured answers of the users and cohorts that are ``quarantined``).
     """
 
     config: RunConfig
@@ -78,6 +92,7 @@ class GroupMaker:
     claimed: set[str] = field(default_factory=set)
     delays: DelayModel | None = None
     states: Counter[str] = field(default_factory=Counter)
+    quarantined: Quarantine = field(default_factory=Quarantine)
 
     def __post_init__(self) -> None:
         live = self.config.live
@@ -87,6 +102,8 @@ class GroupMaker:
         self._own = self.rules.load()
         self._window = JoinWindow(live.window_s, live.settle_s, live.still_likely)
         self._bounds = Bounds.of(self.config, VOCABULARY)
+        self._faults: dict[str, str] = {}
+        self._rewards: dict[str, float] = {}
         self._baseline: Baseline | None = None
         if live.baseline == "value_tracker":
             self._baseline = ValueTracker(*self.rules.bounds)
@@ -97,6 +114,7 @@ class GroupMaker:
         """Takes the answers of a lineage out of the choice, and lets the baseline learn them."""
         for one in lineage.answers:
             self.claimed.add(one.answer)
+            self._rewards[one.answer] = one.reward
             capture = self.records.answers.get(one.answer)
             if capture is not None and self._baseline is not None:
                 matured = MaturedAnswer(capture, one.reward, one.age_s)
@@ -119,7 +137,7 @@ class GroupMaker:
                 )
                 continue
             age_s = max(0.0, now - capture.at)
-            if self._fault(capture):
+            if self._known_fault(capture):
                 self.states["unusable"] += 1
                 continue
             if age_s > self.config.live.max_age_s:
@@ -133,8 +151,28 @@ class GroupMaker:
             if state in ("matured", "silent"):
                 reward = self.rules.reward(values_of(counted), capture, self._own)
                 if reward is not None:
+                    self._rewards[answer] = reward
                     found.append(MaturedAnswer(capture, reward, age_s))
-        return sorted(found, key=lambda one: (one.capture.at, one.capture.answer))
+        self._quarantine()
+        kept = [one for one in found if not self._is_quarantined(one.capture)]
+        self.states["quarantined"] += len(found) - len(kept)
+        return sorted(kept, key=lambda one: (one.capture.at, one.capture.answer))
+
+    def _quarantine(self) -> None:
+        """Finds the users and cohorts whose rewards are unlike everybody's, of all answers that
+        have one. Attackers that act together show as a cohort long before each shows as a user."""
+        known = self.records.answers
+        rows = [(known[a], reward) for a, reward in self._rewards.items() if a in known]
+        tasks = [capture.task for capture, _ in rows]
+        rewards_E = np.array([reward for _, reward in rows])
+        limit = self.config.live.outlier_limit
+        users = outlying_users([one.user for one, _ in rows], tasks, rewards_E, limit=limit)
+        cohorts = outlying_users([one.cohort for one, _ in rows], tasks, rewards_E, limit=limit)
+        self.quarantined = Quarantine(frozenset(users), frozenset(cohorts))
+
+    def _is_quarantined(self, capture: Capture) -> bool:
+        held = self.quarantined
+        return capture.user in held.users or capture.cohort in held.cohorts
 
     def prepare(self, now: float, count: int) -> list[LearnedAnswer] | None:
         """Chooses ``count`` matured answers, weighs them and takes their advantages.
@@ -194,6 +232,13 @@ class GroupMaker:
             else:
                 delays.append(max(0.0, first - capture.at))
         self.delays = fit_delays(delays, silent)
+
+    def _known_fault(self, capture: Capture) -> str:
+        """Returns `_fault`, which does not change, and is asked for at every turn."""
+        found = self._faults.get(capture.answer)
+        if found is None:
+            found = self._faults[capture.answer] = self._fault(capture)
+        return found
 
     def _fault(self, capture: Capture) -> str:
         if capture.unusable:

@@ -14,6 +14,11 @@ from numpy.typing import NDArray
 
 ROUNDS = 200
 SLACK = 1e-9
+LEAST_REPORTS = 6
+"""Users with fewer answers are never outlying."""
+COMPARED_REPORTS = 2
+LEAST_USERS = 10
+"""Users with so many answers are compared with each other, if there are so many users."""
 
 
 def capped_sums(sums_U: NDArray[np.float64], cap: float) -> NDArray[np.float64]:
@@ -103,6 +108,40 @@ def _sums(group_E: NDArray[np.intp], weights_E: NDArray[np.float64]) -> NDArray[
 def _holds(weights_E: NDArray[np.float64], group_E: NDArray[np.intp], cap: float) -> bool:
     sums_U = _sums(group_E, weights_E)
     return bool((sums_U <= cap * sums_U.sum() * (1 + 1e-6)).all())
+
+
+def outlying_users(
+    users: Sequence[str],
+    tasks: Sequence[str],
+    rewards_E: NDArray[np.float64],
+    *,
+    limit: float,
+) -> set[str]:
+    """Returns the users whose rewards differ from everybody's by more than ``limit`` deviations.
+
+    Of each reward the mean of its task is subtracted. With the mean dᵤ of what is left of a user's
+    nᵤ answers, and the variance σ² of one answer, z = (dᵤ − median) / √(τ² + σ²/nᵤ). τ² is the
+    variance between users, from the median absolute deviation of their means: users differ
+    honestly, and a few liars do not change it. Users with fewer than `LEAST_REPORTS` answers, and
+    answers without a user, are never outlying.
+    """
+    if not limit or not len(rewards_E):
+        return set()
+    task_E = np.unique(list(tasks), return_inverse=True)[1]
+    names, user_E = np.unique(list(users), return_inverse=True)
+    left_E = rewards_E - (_sums(task_E, rewards_E) / np.bincount(task_E))[task_E]
+    counts_U = np.bincount(user_E)
+    means_U = _sums(user_E, left_E) / counts_U
+    known_U = (counts_U >= COMPARED_REPORTS) & (names != "")
+    if known_U.sum() < LEAST_USERS:
+        return set()
+    within = float(((left_E - means_U[user_E]) ** 2).sum()) / max(1, len(left_E) - len(names))
+    middle = float(np.median(means_U[known_U]))
+    spread = 1.4826 * float(np.median(np.abs(means_U[known_U] - middle)))
+    between = max(0.0, spread**2 - float(np.median(within / counts_U[known_U])))
+    deviations_U = np.abs(means_U - middle) / np.sqrt(between + within / counts_U + 1e-12)
+    outlying_U = (counts_U >= LEAST_REPORTS) & (names != "") & (deviations_U > limit)
+    return {str(name) for name in names[outlying_U]}
 
 
 def age_weights(ages_s: NDArray[np.float64], half_life_s: float) -> NDArray[np.float64]:

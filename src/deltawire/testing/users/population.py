@@ -216,7 +216,7 @@ class Population:
         first = Reaction(kind, value, after_s, f"sim-{s.seed}-{request.number}")
         if again >= s.duplicates:
             return [first]
-        late = again / s.duplicates * DUPLICATE_WITHIN_S
+        late = float(again / s.duplicates * DUPLICATE_WITHIN_S)
         return [first, Reaction(kind, value, after_s + late, first.id)]
 
     def arrivals(self, rate: float) -> Iterator[float]:

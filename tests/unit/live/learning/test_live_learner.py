@@ -79,7 +79,8 @@ def test_only_matured_usable_answers_are_chosen(bucket):
     )
     maker = maker_of(bucket, config_of())
     assert [one.capture.answer for one in maker.matured(NOW + 105)] == [f"{1:032x}"]
-    assert maker.states == {"matured": 1, "unusable": 4, "waiting": 2, "expired": 1}
+    states = {"matured": 1, "unusable": 4, "waiting": 2, "expired": 1, "quarantined": 0}
+    assert maker.states == states
     maker.matured(NOW + 700)
     assert maker.states["censored"] == 1
     assert maker.prepare(NOW + 105, 4) is None
@@ -186,3 +187,24 @@ def test_a_trainer_consumes_what_a_learner_made(tmp_path):
         assert not step.dropped
     digests = {read_manifest(bucket, run, version).digest for version in range(3)}
     assert len(digests) == 3
+
+
+def test_answers_of_outlying_users_and_cohorts_wait(bucket):
+    answers, reports = [], []
+    for number in range(1, 241):
+        user = number % 12
+        bad = user == 3 or (user in (4, 5) and number > 120)
+        answers.append(
+            answer(number, user=f"{user:032x}", cohort="raid" if bad and user != 3 else f"c{user}")
+        )
+        reports.append(report(number, value=float(not bad and number % 7 != 0)))
+    put_rows(bucket, 0, answers, reports)
+    free = maker_of(bucket, config_of(outlier_limit=0.0))
+    assert len(free.matured(NOW + 100)) == 240
+    assert not free.quarantined.users
+    maker = maker_of(bucket, config_of())
+    kept = maker.matured(NOW + 100)
+    assert f"{3:032x}" in maker.quarantined.users
+    assert "raid" in maker.quarantined.cohorts
+    assert not any(one.cohort == "raid" or one.capture.user == f"{3:032x}" for one in kept)
+    assert maker.states["quarantined"] == 240 - len(kept) > 0
