@@ -129,7 +129,7 @@ def _serve(
     request = population.request(number)
     shares = _softmax(logits[request.kind])
     style = int(chance.choice(len(shares), p=shares))
-    names = {
+    names: dict[str, Any] = {
         "answer": f"{number:032x}", "conversation": f"{number:032x}",
         "user": _pseudonym(request.user.name), "arm": "serving",
     }  # fmt: skip

@@ -15,7 +15,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(call=run)
     add_run_url(parser)
     parser.add_argument(
-        "role", metavar="ROLE", help="worker-NAME, evaluator, reference, warm-start or trainer"
+        "role",
+        metavar="ROLE",
+        help="worker-NAME, gateway, evaluator, reference, warm-start or trainer",
     )
     parser.add_argument(
         "granted", metavar="PUBLIC_KEY", help="what deltawire keygen printed; replaces another key"

@@ -21,7 +21,7 @@ from deltawire.runtime.trusted import owned_run
 from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync.chain.objects import read_run, require_run
 from deltawire.wire.keys import valid_name
-from deltawire.wire.roles import PROCESS_ROLES, TRAINER_ROLE, Pin
+from deltawire.wire.roles import GATEWAY_ROLE, PROCESS_ROLES, TRAINER_ROLE, Pin
 from deltawire.wire.seal import Signer
 
 
@@ -41,11 +41,12 @@ def grant_by_owner(location: str, role: str, public_key: str, *, owner: Path) ->
     """
     from deltawire.wire.signing import Ed25519Signer
 
-    if role not in PROCESS_ROLES and not (
+    if role not in (*PROCESS_ROLES, GATEWAY_ROLE) and not (
         role.startswith("worker-") and valid_name(role.removeprefix("worker-"))
     ):
         raise InputError(
-            f"{role[:80]!r} is not a role", hint=f"use worker-NAME, {', '.join(PROCESS_ROLES)}"
+            f"{role[:80]!r} is not a role",
+            hint=f"use worker-NAME, {GATEWAY_ROLE}, {', '.join(PROCESS_ROLES)}",
         )
     granted = Pin.parse(public_key)
     signer, bucket = Ed25519Signer.read(owner), open_bucket(location)
