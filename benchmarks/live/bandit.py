@@ -57,7 +57,7 @@ class LearnedPolicy:
 
     @property
     def gain(self) -> float:
-        """What was learned."""
+        """The change of true satisfaction."""
         return self.last - self.first
 
 
