@@ -85,6 +85,28 @@ def test_ranks_repeat_to_the_bit(tmp_path, model, train):
     assert len(set(two["digests"])) == 10
 
 
+@pytest.mark.drills
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "axis"),
+    [
+        ("qwen3", "tensor_parallel"),
+        ("qwen3", "replicate"),
+        ("qwen3_moe", "tensor_parallel"),
+        ("qwen3_moe", "expert_parallel"),
+    ],
+)
+def test_every_axis_computes_what_one_rank_computes(tmp_path, family, axis):
+    sizes = msgspec.structs.replace(SIZES, family=family, hidden_size=64, experts=4)
+    path = tmp_path / "model"
+    save_model(build_model(sizes, seed=1), byte_tokenizer(), path)
+    one, gradient = run_script(tmp_path, str(path), "one", ranks=1, steps=2, train=SMALL)
+    two, of_two = run_script(tmp_path, str(path), "two", ranks=2, steps=2, train=SMALL | {axis: 2})
+    assert (two["ranks"], two["version"]) == (2, 2)
+    assert distance(of_two, gradient) <= 1e-6
+    np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-5)
+
+
 def test_a_trainer_in_another_process(tmp_path, model):
     """Every verb through the connection; then the process is killed."""
     url, twin = str(tmp_path / "hosted"), str(tmp_path / "twin")
