@@ -39,7 +39,8 @@ class Says:
             await asyncio.sleep(0)
             if on_token is not None and on_token(token):
                 break
-        return Completion(tokens, [-0.25] * len(tokens), [7] * len(tokens), "stop")
+        finish = "stop" if tokens[-1] == END else "length"
+        return Completion(tokens, [-0.25] * len(tokens), [7] * len(tokens), finish)
 
 
 def ask(byte_tokenizer, engine, body, *, recording=None, **policy):
