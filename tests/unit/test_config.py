@@ -180,6 +180,7 @@ def test_options_are_the_datasets_own():
 
 
 OTHER = {
+    "rollout.scaffold": "check_and_retry",
     "budget.measure": "reward",
     "live.baseline": "learned",
     "live.reward_function": "my.rewards:live",

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from deltawire.config.base import Section
+from deltawire.config.scaffold import BUILT_IN_SCAFFOLDS, turn_limit
 from deltawire.config.sections import RunConfig
 from deltawire.errors import InputError
 
@@ -85,6 +86,7 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         config.evaluate.contradiction(),
         config.rollout.contradiction(),
         config.midtrain.contradiction() if config.midtrain is not None else None,
+        _scaffold_fault(config),
         _budgets_fault(config),
         _stop_fault(config),
         _lengths_fault(config),
@@ -130,11 +132,20 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
 def _lengths_fault(config: RunConfig) -> tuple[str, str] | None:
     """Why a term on lengths cannot be computed, and what to do; None if all can."""
     rollout = config.rollout
-    largest = rollout.max_tokens * rollout.max_turns
+    largest = rollout.max_tokens * turn_limit(rollout)
     for number, term in enumerate(config.train.loss.lengths):
         found = term.contradiction(largest, budgets=rollout.thinking is not None)
         if found:
             return f"train.loss.lengths[{number}]: {found[0]}", found[1]
+    return None
+
+
+def _scaffold_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Why a scaffold has no room, and what to do; None if it has."""
+    rollout = config.rollout
+    if rollout.scaffold in BUILT_IN_SCAFFOLDS and rollout.max_steps < 2:
+        reason = f"rollout.scaffold {rollout.scaffold} takes two turns, and rollout.max_steps is 1"
+        return reason, "set rollout.max_steps to 2 or more"
     return None
 
 

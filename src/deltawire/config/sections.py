@@ -25,6 +25,7 @@ from deltawire.config.live import LiveConfig
 from deltawire.config.losses import LossConfig
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
 from deltawire.config.reference import ReferenceConfig
+from deltawire.config.scaffold import Scaffold
 from deltawire.config.tasks import ChatConfig, EvaluateConfig, MidtrainConfig, TaskConfig
 from deltawire.config.thinking import ThinkingConfig
 
@@ -132,6 +133,11 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     group_size: Annotated[int, Meta(ge=2, le=4096)] = 8
     max_tokens: Count = 16
     max_turns: Count = 1
+    scaffold: Scaffold = "plain"
+    """``plain``, ``plan_then_solve``, ``check_and_retry``, or ``module:function`` of a module that
+    this machine trusts (`deltawire.envs.scaffold`)."""
+    max_steps: Count = 50
+    """The most turns of an episode with a scaffold."""
     temperature: Positive = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Draw from the fewest tokens that make up this share of the probability. Log-probabilities

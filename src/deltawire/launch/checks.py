@@ -6,6 +6,7 @@ from pathlib import Path
 
 from deltawire.config import RunConfig
 from deltawire.envs.registry import require_tasks
+from deltawire.envs.scaffold import require_scaffold
 from deltawire.errors import InputError
 
 
@@ -16,6 +17,7 @@ def check_start(config: RunConfig) -> None:
     """
     check_model(config)
     require_tasks(config.task)
+    require_scaffold(config.rollout.scaffold)
     for one in config.evaluate.sets:
         require_tasks(one.task)
 

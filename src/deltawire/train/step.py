@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from deltawire.config import RunConfig
+from deltawire.config.scaffold import turn_limit
 from deltawire.parity import BatchParity, ParityMeter
 from deltawire.parity.router_replay import RouteReplay, replay_of
 from deltawire.train.batch import TokenBatch, collate
@@ -112,7 +113,7 @@ def totals_of(groups: Sequence[Group], config: RunConfig) -> Totals:
     return Totals(
         tokens=float(sum(int(t.mask_T.sum()) for rows in trained for _, _, t in rows)),
         sequences=sum(len({episode for _, episode, _ in rows}) for rows in trained),
-        horizon=config.train.loss.horizon or rollout.max_tokens * rollout.max_turns,
+        horizon=config.train.loss.horizon or rollout.max_tokens * turn_limit(rollout),
     )
 
 

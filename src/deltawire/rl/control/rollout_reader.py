@@ -8,6 +8,7 @@ import blake3
 import numpy as np
 
 from deltawire.config import RunConfig
+from deltawire.config.scaffold import turn_limit
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
 from deltawire.wire import keys
@@ -59,8 +60,8 @@ class Bounds:
             rollout.context,
             rollout.group_size,
             LARGEST_REWARD * config.probes.reward_scale,
-            rollout.max_turns * turn,
-            rollout.max_turns * (2 if sums else 1),
+            turn_limit(rollout) * turn,
+            turn_limit(rollout) * (2 if sums else 1),
             0 if config.parity.routes == "off" else rollout.context * MAX_ROUTE_BYTES,
             frozenset() if rollout.thinking is None else rollout.thinking.allowed,
         )

@@ -42,6 +42,7 @@ from deltawire.envs.base import (
     TaskSource,
     Turn,
 )
+from deltawire.envs.scaffold import scaffolded
 from deltawire.errors import InputError
 from deltawire.parity.routes import pack_parts
 from deltawire.rl.rollout.episode_types import (
@@ -71,6 +72,7 @@ async def run_episode(
     Cancelling it cancels its request, and closes the environment. An error of the environment makes
     the episode a failed one; an error of the engine is raised.
     """
+    environment = scaffolded(environment, limits.scaffold)
     if isinstance(environment, AgentHarness):
         try:
             from deltawire.rl.rollout.harness import run_harness

@@ -12,6 +12,7 @@ import numpy as np
 
 from deltawire.chat.thinking import drawn_budget
 from deltawire.config import OnFull, RolloutConfig, ThinkingConfig
+from deltawire.config.scaffold import NO_SCAFFOLD, turn_limit
 from deltawire.engines.base import EVERYTHING, Truncation
 from deltawire.envs.base import Task
 from deltawire.wire.rollouts import MAX_NAME, MAX_PROBES, MAX_TASK, Group, Trajectory
@@ -49,13 +50,14 @@ class EpisodeLimits:
     thinking: ThinkingConfig | None = None
     budget: int = 0
     """Tokens of thinking in a turn, if ``thinking`` is set."""
+    scaffold: str = NO_SCAFFOLD
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> EpisodeLimits:
         """The bounds of a configuration."""
         return cls(
             rollout.max_tokens,
-            rollout.max_turns,
+            turn_limit(rollout),
             rollout.context,
             rollout.step_limit_s,
             rollout.episode_limit_s,
@@ -66,6 +68,7 @@ class EpisodeLimits:
             truncation_of(rollout),
             rollout.thinking,
             rollout.thinking.largest if rollout.thinking else 0,
+            rollout.scaffold,
         )
 
 

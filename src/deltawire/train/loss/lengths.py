@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltawire.config import LengthTerm, RunConfig
+from deltawire.config.scaffold import turn_limit
 from deltawire.errors import CorruptError
 from deltawire.wire.rollouts import Group
 
@@ -87,7 +88,7 @@ def with_length_terms(
     of = lengths_of(rewards, groups)
     if any(term.kind.startswith("l1_") for term in terms) and not of.budget_E.all():
         raise CorruptError("a group has no thinking budget, and train.loss.lengths reads them")
-    limit = config.rollout.max_tokens * config.rollout.max_turns
+    limit = config.rollout.max_tokens * turn_limit(config.rollout)
     values_E = np.array(list(rewards.values()), np.float64)
     for term in terms:
         values_E = TERMS[term.kind](values_E, of, term, limit)
