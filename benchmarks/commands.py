@@ -235,5 +235,6 @@ def _add_scale(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "scale",
         "costs that grow with ranks, readers and versions",
         seed="the seed of the weights",
-        repeated="rounds of timed measurements",
+        repeats=1,
+        repeated="rounds of commit and fetch that medians are taken over",
     )

@@ -10,6 +10,7 @@ import msgspec
 
 from deltawire.wire.coordination import DeletionIntent, Part, Refusal, RetentionFloor
 from deltawire.wire.decisions import Decision
+from deltawire.wire.identities import IdentitySegment
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.lineage import Forgotten, Lineage
 from deltawire.wire.manifest import CompactedDelta, Manifest
@@ -27,6 +28,7 @@ OBJECTS = {
     "weights/parts/refused.json": Refusal,
     "weights/retention-floors/": RetentionFloor,
     "weights/deletion-intents/": DeletionIntent,
+    "weights/identities/": IdentitySegment,
     "roles/": RoleGrant,
     "references/": ReferenceScores,
     "trainer.json": TrainerStatus,
@@ -45,6 +47,7 @@ SEALED = (
     Refusal,
     RetentionFloor,
     DeletionIntent,
+    IdentitySegment,
     RoleGrant,
     ReferenceScores,
 )

@@ -16,7 +16,7 @@ from deltawire.errors import CorruptError
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket
 from deltawire.sync import committed_versions, read_manifest
-from deltawire.sync.huggingface.publish_dirs import CHECKPOINT_RECORD
+from deltawire.sync.huggingface.identities import CHECKPOINT_RECORD
 from deltawire.sync.maintain.fsck import CheckedRun
 from deltawire.sync.publish.commit import STEP_RECORD
 from deltawire.wire import keys

@@ -18,6 +18,7 @@ PARTS = "weights/parts/"
 RETENTION_FLOORS = "weights/retention-floors/"
 DELETION_INTENTS = "weights/deletion-intents/"
 CLOCK = "weights/clock"
+IDENTITIES = "weights/identities/"
 ROLLOUTS = "rollouts/"
 REFERENCES = "references/"
 HEARTBEATS = "heartbeats/"
@@ -114,6 +115,11 @@ def compacted_after(version: int) -> str:
 def retention_floor(version: int) -> str:
     """Returns the key whose creation closes every version below ``version`` permanently."""
     return f"{RETENTION_FLOORS}{_number(version)}.json"
+
+
+def identities(segment: int) -> str:
+    """Returns the key of a segment of the index of versions' identities."""
+    return f"{IDENTITIES}{_number(segment)}.json"
 
 
 def deletion_intent(token: str) -> str:

@@ -37,6 +37,7 @@ WEIGHTS = [
     keys.retention_floor(2),
     keys.deletion_intent("t"),
     keys.CLOCK,
+    keys.identities(0),
 ]
 TRAINERS = [
     keys.TRAINER,

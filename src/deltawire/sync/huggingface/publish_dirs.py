@@ -9,19 +9,15 @@ newest version unless the caller asks for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, FencedError, InputError
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.chain.gc_intents import blobs_stay
-from deltawire.sync.chain.objects import committed_versions, files_of, read_manifest, read_run
-from deltawire.sync.chain.route_finder import READERS
-from deltawire.sync.follow.fetch import in_order
+from deltawire.sync.chain.objects import read_manifest, read_run
 from deltawire.sync.huggingface.checkpoint_dir import (
     NO_FILES,
     Checkpoint,
@@ -36,18 +32,21 @@ from deltawire.sync.huggingface.checkpoint_watcher import (
     checkpoint_order,
     fingerprint_of,
 )
+from deltawire.sync.huggingface.identities import (
+    CHECKPOINT_RECORD,
+    IdentityIndex,
+    identity_of,
+    same_kind,
+)
 from deltawire.sync.maintain.retention import GRACE_S, prune
 from deltawire.sync.publish.commit import CommitStats
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.sync.publish.safetensors_files import CheckpointDirError
 from deltawire.sync.publish.sources import open_publisher
-from deltawire.wire.manifest import Manifest
+from deltawire.wire.identities import VersionIdentity, files_key
 from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
-
-CHECKPOINT_RECORD = "checkpoint"
-"""The member of a version's commit metadata that names its source directory."""
 
 State = Literal["published", "there", "planned", "older"]
 
@@ -72,17 +71,6 @@ class DirectoryResult:
     def published(self) -> bool:
         """Return whether this call made the version."""
         return self.state == "published"
-
-
-class _Version(NamedTuple):
-    """Identifies a version: its digest, and its files unless retention deleted their list."""
-
-    digest: str
-    files: list[ModelFile] | None
-    name: str
-
-    def has(self, digest: str, files: list[ModelFile]) -> bool:
-        return self.digest == digest and (self.files is None or same_files(self.files, files))
 
 
 class CheckpointPublisher:
@@ -140,12 +128,16 @@ class CheckpointPublisher:
         self.run: Run | None = read_run(self.bucket, public_key=key)
         if self.run is not None and self.run.public_key and signer is None and not dry_run:
             raise InputError("the run is signed", hint="pass its private key", run=bucket.url)
-        self._versions: dict[int, _Version] = {}
-        """The identity of each version that can be read, oldest first."""
+        self._index: IdentityIndex | None = None
+        self._planned: dict[int, VersionIdentity] = {}
+        """Identities that a dry run without a run would have published."""
         self._at = -1
         """With ``backwards``: the version of the previous directory."""
         if self.run is not None:
-            self._versions = _read_versions(self.bucket, self.run, on_version or (lambda *_: None))
+            self._index = IdentityIndex(
+                self.bucket, self.run, signer=signer, report=on_version or (lambda *_: None)
+            )
+            self._save_index()
 
     def __enter__(self) -> CheckpointPublisher:
         return self
@@ -192,7 +184,11 @@ class CheckpointPublisher:
             self._on_digest(path)
         stats = None if self._dry_run else self._commit(checkpoint, digest, files)
         self._at = self._newest + 1 if stats is None else stats.version
-        self._versions[self._at] = _Version(digest.hex(), files, checkpoint_name(path.resolve()))
+        self._add(
+            VersionIdentity(
+                self._at, digest.hex(), files_key(files), checkpoint_name(path.resolve())
+            )
+        )
         if stats is not None and stats.bytes_anchor and self._retain:
             self._prune(stats.version)
         return DirectoryResult(
@@ -203,6 +199,24 @@ class CheckpointPublisher:
             checkpoint.bytes,
             stats,
         )
+
+    @property
+    def _versions(self) -> Mapping[int, VersionIdentity]:
+        """The identity of each version that can be read, oldest first."""
+        return self._planned if self._index is None else self._index.known
+
+    def _add(self, identity: VersionIdentity) -> None:
+        if self._index is None and self.run is not None:
+            self._index = IdentityIndex(self.bucket, self.run, signer=self._signer)
+        if self._index is None:
+            self._planned[identity.version] = identity
+            return
+        self._index.add(identity)
+        self._save_index()
+
+    def _save_index(self) -> None:
+        if self._index is not None and not self._dry_run:
+            self._index.save()
 
     @property
     def _newest(self) -> int:
@@ -226,7 +240,7 @@ class CheckpointPublisher:
         The newest version's weights with other files make a new version; older weights with other
         files do not, because they would become the newest.
         """
-        exact = [v for v, known in self._versions.items() if known.has(digest, files)]
+        exact = list(same_kind(self._versions, digest, files_key(files)))
         later = min((v for v in exact if v > self._at), default=None)
         if self._backwards:
             return later
@@ -253,7 +267,7 @@ class CheckpointPublisher:
                 continue  # The publisher skipped this number.
             if manifest is None or manifest.epoch != publisher.epoch:
                 raise self._fenced(version)
-            self._versions[version] = _version_of(self.run, manifest)
+            self._add(identity_of(self.run, manifest))
 
     def _commit(
         self, checkpoint: Checkpoint, digest: Digest, files: list[ModelFile]
@@ -322,32 +336,3 @@ class CheckpointPublisher:
             grace_s=self._grace_s,
             signer=self._signer,
         )
-
-
-def _version_of(run: Run, manifest: Manifest) -> _Version:
-    name = manifest.metadata.get(CHECKPOINT_RECORD, "")
-    files = None if manifest.pruned else files_of(run, manifest)
-    return _Version(manifest.digest, files, name if isinstance(name, str) else "")
-
-
-def _read_versions(
-    bucket: Bucket, run: Run, report: Callable[[int, int], None]
-) -> dict[int, _Version]:
-    """Reads the identity of every version; ``report`` gets the number done and the total.
-
-    Damaged manifests are skipped: the publisher continues from the newest that can be read.
-    """
-    listed = sorted(committed_versions(bucket))
-
-    def read(version: int) -> Manifest | None:
-        with suppress(CorruptError):
-            return read_manifest(bucket, run, version)
-        return None
-
-    found: dict[int, _Version] = {}
-    with ThreadPoolExecutor(1 if bucket.local else READERS, thread_name_prefix="reader") as pool:
-        for done, manifest in enumerate(in_order(pool, read, listed, ahead=2 * READERS), 1):
-            if manifest is not None:
-                found[manifest.version] = _version_of(run, manifest)
-            report(done, len(listed))
-    return found
