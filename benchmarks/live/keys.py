@@ -29,5 +29,17 @@ KEYS: Final[dict[str, Key]] = {
     "attack_shift": Key(
         "bandit", "<=", 0.1, "share of the honest gain that 2 % liars and a cohort take, limits on"
     ),
+    "false_promotion_rate": Key(
+        "canary", "<=", 0.05, "simulated canaries that promote a drop equal to the margin"
+    ),
+    "false_rollback_rate": Key(
+        "canary", "<=", 0.05, "simulated canaries that roll back an equal candidate"
+    ),
+    "good_promotion_rate": Key(
+        "canary", ">=", 0.8, "candidates 5 points better promoted within the planned answers"
+    ),
+    "regression_found_after": Key(
+        "canary", "<=", 1.0, "answers until a 5-point drop is rolled back over a fixed test's"
+    ),
 }
 """Every key, in the order of the table."""

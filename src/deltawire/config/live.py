@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from deltawire.config.base import Fraction, Positive, Section
+from deltawire.config.release import ReleaseConfig
 
 _Weight = Annotated[float, Meta(ge=-1e4, le=1e4)]
 DEFAULT_REWARDS = {"accept": 0.75, "reject": -0.25, "thumbs": 1.0}
@@ -47,3 +48,5 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     outlier_limit: Annotated[float, Meta(ge=0, le=1e6)] = 4.0
     """Users and cohorts whose rewards lie so many deviations from everybody's are quarantined:
     their answers wait until that is no longer so. 0 is never."""
+    release: ReleaseConfig = ReleaseConfig()
+    """How a new version comes to serve users."""

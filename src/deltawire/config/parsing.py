@@ -85,6 +85,7 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         config.task.contradiction("task"),
         config.evaluate.contradiction(),
         config.rollout.contradiction(),
+        config.live.release.contradiction(),
         config.midtrain.contradiction() if config.midtrain is not None else None,
         _scaffold_fault(config),
         _budgets_fault(config),

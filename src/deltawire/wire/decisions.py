@@ -2,12 +2,12 @@
 
 ``live/decisions/<n>.json``, numbered from 0, is created if absent: of two gateways that decide at
 once one succeeds, and the other reads what was decided. The newest decision counts. In a signed run
-the role ``gateway`` signs it.
+the role ``gateway`` signs it. A decision that `fault_after` refuses is void: readers skip it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -24,6 +24,8 @@ CANDIDATE = "candidate"
 
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Verdict = Literal["serve", "gate", "shadow", "canary", "hold", "promote", "rollback"]
+UNDECIDED: Final = frozenset({"gate", "shadow", "canary", "hold"})
+"""Verdicts after which a candidate is still to be decided."""
 
 
 class ServedVersion(msgspec.Struct, frozen=True):
@@ -39,8 +41,9 @@ class Decision(
     """The object at ``live/decisions/<number>.json``.
 
     Of all users the ``share`` is assigned to the ``candidate``, by a hash of ``salt`` and the
-    user, so that a user keeps its arm as the share grows. ``by`` is the gateway or the person that
-    decided, ``reason`` a sentence for people, and ``evidence`` the figures that it rests on.
+    user, so that a user keeps its arm as the share grows. ``by`` is the judge or the person that
+    decided, ``reason`` a sentence for people, and ``evidence`` the figures that it rests on. A hold
+    says what it waits for. A rollback names the rejected version as its candidate, with share 0.
     """
 
     number: Index
@@ -50,6 +53,7 @@ class Decision(
     candidate: ServedVersion | None = None
     share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     salt: Annotated[str, Meta(max_length=64)] = ""
+    waits_for: Literal["", "data", "person"] = ""
     at: float
     by: Annotated[str, Meta(max_length=64)]
     reason: Annotated[str, Meta(max_length=1024)] = ""
@@ -62,6 +66,39 @@ class Assignment(NamedTuple):
     arm: str
     propensity: float
     version: int | None
+
+
+def fault_after(before: Decision | None, decision: Decision) -> str:
+    """Returns why ``decision`` cannot follow the valid decision ``before``; empty if it can."""
+    verdict, candidate = decision.verdict, decision.candidate
+    if before is None:
+        return "" if verdict == "serve" else f"a series that begins with {verdict}"
+    if verdict == "serve":
+        return "a second beginning"
+    if decision.number <= before.number or decision.run != before.run:
+        return "another run, or an older number"
+    if verdict == "promote":
+        return "a promotion with a candidate or a share" if candidate or decision.share else ""
+    if candidate is None or candidate.version == decision.serving.version:
+        return "no candidate"
+    if verdict == "rollback":
+        return "a rollback with a share" if decision.share else ""
+    if decision.serving != before.serving:
+        return "another version serves without a promotion or a rollback"
+    if verdict == "gate":
+        if before.verdict in UNDECIDED:
+            return "a candidate while another one is undecided"
+        return "a share before a canary" if decision.share else ""
+    if before.verdict not in UNDECIDED or candidate != before.candidate:
+        return "no candidate to go on with"
+    if verdict == "hold":
+        same = (decision.share, decision.salt) == (before.share, before.salt)
+        return (
+            "" if same and decision.waits_for else "a hold that changes users, or waits for nothing"
+        )
+    if before.share and decision.salt != before.salt:
+        return "a canary that assigns users again"
+    return "" if decision.share > before.share else "a canary whose share does not grow"
 
 
 def assign(decision: Decision | None, user: Pseudonym) -> Assignment:

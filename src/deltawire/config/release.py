@@ -1,0 +1,86 @@
+"""The section of releases to live users: gate, canary, and the tests that decide."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
+
+from deltawire.config.base import Count, Positive, Section
+
+_Share = Annotated[float, Meta(gt=0, lt=1)]
+_Margin = Annotated[float, Meta(ge=0, lt=1)]
+DEFAULT_STAGES = [0.01, 0.05, 0.25, 0.5]
+Guardrail = Literal["slow", "broken_call", "cut_off", "silent", "long"]
+DEFAULT_GUARDRAILS: dict[Guardrail, float] = {
+    "slow": 0.02,
+    "broken_call": 0.01,
+    "cut_off": 0.02,
+    "silent": 0.05,
+}
+"""Share of answers that a candidate may add to each: slow, with a broken tool call, cut off at the
+token limit, or without feedback."""
+
+
+class ReleaseConfig(Section, frozen=True, kw_only=True):
+    """How a new version comes to serve users (`deltawire.live.release`).
+
+    Outcomes are scaled to 0 … 1, and all margins are differences on that scale.
+
+    Example::
+
+        [live.release]
+        metric = "accept"
+        margin = 0.02
+        stages = [0.05, 0.25, 0.5]
+
+        [live.release.gate]
+        accuracy = 0.02
+    """
+
+    metric: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")] = "reward"
+    """What decides: ``reward``, or a kind of feedback, which counts 0 if it is not reported."""
+    low: float | None = None
+    high: float | None = None
+    """The metric's bounds, which become 0 and 1; left out, those of the reward, or 0 and 1."""
+    margin: Annotated[float, Meta(gt=0, lt=1)] = 0.02
+    """A candidate is promoted once it is shown not to be worse by more than this."""
+    error_rate: Annotated[float, Meta(gt=0, lt=0.5)] = 0.05
+    """Probability of a false promotion, and of a false rollback, over a whole canary."""
+    stages: Annotated[list[_Share], Meta(min_length=1, max_length=16)] = field(
+        default_factory=DEFAULT_STAGES.copy
+    )
+    """Rising shares of users that see the candidate; after the last it is promoted, to all."""
+    stage_outcomes: Count = 100
+    """Outcomes of the candidate before the next stage begins."""
+    max_outcomes: Count = 20_000
+    """Outcomes of both arms in the last stage after which an undecided canary is held."""
+    outcome_after_s: Positive = 3600.0
+    """An answer's outcome is what was reported until it had this age."""
+    unit: Literal["user", "answer"] = "user"
+    """Count each user's first answer of a canary, or every answer as if it were independent."""
+    slow_s: Positive = 10.0
+    """An answer whose first token takes longer is slow."""
+    guardrails: dict[Guardrail, _Margin] = field(default_factory=DEFAULT_GUARDRAILS.copy)
+    """Rates that may not rise by more than this."""
+    long_tokens: Count = 1024
+    """An answer of more tokens is long."""
+    gate: dict[Annotated[str, Meta(max_length=64)], _Margin] = field(
+        default_factory=lambda: {"accuracy": 0.02}
+    )
+    """The evaluation gate: by how much each held-out accuracy may be below the serving version's;
+    ``accuracy`` is that of the whole set, other names are named sets. Empty: no gate."""
+    gate_wait_s: Positive = 86_400.0
+    """A candidate that is not evaluated within this time is held."""
+    every_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    """Time between two candidates, at least."""
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """Returns an error message and a hint if the values contradict each other, else None."""
+        if self.stages != sorted(set(self.stages)):
+            return "live.release.stages must rise", "such as [0.01, 0.05, 0.25, 0.5]"
+        low = 0.0 if self.low is None else self.low
+        high = 1.0 if self.high is None else self.high
+        if low >= high:
+            return f"live.release.low {low:g} is not below live.release.high {high:g}", "set both"
+        return None

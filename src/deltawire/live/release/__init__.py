@@ -1,0 +1,1 @@
+"""Which version serves: gate, canary, promotion and rollback, as decisions in the bucket."""

@@ -1,0 +1,111 @@
+"""The series of decisions in a bucket: read the newest, append the next.
+
+Any number of processes may decide. Each decision has a number and is created if absent, so of two
+that decide at once one succeeds, and the other reads what was decided and judges again.
+"""
+
+from __future__ import annotations
+
+from deltawire.errors import CorruptError, InputError
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.decisions import MAX_DECISION_BYTES, Decision, fault_after
+from deltawire.wire.objects import decode_json, encode_json
+
+
+class DecisionSeries:
+    """The valid decisions of a run, the oldest first; `poll` reads those that are new.
+
+    Decisions are never changed, so each is read once. One that is damaged, forged, of another run
+    or number, or that cannot follow the one before, is void: it stays in the bucket, ``void`` says
+    why, and every reader skips it, so that nobody can stop the series by filling a number.
+
+    Example::
+
+        series = DecisionSeries(bucket, run.id)
+        series.poll()
+        series.newest
+    """
+
+    def __init__(self, bucket: Bucket, run: str) -> None:
+        self.decisions: list[Decision] = []
+        self.void: dict[int, str] = {}
+        self._bucket = bucket
+        self.run = run
+
+    @property
+    def newest(self) -> Decision | None:
+        """The decision that counts."""
+        return self.decisions[-1] if self.decisions else None
+
+    @property
+    def next_number(self) -> int:
+        """The number of the decision that comes next."""
+        return len(self.decisions) + len(self.void)
+
+    def poll(self) -> int:
+        """Reads new decisions, and returns how many valid ones there were.
+
+        Raises `RetryError` if the store does not answer.
+        """
+        before = len(self.decisions)
+        while self._read(self.next_number):
+            pass
+        return len(self.decisions) - before
+
+    def append(self, decision: Decision) -> bool:
+        """Stores the next decision; returns False, after reading it, if there is one already.
+
+        Raises `InputError` for a decision that cannot follow the newest, and `RetryError` if the
+        store does not answer: then it may be stored, and `poll` tells.
+        """
+        if decision.number != self.next_number or decision.run != self.run:
+            raise InputError(f"the next decision of this run is number {self.next_number}")
+        if fault := fault_after(self.newest, decision):
+            raise InputError(f"cannot decide this now: {fault}", run=self._bucket.url)
+        stored = self._bucket.create(keys.live_decision(decision.number), encode_json(decision))
+        self.poll()
+        return stored or decision in self.decisions  # A repeated create may find its own object.
+
+    def rejected(self) -> frozenset[int]:
+        """Returns the versions that were rolled back: they are no candidates again."""
+        gone = (d.candidate for d in self.decisions if d.verdict == "rollback")
+        return frozenset(one.version for one in gone if one is not None)
+
+    def before_serving(self) -> Decision | None:
+        """Returns the newest decision by which another version served than now."""
+        now = self.newest
+        if now is None:
+            return None
+        others = (d for d in reversed(self.decisions) if d.serving != now.serving)
+        return next((d for d in others if d.serving.version not in self.rejected()), None)
+
+    def canary_since(self) -> float | None:
+        """Returns when the undecided candidate was first shown to users; None if it was not."""
+        now = self.newest
+        if now is None or now.candidate is None or not now.share:
+            return None
+        since = now.at
+        for decision in reversed(self.decisions):
+            if decision.candidate != now.candidate or not decision.share:
+                break
+            since = decision.at
+        return since
+
+    def _read(self, number: int) -> bool:
+        key = keys.live_decision(number)
+        try:
+            data = self._bucket.get(key, limit=MAX_DECISION_BYTES)
+            if data is None:
+                return False
+            decision = decode_json(data, Decision, run=self._bucket.url, key=key)
+        except CorruptError as error:
+            self.void[number] = error.message
+            return True
+        if (decision.number, decision.run) != (number, self.run):
+            self.void[number] = "a decision of another run or number"
+        elif fault := fault_after(self.newest, decision):
+            self.void[number] = fault
+        else:
+            self.decisions.append(decision)
+        return True

@@ -1,0 +1,159 @@
+"""Evidence: what all outcomes of a canary so far say, in one set of sequential tests.
+
+The error rate α of a run is spent once, whatever the number of stages and looks:
+
+- A false promotion is a rejection of "the candidate is worse by the margin", a test at α.
+- A false rollback is a rejection of "the candidate is not worse" (α/2) or, for one of k guardrails,
+  of "its rate rose by no more than its tolerance" (α/2k each): at most α together.
+- A sample-ratio mismatch (α/10) holds the canary: it neither promotes nor rolls back.
+
+Stages need no share of α: each test continues over all stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deltawire.config.release import ReleaseConfig
+from deltawire.live.release.outcomes import METRIC, Outcome, by_share
+from deltawire.live.release.sequential_tests import (
+    ArmDifference,
+    AssignmentShare,
+    log_threshold,
+    payoffs,
+)
+
+
+@dataclass(frozen=True)
+class ErrorBudget:
+    """The error rate of each test."""
+
+    promotion: float
+    rollback: float
+    guardrail: float
+    sample_ratio: float
+
+
+def error_budget(release: ReleaseConfig) -> ErrorBudget:
+    """Returns how the error rate is divided."""
+    half, guardrails = release.error_rate / 2, len(release.guardrails)
+    return ErrorBudget(
+        promotion=release.error_rate,
+        rollback=half if guardrails else release.error_rate,
+        guardrail=half / guardrails if guardrails else half,
+        sample_ratio=release.error_rate / 10,
+    )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One test: the mean difference of the payoffs so far, candidate less serving, and the log of
+    the evidence against its null hypothesis, which rejects from ``log_threshold`` on."""
+
+    difference: float
+    log_evidence: float
+    log_threshold: float
+
+    @property
+    def rejects(self) -> bool:
+        """Returns whether the null hypothesis is rejected."""
+        return self.log_evidence >= self.log_threshold
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The state of a canary's tests.
+
+    ``counts`` are the outcomes of the candidate and of the serving version at each share.
+    ``metric`` tests "worse by the margin", ``worse`` "not worse", and each guardrail has a test.
+    ``log_sample_ratio`` is the log of the evidence that users were not assigned as stated.
+    """
+
+    counts: Mapping[float, tuple[int, int]]
+    log_sample_ratio: float
+    log_sample_ratio_threshold: float
+    metric: Finding
+    worse: Finding
+    guardrails: Mapping[str, Finding]
+
+    @property
+    def mismatched(self) -> bool:
+        """Returns whether users were not assigned with the stated probabilities."""
+        return self.log_sample_ratio >= self.log_sample_ratio_threshold
+
+    def harmful(self) -> list[str]:
+        """Returns the names of the tests that demand a rollback."""
+        names = [name for name, one in self.guardrails.items() if one.rejects]
+        return [METRIC, *names] if self.worse.rejects else names
+
+    def figures(self) -> dict[str, float]:
+        """Returns the figures that a decision records."""
+        found = {
+            "difference": self.metric.difference,
+            "log_evidence_not_worse": self.metric.log_evidence,
+            "log_evidence_worse": self.worse.log_evidence,
+            "log_evidence_sample_ratio": self.log_sample_ratio,
+            "outcomes_candidate": float(sum(one for one, _ in self.counts.values())),
+            "outcomes_serving": float(sum(other for _, other in self.counts.values())),
+        }
+        for name, one in self.guardrails.items():
+            found[f"difference_{name}"] = one.difference
+            found[f"log_evidence_{name}"] = one.log_evidence
+        return found
+
+
+def evidence_of(outcomes: Sequence[Outcome], release: ReleaseConfig) -> Evidence:
+    """Returns the evidence of a canary's outcomes, in the order in which they settled."""
+    budget, stages = error_budget(release), by_share(outcomes, release.stages)
+    metric = ArmDifference(tolerance=-release.margin)
+    worse = ArmDifference(tolerance=0.0, sign=-1)
+    guardrails = {
+        str(name): ArmDifference(tolerance=most) for name, most in release.guardrails.items()
+    }
+    watched = {METRIC: [metric, worse]} | {name: [test] for name, test in guardrails.items()}
+    users = AssignmentShare()
+    for share, (mine, theirs) in sorted(stages.items()):
+        first = sum(one.first for one in mine), sum(one.first for one in theirs)
+        users.add(candidates=first[0], users=sum(first), share=share)
+        for name, tests in watched.items():
+            differences = payoffs(
+                [one.values[name] for one in mine], [one.values[name] for one in theirs], share
+            )
+            for test in tests:
+                test.add(differences)
+    return Evidence(
+        counts={share: (len(mine), len(theirs)) for share, (mine, theirs) in stages.items()},
+        log_sample_ratio=users.log_evidence,
+        log_sample_ratio_threshold=log_threshold(budget.sample_ratio),
+        metric=_finding(metric, budget.promotion),
+        worse=_finding(worse, budget.rollback),
+        guardrails={name: _finding(test, budget.guardrail) for name, test in guardrails.items()},
+    )
+
+
+def _finding(test: ArmDifference, error_rate: float) -> Finding:
+    return Finding(test.mean, test.log_evidence, log_threshold(error_rate))
+
+
+def planned_answers(
+    release: ReleaseConfig, *, effect: float = 0.05, rate: float = 0.5
+) -> list[int]:
+    """Returns the outcomes of both arms that each stage needs, for a candidate that is better by
+    ``effect`` where the serving version's mean outcome is ``rate``.
+
+    Stages before the last end after `ReleaseConfig.stage_outcomes` of the candidate. In the last,
+    the log of the wealth of the best bet grows by x/2 − z√x with probability 0.9, where z = 1.2816
+    and x = n (effect + margin)² / V for n outcomes, of which each gives information 1/V with
+    V = v/share + v/(1 − share) and v = rate (1 − rate). It must reach log(1/α) and the cost of
+    holding a grid of bets, about log(4).
+    """
+    wanted = log_threshold(release.error_rate) + math.log(4)
+    x = (1.2816 + math.sqrt(1.2816**2 + 2 * wanted)) ** 2
+    spread = max(rate * (1 - rate), 1e-4)
+    *early, last = release.stages
+    variance = spread / last + spread / (1 - last)
+    needed = math.ceil(x * variance / (effect + release.margin) ** 2)
+    stages = [math.ceil(release.stage_outcomes / share) for share in early]
+    return [*stages, max(needed, math.ceil(release.stage_outcomes / last))]

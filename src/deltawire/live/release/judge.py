@@ -1,0 +1,252 @@
+"""Judge: the next decision about which version serves, from what is known now.
+
+::
+
+    serve, promote, rollback ──▶ gate ──▶ canary, share by share ──▶ promote
+                                  │           │ ▲
+                                  ▼           ▼ │ more outcomes
+                               rollback ◀── hold (for data, or for a person)
+
+`judge` is a pure function, so any number of judges may run: their decisions differ only by when
+they looked, and one of each number wins. A user of this room reads `DecisionSeries`, gathers a
+`Situation`, and appends what `judge` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from deltawire.config.release import ReleaseConfig
+from deltawire.errors import InputError
+from deltawire.live.release.decision_series import DecisionSeries
+from deltawire.live.release.evidence import Evidence, evidence_of
+from deltawire.live.release.outcomes import Outcome
+from deltawire.wire.decisions import UNDECIDED, Decision, ServedVersion, Verdict
+
+Scores = Mapping[int, Mapping[str, float]]
+"""Held-out accuracies of each version by the name of the set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What a judge knows: the ``newest`` version and the newest that `next_candidate` names, both
+    with the digests of their manifests, held-out ``scores``, the ``outcomes`` of the canary that is
+    under way, and the time in seconds since 1970."""
+
+    newest: ServedVersion
+    candidate: ServedVersion | None = None
+    scores: Scores = field(default_factory=dict)
+    outcomes: Sequence[Outcome] = ()
+    now: float
+
+
+def next_candidate(
+    series: DecisionSeries, release: ReleaseConfig, *, newest: int, scores: Scores, now: float
+) -> int | None:
+    """Returns the version that may become the candidate now: the newest that is newer than the
+    serving one, was not rolled back, and has the scores that the gate compares; None if there is
+    none, a candidate is undecided, or the last decision is too recent."""
+    decision = series.newest
+    if decision is None or decision.verdict in UNDECIDED:
+        return None
+    if now < decision.at + release.every_s:
+        return None
+    known = {version for version, score in scores.items() if release.gate.keys() <= score.keys()}
+    versions = known if release.gate else {newest}
+    rejected = series.rejected()
+    return max(
+        (v for v in versions if decision.serving.version < v <= newest and v not in rejected),
+        default=None,
+    )
+
+
+def judge(
+    series: DecisionSeries, release: ReleaseConfig, situation: Situation, *, by: str
+) -> Decision | None:
+    """Returns the decision that follows from the situation; None if nothing changes."""
+    make = _Maker(series, situation.now, by)
+    before = series.newest
+    if before is None:
+        return make.decision(
+            "serve", situation.newest, reason="the newest version serves from the start"
+        )
+    if before.verdict not in UNDECIDED:
+        if situation.candidate is None:
+            return None
+        return make.decision(
+            "gate",
+            before.serving,
+            situation.candidate,
+            reason=f"version {situation.candidate.version} is the next candidate",
+        )
+    if before.waits_for == "person" or before.candidate is None:
+        return None
+    if not before.share:
+        return _pass_gate(before, release, situation, make)
+    return _go_on(before, release, evidence_of(situation.outcomes, release), make)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    series: DecisionSeries
+    now: float
+    by: str
+
+    def decision(
+        self,
+        verdict: Verdict,
+        serving: ServedVersion,
+        candidate: ServedVersion | None = None,
+        *,
+        reason: str,
+        **more: object,
+    ) -> Decision:
+        return Decision(
+            number=self.series.next_number,
+            run=self.series.run,
+            verdict=verdict,
+            serving=serving,
+            candidate=candidate,
+            at=self.now,
+            by=self.by,
+            reason=reason[:1024],
+            **more,  # type: ignore[arg-type]
+        )
+
+    def hold(
+        self, before: Decision, reason: str, waits_for: str, evidence: Mapping[str, float]
+    ) -> Decision | None:
+        if before.verdict == "hold" and before.waits_for == waits_for:
+            return None
+        return self.decision(
+            "hold",
+            before.serving,
+            before.candidate,
+            reason=reason,
+            share=before.share,
+            salt=before.salt,
+            waits_for=waits_for,
+            evidence=dict(evidence),
+        )
+
+    def canary(
+        self, before: Decision, share: float, reason: str, evidence: Mapping[str, float]
+    ) -> Decision:
+        assert before.candidate is not None
+        return self.decision(
+            "canary",
+            before.serving,
+            before.candidate,
+            reason=reason,
+            share=share,
+            salt=before.salt or f"{self.series.next_number}-{before.candidate.digest}",
+            evidence=dict(evidence),
+        )
+
+
+def _pass_gate(
+    before: Decision, release: ReleaseConfig, situation: Situation, make: _Maker
+) -> Decision | None:
+    """Compare the candidate's held-out accuracies with the serving version's."""
+    candidate, serving = before.candidate, before.serving
+    assert candidate is not None
+    mine, theirs = (situation.scores.get(v.version, {}) for v in (candidate, serving))
+    missing = sorted(name for name in release.gate if name not in mine or name not in theirs)
+    if missing:
+        if situation.now < before.at + release.gate_wait_s:
+            return None
+        names = ", ".join(missing)
+        return make.hold(before, f"versions without held-out results: {names}", "data", {})
+    figures = {}
+    for name in release.gate:
+        figures[f"candidate_{name}"] = mine[name]
+        figures[f"serving_{name}"] = theirs[name]
+    failed = [
+        f"{name} is {mine[name]:.3f}; the serving version has {theirs[name]:.3f}, margin {margin:g}"
+        for name, margin in sorted(release.gate.items())
+        if mine[name] < theirs[name] - margin
+    ]
+    if failed:
+        return make.decision(
+            "rollback",
+            serving,
+            candidate,
+            reason=f"evaluation gate: {'; '.join(failed)}",
+            evidence=figures,
+        )
+    return make.canary(before, release.stages[0], "passed the evaluation gate", figures)
+
+
+def _go_on(
+    before: Decision, release: ReleaseConfig, evidence: Evidence, make: _Maker
+) -> Decision | None:
+    """Look at a canary: its sample ratio first, then harm, then whether it may go on."""
+    candidate, figures = before.candidate, evidence.figures()
+    assert candidate is not None
+    if evidence.mismatched:
+        reason = "sample-ratio mismatch: users did not reach the arms as assigned"
+        return make.hold(before, reason, "person", figures)
+    if harmful := evidence.harmful():
+        reason = f"worse than version {before.serving.version}: {', '.join(harmful)}"
+        return make.decision("rollback", before.serving, candidate, reason=reason, evidence=figures)
+    following = next((share for share in release.stages if share > before.share), None)
+    mine, theirs = evidence.counts.get(before.share, (0, 0))
+    if following is not None:
+        if mine < release.stage_outcomes:
+            return None
+        reason = f"no harm in {mine} outcomes at a share of {before.share:g}"
+        return make.canary(before, following, reason, figures)
+    if mine >= release.stage_outcomes and evidence.metric.rejects:
+        reason = f"not worse than version {before.serving.version} by {release.margin:g}"
+        return make.decision("promote", candidate, reason=reason, evidence=figures)
+    if mine + theirs >= release.max_outcomes:
+        reason = f"undecided after {mine + theirs} outcomes at a share of {before.share:g}"
+        return make.hold(before, reason, "data", figures)
+    return None
+
+
+def decide_by_hand(
+    series: DecisionSeries,
+    verdict: Verdict,
+    *,
+    by: str,
+    now: float,
+    reason: str = "",
+    target: ServedVersion | None = None,
+) -> Decision:
+    """Returns a person's decision: ``promote`` the candidate or the ``target``, ``hold`` the
+    candidate until a person decides, or ``rollback`` the candidate or, without one, to the version
+    that served before or to the ``target``.
+
+    Raises `InputError` if there is nothing to decide about.
+    """
+    before, make = series.newest, _Maker(series, now, by)
+    if before is None:
+        if verdict != "promote" or target is None:
+            raise InputError("no version serves by decision yet", hint="promote one: --version N")
+        return make.decision("serve", target, reason=reason or "begun by hand")
+    candidate = before.candidate if before.verdict in UNDECIDED else None
+    if verdict == "hold":
+        if candidate is None:
+            raise InputError("there is no candidate to hold")
+        held = make.hold(before, reason or "held by hand", "person", {})
+        if held is None:
+            raise InputError("the candidate is held for a person already")
+        return held
+    if verdict == "promote":
+        chosen = target or candidate
+        if chosen is None or chosen == before.serving:
+            raise InputError("there is no candidate to promote", hint="name one: --version N")
+        return make.decision("promote", chosen, reason=reason or "promoted by hand")
+    if candidate is not None and target is None:
+        return make.decision(
+            "rollback", before.serving, candidate, reason=reason or "rolled back by hand"
+        )
+    earlier = series.before_serving()
+    chosen = target or (earlier.serving if earlier else None)
+    if chosen is None or chosen == before.serving:
+        raise InputError(
+            "no other version served before", hint="name the version to restore: --version N"
+        )
+    return make.decision("rollback", chosen, before.serving, reason=reason or "rolled back by hand")

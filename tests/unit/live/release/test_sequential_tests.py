@@ -1,0 +1,116 @@
+"""Wealth equals that of naive bettors, and error rates hold at every look."""
+
+import math
+
+import numpy as np
+import pytest
+
+from deltawire.config.release import ReleaseConfig
+from deltawire.live.release.evidence import error_budget
+from deltawire.live.release.sequential_tests import (
+    ArmDifference,
+    AssignmentShare,
+    bets_of,
+    grouped_outcomes,
+    log_evidence_path,
+    log_threshold,
+    payoffs,
+)
+
+
+def naive_log_evidence(differences, tolerance, sign):
+    """The mean wealth of bettors that multiply, one outcome after the other."""
+    wealth = [1.0 for _ in bets_of(tolerance)]
+    for difference in differences:
+        for place, bet in enumerate(bets_of(tolerance)):
+            wealth[place] *= 1 + bet * (sign * difference - tolerance)
+    return math.log(sum(wealth) / len(wealth))
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, 0.0, 0.3])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.8])
+def test_wealth_is_that_of_naive_bettors(tolerance, sign, share):
+    rng = np.random.default_rng(0)
+    differences = payoffs(rng.random(100), rng.random(400), share)
+    test = ArmDifference(tolerance=tolerance, sign=sign)
+    test.add(differences[:7])
+    test.add(differences[7:7])
+    test.add(differences[7:])
+    expected = naive_log_evidence(differences, tolerance, sign)
+    assert test.log_evidence == pytest.approx(expected)
+    assert test.mean == pytest.approx(differences.mean())
+    path = log_evidence_path(differences, tolerance=tolerance, sign=sign)
+    assert path[-1] == pytest.approx(expected, abs=1e-4)
+    assert path[6] == pytest.approx(naive_log_evidence(differences[:7], tolerance, sign), abs=1e-4)
+
+
+def test_payoffs_compare_one_with_as_many_as_the_shares_say():
+    assert grouped_outcomes(0.01) == (1, 99)
+    assert grouped_outcomes(0.5) == (1, 1)
+    assert grouped_outcomes(0.75) == (3, 1)
+    assert payoffs([1, 0, 1], [1, 0, 0, 1, 1, 1, 0], 0.25).tolist() == pytest.approx([2 / 3, -1])
+    with pytest.raises(ValueError, match="gives one arm no users"):
+        grouped_outcomes(1.0)
+
+
+@pytest.mark.parametrize("worst", [-1.0, 1.0])
+@pytest.mark.parametrize("tolerance", [-0.99, 0.0, 0.99])
+def test_the_worst_outcomes_leave_wealth_positive(worst, tolerance):
+    for sign in (1, -1):
+        test = ArmDifference(tolerance=tolerance, sign=sign)
+        test.add(np.full(100, worst))
+        assert math.isfinite(test.log_evidence)
+
+
+@pytest.mark.parametrize("tolerance", [-0.02, 0.05])
+def test_false_rejections_stay_below_the_error_rate_at_every_look(tolerance):
+    """At the edge of the null hypothesis; 0.05 of 300 and 3 standard deviations are 26."""
+    rng = np.random.default_rng(1)
+    mine = (rng.random((300, 400)) < 0.5 + tolerance).astype(float)
+    theirs = (rng.random((300, 400)) < 0.5).astype(float)
+    path = log_evidence_path(mine - theirs, tolerance=tolerance)
+    assert (path.max(axis=-1) >= log_threshold(0.05)).sum() <= 26
+
+
+def naive_sample_ratio(arms, share, strength=100.0):
+    """The product of predictive over stated probabilities, one user after the other."""
+    one, other, log_ratio = strength * share, strength * (1 - share), 0.0
+    for arm in arms:
+        p = one / (one + other)
+        log_ratio += math.log(p / share) if arm else math.log((1 - p) / (1 - share))
+        one, other = one + arm, other + 1 - arm
+    return log_ratio
+
+
+def test_the_sample_ratio_is_that_of_predictions_one_by_one():
+    rng = np.random.default_rng(2)
+    check, expected = AssignmentShare(), 0.0
+    for share in (0.05, 0.5):
+        arms = (rng.random(300) < share).astype(int)
+        check.add(candidates=int(arms.sum()), users=len(arms), share=share)
+        expected += naive_sample_ratio(arms, share)
+    assert check.log_evidence == pytest.approx(expected)
+    check.add(candidates=400, users=1000, share=0.5)
+    assert check.log_evidence > log_threshold(0.005)
+
+
+def test_the_sample_ratio_alarms_rarely_without_a_mismatch():
+    rng, wrong = np.random.default_rng(3), 0
+    for _ in range(300):
+        counts = np.cumsum(rng.random(600) < 0.3)
+        for look in range(50, 600, 50):
+            check = AssignmentShare()
+            check.add(candidates=int(counts[look - 1]), users=look, share=0.3)
+            if check.log_evidence >= log_threshold(0.05):
+                wrong += 1
+                break
+    assert wrong <= 26  # 15 expected at most, and 3 standard deviations.
+
+
+def test_the_error_rate_is_spent_once():
+    budget = error_budget(ReleaseConfig())
+    assert budget.rollback + 4 * budget.guardrail == pytest.approx(0.05)
+    assert budget.promotion == 0.05
+    alone = error_budget(ReleaseConfig(guardrails={}))
+    assert alone.rollback == 0.05
