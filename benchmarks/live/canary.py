@@ -39,7 +39,7 @@ Array = NDArray[np.float64]
 
 
 class Simulated(NamedTuple):
-    """What became of each canary, and after how many answers."""
+    """The end of each canary, and after how many answers."""
 
     promoted: NDArray[np.bool_]
     rolled_back: NDArray[np.bool_]
@@ -88,7 +88,7 @@ def _one(
     path[: len(at) - last + release.stage_outcomes] = -math.inf
     good = _first(path, budget.promotion)
     for name, most in release.guardrails.items():
-        until = min(harm, good, len(at) - 1) + 1  # What comes later decides nothing.
+        until = min(harm, good, len(at) - 1) + 1  # Nothing later counts.
         path = log_evidence_path(np.concatenate(paid[name])[:until], tolerance=most)
         harm = min(harm, _first(path, budget.guardrail))
     if min(harm, good) == NEVER:

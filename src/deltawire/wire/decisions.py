@@ -41,7 +41,7 @@ class Decision(
     """The object at ``live/decisions/<number>.json``.
 
     Of all users the ``share`` is assigned to the ``candidate``, by a hash of ``salt`` and the
-    user, so that a user keeps its arm as the share grows. ``by`` is the judge or the person that
+    user, so that a user keeps its arm as the share grows. ``by`` is the process or the person that
     decided, ``reason`` a sentence for people, and ``evidence`` the figures that it rests on. A hold
     says what it waits for. A rollback names the rejected version as its candidate, with share 0.
     """

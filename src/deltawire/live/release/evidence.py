@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deltawire.config.release import ReleaseConfig
-from deltawire.live.release.outcomes import METRIC, Outcome, by_share
+from deltawire.live.release.outcomes import METRIC, SettledAnswer, by_share
 from deltawire.live.release.sequential_tests import (
     ArmDifference,
     AssignmentShare,
@@ -48,7 +48,7 @@ def error_budget(release: ReleaseConfig) -> ErrorBudget:
 
 
 @dataclass(frozen=True)
-class Finding:
+class DifferenceFinding:
     """One test: the mean difference of the payoffs so far, candidate less serving, and the log of
     the evidence against its null hypothesis, which rejects from ``log_threshold`` on."""
 
@@ -74,9 +74,9 @@ class Evidence:
     counts: Mapping[float, tuple[int, int]]
     log_sample_ratio: float
     log_sample_ratio_threshold: float
-    metric: Finding
-    worse: Finding
-    guardrails: Mapping[str, Finding]
+    metric: DifferenceFinding
+    worse: DifferenceFinding
+    guardrails: Mapping[str, DifferenceFinding]
 
     @property
     def mismatched(self) -> bool:
@@ -104,7 +104,7 @@ class Evidence:
         return found
 
 
-def evidence_of(outcomes: Sequence[Outcome], release: ReleaseConfig) -> Evidence:
+def evidence_of(outcomes: Sequence[SettledAnswer], release: ReleaseConfig) -> Evidence:
     """Returns the evidence of a canary's outcomes, in the order in which they settled."""
     budget, stages = error_budget(release), by_share(outcomes, release.stages)
     metric = ArmDifference(tolerance=-release.margin)
@@ -133,8 +133,8 @@ def evidence_of(outcomes: Sequence[Outcome], release: ReleaseConfig) -> Evidence
     )
 
 
-def _finding(test: ArmDifference, error_rate: float) -> Finding:
-    return Finding(test.mean, test.log_evidence, log_threshold(error_rate))
+def _finding(test: ArmDifference, error_rate: float) -> DifferenceFinding:
+    return DifferenceFinding(test.mean, test.log_evidence, log_threshold(error_rate))
 
 
 def planned_answers(

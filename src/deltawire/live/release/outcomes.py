@@ -1,4 +1,4 @@
-"""Outcomes: what a canary's answers came to, scaled to 0 … 1, in the order in which they settle.
+"""Outcomes: the values of a canary's answers, scaled to 0 … 1, in the order in which they settle.
 
 An answer's outcome is what was reported until a fixed age, the same for both arms. So an answer
 settles at a known time, and a later look adds outcomes after those of an earlier one: the order is
@@ -20,7 +20,7 @@ from deltawire.wire.decisions import CANDIDATE, Decision
 from deltawire.wire.receipts import SERVING
 
 METRIC = "metric"
-"""The name of what decides, next to the names of guardrails."""
+"""The name of the deciding metric, next to the names of guardrails."""
 SAME_SHARE = 1e-9
 
 
@@ -36,7 +36,7 @@ def _touches(name: str, answer: Capture, release: ReleaseConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SettledAnswer:
     """One settled answer: its arm, the candidate's share when it was assigned, and its values.
 
     ``first`` says that it is its user's first of the canary. ``values`` are in 0 … 1: `METRIC`, and
@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class OutcomeScale:
-    """The bounds of what decides, which become 0 and 1."""
+    """The bounds of the deciding metric, which become 0 and 1."""
 
     low: float
     high: float
@@ -98,7 +98,7 @@ class OutcomeReader:
 
     def read(
         self, records: LiveRecords, decision: Decision, *, since: float, now: float
-    ) -> list[Outcome]:
+    ) -> list[SettledAnswer]:
         """Returns the settled outcomes of the answers to users that the ``decision``'s canary
         assigned to an arm at random ``since`` its first decision, the earliest settled first; by
         unit of `ReleaseConfig`. An answer that another version than its arm's drew is left out: if
@@ -127,7 +127,7 @@ class OutcomeReader:
             seen.add(answer.user)
             if first or self._release.unit == "answer":
                 values = self._values(answer, records)
-                outcomes.append(Outcome(settled, answer.arm, share, first, values))
+                outcomes.append(SettledAnswer(settled, answer.arm, share, first, values))
         return outcomes
 
     def _values(self, answer: Capture, records: LiveRecords) -> dict[str, float]:
@@ -150,10 +150,12 @@ class OutcomeReader:
 
 
 def by_share(
-    outcomes: Iterable[Outcome], shares: Iterable[float]
-) -> dict[float, tuple[list[Outcome], list[Outcome]]]:
+    outcomes: Iterable[SettledAnswer], shares: Iterable[float]
+) -> dict[float, tuple[list[SettledAnswer], list[SettledAnswer]]]:
     """Returns the outcomes of each stage: the candidate's and the serving version's."""
-    stages: dict[float, tuple[list[Outcome], list[Outcome]]] = {s: ([], []) for s in shares}
+    stages: dict[float, tuple[list[SettledAnswer], list[SettledAnswer]]] = {
+        s: ([], []) for s in shares
+    }
     for outcome in outcomes:
         for share, arms in stages.items():
             if abs(share - outcome.share) < SAME_SHARE:

@@ -1,4 +1,4 @@
-"""Judge: the next decision about which version serves, from what is known now.
+"""The next decision about which version serves, from what is known now.
 
 ::
 
@@ -7,9 +7,9 @@
                                   ▼           ▼ │ more outcomes
                                rollback ◀── hold (for data, or for a person)
 
-`judge` is a pure function, so any number of judges may run: their decisions differ only by when
-they looked, and one of each number wins. A user of this room reads `DecisionSeries`, gathers a
-`Situation`, and appends what `judge` returns.
+`decide_next` is a pure function, so any number of processes may decide: their decisions differ only by when
+they looked, and one of each number wins. A user of this room reads `DecisionLog`, gathers a
+`Situation`, and appends what `decide_next` returns.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
-from deltawire.live.release.decision_series import DecisionSeries
+from deltawire.live.release.decision_log import DecisionLog
 from deltawire.live.release.evidence import Evidence, evidence_of
-from deltawire.live.release.outcomes import Outcome
+from deltawire.live.release.outcomes import SettledAnswer
 from deltawire.wire.decisions import UNDECIDED, Decision, ServedVersion, Verdict
 
 Scores = Mapping[int, Mapping[str, float]]
@@ -30,19 +30,19 @@ Scores = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What a judge knows: the ``newest`` version and the newest that `next_candidate` names, both
+    """The facts that a decision follows from: the ``newest`` version and the newest that `next_candidate` names, both
     with the digests of their manifests, held-out ``scores``, the ``outcomes`` of the canary that is
     under way, and the time in seconds since 1970."""
 
     newest: ServedVersion
     candidate: ServedVersion | None = None
     scores: Scores = field(default_factory=dict)
-    outcomes: Sequence[Outcome] = ()
+    outcomes: Sequence[SettledAnswer] = ()
     now: float
 
 
 def next_candidate(
-    series: DecisionSeries, release: ReleaseConfig, *, newest: int, scores: Scores, now: float
+    series: DecisionLog, release: ReleaseConfig, *, newest: int, scores: Scores, now: float
 ) -> int | None:
     """Returns the version that may become the candidate now: the newest that is newer than the
     serving one, was not rolled back, and has the scores that the gate compares; None if there is
@@ -61,8 +61,8 @@ def next_candidate(
     )
 
 
-def judge(
-    series: DecisionSeries, release: ReleaseConfig, situation: Situation, *, by: str
+def decide_next(
+    series: DecisionLog, release: ReleaseConfig, situation: Situation, *, by: str
 ) -> Decision | None:
     """Returns the decision that follows from the situation; None if nothing changes."""
     make = _Maker(series, situation.now, by)
@@ -89,7 +89,7 @@ def judge(
 
 @dataclass(frozen=True)
 class _Maker:
-    series: DecisionSeries
+    log: DecisionLog
     now: float
     by: str
 
@@ -103,8 +103,8 @@ class _Maker:
         **more: object,
     ) -> Decision:
         return Decision(
-            number=self.series.next_number,
-            run=self.series.run,
+            number=self.log.next_number,
+            run=self.log.run,
             verdict=verdict,
             serving=serving,
             candidate=candidate,
@@ -140,7 +140,7 @@ class _Maker:
             before.candidate,
             reason=reason,
             share=share,
-            salt=before.salt or f"{self.series.next_number}-{before.candidate.digest}",
+            salt=before.salt or f"{self.log.next_number}-{before.candidate.digest}",
             evidence=dict(evidence),
         )
 
@@ -207,7 +207,7 @@ def _go_on(
 
 
 def decide_by_hand(
-    series: DecisionSeries,
+    series: DecisionLog,
     verdict: Verdict,
     *,
     by: str,

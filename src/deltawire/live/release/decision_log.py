@@ -13,7 +13,7 @@ from deltawire.wire.decisions import MAX_DECISION_BYTES, Decision, fault_after
 from deltawire.wire.objects import decode_json, encode_json
 
 
-class DecisionSeries:
+class DecisionLog:
     """The valid decisions of a run, the oldest first; `poll` reads those that are new.
 
     Decisions are never changed, so each is read once. One that is damaged, forged, of another run
@@ -22,7 +22,7 @@ class DecisionSeries:
 
     Example::
 
-        series = DecisionSeries(bucket, run.id)
+        series = DecisionLog(bucket, run.id)
         series.poll()
         series.newest
     """

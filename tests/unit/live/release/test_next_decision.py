@@ -1,4 +1,4 @@
-"""What follows from a situation, step by step, and what persons may decide."""
+"""Decisions that follow from a situation, step by step, and those of persons."""
 
 import msgspec
 import numpy as np
@@ -6,10 +6,15 @@ import pytest
 
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
-from deltawire.live.release.decision_series import DecisionSeries
+from deltawire.live.release.decision_log import DecisionLog
 from deltawire.live.release.evidence import planned_answers
-from deltawire.live.release.judge import Situation, decide_by_hand, judge, next_candidate
-from deltawire.live.release.outcomes import METRIC, Outcome
+from deltawire.live.release.next_decision import (
+    Situation,
+    decide_by_hand,
+    decide_next,
+    next_candidate,
+)
+from deltawire.live.release.outcomes import METRIC, SettledAnswer
 from deltawire.store import open_bucket
 from deltawire.wire import keys
 from deltawire.wire.decisions import CANDIDATE, ServedVersion
@@ -34,19 +39,19 @@ def outcomes(count, *, share=0.5, mine=0.6, theirs=0.6, slow=0.0, seed=0, on=Non
         values = {METRIC: float(rng.random() < rate), "slow": 0.0}
         if arm == CANDIDATE:
             values["slow"] = float(rng.random() < slow)
-        found.append(Outcome(float(number), arm, share, True, values))
+        found.append(SettledAnswer(float(number), arm, share, True, values))
     return found
 
 
 def series_of(bucket=None):
-    series = DecisionSeries(bucket or open_bucket("memory://", create=True), RUN)
+    series = DecisionLog(bucket or open_bucket("memory://", create=True), RUN)
     series.poll()
     return series
 
 
 def step(series, release=RELEASE, **facts):
     facts = {"newest": NEW, "scores": EVEN, "now": 100.0 + series.next_number} | facts
-    decision = judge(series, release, Situation(**facts), by="judge")
+    decision = decide_next(series, release, Situation(**facts), by="g0")
     if decision is not None:
         assert series.append(decision)
     return decision
@@ -138,7 +143,7 @@ def test_two_that_decide_at_once_agree_on_one_decision():
     step(one, newest=OLD)
     other.poll()
     step(one, candidate=NEW)
-    mine = judge(other, RELEASE, Situation(newest=NEXT, candidate=NEXT, now=5.0), by="other")
+    mine = decide_next(other, RELEASE, Situation(newest=NEXT, candidate=NEXT, now=5.0), by="other")
     assert mine.candidate == NEXT
     assert not other.append(mine)
     assert one.decisions == other.decisions
@@ -150,7 +155,7 @@ def test_two_that_decide_at_once_agree_on_one_decision():
 def test_a_decision_that_was_stored_before_its_answer_was_lost_counts():
     bucket = open_bucket("memory://", create=True)
     series = series_of(bucket)
-    decision = judge(series, RELEASE, Situation(newest=OLD, now=1.0), by="judge")
+    decision = decide_next(series, RELEASE, Situation(newest=OLD, now=1.0), by="g0")
     bucket.create(keys.live_decision(0), encode_json(decision))
     assert series.append(decision)
     assert series.decisions == [decision]
