@@ -39,7 +39,7 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     """
 
     metric: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")] = "reward"
-    """The deciding metric: ``reward``, or a kind of feedback, which counts 0 if it is not reported."""
+    """The deciding metric: ``reward``, or a kind of feedback, which counts 0 if not reported."""
     low: float | None = None
     high: float | None = None
     """The metric's bounds, which become 0 and 1; left out, those of the reward, or 0 and 1."""

@@ -1,7 +1,7 @@
 """The series of decisions in a bucket: read the newest, append the next.
 
 Any number of processes may decide. Each decision has a number and is created if absent, so of two
-that decide at once one succeeds, and the other reads what was decided and judges again.
+that decide at once one succeeds, and the other reads what was decided and decides again.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
                                   ▼           ▼ │ more outcomes
                                rollback ◀── hold (for data, or for a person)
 
-`decide_next` is a pure function, so any number of processes may decide: their decisions differ only by when
-they looked, and one of each number wins. A user of this room reads `DecisionLog`, gathers a
+`decide_next` is a pure function, so any number of processes may decide: their decisions differ only
+by when they looked, and one of each number wins. A user of this room reads `DecisionLog`, gathers a
 `Situation`, and appends what `decide_next` returns.
 """
 
@@ -30,9 +30,9 @@ Scores = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """The facts that a decision follows from: the ``newest`` version and the newest that `next_candidate` names, both
-    with the digests of their manifests, held-out ``scores``, the ``outcomes`` of the canary that is
-    under way, and the time in seconds since 1970."""
+    """The facts that a decision follows from: the ``newest`` version and the one of
+    `next_candidate`, with the digests of their manifests, held-out ``scores``, the ``outcomes``
+    of the canary that is under way, and the time in seconds since 1970."""
 
     newest: ServedVersion
     candidate: ServedVersion | None = None
@@ -42,19 +42,19 @@ class Situation:
 
 
 def next_candidate(
-    series: DecisionLog, release: ReleaseConfig, *, newest: int, scores: Scores, now: float
+    log: DecisionLog, release: ReleaseConfig, *, newest: int, scores: Scores, now: float
 ) -> int | None:
     """Returns the version that may become the candidate now: the newest that is newer than the
     serving one, was not rolled back, and has the scores that the gate compares; None if there is
     none, a candidate is undecided, or the last decision is too recent."""
-    decision = series.newest
+    decision = log.newest
     if decision is None or decision.verdict in UNDECIDED:
         return None
     if now < decision.at + release.every_s:
         return None
     known = {version for version, score in scores.items() if release.gate.keys() <= score.keys()}
     versions = known if release.gate else {newest}
-    rejected = series.rejected()
+    rejected = log.rejected()
     return max(
         (v for v in versions if decision.serving.version < v <= newest and v not in rejected),
         default=None,
@@ -62,11 +62,11 @@ def next_candidate(
 
 
 def decide_next(
-    series: DecisionLog, release: ReleaseConfig, situation: Situation, *, by: str
+    log: DecisionLog, release: ReleaseConfig, situation: Situation, *, by: str
 ) -> Decision | None:
     """Returns the decision that follows from the situation; None if nothing changes."""
-    make = _Maker(series, situation.now, by)
-    before = series.newest
+    make = _Maker(log, situation.now, by)
+    before = log.newest
     if before is None:
         return make.decision(
             "serve", situation.newest, reason="the newest version serves from the start"
@@ -207,7 +207,7 @@ def _go_on(
 
 
 def decide_by_hand(
-    series: DecisionLog,
+    log: DecisionLog,
     verdict: Verdict,
     *,
     by: str,
@@ -221,7 +221,7 @@ def decide_by_hand(
 
     Raises `InputError` if there is nothing to decide about.
     """
-    before, make = series.newest, _Maker(series, now, by)
+    before, make = log.newest, _Maker(log, now, by)
     if before is None:
         if verdict != "promote" or target is None:
             raise InputError("no version serves by decision yet", hint="promote one: --version N")
@@ -243,7 +243,7 @@ def decide_by_hand(
         return make.decision(
             "rollback", before.serving, candidate, reason=reason or "rolled back by hand"
         )
-    earlier = series.before_serving()
+    earlier = log.before_serving()
     chosen = target or (earlier.serving if earlier else None)
     if chosen is None or chosen == before.serving:
         raise InputError(

@@ -149,13 +149,13 @@ class OutcomeReader:
         return found
 
 
-def by_share(
-    outcomes: Iterable[SettledAnswer], shares: Iterable[float]
-) -> dict[float, tuple[list[SettledAnswer], list[SettledAnswer]]]:
+Stages = dict[float, tuple[list[SettledAnswer], list[SettledAnswer]]]
+"""The candidate's and the serving version's answers at each share."""
+
+
+def by_share(outcomes: Iterable[SettledAnswer], shares: Iterable[float]) -> Stages:
     """Returns the outcomes of each stage: the candidate's and the serving version's."""
-    stages: dict[float, tuple[list[SettledAnswer], list[SettledAnswer]]] = {
-        s: ([], []) for s in shares
-    }
+    stages: Stages = {share: ([], []) for share in shares}
     for outcome in outcomes:
         for share, arms in stages.items():
             if abs(share - outcome.share) < SAME_SHARE:
