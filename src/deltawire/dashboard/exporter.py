@@ -134,6 +134,8 @@ def _standing(status: RunStatus) -> Iterator[Metric]:
         [(("in_flight",), status.groups_in_flight), (("stored",), status.groups_stored)],
     )
     causes = _merged(status.failures)
+    served = _merged(status.gateways)
+    yield _gauge("gateways", "Counters and rates of the live gateways", ["counter"], served)
     yield _gauge("failures", "Recent failures, by cause", ["cause"], causes)
     found = {(legible(i.worker, 80), legible(i.kind, 80)): i.count for i in status.incidents}
     named = [(labels, float(count)) for labels, count in found.items()][:MAX_LABELS]

@@ -29,6 +29,7 @@ from deltawire.store import Bucket
 from deltawire.sync import require_run
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.wire import keys
+from deltawire.wire.captures import GatewayState
 from deltawire.wire.objects import decode_json
 from deltawire.wire.run import Run
 from deltawire.wire.status import Heartbeat, Incident, TrainerStatus
@@ -37,6 +38,7 @@ WINDOW_S = 300.0
 READERS = 16
 MAX_PROCESSES = 4096
 MAX_STATUS_OBJECT_BYTES = 16 << 20
+MAX_GATEWAY_BYTES = 1 << 20
 FRESH_S = 30.0
 """A stored status that is older, by this machine's clock, is not shown."""
 MAX_STREAMS_NAMED = 12
@@ -149,6 +151,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Why the latest steps moved nothing; empty if they moved something."""
     forecast: Forecasted | None = None
     """The trainer's newest forecast; null without ``budget.stop_when``."""
+    gateways: dict[str, float] = {}
+    """Totals of the counters of the run's gateways, and the mean rates of their detectors; empty
+    without a gateway."""
 
 
 class Watch:
@@ -272,7 +277,25 @@ class Watch:
             self_attested=trainer.self_attested if trainer else [],
             alarm=_no_progress(state),
             forecast=state.newest_forecast,
+            gateways=_attempt(lambda: gateway_totals(self._bucket), problems) or {},
         )
+
+
+def gateway_totals(bucket: Bucket) -> dict[str, float]:
+    """Returns the sums of the counters of all gateways of a run, and the means of the rates of
+    their detectors, by name; raises `RetryError` and `CorruptError`."""
+    totals: dict[str, float] = {}
+    rates: dict[str, list[float]] = {}
+    for key in bucket.list(keys.LIVE_GATEWAYS):
+        data = bucket.get(key, limit=MAX_GATEWAY_BYTES)
+        if data is None:
+            continue
+        found = decode_json(data, GatewayState, run=bucket.url, key=key)
+        for name, count in found.counts.items():
+            totals[name] = totals.get(name, 0.0) + count
+        for name, rate in found.rates.items():
+            rates.setdefault(f"rate_{name}", []).append(rate)
+    return totals | {name: sum(values) / len(values) for name, values in rates.items()}
 
 
 def _no_progress(state: RunState) -> str:

@@ -50,6 +50,12 @@ def view(status: RunStatus) -> RenderableType:
         parts += [Text(), _budgets(status)]
     if status.failures:
         parts += [Text(), _counts("failures", status.failures)]
+    if status.gateways:
+        counts = {
+            name.replace("_", " "): f"{value:.3g}" if name.startswith("rate_") else f"{value:,.0f}"
+            for name, value in sorted(status.gateways.items())
+        }
+        parts += [Text(), _counts("gateways", counts)]
     if status.probes:
         probes = {name: percent(value) for name, value in status.probes.items()}
         parts += [Text(), _counts("probes", probes)]

@@ -81,6 +81,7 @@ STATUS = RunStatus(
     groups_in_flight=4,
     groups_stored=40,
     settings={},
+    gateways={"captures_lost": 2.0},
     failures={'episode: "odd"\n\x1b[31m\\': 2, "groups dropped": 1},
     probes={"hidden tests": 0.5},
     processes=[
@@ -150,6 +151,7 @@ def test_every_figure_under_its_name() -> None:
     assert value("groups", state="in_flight") == 4
     assert value("probe", probe="hidden tests") == 0.5
     assert value("process_alive", process="w0", role="worker") == 0
+    assert value("gateways", counter="captures_lost") == 2
     assert value("failures", cause='episode: "odd"··[31m\\') == 2
 
 

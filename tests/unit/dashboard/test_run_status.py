@@ -19,6 +19,7 @@ from deltawire.events import Event, Generated, Life, Published, Span, Step, Swap
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import create_run
 from deltawire.wire import keys
+from deltawire.wire.captures import GatewayState
 from deltawire.wire.objects import encode_json
 from deltawire.wire.run import Run, TensorSpec
 from deltawire.wire.status import Heartbeat, TrainerStatus
@@ -308,3 +309,25 @@ def test_a_manifest_that_readers_pass_over_is_a_problem(bucket) -> None:
     assert keys.manifest(9_999_999_999) in found.problems[0]
     assert found.problems[1] == "2 workers pass over an object: version 4 is junk"
     assert "2 workers pass over" in shown(found, width=200)
+
+
+def test_counters_of_gateways_are_added_up(bucket) -> None:
+    assert look(bucket).gateways == {}
+    for number in range(2):
+        state = GatewayState(
+            gateway=f"g{number}",
+            run="a" * 32,
+            public_key="b" * 64,
+            started=NOW,
+            at=NOW,
+            counts={"answers": 700.0, "captures_lost": float(number)},
+            rates={"retry": 0.2 * number},
+        )
+        bucket.put(keys.live_gateway(f"g{number}"), encode_json(state))
+    found = look(bucket)
+    assert found.gateways == {"answers": 1400.0, "captures_lost": 1.0, "rate_retry": 0.1}
+    assert "1,400" in shown(found)
+    bucket.put(keys.live_gateway("g0"), b"{")
+    damaged = look(bucket)
+    assert damaged.gateways == {}
+    assert any("live/gateways/g0.json" in problem for problem in damaged.problems)
