@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -79,10 +80,10 @@ def run_config() -> RunConfig:
 class PromptSet:
     """The prompts, their right answers, and a model with the wanted pass rates."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, rates: Sequence[float] = RATES) -> None:
         rng = np.random.default_rng(seed)
-        count = PROMPTS * len(RATES)
-        self.rates = np.repeat(RATES, PROMPTS)
+        count = PROMPTS * len(rates)
+        self.rates = np.repeat(rates, PROMPTS)
         self.prompts = [[65 + n // 26, 97 + n % 26, 61] for n in range(count)]
         self.right = rng.integers(0, ANSWERS, count)
         sizes = BuildConfig(
@@ -123,11 +124,18 @@ class PromptSet:
 class Session:
     """One arm's training with one seed."""
 
-    def __init__(self, arm: AllocationConfig, seed: int, *, step: int = STEP) -> None:
+    def __init__(
+        self,
+        arm: AllocationConfig,
+        seed: int,
+        *,
+        step: int = STEP,
+        rates: Sequence[float] = RATES,
+    ) -> None:
         torch.manual_seed(seed)
         self.seed, self.step, self._position = seed, step, 0
         self.arm, self.config = arm, run_config()
-        self.set = PromptSet(seed)
+        self.set = PromptSet(seed, rates)
         self.masters = MasterWeights(self.set.model, self.config.train)
         self.rng = np.random.default_rng((seed, 1))
         self.posterior = TaskPosterior(arm.discount)
@@ -224,6 +232,15 @@ class Session:
         prompt = np.array(self.set.prompts[number], np.int32)
         return [Group("w0", "n", f"prompt {number}", 1.0, prompt, found)]
 
+    def train(self) -> float:
+        """Makes one optimizer step; returns the accuracy after it."""
+        groups = self.batch()
+        self.set.model.train()
+        train_step(self.masters, groups, self.config, version=self.version)
+        self.trained += sum(group.tokens for group in groups)
+        self.version += 1
+        return float(self.set.pass_rates().mean())
+
     def run(self) -> dict[str, Any]:
         """Trains to the last mark; returns the cell."""
         began = time.monotonic()
@@ -235,12 +252,7 @@ class Session:
             elapsed = time.monotonic() - began
             if accuracy >= MARKS[-1] or curve[-1][0] > MAX_TOKENS or elapsed > CELL_S:
                 break
-            groups = self.batch()
-            self.set.model.train()
-            train_step(self.masters, groups, self.config, version=self.version)
-            self.trained += sum(group.tokens for group in groups)
-            self.version += 1
-            accuracy = float(self.set.pass_rates().mean())
+            accuracy = self.train()
         return {
             "start": [round(float(start[self.set.rates == r].mean()), 4) for r in RATES],
             "end": [

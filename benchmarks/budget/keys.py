@@ -19,5 +19,11 @@ KEYS: Final[dict[str, Key]] = {
     "allocation_gain_over_refill": Key(
         "allocation", ">=", 1.0, "the same, DAPO's refill over allocated"
     ),
+    "forecast_error": Key(
+        "forecasts", "<=", 0.03, "median error of a forecast of the second half of a run"
+    ),
+    "forecast_over_carried": Key(
+        "forecasts", "<=", 1.0, "the same over the error of carrying the last value forward"
+    ),
 }
 """Every key, in the order of the table."""

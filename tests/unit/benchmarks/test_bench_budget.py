@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from benchmarks.budget import forecasts
 from benchmarks.budget.allocation import SHOWN, TARGET, gains, price
 from benchmarks.budget.cells import Cells
 from benchmarks.budget.keys import KEYS, PACKAGE
@@ -56,3 +57,32 @@ def test_gains_are_ratios_of_equal_seeds(tmp_path, theirs, expected):
     assert gains(cells, "fixed", TARGET) == expected
     cells.path(SHOWN, 1).unlink()
     assert gains(cells, "fixed", TARGET) is None
+
+
+def rising(middle):
+    return [(step * 100, 0.2 + 0.6 / (1 + (middle / max(step, 1e-9)) ** 1.5)) for step in range(81)]
+
+
+def test_a_forecast_is_scored_over_all_seeds_that_gain(tmp_path):
+    cells = Cells(tmp_path / "forecast")
+    options = Options(out=str(tmp_path), cases=0)
+    for seed in range(4):
+        cells.measure("forecast", seed, lambda: {"curve": rising(40.0)})
+    missing = forecasts.measure(options)
+    assert set(missing.values.values()) == {None}
+    assert missing.details["halves"] is None
+    cells.measure("forecast", 4, lambda: {"curve": rising(0.5)})  # It gains little.
+    values, details = forecasts.measure(options)
+    assert details["gaining"] == 4
+    assert len(details["halves"]) == 5
+    assert values["forecast_error"] < 0.03
+    assert values["forecast_over_carried"] < 0.5
+
+
+def test_runs_that_gain_nothing_score_nothing(tmp_path):
+    cells = Cells(tmp_path / "forecast")
+    for seed in range(5):
+        cells.measure("forecast", seed, lambda: {"curve": rising(0.01)})
+    values, details = forecasts.measure(Options(out=str(tmp_path), cases=0))
+    assert set(values.values()) == {None}
+    assert details["gaining"] == 0

@@ -10,9 +10,10 @@ between a low plateau that is near and a high one that is far, so here every poi
 (C_mid, B, A) keeps a weight, with the best R0 for it, and each statement is a quantile over the
 weighted grid. The weight of a point with the residuals e over n measurements is::
 
-    (n s^2 + sum(e^2))^(-n / 2) · prior(B)
+    (n s^2 + sum(e^2))^(-m / 2) · prior(B)
 
-which is the likelihood of normal noise of unknown variance, of at least s^2. The prior of log B is
+which is the likelihood of normal noise of unknown variance, of at least s^2, for m independent
+measurements: n, less what the correlation of neighboring residuals takes away. The prior of log B is
 normal around log 1.5 with a deviation of 0.6; those of A and log C_mid are flat on the grid.
 """
 
@@ -94,7 +95,12 @@ class SigmoidFit:
         start_SA, squares_SA = _best_starts(share_SN, seen, plateaus_A, floor)
         count = len(at)
         least = count * max(noise, _LEAST_NOISE * scale) ** 2
-        log_SA = -0.5 * count * np.log(least + squares_SA)
+        log_SA = np.log(least + squares_SA)
+        shape, place = np.unravel_index(np.argmin(log_SA), log_SA.shape)
+        curve_N = (
+            start_SA[shape, place] * (1 - share_SN[shape]) + plateaus_A[place] * share_SN[shape]
+        )
+        log_SA *= -0.5 * _independent(seen - curve_N)
         log_SA -= 0.5 * (np.log(steepness_S / 1.5) / 0.6)[:, None] ** 2
         weight_SA = np.exp(log_SA - log_SA.max())
         # Few points of the grid carry all the weight; the others are left out of every quantile.
@@ -150,6 +156,16 @@ class SigmoidFit:
         places = np.searchsorted(reached, [0.5, edge, 1 - edge]).clip(max=len(values) - 1)
         median, low, high = (float(values[order[place]]) for place in places)
         return Interval(median, low, high)
+
+
+def _independent(residual_N: Floats) -> float:
+    """The number of independent measurements that n residuals are worth: n (1 - r) / (1 + r), for
+    the correlation r of neighbors, and at least `MIN_POINTS`."""
+    count, squares = len(residual_N), float(residual_N @ residual_N)
+    if squares <= 0:
+        return float(count)
+    r = float(residual_N[1:] @ residual_N[:-1]) / squares
+    return max(count * (1 - r) / (1 + r), float(MIN_POINTS)) if r > 0 else float(count)
 
 
 def _best_starts(
