@@ -13,8 +13,8 @@ weighted grid. The weight of a point with the residuals e over n measurements is
     (n s^2 + sum(e^2))^(-m / 2) · prior(B)
 
 which is the likelihood of normal noise of unknown variance, of at least s^2, for m independent
-measurements: n, less what the correlation of neighboring residuals takes away. The prior of log B is
-normal around log 1.5 with a deviation of 0.6; those of A and log C_mid are flat on the grid.
+measurements: n, less what the correlation of neighboring residuals takes away. The prior of log B
+is normal around log 1.5 with a deviation of 0.6; those of A and log C_mid are flat on the grid.
 """
 
 from __future__ import annotations
