@@ -1,0 +1,62 @@
+"""Simulated users at a gateway, with OpenAI's client over loopback."""
+
+import asyncio
+
+import pytest
+from live_gateway import TOKEN, live_serving, published
+
+from deltawire.errors import InputError
+from deltawire.testing.users.driver import UserDriver
+from deltawire.testing.users.population import Population, UserSettings
+
+QUICK = UserSettings(
+    users=20, silence=0.2, duplicates=0.5, accept_delay_s=0.01, reject_delay_s=0.01,
+    edit_delay_s=0.01,
+)  # fmt: skip
+
+
+def drive(tmp_path, monkeypatch, *, mode="tokens", token=TOKEN):
+    async def scenario():
+        async with live_serving(published(), tmp_path / "state", monkeypatch) as gateway:
+            gateway.fake.mode = mode
+            population = Population(QUICK)
+            driver = UserDriver(f"http://127.0.0.1:{gateway.port}", token, population)
+            # As fast as the arrivals come; users who find no place are counted.
+            result = await driver.drive(rate=60.0, seconds=0.5)
+            return result, await gateway.uploaded(), gateway.fake.seen
+
+    return asyncio.run(scenario())
+
+
+def test_every_answer_is_noted_and_every_report_is_stored_once(tmp_path, monkeypatch):
+    result, (captures, reports), seen = drive(tmp_path, monkeypatch)
+    counts = result.counts
+    assert counts["asked"] == len(seen) == len(result.notes) > 10
+    assert not counts["failed"]
+    assert {bool(body.get("stream")) for body in seen} == {True, False}
+    assert len(captures) == len(result.notes)
+    assert {row.task for row in captures} == {note.kind for note in result.notes}
+    assert all(row.user and row.cohort.startswith("week-") for row in captures)
+    # The replica's answer has no style: nobody is satisfied, and whoever speaks rejects it.
+    assert {(n.style, n.satisfaction, n.version) for n in result.notes} == {("", 0.0, 0)}
+    spoke = [note for note in result.notes if note.reported]
+    stored = [row for row in reports if row.source == "client"]
+    assert len(stored) == counts["reports"] == len(spoke)
+    assert counts["repeated"] > 0
+    assert {row.kind for row in stored} == {note.reported for note in spoke}
+    assert result.satisfaction() == 0.0
+    assert result.satisfaction(since=1e9) != result.satisfaction(since=1e9)  # None: NaN.
+
+
+@pytest.mark.parametrize("options", [{"mode": "error"}, {"token": "wrong"}])
+def test_answers_that_fail_are_counted_and_end_nothing(tmp_path, monkeypatch, options):
+    result, (captures, reports), _ = drive(tmp_path, monkeypatch, **options)
+    assert result.counts["failed"] == result.counts["asked"] > 10
+    assert not result.notes
+    assert not captures
+    assert not reports
+
+
+def test_a_wrong_url_is_refused():
+    with pytest.raises(InputError, match="http"):
+        UserDriver("127.0.0.1:1", "t", Population(QUICK))
