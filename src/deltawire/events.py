@@ -109,6 +109,32 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     """By field, the number of entries that were left out of a line that would be too long."""
 
 
+class Allocated(_Event, tag="allocated", frozen=True, kw_only=True):
+    """Prompts that allocation decided since the previous step, which made ``version``.
+
+    Of the ``judged`` prompts, ``trained`` were trained on, ``partial`` of them before all of their
+    completions came; ``skipped`` and ``deferred`` ones were dropped after their pilot, or later.
+    ``passed`` positions were not drawn. ``equal`` counts the judged prompts whose rewards were all
+    equal, as far as they had a success or a failure. ``completions`` counts trained prompts by
+    their number of completions. ``dropped_tokens`` were drawn for the dropped prompts, and
+    ``saved_tokens`` are those that they would have cost in addition at ``rollout.group_size``, at
+    their mean length.
+    """
+
+    at: float
+    version: int
+    judged: int
+    trained: int
+    partial: int
+    skipped: int
+    deferred: int
+    passed: int
+    equal: int
+    completions: dict[str, int] = {}
+    dropped_tokens: int = 0
+    saved_tokens: int = 0
+
+
 class MergeKept(msgspec.Struct, frozen=True, kw_only=True):
     """The share of an adapter's change that merged weights contain, in all and by layer, of the
     layers that contain least; and the share of their elements that differ from the base's."""
@@ -369,6 +395,7 @@ class Parity(_Event, tag="parity", frozen=True, kw_only=True):
 
 Event = (
     Life
+    | Allocated
     | Span
     | Step
     | Published

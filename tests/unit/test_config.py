@@ -67,6 +67,7 @@ def test_the_tables_were_found():
         "live.silent",
         "line",
         "midtrain",
+        "rollout.allocation.bands",
         "rollout.thinking",
         "task.data",
         "task.messages",
@@ -229,6 +230,7 @@ OTHER = {
     "train.optimizer.groups": [
         {"names": "router", "kind": None, "learning_rate": 0.5, "weight_decay": 0.0}
     ],
+    "rollout.allocation.policy": "refill",
     "rollout.engine": "vllm",
     "rollout.precision": "bfloat16",
     "task.messages": [{"role": "user", "content": "{question}"}],
@@ -259,6 +261,7 @@ TOGETHER = {
         "task.mixture",
         "midtrain",
         "line",
+        "rollout.allocation.bands",
         "rollout.thinking",
     ),
 }

@@ -10,6 +10,7 @@ Example::
 """
 
 from deltawire.config.adapters import AdapterConfig, AdapterLineConfig, LineConfig
+from deltawire.config.allocation import AllocationConfig, BandConfig
 from deltawire.config.budget import BudgetConfig
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.losses import (
@@ -74,6 +75,8 @@ __all__ = [
     "UNCORRECTED_STALENESS",
     "AdapterConfig",
     "AdapterLineConfig",
+    "AllocationConfig",
+    "BandConfig",
     "BudgetConfig",
     "BuildConfig",
     "ChatConfig",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from deltawire.config.base import Count, Fraction, Section
+from deltawire.config.base import Count, Fraction, Positive, Section
 
 AllocationPolicy = Literal["fixed", "refill", "pilot", "knapsack"]
 
@@ -66,7 +66,7 @@ class AllocationConfig(Section, frozen=True, kw_only=True):
     """Versions until a deferred prompt is tried again."""
     max_defers: Annotated[int, Meta(ge=0, le=1024)] = 2
     """How often a prompt is deferred before it is skipped."""
-    success_at: Annotated[float, Meta(ge=-1e9, le=1e9)] = 1.0
+    success_at: Positive = 1.0
     """The reward from which a completion counts as a success."""
     bands: Annotated[list[BandConfig], Meta(max_length=64)] = []
     """Bands of difficulty, by rising pass rate: each task is drawn as often as its band's weight

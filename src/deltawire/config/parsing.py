@@ -90,6 +90,7 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         _scaffold_fault(config),
         _budgets_fault(config),
         _stop_fault(config),
+        _allocation_fault(config),
         _lengths_fault(config),
     ):
         if found:
@@ -147,6 +148,23 @@ def _scaffold_fault(config: RunConfig) -> tuple[str, str] | None:
     if rollout.scaffold in BUILT_IN_SCAFFOLDS and rollout.max_steps < 2:
         reason = f"rollout.scaffold {rollout.scaffold} takes two turns, and rollout.max_steps is 1"
         return reason, "set rollout.max_steps to 2 or more"
+    return None
+
+
+def _allocation_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Why completions cannot be allocated, and what to do; None if they can."""
+    allocation, train = config.rollout.allocation, config.train
+    if allocation.policy == "fixed":
+        return None
+    where = f'rollout.allocation.policy = "{allocation.policy}"'
+    if train.staleness.policy == "windowed_fifo":
+        reason = f"{where}: skipped prompts leave no gap-free order for windowed_fifo"
+        return reason, 'set train.staleness.policy = "strict" or "requeue"'
+    if train.loss.advantage == "given":
+        reason = (
+            f'{where} compares rewards; train.loss.advantage = "given" takes them as advantages'
+        )
+        return reason, 'set rollout.allocation.policy = "fixed"'
     return None
 
 

@@ -17,6 +17,7 @@ from deltawire.config.adapters import (
     LineConfig,
     adapters_contradiction,
 )
+from deltawire.config.allocation import AllocationConfig
 from deltawire.config.base import Count, Fraction, OwnDevice, Positive, Section
 from deltawire.config.budget import BudgetConfig
 from deltawire.config.fleet import TrustConfig, WorkersConfig
@@ -178,9 +179,12 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """The workers' device, if not the run's."""
     thinking: ThinkingConfig | None = None
     """Bounds how long the model thinks before it answers; without it, only max_tokens does."""
+    allocation: AllocationConfig = AllocationConfig()
 
     def contradiction(self) -> tuple[str, str] | None:
         """Finds settings that contradict each other: the reason and what to do, or None."""
+        if found := self.allocation.contradiction(self.group_size):
+            return found
         if self.thinking is None:
             return None
         return self.thinking.contradiction(self.max_tokens, self.context)

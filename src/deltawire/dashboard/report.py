@@ -331,6 +331,7 @@ def _figures(summary: Summary, state: RunState) -> str:
         *_source_losses(summary),
         *_over_budgets(summary),
         *_forecast(state),
+        *(summary.allocation.rows() if summary.allocation else []),
         ("Groups consumed", f"{summary.groups_consumed:,}"),
         *_proof(summary),
         *_base(summary),

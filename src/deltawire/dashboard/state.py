@@ -28,6 +28,7 @@ import msgspec
 
 from deltawire.events import (
     Activity,
+    Allocated,
     Attempt,
     Diverged,
     Evaluated,
@@ -236,6 +237,8 @@ class RunState:
         self._groups_added = 0
         self.steps: dict[int, Step] = {}
         """Keyed by the version that the step made."""
+        self.allocated: dict[int, Allocated] = {}
+        """What allocation decided before each step; empty with a fixed group size."""
         self.published: dict[int, Published] = {}
         self.evaluated: dict[int, Evaluated] = {}
         self.heldout_losses: dict[int, HeldoutLoss] = {}
@@ -280,6 +283,8 @@ class RunState:
             _keep_latest(self.settings, event.version, event)
         elif isinstance(event, Forecasted):
             _keep_latest(self.forecasts, event.version, event)
+        elif isinstance(event, Allocated):
+            _keep_latest(self.allocated, event.version, event)
 
     def _add(self, event: Event) -> None:
         process = self.processes.setdefault(event.process, ProcessState(event.process))
@@ -312,7 +317,14 @@ class RunState:
             case WarmStep():
                 process.imply("warm-start")
                 _keep_latest(self.warm, event.step, event)
-            case Diverged() | Attempt() | NoProgress() | SettingsChanged() | Forecasted():
+            case (
+                Allocated()
+                | Attempt()
+                | Diverged()
+                | Forecasted()
+                | NoProgress()
+                | SettingsChanged()
+            ):
                 process.imply("trainer")
                 self._add_notice(event)
             case Parity():

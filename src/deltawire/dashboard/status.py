@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from deltawire.config import FaultsConfig, RunConfig, parse_config
+from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.display import safe_line
@@ -110,6 +111,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     completion_length: float | None
     truncated: float | None
     entropy: float | None
+    allocation: AllocationTotals | None
     heldout: float | None
     heldout_reward: float | None
     heldout_version: int | None
@@ -267,6 +269,7 @@ class Watch:
             groups_stored=sum(beat.worker.stored for beat in beats.values() if beat.worker),
             heldout_sets=tested.sets if (tested := state.newest_evaluation) else {},
             heldout_budgets=tested.budgets if tested else [],
+            allocation=AllocationTotals.of(state),
             heldout_sources=lost.sources if (lost := state.newest_heldout_loss) else {},
             settings=trainer.settings if trainer else {},
             failures=failures_by_cause(state),

@@ -128,6 +128,10 @@ def _figures(status: RunStatus) -> Table:
     ]
     if status.merge_kept is not None:
         rows.append(("merge keeps", _text("merge_kept", status), "", ""))
+    if (allocated := status.allocation) is not None:
+        saved = f"{allocated.saved_tokens:,} tokens, {percent(allocated.equal_share)} of them equal"
+        rows.append(("prompts", allocated.verdicts, "saved", saved))
+        rows.append(("  completions", allocated.sizes, "", ""))
     for row in rows:
         grid.add_row(*row)
     return grid

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.figures import value, whole
 from deltawire.dashboard.state import RunState
 from deltawire.events import BudgetScore, HeldoutScore, SourceLoss
@@ -202,6 +203,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Null where the whole model is trained."""
     last_step: dict[str, float | None] = {}
     """The figures of `LAST_STEP`, by name."""
+    allocation: AllocationTotals | None = None
+    """Null with a fixed group size."""
 
 
 def summarize(
@@ -260,6 +263,7 @@ def summarize(
         heldout_budgets={
             version: one.budgets for version, one in sorted(state.evaluated.items()) if one.budgets
         },
+        allocation=AllocationTotals.of(state),
         heldout_area=(value("heldout_area_first", state), value("heldout_area", state)),
         heldout_loss=_heldout_losses(state),
         last_step={name: value(name, state) for name in LAST_STEP},

@@ -30,12 +30,14 @@ class GroupStatistics:
     zero_advantage: float = 0.0
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> GroupStatistics:
-        """Returns the figures of these groups."""
+    def of(cls, groups: Sequence[Group], parts: Sequence[int] = ()) -> GroupStatistics:
+        """Returns the figures of these groups; ``parts[i]`` consecutive ones are prompt i's."""
         lengths: list[int] = []
         cut: list[bool] = []
-        spreads: list[float] = []
-        for group in groups:
+        earned: dict[int, list[float]] = {}
+        counts = parts or [1] * len(groups)
+        prompts = [number for number, count in enumerate(counts) for _ in range(count)]
+        for prompt, group in zip(prompts, groups, strict=True):
             tokens: dict[int, int] = {}
             rewards: dict[int, float] = {}
             overlong = group.overlong_episodes
@@ -46,9 +48,10 @@ class GroupStatistics:
             lengths += tokens.values()
             cut += [episode in overlong for episode in tokens]
             if rewards:
-                values = list(rewards.values())
-                equal = min(values) == max(values)
-                spreads.append(0.0 if equal else stdev(values))
+                earned.setdefault(prompt, []).extend(rewards.values())
         if not lengths:
             return cls()
+        spreads = [
+            0.0 if min(values) == max(values) else stdev(values) for values in earned.values()
+        ]
         return cls(fmean(lengths), fmean(cut), fmean(spreads), fmean(s == 0 for s in spreads))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from deltawire.config import RunConfig
 from deltawire.config.scaffold import turn_limit
+from deltawire.errors import BugError
 from deltawire.parity import BatchParity, ParityMeter
 from deltawire.parity.router_replay import RouteReplay, replay_of
 from deltawire.train.batch import TokenBatch, collate
@@ -72,15 +73,17 @@ def train_step(
     *,
     reference: Reference | None = None,
     version: int | None = None,
+    parts: Sequence[int] = (),
 ) -> StepResult:
     """Runs one training step on these groups, in this order.
 
-    The same inputs and the same number of threads give the same bits. ``reference`` is that
+    The same inputs and the same number of threads give the same bits. ``parts`` are the numbers of
+    consecutive groups that are one prompt's (`prompts_of`). ``reference`` is that
     of ``train.loss.kl``, None without a penalty. ``version`` is the one that the masters
     hold; the count of their steps without it. If parity stops the step, only the gradients have
     changed.
     """
-    step = _TrainingStep.of(masters, groups, config, reference, version)
+    step = _TrainingStep.of(masters, groups, config, reference, version, parts)
     with deterministic():
         if len(step.minibatches) > 1:
             step.compute_old()
@@ -117,17 +120,40 @@ def totals_of(groups: Sequence[Group], config: RunConfig) -> Totals:
     )
 
 
-def advantages_of(groups: Sequence[Group], config: RunConfig) -> Advantages:
-    """Returns the advantage of every episode, relative to its whole group."""
+def prompts_of(groups: Sequence[Group], parts: Sequence[int]) -> list[int]:
+    """Returns the number of each group's prompt: ``parts[i]`` consecutive groups are prompt i.
+
+    Without ``parts``, each group is one. Raises `BugError` if they do not add up.
+    """
+    counts = list(parts) or [1] * len(groups)
+    if sum(counts) != len(groups):
+        raise BugError(f"the parts of prompts add up to {sum(counts)}, not {len(groups)} groups")
+    return [number for number, count in enumerate(counts) for _ in range(count)]
+
+
+def advantages_of(
+    groups: Sequence[Group], config: RunConfig, parts: Sequence[int] = ()
+) -> Advantages:
+    """Returns the advantage of every episode, relative to all completions of its prompt.
+
+    Prompts may differ in size: each has a mean, and a spread, of its own completions. Let the size
+    depend on rewards that are part of the group, as with a pilot, and rewards have two values. A
+    group of n with k successes adds k(n−k)/n · (s₁ − s₀) to the gradient of ``group_mean``, where
+    s₁ and s₀ are the mean scores of a success and of a failure, whose difference points along the
+    gradient of the pass rate. So choosing sizes by rewards changes how much a prompt weighs, by
+    E[k(n−k)/n], and never the direction of what it adds. With more than two values it may, by terms
+    that the pilot's share of the group bounds (``docs/ALLOCATION.md``).
+    """
+    prompts = prompts_of(groups, parts)
     rewards = {
         (number, episode): trajectory.reward
         for number, group in enumerate(groups)
         for _, episode, trajectory in group.trained()
     }
-    rewards = with_length_terms(rewards, groups, config)
+    rewards = with_length_terms(rewards, groups, config, prompts)
     values = ADVANTAGES[config.train.loss.advantage](
         torch.tensor(list(rewards.values()), dtype=torch.float32),
-        torch.tensor([number for number, _ in rewards]),
+        torch.tensor([prompts[number] for number, _ in rewards]),
     )
     return dict(zip(rewards, values.tolist(), strict=True))
 
@@ -216,6 +242,7 @@ class _TrainingStep:
         config: RunConfig,
         reference: Reference | None,
         version: int | None,
+        parts: Sequence[int],
     ) -> _TrainingStep:
         """Divides the groups into minibatches and micro-batches."""
         policy = TrainedPolicy.of(masters.model, config.train)
@@ -249,7 +276,7 @@ class _TrainingStep:
             reference,
             ParityMeter(config.parity, masters.steps if version is None else version),
             minibatches,
-            advantages_of(groups, config),
+            advantages_of(groups, config, parts),
         )
 
     def compute_old(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,25 @@ CLIENT_RECORD = "deltawire.client"
 
 DroppedRange = tuple[str, Sequence, Annotated[int, Meta(ge=1, le=1 << 20)]]
 """Consecutive groups of one worker: its name, the first sequence number, and how many."""
+
+
+class PromptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One decision of allocation: what became of the prompt at ``position`` (-1: not known).
+
+    ``task`` are the digits of `deltawire.rl.allocation.posterior.task_key`. The first ``pilot`` of
+    its ``completions`` were the pilot; ``finished`` of them did not fail, and ``successes`` of
+    those succeeded. It was deferred ``defers`` times before. ``partial`` is trained on before all
+    of its completions came, and ``pass`` was not drawn.
+    """
+
+    position: Annotated[int, Meta(ge=-1, lt=1 << 62)]
+    task: Annotated[str, Meta(max_length=16)]
+    verdict: Literal["train", "partial", "skip", "defer", "pass"]
+    pilot: Index = 0
+    completions: Index = 0
+    finished: Index = 0
+    successes: Index = 0
+    defers: Index = 0
 
 
 class Ledger(msgspec.Struct):
@@ -71,7 +90,9 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     say), because sums depend on both. ``settings`` are the values, by dotted key, that differed
     from the configuration in ``run.json`` when the step was made. ``position`` is that of the data
     after a step of mid-training; in reinforcement learning, the number of draws that were given
-    out.
+    out. With allocation, ``parts`` are the numbers of consecutive consumed groups that are one
+    prompt's, and advantages are relative to all of them; empty, each group is one. ``prompts``
+    records what was decided since the previous step.
     """
 
     step: Index = 0
@@ -82,6 +103,8 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     settings: Annotated[dict[str, Any], Meta(max_length=1024)] = {}
     position: Index = 0
     ranks: Annotated[int, Meta(ge=0, le=65536)] = 0
+    parts: Annotated[list[Annotated[int, Meta(ge=1, le=1 << 16)]], Meta(max_length=1 << 20)] = []
+    prompts: Annotated[list[PromptRecord], Meta(max_length=1 << 20)] = []
 
     def dropped_groups(self) -> Iterator[tuple[str, int]]:
         """Returns the dropped groups, each as (worker, sequence)."""
@@ -107,12 +130,14 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
         names = [name for name, _ in metadata.consumed]
         names += [name for name, _, _ in metadata.dropped]
         odd = [name for name in names if not keys.valid_name(name)]
-        if odd or (metadata.hashes and len(metadata.hashes) != len(metadata.consumed)):
-            fault = (
-                f"{odd[0][:40]!r} is not the name of a worker"
-                if odd
-                else "the number of hashes is not that of the groups"
-            )
+        uneven = bool(metadata.hashes) and len(metadata.hashes) != len(metadata.consumed)
+        parted = bool(metadata.parts) and sum(metadata.parts) != len(metadata.consumed)
+        if odd or uneven or parted:
+            fault = "the number of hashes is not that of the groups"
+            if odd:
+                fault = f"{odd[0][:40]!r} is not the name of a worker"
+            elif parted:
+                fault = "the parts of prompts do not add up to the groups"
             raise CorruptError(f"metadata: {fault}", run=run, version=version, key=key)
         return metadata
 

@@ -21,6 +21,8 @@ Phase = Literal["starting", "training", "stopped", "finished"]
 WorkerPhase = Literal["starting", "sampling", "stopped", "finished"]
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 _Name = Annotated[str, Meta(max_length=64)]
+_Size = Annotated[int, Meta(ge=1, le=4096)]
+_Part = Annotated[int, Meta(ge=0, le=4096)]
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,12 +52,16 @@ class Challenge(msgspec.Struct, frozen=True, kw_only=True):
 class Draws(msgspec.Struct, frozen=True, kw_only=True):
     """The tasks of a worker under one lease: its group ``numbers[i]`` has the task at
     ``positions[i]`` of the run's order. Group numbers from ``below`` on have no task yet.
+    With allocation, ``sizes[i]`` is its number of completions and ``parts[i]`` its number within
+    the prompt: 0 for a pilot, more for fills. Without, both are empty: ``rollout.group_size``.
     """
 
     lease: Index
     below: Index = 0
     numbers: Annotated[list[Index], Meta(max_length=1 << 16)] = []
     positions: Annotated[list[Index], Meta(max_length=1 << 16)] = []
+    sizes: Annotated[list[_Size], Meta(max_length=1 << 16)] = []
+    parts: Annotated[list[_Part], Meta(max_length=1 << 16)] = []
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,10 +71,14 @@ class Admission:
             for load in workers.values()
         )
 
-    def grant(self, workers: Mapping[str, WorkerLoad]) -> dict[str, int]:
+    def grant(
+        self, workers: Mapping[str, WorkerLoad], *, free: int | None = None
+    ) -> dict[str, int]:
         """Computes new cumulative credits for every worker, never fewer than before.
 
         Free places go one at a time to the living worker with the fewest unfinished groups.
+        ``free`` is their number where another limit decides, such as that of
+        `deltawire.rl.allocation.allocator`.
         """
         granted = {name: load.granted for name, load in workers.items()}
         alive = sorted(name for name, load in workers.items() if load.alive)
@@ -82,11 +86,15 @@ class Admission:
         new = [name for name in alive if not workers[name].proven]
         most = math.ceil(self.limit * max(self.share, 1 / max(1, len(alive))))
         holds = {name: granted[name] - workers[name].settled for name in alive}
-        free = self.limit - self.outstanding(workers)
+        allocated = free is not None
+        if free is None:
+            free = self.limit - self.outstanding(workers)
         held = sum(granted[name] - workers[name].stored for name in new)
         while free > 0:
             able = proven if proven and held >= self.limit // 2 else alive
-            able = [name for name in able if holds[name] < most]
+            within = [name for name in able if holds[name] < most]
+            # Parts of a prompt that were granted again may exceed what prompts hold by design.
+            able = within or (able if allocated else [])
             if not able:
                 break
             name = min(able, key=lambda worker: granted[worker] - workers[worker].stored)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from deltawire.config import RunConfig
+from deltawire.rl.allocation.allocator import Allocator, OpenParts
 from deltawire.rl.control.admission import WorkerLoad
 from deltawire.rl.control.challenges import Challenges
 from deltawire.rl.control.draws import DrawBook
@@ -47,8 +48,11 @@ class CreditIssuer:
         confirm: Callable[[], object] = lambda: None,
         settings: Mapping[str, Any] | None = None,
         draws: DrawBook | None = None,
+        allocator: Allocator[BufferedGroup] | None = None,
     ) -> None:
         self.draws = draws or DrawBook()
+        self.allocator = self.draws.source = allocator
+        self._without: set[tuple[str, int]] = set()
         self._begun: dict[str, tuple[int, int]] = {}
         self._confirm = confirm
         self._settings = dict(settings or {})
@@ -61,6 +65,8 @@ class CreditIssuer:
         self._credits = granted
         self.staleness = policy_of(config.train)
         self.staleness.share_credits(config.workers.share)
+        if allocator is not None:
+            self.staleness.hold_parts(allocator.parts_limit)
         self._metadata: dict[int, CommitMetadata] = {}
         self._stored: dict[str, int] = {}
         self._progress: dict[str, tuple[int, float]] = {}
@@ -106,6 +112,7 @@ class CreditIssuer:
             names = self._credits.keys() | alive
             self._stored = {name: buffer.stored(name) for name in names}
             self._dropping = {name: buffer.dropping(name) for name in names}
+            self._without = buffer.without_credit() if self.allocator else set()
             self._proven |= buffer.proven
             self._incidents = buffer.incidents.listed()
             self._self_attested = buffer.self_attested()
@@ -178,7 +185,9 @@ class CreditIssuer:
         with self._lock:
             self._phase = phase or self._phase
             if self._phase == "training":
-                self._credits = self.staleness.admit(self._loads(), version=self.version)
+                self._credits = self.staleness.admit(
+                    self._loads(), version=self.version, free=self._free()
+                )
                 self._cover()
             status = TrainerStatus(
                 phase=self._phase,
@@ -201,6 +210,34 @@ class CreditIssuer:
                 self._bucket.put(keys.TRAINER, encode_json(stamped))
                 self._written, self._written_at = status, now
 
+    def _free(self) -> int | None:
+        """The number of groups that allocation lets be granted; None without it.
+
+        A credit that has no draw yet, because its worker has not begun, counts as the largest
+        prompt.
+        """
+        if self.allocator is None:
+            return None
+        unstored = self._unstored()
+        prompts, completions = self.draws.outstanding(unstored, without=self._without)
+        for worker, count in unstored.items():
+            undrawn = max(0, count - self.draws.missing(worker, count))
+            prompts, completions = prompts + undrawn, completions + undrawn * self.allocator.most
+        idle = not any(unstored.values())
+        return self.allocator.room(prompts=prompts, completions=completions, idle=idle)
+
+    def owed(self) -> OpenParts:
+        """The parts of prompts that workers which are alive still owe."""
+        with self._lock:
+            return self.draws.owed(self._unstored())
+
+    def _unstored(self) -> dict[str, int]:
+        """By worker that is alive, the granted groups that it has not stored."""
+        return {
+            name: max(0, self._credits.get(name, 0) - self._stored.get(name, 0))
+            for name in self.alive
+        }
+
     def _cover(self) -> None:
         """Gives every granted group of a worker that is alive a task."""
         for worker, (lease, first) in self._begun.items():
@@ -213,6 +250,7 @@ class CreditIssuer:
         """Notes that a group was stored; returns what `DrawBook.arrive` does."""
         with self._lock:
             lease, number = Challenges.numbers(buffered.group.nonce)
+            buffered.part = self.draws.part(buffered.worker, lease, number)
             return self.draws.arrive(buffered.worker, buffered.sequence, lease, number)
 
     def _loads(self) -> dict[str, WorkerLoad]:

@@ -19,14 +19,44 @@ and not yet trained on at that step is left out of its epoch.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
+from deltawire.rl.allocation.allocator import OpenParts
 from deltawire.wire.status import Draws
 
 NOT_KNOWN = -1
 """Instead of a position: the number had one, which was given to another since."""
 RUN_STREAM = "run"
 """The stream of tasks that positions count in."""
+
+
+class Drawn(NamedTuple):
+    """One draw: a position, and with allocation the number of completions (0:
+    ``rollout.group_size``) and the part of the prompt: 0 for a pilot."""
+
+    position: int
+    size: int = 0
+    part: int = 0
+
+
+class DrawSource(Protocol):
+    """Decides what is drawn next (`deltawire.rl.allocation.allocator.Allocator`)."""
+
+    first: int
+
+    def take_fill(self) -> tuple[int, int, int] | None:
+        """Grants a fill: position, size and part; None without one."""
+        ...
+
+    def take_due(self) -> int | None:
+        """Grants the pilot of a deferred position; None without one."""
+        ...
+
+    def next_position(self, position: int) -> int:
+        """The first position from ``position`` on that is drawn."""
+        ...
 
 
 class DrawBook:
@@ -46,11 +76,13 @@ class DrawBook:
         next_position: int = 0,
         returned: Iterable[int] = (),
         draws: Mapping[str, Sequence[Draws]] | None = None,
+        source: DrawSource | None = None,
     ) -> None:
+        self.source = source
         self.next_position = next_position
         """All positions below it were given out."""
         self._returned = sorted(set(returned))
-        self._held: dict[tuple[str, int], dict[int, int]] = {}
+        self._held: dict[tuple[str, int], dict[int, Drawn]] = {}
         self._below: dict[tuple[str, int], int] = {}
         self._arrived: dict[tuple[str, int], tuple[int, int]] = {}
         self._last: dict[str, int] = {}
@@ -58,7 +90,10 @@ class DrawBook:
         for worker, leases in (draws or {}).items():
             for one in leases:
                 key = worker, one.lease
-                self._held[key] = dict(zip(one.numbers, one.positions, strict=False))
+                count = len(one.numbers)
+                sizes, parts = one.sizes or [0] * count, one.parts or [0] * count
+                places = zip(one.positions, sizes, parts, strict=False)
+                self._held[key] = dict(zip(one.numbers, map(Drawn._make, places), strict=False))
                 self._below[key] = one.below
                 self._last[worker] = max(one.lease, self._last.get(worker, 0))
 
@@ -83,7 +118,13 @@ class DrawBook:
 
     def position(self, worker: str, lease: int, number: int) -> int | None:
         """The position that a number holds, None if it holds none."""
-        return self._held.get((worker, lease), {}).get(number)
+        drawn = self._held.get((worker, lease), {}).get(number)
+        return None if drawn is None else drawn.position
+
+    def part(self, worker: str, lease: int, number: int) -> int:
+        """The part of its prompt that a number holds; 0 if it holds nothing."""
+        drawn = self._held.get((worker, lease), {}).get(number)
+        return 0 if drawn is None else drawn.part
 
     def arrive(self, worker: str, sequence: int, lease: int, number: int) -> int | None:
         """Notes that a group was stored, and returns its position.
@@ -107,6 +148,66 @@ class DrawBook:
         for key in [key for key in self._below if key[0] == worker]:
             self._give_back(key)
 
+    @property
+    def positions(self) -> set[int]:
+        """The positions that numbers hold."""
+        return {drawn.position for held in self._held.values() for drawn in held.values()}
+
+    def owed(self, unstored: Mapping[str, int]) -> OpenParts:
+        """The parts that were granted to workers which are alive, and have not arrived.
+
+        ``unstored`` counts, for each living worker, the granted groups that it has not stored. Of
+        its draws that have not arrived, as many of the newest are under way; any others were
+        stored and could not be read.
+        """
+        by_position: Counter[int] = Counter()
+        pilots = 0
+        for drawn in self._missing(unstored):
+            by_position[drawn.position] += 1
+            pilots += not drawn.part
+        return OpenParts(by_position, pilots)
+
+    def _missing(self, unstored: Mapping[str, int]) -> list[Drawn]:
+        """Draws whose groups are under way; see `owed`."""
+        stored = {(worker, lease, number) for (worker, _), (lease, number) in self._arrived.items()}
+        found: dict[str, list[tuple[int, int, Drawn]]] = {}
+        for (worker, lease), held in self._held.items():
+            if worker in unstored:
+                found.setdefault(worker, []).extend(
+                    (lease, number, drawn)
+                    for number, drawn in held.items()
+                    if (worker, lease, number) not in stored
+                )
+        return [
+            drawn
+            for worker, draws in found.items()
+            for _, _, drawn in sorted(draws)[max(0, len(draws) - unstored[worker]) :]
+        ]
+
+    def missing(self, worker: str, unstored: int) -> int:
+        """The number of a worker's draws that are under way; see `owed`."""
+        return len(self._missing({worker: unstored}))
+
+    def outstanding(
+        self, unstored: Mapping[str, int], *, without: Collection[tuple[str, int]]
+    ) -> tuple[int, int]:
+        """The prompts and the completions that are granted and not settled.
+
+        ``unstored`` is that of `owed`; ``without`` names stored groups that hold no credit any
+        more, as (worker, sequence).
+        """
+        positions: set[int] = set()
+        completions = 0
+        for drawn in self._missing(unstored):
+            positions.add(drawn.position)
+            completions += drawn.size
+        for (worker, sequence), (lease, number) in self._arrived.items():
+            held = self._held.get((worker, lease), {}).get(number)
+            if held is not None and (worker, sequence) not in without:
+                positions.add(held.position)
+                completions += held.size
+        return len(positions), completions
+
     def listed(self) -> dict[str, list[Draws]]:
         """The tasks that workers hold, for ``trainer.json``."""
         found: dict[str, list[Draws]] = {}
@@ -117,7 +218,9 @@ class DrawBook:
                 lease=lease,
                 below=below,
                 numbers=numbers,
-                positions=[held[number] for number in numbers],
+                positions=[held[number].position for number in numbers],
+                sizes=[held[number].size for number in numbers] if self.source else [],
+                parts=[held[number].part for number in numbers] if self.source else [],
             )
             found.setdefault(worker, []).append(one)
         return found
@@ -127,11 +230,19 @@ class DrawBook:
         """Positions that were given back, in order."""
         return sorted(self._returned)
 
-    def _take(self) -> int:
+    def _take(self) -> Drawn:
+        source = self.source
+        if source is not None and (fill := source.take_fill()) is not None:
+            return Drawn(*fill)
+        size = 0 if source is None else source.first
         if self._returned:
-            return heapq.heappop(self._returned)
+            return Drawn(heapq.heappop(self._returned), size)
+        if source is not None:
+            if (due := source.take_due()) is not None:
+                return Drawn(due, size)
+            self.next_position = source.next_position(self.next_position)
         self.next_position += 1
-        return self.next_position - 1
+        return Drawn(self.next_position - 1, size)
 
     def _give_back(self, key: tuple[str, int]) -> None:
         """Ends a lease: its positions are free, except those whose groups are stored."""
@@ -142,7 +253,9 @@ class DrawBook:
         }
         held = self._held.get(key, {})
         for number in held.keys() - stored:
-            heapq.heappush(self._returned, held.pop(number))
+            drawn = held.pop(number)
+            if not drawn.part:  # The prompt of a fill asks again.
+                heapq.heappush(self._returned, drawn.position)
         if not held:
             self._held.pop(key, None)
             self._below.pop(key, None)

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from deltawire.errors import CorruptError, SignatureError
+from deltawire.rl.allocation.allocator import Allocator, OpenParts, Ready
 from deltawire.rl.control.incidents import Incidents
 from deltawire.rl.control.quota import Quota
 from deltawire.rl.control.rollout_reader import Bounds, read_group
 from deltawire.rl.control.staleness import StalenessPolicy
 from deltawire.store import Bucket
 from deltawire.wire import keys
-from deltawire.wire.ledger import CommitMetadata, Ledger
+from deltawire.wire.ledger import CommitMetadata, Ledger, PromptRecord
 from deltawire.wire.rollouts import Group
 
 DropCause = Literal[
@@ -27,6 +28,8 @@ DropCause = Literal[
     "withheld",
     "not granted",
     "quarantined",
+    "skipped",
+    "deferred",
 ]
 
 MIN_EPISODES = 2
@@ -46,7 +49,9 @@ class BufferedGroup:
 
     ``hash`` is the hash of its bytes, and ``place`` its position in the order of granting, for
     policies that need it. ``drawn`` is the position of its task, as `DrawBook.arrive` gives it.
-    ``oldest`` and ``newest`` are versions that sampled it.
+    ``oldest`` and ``newest`` are versions that sampled it. With allocation it is ``part`` of a
+    prompt, and the first one stands for the ``others`` and carries the ``record`` of the prompt;
+    ``oldest`` and ``newest`` are then those of all parts.
     """
 
     sequence: int
@@ -54,6 +59,9 @@ class BufferedGroup:
     hash: str = ""
     place: int = 0
     drawn: int | None = None
+    part: int = 0
+    others: list[BufferedGroup] = field(default_factory=list)
+    record: PromptRecord | None = None
     oldest: int = field(init=False)
     newest: int = field(init=False)
 
@@ -65,12 +73,28 @@ class BufferedGroup:
     def __post_init__(self) -> None:
         self.oldest, self.newest = self.group.oldest_version, self.group.newest_version
 
+    @property
+    def parts(self) -> list[BufferedGroup]:
+        """The stored groups of this entry: itself, and the others of its prompt."""
+        return [self, *self.others]
+
+    @classmethod
+    def joined(cls, ready: Ready[BufferedGroup]) -> BufferedGroup:
+        """The entry of a decided prompt: its first part, standing for all."""
+        first = ready.parts[0]
+        first.others, first.record = ready.parts[1:], ready.record
+        oldest = [one.oldest for one in ready.parts if one.oldest >= 0]
+        first.oldest = min(oldest, default=first.oldest)
+        first.newest = max(one.newest for one in ready.parts)
+        return first
+
 
 @dataclass(frozen=True)
 class Drop:
     """A group that is not trained on, and the cause.
 
-    It is too old (``stale``), too few of its episodes completed (``failed``, with the first cause
+    Its prompt was ``skipped`` or ``deferred`` (`deltawire.rl.allocation`). It is too old
+    (``stale``), too few of its episodes completed (``failed``, with the first cause
     as ``detail``), it cannot be read (``damaged``), the worker's key did not sign it
     (``unsigned``), a version that does not exist sampled it, its family is down-weighted
     (``withheld``), its nonce is not of a granted group, or its worker is quarantined. ``tokens``
@@ -93,11 +117,17 @@ class Drop:
 
 @dataclass
 class Batch:
-    """The groups of one step, and the groups that were dropped since the previous step."""
+    """The groups of one step, and the groups that were dropped since the previous step.
+
+    ``parts`` are the numbers of consecutive groups that are one prompt's, empty without allocation;
+    ``prompts`` records what was decided about prompts since the previous step.
+    """
 
     taken: list[BufferedGroup]
     staleness: list[int]
     drops: list[Drop] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+    prompts: list[PromptRecord] = field(default_factory=list)
 
     @property
     def dropped(self) -> list[tuple[str, int]]:
@@ -166,7 +196,11 @@ class RolloutBuffer:
         guard: Guard | None = None,
         drawn: Callable[[BufferedGroup], int | None] = lambda _: None,
         readers: int | None = None,
+        allocator: Allocator[BufferedGroup] | None = None,
+        owed: Callable[[], OpenParts] = OpenParts,
     ) -> None:
+        self._allocator = allocator
+        self._owed = owed
         self._guard = guard
         self._drawn = drawn
         self.incidents = guard.incidents if guard else Incidents()
@@ -207,7 +241,9 @@ class RolloutBuffer:
     @property
     def waiting(self) -> int:
         """The number of groups that wait."""
-        return len(self._waiting) + len(self._requeued)
+        pending = 0 if self._allocator is None else self._allocator.waiting
+        every = (*self._waiting, *self._requeued)
+        return pending + sum(len(one.parts) for one in every)
 
     def stored(self, worker: str) -> int:
         """Returns how many groups the worker has stored, as far as they were fetched."""
@@ -219,7 +255,13 @@ class RolloutBuffer:
         They were dropped and not yet reported with a batch, or requeued.
         """
         dropped = sum(drop.worker == worker for drop in self._dropped)
-        return dropped + sum(one.group.worker == worker for one in self._requeued)
+        requeued = (part for one in self._requeued for part in one.parts)
+        return dropped + sum(part.worker == worker for part in requeued)
+
+    def without_credit(self) -> set[tuple[str, int]]:
+        """The unsettled groups that hold no credit, each as (worker, sequence)."""
+        requeued = {(p.worker, p.sequence) for one in self._requeued for p in one.parts}
+        return requeued | {(drop.worker, drop.sequence) for drop in self._dropped}
 
     def forget(self, worker: str) -> None:
         """Forgets a worker that has left; all its groups must be settled."""
@@ -317,7 +359,10 @@ class RolloutBuffer:
             self.failed, self.failing = 0, set()
             if self._guard is not None:
                 self._guard.arrived(buffered)
-            self._waiting.append(buffered)
+            if self._allocator is None:
+                self._waiting.append(buffered)
+            else:
+                self._allocator.arrived(buffered)
 
     def _add_damaged(self, worker: str, sequence: int, fault: str, *, blame: bool) -> None:
         self.damaged.append(keys.rollout(worker, sequence))
@@ -336,10 +381,23 @@ class RolloutBuffer:
         """Drops the waiting groups of quarantined workers."""
         if not self.quarantined:
             return
+        if self._allocator is not None:
+            left = self._allocator.remove(self.quarantined)
+            self._dropped += [Drop.of(one, "quarantined") for one in left]
         for waiting in (self._waiting, self._requeued):
-            gone = [one for one in waiting if one.worker in self.quarantined]
-            self._dropped += [Drop.of(one, "quarantined") for one in gone]
-            waiting[:] = [one for one in waiting if one.worker not in self.quarantined]
+            gone = [one for one in waiting if any(p.worker in self.quarantined for p in one.parts)]
+            self._dropped += [Drop.of(p, "quarantined") for one in gone for p in one.parts]
+            lost = {id(one) for one in gone}
+            waiting[:] = [one for one in waiting if id(one) not in lost]
+
+    def _allocate(self, version: int) -> None:
+        """Moves decided prompts to the groups that wait, and drops the others' groups."""
+        assert self._allocator is not None
+        ready, dropped = self._allocator.judge(
+            version=version, waiting=len(self._waiting), owed=self._owed()
+        )
+        self._waiting += [BufferedGroup.joined(one) for one in ready]
+        self._dropped += [Drop.of(one, cause) for one, cause in dropped]
 
     def next_batch(
         self, policy: StalenessPolicy, *, version: int, alive: Collection[str] = ()
@@ -351,10 +409,12 @@ class RolloutBuffer:
         and reported with the next batch.
         """
         self._drop_quarantined()
+        if self._allocator is not None:
+            self._allocate(version)
         known = []
         for buffered in self._waiting:
             if buffered.newest > version:
-                self._dropped.append(Drop.of(buffered, "unknown version"))
+                self._dropped += [Drop.of(part, "unknown version") for part in buffered.parts]
             else:
                 known.append(buffered)
         choice = self._quota.choose(
@@ -362,15 +422,20 @@ class RolloutBuffer:
             known,
             groups_per_step=policy.groups_per_step,
         )
-        self._dropped += [Drop.of(buffered, "stale") for buffered in choice.evicted]
+        self._dropped += [Drop.of(part, "stale") for one in choice.evicted for part in one.parts]
         gone = {id(one) for one in (*choice.taken, *choice.evicted, *choice.requeued)}
         self._waiting = [buffered for buffered in known if id(buffered) not in gone]
         self._requeued = choice.requeued
         if not choice.taken:
             return None
-        staleness = [version - buffered.oldest for buffered in choice.taken]
+        taken = [part for one in choice.taken for part in one.parts]
+        staleness = [version - part.group.oldest_version for part in taken]
         drops, self._dropped = self._dropped, []
-        return Batch(choice.taken, staleness, drops)
+        if self._allocator is None:
+            return Batch(taken, staleness, drops)
+        prompts = self._allocator.take_records()
+        prompts += [one.record for one in choice.taken if one.record is not None]
+        return Batch(taken, staleness, drops, [len(one.parts) for one in choice.taken], prompts)
 
 
 def read_consumed(bucket: Bucket, metadata: CommitMetadata) -> list[BufferedGroup]:

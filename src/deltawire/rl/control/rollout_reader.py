@@ -58,7 +58,7 @@ class Bounds:
             vocabulary,
             rollout.temperature,
             rollout.context,
-            rollout.group_size,
+            rollout.allocation.most(rollout.group_size),
             LARGEST_REWARD * config.probes.reward_scale,
             turn_limit(rollout) * turn,
             turn_limit(rollout) * (2 if sums else 1),

@@ -79,10 +79,19 @@ class StalenessPolicy(ABC):
         """Lets one of several workers hold at most this share of the outstanding groups."""
         self._admission.share = share
 
-    def admit(self, workers: Mapping[str, WorkerLoad], *, version: int) -> dict[str, int]:
-        """Computes new cumulative credits for every worker, granted at a committed version."""
+    def hold_parts(self, parts: int) -> None:
+        """Lets a prompt be up to ``parts`` groups (`deltawire.rl.allocation.allocator`)."""
+        self._admission.limit *= parts
+
+    def admit(
+        self, workers: Mapping[str, WorkerLoad], *, version: int, free: int | None = None
+    ) -> dict[str, int]:
+        """Computes new cumulative credits for every worker, granted at a committed version.
+
+        ``free`` is the number of groups to grant, where allocation decides it.
+        """
         del version
-        return self._admission.grant(workers)
+        return self._admission.grant(workers, free=free)
 
     def arrive(self, worker: str, oldest: int | None) -> int:
         """Returns the place of a stored group; ``oldest`` is None if it is not known.
@@ -180,9 +189,11 @@ class WindowedFifo(StalenessPolicy):
         self._places = 0
         self._lock = threading.Lock()
 
-    def admit(self, workers: Mapping[str, WorkerLoad], *, version: int) -> dict[str, int]:
+    def admit(
+        self, workers: Mapping[str, WorkerLoad], *, version: int, free: int | None = None
+    ) -> dict[str, int]:
         """Grants like every policy, and records the order of granting."""
-        granted = super().admit(workers, version=version)
+        granted = super().admit(workers, version=version, free=free)
         with self._lock:
             # Credits of an earlier trainer are outstanding too, at the oldest places.
             for name in sorted(workers.keys() - self._granted.keys()):

@@ -82,7 +82,8 @@ class Worker:
         self._first = first
         self._started = first
         self._drawn = 0
-        self._groups: set[asyncio.Task[None]] = set()
+        self._groups: dict[asyncio.Task[None], int] = {}
+        """The groups under way, each with its number of completions."""
         self._failure: BaseException | None = None
         self._failures = FailureBudget(config.rollout, process.name)
         self._allowed_lag = allowed_lag(config.train.max_staleness)
@@ -184,41 +185,45 @@ class Worker:
         rollout = self.config.rollout
         granted = status.credits.get(self.process.name, 0)
         concurrent = rollout.concurrent or self.served.engine.slots
-        free = concurrent - len(self._groups) * rollout.group_size
+        free = concurrent - sum(self._groups.values())
         while (
             self._started < granted
             and self.link.secret is not None
             and status.version - self.served.live.version <= self._allowed_lag
-            and (free >= rollout.group_size or not self._groups)
             and (place := self._place_of(status, self._drawn)) is not None
+            and (free >= (size := place[2] or rollout.group_size) or not self._groups)
         ):
-            free -= rollout.group_size
+            free -= size
             self._started += 1
-            group = self._sample_group(self._drawn, self.link.secret, *place)
+            group = self._sample_group(self._drawn, self.link.secret, place[0], place[1], size)
             task = asyncio.get_running_loop().create_task(group)
             self._drawn += 1
-            self._groups.add(task)
+            self._groups[task] = size
             task.add_done_callback(self._group_done)
 
     def _group_done(self, task: asyncio.Task[None]) -> None:
-        self._groups.discard(task)
+        self._groups.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
 
-    def _place_of(self, status: TrainerStatus, number: int) -> tuple[str, int] | None:
-        """Returns the stream and the place in it of the task of the ``number``-th group, None while
-        the trainer has not said which task that is."""
+    def _place_of(self, status: TrainerStatus, number: int) -> tuple[str, int, int] | None:
+        """Returns the stream and the place in it of the task of the ``number``-th group, and its
+        number of completions (0: ``rollout.group_size``); None while the trainer has not said which
+        task that is."""
         name, lease, secret = self.process.name, self.process.lease.number, self.link.secret
         if status.draws is None or not secret:
             # A trainer that gives no secret leaves nonce and tasks to the worker.
             stream = stream_of(name, secret, lease) if secret else f"{name}-{self.process.nonce}"
-            return stream, number
+            return stream, number, self.config.rollout.allocation.first(0)
         for one in status.draws.get(name, []):
             if one.lease == lease and number in one.numbers:
-                return RUN_STREAM, one.positions[one.numbers.index(number)]
+                at = one.numbers.index(number)
+                return RUN_STREAM, one.positions[at], one.sizes[at] if one.sizes else 0
         return None
 
-    async def _sample_group(self, number: int, secret: str, stream: str, place: int) -> None:
+    async def _sample_group(
+        self, number: int, secret: str, stream: str, place: int, size: int
+    ) -> None:
         rollout, limits = self.config.rollout, EpisodeLimits.of(self.config.rollout)
         name, nonce, lease = self.process.name, self.process.nonce, self.process.lease.number
         nonce = nonce_of(secret, lease, number) if secret else nonce
@@ -233,7 +238,7 @@ class Worker:
                     temperature=rollout.temperature,
                     limits=with_budget(limits, version=version, group=group, episode=episode),
                 )
-                for episode in range(rollout.group_size)
+                for episode in range(size)
             )
         )
         self._failures.add(task, episodes)

@@ -52,6 +52,7 @@ class GroupSteps:
             self._config,
             reference=reference_for(self.reference, groups),
             version=order.base,
+            parts=order.metadata.parts,
         )
 
     def measure(self, masters: MasterWeights) -> Losses:

@@ -14,8 +14,10 @@ from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.events import MergeKept, Published
 from deltawire.export.merge import MergeReport
+from deltawire.rl.allocation.allocator import Allocator
 from deltawire.rl.control.credits import CreditIssuer
 from deltawire.rl.control.draws import DrawBook
+from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.rl.trainer.orders import (
     End,
     Measure,
@@ -114,7 +116,11 @@ class Leader(Generic[R]):
         )
 
     def _open_credits(
-        self, ledger: Ledger, granted: Mapping[str, int], draws: DrawBook | None = None
+        self,
+        ledger: Ledger,
+        granted: Mapping[str, int],
+        draws: DrawBook | None = None,
+        allocator: Allocator[BufferedGroup] | None = None,
     ) -> CreditIssuer:
         """Make what grants credits and writes the trainer's status."""
         credits_ = CreditIssuer(
@@ -126,6 +132,7 @@ class Leader(Generic[R]):
             confirm=self.process.lease.confirm,
             settings=self.settings,
             draws=draws,
+            allocator=allocator,
         )
         credits_.version, credits_.digest = self.version, self.publisher.digest.hex()
         return credits_

@@ -273,6 +273,7 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
             config,
             reference=reference_for(state.reference, groups),
             version=base,
+            parts=metadata.parts,
         )
     settle(state.ledger, metadata)
     state.version, state.ranks = version, metadata.ranks or state.ranks

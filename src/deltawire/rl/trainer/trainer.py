@@ -47,6 +47,7 @@ from deltawire.rl.control.worker_guard import WorkerGuard
 from deltawire.rl.evaluate.rescoring import Rescoring
 from deltawire.rl.forecast.stop_rule import StopRule
 from deltawire.rl.reference.reader import await_scores
+from deltawire.rl.trainer.allocation import allocation_event, dropped_groups, open_allocator
 from deltawire.rl.trainer.group_steps import GroupSteps
 from deltawire.rl.trainer.leader import Leader
 from deltawire.rl.trainer.orders import Train
@@ -94,10 +95,13 @@ class Trainer(Leader[StepResult]):
         self.ledger = self.rank.ledger
         self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
         before = self.before
+        draws = self._open_draws(before)
+        self.allocator = open_allocator(self.bucket, run, config, draws, version=self.version)
         self.credits = self._open_credits(
             self.ledger.copy(),
             before.credits if before else self._claimed(),
-            self._open_draws(before),
+            draws,
+            self.allocator,
         )
         vocabulary = model.get_input_embeddings().num_embeddings
         self._read_groups(before, Bounds.of(config, vocabulary))
@@ -137,6 +141,8 @@ class Trainer(Leader[StepResult]):
             withhold=self.probes.withholds,
             guard=self.guard,
             drawn=self.credits.drawn,
+            allocator=self.allocator,
+            owed=self.credits.owed,
         )
 
     def _on_commit(self, receipt: CommitStats) -> None:
@@ -214,7 +220,10 @@ class Trainer(Leader[StepResult]):
             next_position=before.next_draw, returned=before.returned, draws=before.draws
         )
         for version in range(before.version + 1, self.version + 1):
-            for one in groups_of(self.bucket, self.run, version):
+            settled = groups_of(self.bucket, self.run, version)
+            if self.config.rollout.allocation.policy != "fixed":
+                settled += dropped_groups(self.bucket, self.run, version)
+            for one in settled:
                 lease, number = Challenges.numbers(one.group.nonce)
                 book.arrive(one.worker, one.sequence, lease, number)
                 book.settle(one.worker, one.sequence)
@@ -293,6 +302,8 @@ class Trainer(Leader[StepResult]):
             settings=self.settings,
             position=self.credits.draws.next_position,
             ranks=self.rank.mesh.ranks,
+            parts=batch.parts,
+            prompts=batch.prompts,
         )
         order = Train(base=base, metadata=metadata)
         result = self._train(order, batch.taken)
@@ -301,6 +312,7 @@ class Trainer(Leader[StepResult]):
         self.alarm.step(version, result)
         self._publish(order)
         settle(self.ledger, metadata)
+        self._learn_of_prompts(batch)
         done = events.span("publish", trained)
         self._watch_probes(batch)
         shares: dict[str, int] = {}
@@ -322,7 +334,7 @@ class Trainer(Leader[StepResult]):
                 rejected=result.rejected,
                 kl=known(result.kl),
                 entropy=known(result.entropy),
-                **asdict(GroupStatistics.of(groups)),
+                **asdict(GroupStatistics.of(groups, batch.parts)),
                 families=families_of(batch),
                 causes=causes_of(batch),
                 failures=failures_of(batch),
@@ -338,6 +350,15 @@ class Trainer(Leader[StepResult]):
             done = events.span("checkpoint", done)
         self.stop_rule.stepped(self.version)
         return done
+
+    def _learn_of_prompts(self, batch: Batch) -> None:
+        """Tell the allocator what the step committed, and record it."""
+        if self.allocator is None:
+            return
+        self.allocator.commit(batch.prompts, version=self.version)
+        self.process.events.record(
+            allocation_event(batch, self.config, process=self.process.name, version=self.version)
+        )
 
     def _record_parity(self, batch: Batch, result: StepResult, version: int) -> None:
         """Record sampler-trainer divergence; raises `StoppedError` if it stops the run."""

@@ -8,7 +8,7 @@ order in which they are listed. They change what a step learns from; groups keep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,16 +76,22 @@ TERMS: dict[str, Callable[[Rewards, EpisodeLengths, LengthTerm, int], Rewards]] 
 
 
 def with_length_terms(
-    rewards: dict[tuple[int, int], float], groups: Sequence[Group], config: RunConfig
+    rewards: dict[tuple[int, int], float],
+    groups: Sequence[Group],
+    config: RunConfig,
+    prompts: Sequence[int] = (),
 ) -> dict[tuple[int, int], float]:
     """The rewards of a step's episodes, by (group, episode), after the configured terms.
 
+    ``prompts`` numbers the prompt of each group, if several groups are one prompt's.
     Raises `CorruptError` for a term on budgets and a group without them.
     """
     terms = config.train.loss.lengths
     if not terms:
         return rewards
     of = lengths_of(rewards, groups)
+    if prompts:
+        of = replace(of, groups_E=np.array([prompts[n] for n, _ in rewards], np.int64))
     if any(term.kind.startswith("l1_") for term in terms) and not of.budget_E.all():
         raise CorruptError("a group has no thinking budget, and train.loss.lengths reads them")
     limit = config.rollout.max_tokens * turn_limit(config.rollout)
