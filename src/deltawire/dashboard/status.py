@@ -111,7 +111,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     completion_length: float | None
     truncated: float | None
     entropy: float | None
-    allocation: AllocationTotals | None
+    allocation: AllocationTotals | None = None
     heldout: float | None
     heldout_reward: float | None
     heldout_version: int | None

@@ -111,7 +111,7 @@ class Allocator(Generic[S]):
 
         allocator = Allocator(config, task_at=lambda position: f"task {position}")
         allocator.arrived(buffered)
-        ready, dropped = allocator.judge(version=7, waiting=0, owed=OpenParts())
+        ready, dropped = allocator.decide_all(version=7, waiting=0, owed=OpenParts())
     """
 
     def __init__(self, config: RunConfig, *, task_at: Callable[[int], str] | None = None) -> None:
@@ -178,7 +178,7 @@ class Allocator(Generic[S]):
                     del self._prompts[position]
         return gone
 
-    def judge(
+    def decide_all(
         self, *, version: int, waiting: int, owed: OpenParts
     ) -> tuple[list[Ready[S]], list[tuple[S, Cause]]]:
         """Decides about every prompt of which nothing is under way.
@@ -193,12 +193,12 @@ class Allocator(Generic[S]):
             for prompt in sorted(self._prompts.values(), key=lambda one: one.oldest):
                 if prompt.queued or owed.by_position.get(prompt.position):
                     continue
-                if not self._judge(prompt, ready, dropped):
+                if not self._decide_one(prompt, ready, dropped):
                     pending.append(prompt)
             if pending and (len(pending) >= self.step or not owed.pilots):
                 self._plan(pending, version)
                 for prompt in pending:
-                    self._judge(prompt, ready, dropped)
+                    self._decide_one(prompt, ready, dropped)
             full = waiting + len(ready) >= self.step
             for prompt in sorted(self._prompts.values(), key=lambda one: one.oldest):
                 age = version - prompt.oldest
@@ -210,7 +210,7 @@ class Allocator(Generic[S]):
         rewards = [reward for one in prompt.parts for reward in rewards_of(one.group)]
         return PromptOutcome.of(rewards, success_at=self.rules.success_at, asked=prompt.asked)
 
-    def _judge(
+    def _decide_one(
         self, prompt: _Prompt[S], ready: list[Ready[S]], dropped: list[tuple[S, Cause]]
     ) -> bool:
         """Decides about a prompt; False if it waits for a round of the knapsack."""

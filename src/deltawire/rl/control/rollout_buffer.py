@@ -393,7 +393,7 @@ class RolloutBuffer:
     def _allocate(self, version: int) -> None:
         """Moves decided prompts to the groups that wait, and drops the others' groups."""
         assert self._allocator is not None
-        ready, dropped = self._allocator.judge(
+        ready, dropped = self._allocator.decide_all(
             version=version, waiting=len(self._waiting), owed=self._owed()
         )
         self._waiting += [BufferedGroup.joined(one) for one in ready]
