@@ -67,6 +67,7 @@ _SPECIFIC: tuple[Role, ...] = ("trainer", "evaluator", "reference", "worker", "w
 
 _Timed = TypeVar(
     "_Timed",
+    Allocated,
     Evaluated,
     Forecasted,
     Generated,
