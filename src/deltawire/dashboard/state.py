@@ -239,7 +239,7 @@ class RunState:
         self.steps: dict[int, Step] = {}
         """Keyed by the version that the step made."""
         self.allocated: dict[int, Allocated] = {}
-        """What allocation decided before each step; empty with a fixed group size."""
+        """The decisions of allocation before each step; empty with a fixed group size."""
         self.published: dict[int, Published] = {}
         self.evaluated: dict[int, Evaluated] = {}
         self.heldout_losses: dict[int, HeldoutLoss] = {}
