@@ -202,7 +202,7 @@ class PromptSimulation:
         self.issuer.write()
         after = self._outstanding()
         if credits_ != self.issuer._credits:
-            # What a batch dropped counts until it is committed, so it may be more before as well.
+            # Drops of a batch count until it is committed, so it may be more before as well.
             self.most_prompts = max(self.most_prompts, after[0] if after[0] > before[0] else 0)
             self.most_completions = max(self.most_completions, after[1])
 
