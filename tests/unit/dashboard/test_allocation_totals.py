@@ -1,4 +1,4 @@
-"""What the views say about allocation."""
+"""Totals of allocation in the views."""
 
 from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.state import RunState
