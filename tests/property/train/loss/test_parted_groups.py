@@ -86,8 +86,8 @@ def test_parts_that_do_not_add_up_are_refused():
 
 
 def slow_pull(rate, rules):
-    """Returns the mean that a prompt adds along s₁ and along s₀: sums over every sequence of outcomes,
-    where a success has score s₁, a failure s₀, and advantages are ``group_mean``."""
+    """Returns the mean that a prompt adds along s₁ and along s₀: sums over every sequence of
+    outcomes, where a success has score s₁, a failure s₀, and advantages are ``group_mean``."""
     pull = np.zeros(2)
 
     def visit(outcomes, probability):
