@@ -7,9 +7,9 @@ import pytest
 from shard_ranks import RANKS, close, publish_all, rank_publisher
 
 from deltawire.store import REQUESTS, open_bucket
-from deltawire.sync import load_mirror, open_publisher, prune
+from deltawire.sync import load_mirror, open_publisher, prune, read_manifest
 from deltawire.sync.follow import fetch
-from deltawire.sync.publish import encoding
+from deltawire.sync.publish import anchors, encoding
 from deltawire.sync.publish.sharded import WAITING_REQUESTS_PER_S, waiting_pause_s
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.simulated import SimulatedBucket
@@ -129,3 +129,30 @@ def test_many_small_tensors_of_several_dtypes_arrive():
     assert mirror.version == 1
     for name, bits in later.items():
         assert mirror.tensors[name].tobytes() == bits.tobytes()
+
+
+@pytest.mark.parametrize("near", [0, 3, 256])
+@pytest.mark.parametrize("local", [True, False])
+def test_the_newest_anchor_is_found_in_few_rounds(monkeypatch, near, local):
+    monkeypatch.setattr(anchors, "NEAR", near)
+    inner = open_bucket("memory://")
+    publisher = start_publisher(inner, anchor_every=20)
+    for version in range(39):
+        publisher.publish(weights(version % 3))
+    publisher.close()
+    run = start_run(inner)
+    bucket = inner if local else SimulatedBucket(inner, latency_s=0.005)
+    expected = read_manifest(inner, run, 20).anchor
+    found = anchors.find_anchor(bucket, run, newest=38)
+    assert (found.bytes, len(found.pieces)) == (expected.bytes, expected.table.pieces)
+    assert (
+        anchors.find_anchor(bucket, run, newest=19).bytes
+        == read_manifest(inner, run, 0).anchor.bytes
+    )
+    inner.put(keys.manifest(20), b"damaged")
+    assert (
+        anchors.find_anchor(bucket, run, newest=38).bytes
+        == read_manifest(inner, run, 0).anchor.bytes
+    )
+    if not local:
+        assert bucket.most_at_once > 1

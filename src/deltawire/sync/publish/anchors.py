@@ -15,6 +15,7 @@ Retention keeps a blob while any kept version lists it, so an anchor may outlive
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 from blake3 import blake3
@@ -22,7 +23,7 @@ from blake3 import blake3
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError
-from deltawire.store import Bucket
+from deltawire.store import Bucket, in_parallel
 from deltawire.sync.chain.objects import (
     committed_versions,
     missing_blobs,
@@ -39,10 +40,18 @@ from deltawire.sync.publish.encoding import (
     encode_anchors,
 )
 from deltawire.wire import keys
+from deltawire.wire.manifest import Manifest
 from deltawire.wire.payload import BlobRef, Payload, Piece
 from deltawire.wire.run import Run
 
 NOTHING = Payload((), ())
+WINDOW = 32
+"""Manifests read at a time, to find the newest anchor."""
+
+NEAR = 256
+"""Versions below the newest among which its anchor is sought first: a listing of all takes a
+request for each thousand."""
+
 SEPARATE = 1 / 32
 """Unchanged elements of at least this share of a full blob's bytes get blobs without others."""
 
@@ -85,18 +94,32 @@ def upload_anchor(
 
 def find_anchor(bucket: Bucket, run: Run, *, newest: int) -> Payload:
     """Reads the newest anchor up to version ``newest``; one without pieces if there is none that
-    can be read."""
-    for version in sorted(committed_versions(bucket), reverse=True):
-        if version > newest:
-            continue
+    can be read. Manifests are read many at a time, from the newest down."""
+
+    def read(version: int) -> Manifest | None:
         try:
-            manifest = read_manifest(bucket, run, version)
-            if manifest is None or manifest.pruned:
-                break
-            if manifest.anchor is not None:
-                return read_payload(bucket, run, manifest, manifest.anchor)
+            return read_manifest(bucket, run, version)
         except CorruptError:
-            continue
+            return None
+
+    size = 1 if bucket.local else WINDOW
+    below = newest + 1
+    for first in (max(newest - NEAR, 0), 0):
+        listed = committed_versions(bucket, newer_than=first - 1)
+        versions = [version for version in listed if version < below]
+        below = first
+        for end in range(len(versions), 0, -size):
+            window = versions[max(end - size, 0) : end]
+            for manifest in reversed(in_parallel(bucket, read, window)):
+                if manifest is None:
+                    continue
+                if manifest.pruned:
+                    return NOTHING
+                if manifest.anchor is not None:
+                    with suppress(CorruptError):
+                        return read_payload(bucket, run, manifest, manifest.anchor)
+        if first == 0:
+            break
     return NOTHING
 
 
