@@ -11,6 +11,7 @@
     GET /api/runs/{run}/facets                            values to filter groups by
     GET /api/runs/{run}/groups/{worker}/{sequence}        a group, its answers as messages
     GET …/answers/{answer}/tokens?from=                   figures of each token
+    GET …/answers/{answer}/trainer?from=                  the trainer's figures of each token
     GET …/answers/{answer}/experts/{token}                the experts that one token chose
     GET /api/runs/{run}/versions?below=&limit=            versions, newest first
     GET /api/runs/{run}/versions/{version}?measure=       a delta by tensor
@@ -54,6 +55,7 @@ from deltawire.watch.compare import compare
 from deltawire.watch.group_index import MAX_PAGE, GroupQuery, GroupRow
 from deltawire.watch.group_view import GroupReader
 from deltawire.watch.run_reader import RunReader
+from deltawire.watch.trainer_scores import TrainerScores
 from deltawire.watch.weights import Measure, WeightChanges, find_route
 
 MAX_PROCESSES = 500
@@ -111,6 +113,7 @@ class WatchedRuns:
     def __init__(self, readers: Sequence[RunReader]) -> None:
         self.readers = list(readers)
         self.groups = [GroupReader(one.bucket, one.run, one.index) for one in readers]
+        self.scores = [TrainerScores(one.bucket, one.run, one.config) for one in readers]
         self.weights = [WeightChanges(one.bucket, one.run) for one in readers]
         self.threads = ThreadPoolExecutor(THREADS, "watch-requests")
 
@@ -143,6 +146,7 @@ def add_routes(router: web.UrlDispatcher) -> None:
         (f"{run}/facets", _facets),
         (group, _group),
         (f"{group}/answers/{{answer}}/tokens", _tokens),
+        (f"{group}/answers/{{answer}}/trainer", _trainer),
         (f"{group}/answers/{{answer}}/experts/{{token}}", _experts),
         (f"{run}/versions", _versions),
         (f"{run}/versions/{{version}}", _version),
@@ -289,6 +293,15 @@ async def _tokens(request: web.Request) -> web.Response:
     groups, (worker, sequence) = request.app[RUNS].groups[_run_number(request)], _place(request)
     answer, first = _in_path(request, "answer"), _number(request, "from", 0)
     return await _answer(request, lambda: groups.tokens(worker, sequence, answer, first=first))
+
+
+async def _trainer(request: web.Request) -> web.Response:
+    number, (worker, sequence) = _run_number(request), _place(request)
+    groups, scores = request.app[RUNS].groups[number], request.app[RUNS].scores[number]
+    answer, first = _in_path(request, "answer"), _number(request, "from", 0)
+    return await _answer(
+        request, lambda: groups.trainer(scores, worker, sequence, answer, first=first)
+    )
 
 
 async def _experts(request: web.Request) -> web.Response:

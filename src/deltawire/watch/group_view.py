@@ -17,6 +17,7 @@ from deltawire.watch.conversation import MessageView, messages_of
 from deltawire.watch.group_index import GroupIndex, GroupRow
 from deltawire.watch.group_indexer import describe_group
 from deltawire.watch.tokens import TokenTexts
+from deltawire.watch.trainer_scores import TrainerScores, TrainerTokens
 from deltawire.wire import keys
 from deltawire.wire.reference_scores import MAX_SCORES_BYTES, arrays_of, decode_scores
 from deltawire.wire.rollouts import Group, Trajectory
@@ -83,7 +84,8 @@ class TokenView(msgspec.Struct, frozen=True, kw_only=True):
 
     ``logprobs`` (nats) and ``versions`` are None where ``drawn`` is 0: the environment or a forced
     continuation wrote that token. ``reference`` has the log-probabilities of the reference model,
-    None where they were not computed.
+    None where they were not computed. ``forced`` is 1 where thinking was closed by force; a token
+    that is neither drawn nor forced is the environment's.
     """
 
     first: int
@@ -91,6 +93,7 @@ class TokenView(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
     texts: list[str]
     drawn: list[int]
+    forced: list[int]
     logprobs: list[float | None]
     versions: list[int | None]
     reference: list[float] | None
@@ -196,11 +199,20 @@ class GroupReader:
             ids=ids,
             texts=[piece.text for piece in self._texts.pieces(ids)],
             drawn=drawn,
+            forced=(trajectory.turn_mask - trajectory.mask_T)[first:last].tolist(),
             logprobs=[value if on else None for value, on in zip(logprobs, drawn, strict=True)],
             versions=[value if on else None for value, on in zip(versions, drawn, strict=True)],
             reference=None if scored is None else scored[first:last].tolist(),
             experts=bool(trajectory.routes),
         )
+
+    def trainer(
+        self, scores: TrainerScores, worker: str, sequence: int, answer: int, *, first: int
+    ) -> TrainerTokens:
+        """Returns the trainer's log-probabilities of the tokens that `tokens` returns."""
+        group = self._read(worker, sequence)
+        _answer(group, answer)
+        return scores.of(group, answer, first=first, limit=MAX_TOKENS)
 
     def experts(self, worker: str, sequence: int, answer: int, token: int) -> TokenExperts:
         """Returns the experts that drew token number ``token`` of an answer; raises `InputError`
