@@ -153,7 +153,8 @@ def _task(document: Document, wishes: Wishes) -> None:
 def _dataset_task(document: Document, wishes: Wishes, path: str) -> None:
     if not path:
         raise InputError("the task dataset needs a path", hint="write dataset:data/train.jsonl")
-    columns = list(open_rows(Path(path)).columns)
+    rows = open_rows(Path(path))
+    columns = list(rows.columns)
     prompt = next((name for name in _PROMPTS if name in columns), "")
     answer = next((name for name in _ANSWERS if name in columns), "")
     messages = "messages" if "messages" in columns and not prompt else ""
@@ -172,7 +173,12 @@ def _dataset_task(document: Document, wishes: Wishes, path: str) -> None:
     document.key("environment", "dataset")
     if prompt:
         _prompt(document, wishes, prompt)
-    document.key("heldout", 100, "rows to evaluate on, never trained on")
+    if len(rows) < 2:
+        raise InputError(
+            f"{path} has {len(rows)} rows, and one is held out", hint="give at least 2 rows"
+        )
+    held = max(1, min(100, len(rows) // 5))
+    document.key("heldout", held, "rows to evaluate on, never trained on")
     _reward(document, wishes)
     document.table("task.data")
     document.key("path", path, "must be the same on every machine")

@@ -58,7 +58,10 @@ def require_run(bucket: Bucket, *, public_key: str = "") -> Run:
     run = read_run(bucket, public_key=public_key)
     if run is None:
         raise InputError(
-            "there is no run here", hint="check the bucket's path", run=bucket.url, key=keys.RUN
+            "there is no run here",
+            hint="check the bucket's path; a new run has none until its warm start ends",
+            run=bucket.url,
+            key=keys.RUN,
         )
     return run
 

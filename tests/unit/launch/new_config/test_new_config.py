@@ -117,6 +117,20 @@ def test_an_own_reward_says_what_it_needs(tmp_path, rows, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(("count", "held"), [(2, 1), (50, 10), (5000, 100)])
+def test_rows_are_left_to_train_on(tmp_path, count, held):
+    path = tmp_path / "few.jsonl"
+    path.write_text('{"question": "1 + 1", "answer": "2"}\n' * count)
+    assert written(Wishes(task=f"dataset:{path}"), tmp_path).task.heldout == held
+
+
+def test_a_single_row_cannot_be_divided(tmp_path):
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"question": "1 + 1", "answer": "2"}\n')
+    with pytest.raises(InputError, match="has 1 rows"):
+        new_config(Wishes(task=f"dataset:{path}"), where=tmp_path / "first.toml")
+
+
 @pytest.mark.parametrize("task", ["workspace", "verifiers:mine", "reasoning_gym:leg_counting"])
 def test_each_kind_of_task_passes_the_checks(tmp_path, task):
     written(Wishes(task=task, name="a run / of mine"), tmp_path)
