@@ -184,7 +184,9 @@ def _add_clients(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_peers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = benches.add_parser("peers", help="the same GRPO job in TRL and in deltawire")
-    parser.add_argument("--out", default="runs/bench-peers", help="emptied at the start")
+    parser.add_argument(
+        "--out", default="runs/bench-peers", help="jobs measured there are not repeated"
+    )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--save", type=int, default=20, help="steps between two checkpoints")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -22,6 +22,13 @@ from benchmarks.peers.grpo.job import OURS, THEIRS, JobFigures, Start, run_ours,
 from deltawire.errors import InputError
 
 
+class _Kept(msgspec.Struct, frozen=True):
+    """The figures of a job, and the options that they hold for."""
+
+    options: dict[str, float | int]
+    figures: JobFigures
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs the jobs; prints a table, or all figures as JSON."""
     if importlib.util.find_spec("trl") is None:
@@ -30,13 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--steps {arguments.steps} is not a multiple of --save {arguments.save}")
     console = Console(stderr=arguments.json, highlight=False)
     out = Path(arguments.out)
-    shutil.rmtree(out, ignore_errors=True)
     found: list[JobFigures] = []
-    options = {"steps": arguments.steps, "save": arguments.save}
+    options = {"steps": arguments.steps, "save": arguments.save, "target": arguments.target}
     for seed in range(arguments.seeds):
-        start = Start(out, seed=seed)
-        for job in (run_ours, run_theirs)[:: -1 if seed % 2 else 1]:
-            found.append(job(start, **options, target=arguments.target))
+        for system in (OURS, THEIRS)[:: -1 if seed % 2 else 1]:
+            found.append(measured(out, seed, system, options))
             last = found[-1]
             console.print(f"seed {seed}, {last.system}: {last.seconds:.0f} s of training")
     if arguments.json:
@@ -45,6 +50,21 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         console.print(table(found, arguments.target))
     return 0
+
+
+def measured(out: Path, seed: int, system: str, options: Mapping[str, float | int]) -> JobFigures:
+    """Returns the figures of one job: those in ``out`` if it was measured there with the same
+    options, so that a command that was interrupted continues with the next job."""
+    place = out / f"seed-{seed}" / f"{system}.json"
+    if place.exists():
+        known = msgspec.json.decode(place.read_bytes(), type=_Kept)
+        if known.options == options:
+            return known.figures
+    start = Start(out, seed=seed)
+    shutil.rmtree(start.folder / system, ignore_errors=True)
+    figures = (run_ours if system == OURS else run_theirs)(start, **options)  # type: ignore[arg-type]
+    place.write_bytes(msgspec.json.encode(_Kept(dict(options), figures)))
+    return figures
 
 
 def table(found: Sequence[JobFigures], target: float) -> Table:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from benchmarks.peers.grpo import job
 from benchmarks.peers.grpo.memory import descendants, run_and_watch
+from benchmarks.reports import peers as report
 from benchmarks.reports.peers import table
 from deltawire.cli.main import build_parser
 from deltawire.config import load_config, parse_config
@@ -97,3 +98,37 @@ def test_a_failed_command_is_an_error(tmp_path):
 
     with pytest.raises(subprocess.CalledProcessError):
         run_and_watch([sys.executable, "-c", "raise SystemExit(3)"], log=tmp_path / "log", env={})
+
+
+def test_an_interrupted_bench_measures_only_what_is_missing(tmp_path, monkeypatch):
+    ran = []
+
+    def one(system):
+        def run(start, *, steps, save, target):
+            assert (steps, save, target) in ((100, 20, 0.3), (40, 20, 0.3))
+            ran.append((start.seed, system))
+            return job.JobFigures(
+                system=system, seed=start.seed, steps=steps, seconds=1.0, whole_seconds=2.0,
+                tokens=3.0, tokens_per_second=3.0, seconds_to_target=None, accuracies={20: 0.5},
+                peak_bytes=4, lines=5,
+            )  # fmt: skip
+
+        return run
+
+    class Folder:
+        def __init__(self, folder, *, seed):
+            self.folder, self.seed = folder / f"seed-{seed}", seed
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(report, "Start", Folder)
+    monkeypatch.setattr(report, "run_ours", one("deltawire"))
+    monkeypatch.setattr(report, "run_theirs", one("trl"))
+    options = {"steps": 100, "save": 20, "target": 0.3}
+    first = report.measured(tmp_path, 0, "deltawire", options)
+    assert report.measured(tmp_path, 0, "deltawire", options) == first
+    report.measured(tmp_path, 0, "trl", options)
+    report.measured(tmp_path, 1, "trl", options)
+    assert ran == [(0, "deltawire"), (0, "trl"), (1, "trl")]
+    report.measured(tmp_path, 0, "deltawire", {**options, "steps": 40})
+    assert ran[-1] == (0, "deltawire")
+    assert len(ran) == 4
