@@ -364,7 +364,7 @@ def _source_losses(summary: Summary) -> list[tuple[str, str]]:
 def _forecast(state: RunState) -> list[tuple[str, str]]:
     """Renders the forecast by which the run may end; nothing without one."""
     found = state.newest_forecast
-    return [] if found is None else [("Forecast", _safe(forecast_words(found)))]
+    return [] if found is None else [("Forecast", escape(forecast_words(found)))]
 
 
 def _over_budgets(summary: Summary) -> list[tuple[str, str]]:
