@@ -25,5 +25,7 @@ KEYS: Final[dict[str, Key]] = {
     "forecast_over_carried": Key(
         "forecasts", "<=", 1.0, "the same over the error of carrying the last value forward"
     ),
+    "budget_violations": Key("enforcement", "<=", 0, "turns that think longer than their budget"),
+    "forced_tokens_in_loss": Key("enforcement", "<=", 0, "inserted tokens that a loss would read"),
 }
 """Every key, in the order of the table."""

@@ -3,14 +3,17 @@
 import importlib
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks.budget import forecasts
 from benchmarks.budget.allocation import SHOWN, TARGET, gains, price
 from benchmarks.budget.cells import Cells
+from benchmarks.budget.enforcement import count_faults
 from benchmarks.budget.keys import KEYS, PACKAGE
 from benchmarks.training.keys import Options
 from deltawire.cli.main import build_parser
+from deltawire.wire.rollouts import Trajectory
 
 
 def test_every_key_names_a_module_with_a_measurement():
@@ -86,3 +89,27 @@ def test_runs_that_gain_nothing_score_nothing(tmp_path):
     values, details = forecasts.measure(Options(out=str(tmp_path), cases=0))
     assert set(values.values()) == {None}
     assert details["gaining"] == 0
+
+
+def turn(text, mask):
+    data = np.frombuffer(text, np.uint8).astype(np.int32)
+    size = len(data)
+    return Trajectory(
+        data, np.zeros(size, np.float32), np.zeros(size, np.int32), np.array(mask, np.uint8),
+        0.0, "stop",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "mask", "found"),
+    [
+        (b"abso)yes", [1, 1, 0, 0, 0, 1, 1, 1], (0, 0, 1)),
+        (b"abso)yes", [1, 1, 0, 0, 1, 1, 1, 1], (0, 1, 1)),
+        (b"abcso)yes", [1, 1, 1, 0, 0, 0, 1, 1, 1], (1, 0, 1)),
+        (b"ab)yes", [1] * 6, (0, 0, 0)),
+        (b"abcd)yes", [1] * 8, (1, 0, 0)),
+        (b"abcd", [1] * 4, (1, 0, 0)),
+    ],
+)
+def test_faults_are_counted_from_the_tokens(text, mask, found):
+    assert count_faults(turn(text, mask), budget=2) == found
