@@ -120,6 +120,17 @@ FLAGS = {
     "export": TRUST | {"--version", "--base", "--json"},
     "import": set(),
     "learner": TRUST | {"--id", "--key", "--supervised", "--cpus"},
+    "live": TRUST
+    | {
+        "--version",
+        "--reason",
+        "--by",
+        "--once",
+        "--effect",
+        "--rate",
+        "--key",
+        "--json",
+    },
     "forget": TRUST | {"--state", "--key", "--json"},
     "simulate": {"--out", "--seconds", "--rate", "--dry-run", "--seed", "--json"},
     "replica": TRUST | {"--host", "--port", "--token-file", "--hold", "--cpus"},

@@ -22,6 +22,7 @@ COMMANDS = (
     "gateway",
     "replica",
     "learner",
+    "live",
     "forget",
     "simulate",
     "tinker",

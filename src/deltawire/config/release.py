@@ -53,7 +53,7 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     """Rising shares of users that see the candidate; after the last it is promoted, to all."""
     stage_outcomes: Count = 100
     """Outcomes of the candidate before the next stage begins."""
-    max_outcomes: Count = 20_000
+    max_outcomes: Count = 10_000
     """Outcomes of both arms in the last stage after which an undecided canary is held."""
     outcome_after_s: Positive = 3600.0
     """An answer's outcome is what was reported until it had this age."""

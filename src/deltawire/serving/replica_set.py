@@ -3,7 +3,7 @@
 Concurrency::
 
     request handlers                    one task for each replica
-      hot_load(): wanted = N ─────────▶   ┌─ poll: which version does it hold?
+      hot_load(), aim(): wanted = N ──▶   ┌─ poll: which version does it hold?
       state():  what each said last       │  N, attested ──▶ ready; poll again in a second
       pick():   a replica for a request   │  another ──▶ (drain) load N, or record the error
                                           └─ a replica that restarted is noticed here too
@@ -23,7 +23,14 @@ from typing import Literal
 
 from blake3 import blake3
 
-from deltawire.errors import BugError, DeltawireError, InputError, ResyncError, RetryError
+from deltawire.errors import (
+    BugError,
+    CorruptError,
+    DeltawireError,
+    InputError,
+    ResyncError,
+    RetryError,
+)
 from deltawire.export.snapshots import snapshot_identity, snapshot_version
 from deltawire.serving.contract import (
     CacheReset,
@@ -65,6 +72,7 @@ class TrackedReplica:
     replica: Replica
     held: HeldVersion | None = None
     stage: Stage = "pending"
+    wanted: TargetVersion | None = None
     target: int | None = None
     message: str = ""
     requests: int = 0
@@ -105,9 +113,11 @@ class ReplicaSet:
         self.transition: Transition = transition
         self.drain_s = drain_s
         self.wanted: TargetVersion | None = None
+        self.aimed = False
         self.ledger: dict[str, LedgerEntry] = {}
         self._members = [TrackedReplica(replica) for replica in replicas]
         self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
         self._digests: dict[int, str] = {}
 
     def start(self) -> None:
@@ -117,6 +127,7 @@ class ReplicaSet:
 
     async def close(self) -> None:
         """Stops the tasks; the replicas keep serving."""
+        self._closing = True  # `wait_for` may lose a cancellation to an event that is set then.
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -127,6 +138,12 @@ class ReplicaSet:
         Raises `InputError` if the run has no such version, or the delta names a
         base that is not an older version of the run.
         """
+        if self.aimed:
+            raise InputError(
+                "decisions in the bucket say which version serves",
+                hint="use deltawire live promote or rollback",
+                run=self.bucket.url,
+            )
         version = snapshot_version(self.run, request.identity)
         base = request.incremental_snapshot_metadata
         if base is not None:
@@ -155,9 +172,48 @@ class ReplicaSet:
         for name in list(self.ledger)[:-MAX_LEDGER]:
             del self.ledger[name]
         for member in self._members:
-            member.target, member.stage, member.message = version, "loading", ""
-            member.wake.set()
+            self._want(member, self.wanted)
         return self.state()
+
+    def _want(self, member: TrackedReplica, wanted: TargetVersion) -> None:
+        if member.wanted == wanted:
+            return
+        member.wanted, member.target = wanted, wanted.version
+        member.stage, member.message = "loading", ""
+        member.wake.set()
+
+    async def aim(
+        self, serving: TargetVersion, candidate: TargetVersion | None, share: float
+    ) -> None:
+        """Moves replicas to the version that serves, and the ``share`` of them to the candidate: at
+        least one, unless there is one replica only, and the same ones as the share grows. From then
+        on `hot_load` is refused.
+
+        Raises `CorruptError` if a version's manifest does not have the digest that is wanted.
+        """
+        for wanted in (serving, candidate):
+            if wanted is None:
+                continue
+            digest = await asyncio.to_thread(self._digest_of, wanted.version)
+            if digest != wanted.digest:
+                raise CorruptError(
+                    f"a decision names version {wanted.version} with digest {wanted.digest}; its "
+                    f"manifest states {digest}",
+                    run=self.bucket.url,
+                    version=wanted.version,
+                )
+        self.aimed, self.wanted = True, serving
+        ranked = sorted(self._members, key=lambda m: blake3(m.replica.name.encode()).digest())
+        count = 0
+        if candidate is not None and share:
+            count = min(max(round(share * len(ranked)), 1), len(ranked) - 1)
+        for place, member in enumerate(ranked):
+            chosen = candidate if candidate is not None and place < count else serving
+            self._want(member, chosen)
+
+    def serves(self, version: int) -> bool:
+        """Returns whether a replica that takes requests holds a version by its own statement."""
+        return any(m.held and m.held.version == version and not m.draining for m in self._members)
 
     def state(self) -> ReplicaSetState:
         """Returns the state of every replica."""
@@ -233,7 +289,7 @@ class ReplicaSet:
         return "" if member.held is None else snapshot_identity(self.run, member.held.version)
 
     def _is_ready(self, member: TrackedReplica) -> bool:
-        held, wanted = member.held, self.wanted
+        held, wanted = member.held, member.wanted
         if held is None or member.draining:
             return False
         if wanted is None:
@@ -264,8 +320,8 @@ class ReplicaSet:
 
     async def _supervise(self, member: TrackedReplica) -> None:
         pause_s = POLL_EVERY_S
-        while True:
-            wanted = self.wanted
+        while not self._closing:
+            wanted = member.wanted
             try:
                 await self._reconcile(member, wanted)
                 pause_s = POLL_EVERY_S

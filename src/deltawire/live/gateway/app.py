@@ -33,6 +33,7 @@ from deltawire.live.gateway.engine_tokens import AnswerReader, for_client
 from deltawire.live.gateway.events import DONE, EventSplitter, data_of
 from deltawire.live.gateway.recorder import Recorder, ServedRequest
 from deltawire.live.gateway.requests import SamplingDefaults, read_asked
+from deltawire.live.gateway.routing import ArmRouter
 from deltawire.serving.app import (
     MODEL,
     REPLICAS,
@@ -88,9 +89,14 @@ class LiveCalls:
             app.router.add_post(WEBHOOK, self._webhook)
         app.router.add_get("/live/state", self._state)
 
-        async def life(_: web.Application) -> Any:
+        async def life(app: web.Application) -> Any:
             self._recorder.start(asyncio.get_running_loop())
+            router = ArmRouter(app[REPLICAS])
+            self._recorder.assign = router.assignment
+            following = asyncio.create_task(router.follow())
             yield
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
             await asyncio.to_thread(self._recorder.close)
 
         app.cleanup_ctx.append(life)

@@ -43,7 +43,7 @@ from deltawire.private_files import private_folder, read_private, replace_privat
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.captures import Capture, Feedback, GatewayState, encode_row
-from deltawire.wire.decisions import Assignment
+from deltawire.wire.decisions import Assignment, assign
 from deltawire.wire.objects import encode_json
 from deltawire.wire.receipts import MAX_SPANS, Receipt, hash_tokens, sign_receipt, spans_of
 from deltawire.wire.run import Run
@@ -110,6 +110,7 @@ class Recorder:
         self.rates = DetectorRates()
         self.conversations = Conversations()
         self.forgotten: frozenset[str] = frozenset()
+        self.assign: Callable[[str, str], Assignment] = serving_only
         self._bucket = bucket
         self._run = run
         self._signer = signer
@@ -192,7 +193,7 @@ class Recorder:
             conversation,
             user,
             capture,
-            Assignment("serving", 1.0, None),
+            self.assign(user, conversation),
             names["task"][:256],
             names["cohort"][:64],
         )
@@ -401,6 +402,12 @@ def _capture(
         calls=len(choice.calls),
         broken_calls=broken,
     )
+
+
+def serving_only(user: str, conversation: str) -> Assignment:
+    """Assigns everybody to the serving arm, and to whichever version a replica holds."""
+    del user, conversation
+    return assign(None, "")
 
 
 def _is_object(text: str) -> bool:

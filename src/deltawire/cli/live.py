@@ -1,0 +1,130 @@
+"""``deltawire live``: which version serves users, and who decided it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from deltawire.cli.arguments import add_json, add_key, add_run_url, add_trust, share, trust_of
+
+ACTIONS = ("status", "plan", "decide", "promote", "hold", "rollback")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "live",
+        help="decide which version serves users: canary, promotion, rollback",
+        description="status: what serves, and the candidate's tests. plan: answers that each stage "
+        "needs. decide: follow the tests, until stopped. promote, hold, rollback: by hand. Exit "
+        "code of status and decide --once: 0 nothing is open, 10 undecided, 11 held, 12 the last "
+        "candidate was rolled back.",
+    )
+    parser.set_defaults(call=run)
+    parser.add_argument("action", choices=ACTIONS)
+    add_run_url(parser)
+    parser.add_argument(
+        "--version",
+        type=int,
+        default=None,
+        metavar="N",
+        help="promote this version, or roll back to it (default: the candidate's, or the previous)",
+    )
+    parser.add_argument("--reason", default="", metavar="TEXT", help="recorded with the decision")
+    parser.add_argument(
+        "--by", default="", metavar="NAME", help="who decides (default: the user's login)"
+    )
+    parser.add_argument("--once", action="store_true", help="decide what follows now, then stop")
+    parser.add_argument(
+        "--effect",
+        type=share,
+        default=0.05,
+        metavar="SHARE",
+        help="plan for a candidate better by this (default: 0.05)",
+    )
+    parser.add_argument(
+        "--rate",
+        type=share,
+        default=0.5,
+        metavar="SHARE",
+        help="plan for this mean outcome of the serving version (default: 0.5)",
+    )
+    add_key(parser)
+    add_trust(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Does one action."""
+    import time
+
+    from deltawire.launch.releasing import (
+        ReleaseOptions,
+        decide_until_stopped,
+        exit_code,
+        line_of,
+        open_releaser,
+        plan_of,
+        state_of,
+        take_decision,
+    )
+
+    options = ReleaseOptions(
+        trust=trust_of(arguments),
+        key=arguments.key,
+        version=arguments.version,
+        reason=arguments.reason,
+        by=arguments.by,
+    )
+    action = arguments.action
+    if action == "decide":
+        state = decide_until_stopped(
+            arguments.run,
+            options,
+            once=arguments.once,
+            report=lambda one: None if arguments.json else print(line_of(one), flush=True),  # noqa: T201
+        )
+        if arguments.json:
+            print(json.dumps(state))  # noqa: T201
+        return exit_code(state)
+    if action in ("promote", "hold", "rollback"):
+        _show(take_decision(arguments.run, action, options), as_json=arguments.json)
+        return 0
+    releaser = open_releaser(arguments.run, options, writes=False)
+    if action == "plan":
+        plan = plan_of(releaser, effect=arguments.effect, rate=arguments.rate)
+        if arguments.json:
+            print(json.dumps(plan))  # noqa: T201
+            return 0
+        for stage in plan["stages"]:
+            print(f"share {stage['share']:g}: {stage['outcomes']} outcomes")  # noqa: T201
+        return 0
+    state = state_of(releaser, time.time())
+    if not arguments.json:
+        for decision in releaser.log.decisions:
+            print(line_of(decision))  # noqa: T201
+    _show(state, as_json=arguments.json)
+    return exit_code(state)
+
+
+def _show(state: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(state))  # noqa: T201
+        return
+    serving, candidate = state["serving"], state["candidate"]
+    print(  # noqa: T201
+        f"{state['state']}: "
+        + (f"version {serving['version']} serves" if serving else "no version serves by decision")
+        + (f", candidate {candidate['version']} at {state['share']:g}" if candidate else "")
+    )
+    for place, counts in state.get("outcomes", {}).items():
+        line = f"{counts['candidate']} of the candidate, {counts['serving']} of the serving version"
+        print(f"  outcomes at {place}: {line}")  # noqa: T201
+    for name, one in state.get("tests", {}).items():
+        print(  # noqa: T201
+            f"  {name}: difference {one['difference']:+.4f}, evidence {one['log_evidence']:.2f} of "
+            f"{one['log_threshold']:.2f}"
+        )
+    for number, fault in state["void"].items():
+        print(f"  decision {number} is void: {fault}")  # noqa: T201

@@ -1,0 +1,277 @@
+"""Decides which version serves users, and shows and takes such decisions by hand."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deltawire.config import RunConfig, run_config
+from deltawire.display import safe_line
+from deltawire.errors import InputError, RetryError
+from deltawire.events import Evaluated
+from deltawire.launch.role_keys import read_signer
+from deltawire.live.learning.records import LiveRecords
+from deltawire.live.release.decision_log import DecisionLog
+from deltawire.live.release.evidence import evidence_of, planned_answers
+from deltawire.live.release.next_decision import (
+    Scores,
+    Situation,
+    decide_by_hand,
+    decide_next,
+    next_candidate,
+)
+from deltawire.live.release.outcomes import OutcomeReader, SettledAnswer
+from deltawire.runtime.event_tail import events_of
+from deltawire.runtime.trusted import ReaderTrust, open_trusted
+from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync import newest_version, read_manifest, require_run
+from deltawire.wire.decisions import UNDECIDED, Decision, ServedVersion
+from deltawire.wire.roles import GATEWAY_ROLE
+from deltawire.wire.run import Run
+
+DECIDE_EVERY_S = 5.0
+UNDECIDED_CODE, HELD_CODE, ROLLED_BACK_CODE = 10, 11, 12
+"""Exit codes of ``status`` and ``decide --once``; 0 if a version serves and nothing is open."""
+
+Action = Literal["status", "plan", "decide", "promote", "hold", "rollback"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseOptions:
+    """Who decides by hand, why, about which version, and with which key."""
+
+    trust: ReaderTrust
+    key: str = ""
+    version: int | None = None
+    reason: str = ""
+    by: str = ""
+
+
+class Releaser:
+    """The decisions of one run, and what they follow from.
+
+    Example::
+
+        releaser = Releaser(bucket, run, config, by="g0")
+        while True:
+            releaser.step(time.time())
+    """
+
+    def __init__(self, bucket: Bucket, run: Run, config: RunConfig, *, by: str) -> None:
+        self.log = DecisionLog(bucket, run.id)
+        self.release = config.live.release
+        self._bucket = bucket
+        self._run = run
+        self.by = by
+        self._records = LiveRecords(bucket)
+        self._reader = OutcomeReader(config.live)
+        self._digests: dict[int, str] = {}
+
+    def step(self, now: float) -> Decision | None:
+        """Makes and stores the next decision, if there is one; returns it, or None if another
+        process decided first or nothing changes. Raises `RetryError`, `CorruptError`."""
+        self.log.poll()
+        situation = self.situation(now)
+        if situation is None:
+            return None
+        decision = decide_next(self.log, self.release, situation, by=self.by)
+        if decision is None or not self.log.append(decision):
+            return None
+        return decision
+
+    def situation(self, now: float) -> Situation | None:
+        """Returns what a decision follows from now; None while the run has no version."""
+        newest = newest_version(self._bucket)
+        if newest is None:
+            return None
+        scores = self._scores()
+        chosen = next_candidate(self.log, self.release, newest=newest, scores=scores, now=now)
+        return Situation(
+            newest=self.served(newest),
+            candidate=None if chosen is None else self.served(chosen),
+            scores=scores,
+            outcomes=self.outcomes(now),
+            now=now,
+        )
+
+    def outcomes(self, now: float) -> list[SettledAnswer]:
+        """Returns the settled answers of the canary that is under way."""
+        since, decision = self.log.canary_since(), self.log.newest
+        if since is None or decision is None:
+            return []
+        self._records.poll()
+        return self._reader.read(self._records, decision, since=since, now=now)
+
+    def served(self, version: int) -> ServedVersion:
+        """Returns a committed version with its digest; raises `InputError` if there is none."""
+        if version not in self._digests:
+            manifest = read_manifest(self._bucket, self._run, version)
+            if manifest is None or manifest.pruned:
+                raise InputError(
+                    f"the run has no version {version} that can be loaded", run=self._bucket.url
+                )
+            self._digests[version] = manifest.digest
+        return ServedVersion(version, self._digests[version])
+
+    def _scores(self) -> Scores:
+        if not self.release.gate:
+            return {}
+        found = [e for e in events_of(self._bucket, "evaluator") if isinstance(e, Evaluated)]
+        return {
+            e.version: {"accuracy": e.accuracy, **{n: s.accuracy for n, s in e.sets.items()}}
+            for e in found
+        }
+
+
+def open_releaser(location: str, options: ReleaseOptions, *, writes: bool) -> Releaser:
+    """Opens a run's decisions. In a signed run, writing needs the gateway role's key."""
+    signer = read_signer(options.key)
+    bucket = open_trusted(location, options.trust, signer=signer, role=GATEWAY_ROLE)
+    bucket = bucket.over(RetryingBucket.over(bucket.inner))
+    if writes:
+        bucket.check_writer()
+    run = require_run(bucket)
+    config = run_config(run.config, url=bucket.url) if run.config else RunConfig(name="live")
+    releaser = Releaser(bucket, run, config, by=(options.by or getpass.getuser())[:64])
+    releaser.log.poll()
+    return releaser
+
+
+def take_decision(location: str, action: Action, options: ReleaseOptions) -> dict[str, Any]:
+    """Stores a person's decision, and returns the state after it.
+
+    Raises `InputError` if there is nothing to decide about, or another decision came first.
+    """
+    assert action in ("promote", "hold", "rollback")
+    releaser = open_releaser(location, options, writes=True)
+    target = None if options.version is None else releaser.served(options.version)
+    decision = decide_by_hand(
+        releaser.log,
+        action,
+        by=releaser.by,
+        now=time.time(),
+        reason=options.reason,
+        target=target,
+    )
+    if not releaser.log.append(decision):
+        raise InputError(
+            "another decision came first", hint="look at deltawire live status, and decide again"
+        )
+    return state_of(releaser, time.time())
+
+
+def decide_until_stopped(
+    location: str,
+    options: ReleaseOptions,
+    *,
+    once: bool,
+    report: Callable[[Decision], None],
+) -> dict[str, Any]:
+    """Decides every `DECIDE_EVERY_S` seconds, or ``once``: until nothing more follows from what is
+    known. Returns the state after it."""
+    releaser = open_releaser(location, options, writes=True)
+    while True:
+        try:
+            while (decision := releaser.step(time.time())) is not None:
+                report(decision)
+            if once:
+                return state_of(releaser, time.time())
+        except RetryError as error:
+            if once:
+                raise
+            print(safe_line(f"waits for the store: {error.message}"), file=sys.stderr)  # noqa: T201
+        time.sleep(DECIDE_EVERY_S)
+
+
+def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
+    """Returns the state of a run's releases as plain data: the version that serves, the candidate,
+    its tests, and all decisions."""
+    newest = releaser.log.newest
+    state: dict[str, Any] = {
+        "state": newest.verdict if newest else "none",
+        "serving": _version(newest.serving if newest else None),
+        "candidate": None,
+        "decisions": [_row(one) for one in releaser.log.decisions],
+        "void": {str(number): fault for number, fault in releaser.log.void.items()},
+    }
+    if newest is None or newest.verdict not in UNDECIDED:
+        return state
+    state |= {
+        "candidate": _version(newest.candidate),
+        "share": newest.share,
+        "waits_for": newest.waits_for,
+    }
+    if newest.share:
+        evidence = evidence_of(releaser.outcomes(now), releaser.release)
+        state["outcomes"] = {
+            f"{share:g}": {"candidate": mine, "serving": theirs}
+            for share, (mine, theirs) in evidence.counts.items()
+        }
+        tests = {"not_worse": evidence.metric, "worse": evidence.worse, **evidence.guardrails}
+        state["tests"] = {
+            name: {
+                "difference": one.difference,
+                "log_evidence": one.log_evidence,
+                "log_threshold": one.log_threshold,
+                "rejects": one.rejects,
+            }
+            for name, one in tests.items()
+        }
+        state["sample_ratio_mismatch"] = evidence.mismatched
+    return state
+
+
+def plan_of(releaser: Releaser, *, effect: float, rate: float) -> dict[str, Any]:
+    """Returns the outcomes that each stage needs for a candidate better by ``effect``."""
+    stages = planned_answers(releaser.release, effect=effect, rate=rate)
+    return {
+        "effect": effect,
+        "rate": rate,
+        "stages": [
+            {"share": share, "outcomes": count}
+            for share, count in zip(releaser.release.stages, stages, strict=True)
+        ],
+        "outcomes": sum(stages),
+    }
+
+
+def exit_code(state: dict[str, Any]) -> int:
+    """Returns the exit code for a state."""
+    codes = {"hold": HELD_CODE, "rollback": ROLLED_BACK_CODE}
+    verdict = state["state"]
+    return UNDECIDED_CODE if verdict in UNDECIDED - {"hold"} else codes.get(verdict, 0)
+
+
+def line_of(decision: Decision) -> str:
+    """Returns a decision as one line for people."""
+    words = [f"{decision.number}: {decision.verdict}", f"version {decision.serving.version} serves"]
+    if decision.candidate is not None:
+        words.append(f"candidate {decision.candidate.version}")
+    if decision.share:
+        words.append(f"share {decision.share:g}")
+    if decision.waits_for:
+        words.append(f"waits for {decision.waits_for}")
+    return safe_line(f"{', '.join(words)}; by {decision.by}: {decision.reason}")
+
+
+def _version(one: ServedVersion | None) -> dict[str, Any] | None:
+    return None if one is None else {"version": one.version, "digest": one.digest}
+
+
+def _row(one: Decision) -> dict[str, Any]:
+    return {
+        "number": one.number,
+        "verdict": one.verdict,
+        "serving": one.serving.version,
+        "candidate": None if one.candidate is None else one.candidate.version,
+        "share": one.share,
+        "waits_for": one.waits_for,
+        "at": one.at,
+        "by": one.by,
+        "reason": one.reason,
+        "evidence": one.evidence,
+    }

@@ -1,0 +1,63 @@
+"""``deltawire live``: decisions by the tests and by hand, as JSON, lines and exit codes."""
+
+import json
+
+import pytest
+from live_gateway import published
+
+from deltawire.cli.main import main
+from deltawire.store import open_bucket
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    url = (tmp_path / "run").as_uri()
+    open_bucket(url, create=True)
+    published(url=url)
+    return url
+
+
+def live(capsys, *arguments):
+    """Run the command; returns its exit code and what it printed as JSON."""
+    code = main(["live", *arguments, "--json"])
+    out = capsys.readouterr().out
+    return code, json.loads(out) if out else None
+
+
+def test_a_release_from_start_to_rollback(bucket, capsys):
+    assert live(capsys, "status", bucket)[1]["state"] == "none"
+    code, state = live(capsys, "promote", bucket, "--version", "0", "--by", "ann")
+    assert (code, state["serving"]["version"]) == (0, 0)
+    code, state = live(capsys, "decide", bucket, "--once")
+    assert (code, state["state"]) == (0, "serve"), "nothing was evaluated: no data is no success"
+    code, state = live(capsys, "promote", bucket, "--version", "2", "--reason", "tried by hand")
+    assert state["serving"]["version"] == 2
+    code, state = live(capsys, "rollback", bucket, "--by", "bob")
+    assert (code, state["serving"]["version"]) == (0, 0)
+    code, state = live(capsys, "status", bucket)
+    assert code == 12
+    assert [one["by"] for one in state["decisions"]][0::2] == ["ann", "bob"]
+    assert state["decisions"][1]["reason"] == "tried by hand"
+    assert main(["live", "status", bucket]) == 12
+    assert "2: rollback, version 0 serves, candidate 2; by bob" in capsys.readouterr().out
+
+
+def test_the_plan_names_answers_before_anyone_is_served(bucket, capsys):
+    code, plan = live(capsys, "plan", bucket, "--effect", "0.1")
+    assert code == 0
+    assert [stage["share"] for stage in plan["stages"]] == [0.01, 0.05, 0.25, 0.5]
+    assert plan["outcomes"] == sum(stage["outcomes"] for stage in plan["stages"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["hold"], "no version serves by decision yet"),
+        (["promote", "--version", "9"], "no version 9 that can be loaded"),
+        (["rollback"], "no version serves by decision yet"),
+    ],
+)
+def test_decisions_about_nothing_are_refused(bucket, capsys, arguments, named):
+    action, *more = arguments
+    assert main(["live", action, bucket, *more]) != 0
+    assert named in capsys.readouterr().err

@@ -1,0 +1,209 @@
+"""Arms, replicas and receipts follow the decisions in the bucket."""
+
+import asyncio
+import functools
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+from live_gateway import SIGNER, live_serving, published
+
+from deltawire.errors import CorruptError
+from deltawire.live.gateway import routing
+from deltawire.live.gateway.routing import ArmRouter
+from deltawire.live.release.decision_log import DecisionLog
+from deltawire.serving.replica_set import ReplicaSet
+from deltawire.sync import read_manifest, require_run
+from deltawire.wire.decisions import CANDIDATE, Decision, ServedVersion
+from deltawire.wire.receipts import SERVING, read_receipt
+
+
+def in_loop(test):
+    """Runs a test's coroutine."""
+
+    @functools.wraps(test)
+    def run(*args, **named):
+        asyncio.run(test(*args, **named))
+
+    return run
+
+
+class Decider:
+    """Appends decisions about a bucket's versions, as any process may."""
+
+    def __init__(self, bucket):
+        self.bucket, self.run = bucket, require_run(bucket)
+        self.log = DecisionLog(bucket, self.run.id)
+
+    def served(self, version):
+        return ServedVersion(version, read_manifest(self.bucket, self.run, version).digest)
+
+    def decide(self, verdict, serving, candidate=None, **facts):
+        self.log.poll()
+        candidate = None if candidate is None else self.served(candidate)
+        decision = Decision(
+            number=self.log.next_number, run=self.run.id, verdict=verdict, at=0.0, by="ann",
+            serving=self.served(serving), candidate=candidate, **facts,
+        )  # fmt: skip
+        assert self.log.append(decision)
+        return decision
+
+
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def held(gateway):
+    return sorted(fake.mirror.version for fake in gateway.fakes)
+
+
+async def ask(gateway, user, conversation):
+    """Ask one question; returns its receipt."""
+    status, data, _ = await gateway.call(
+        "POST", "/v1/chat/completions",
+        headers={
+            "x-deltawire-user": user, "x-deltawire-capture": "true",
+            "x-deltawire-conversation": conversation,
+        },
+        json={"model": "m", "messages": [{"role": "user", "content": "Hi"}]},
+    )  # fmt: skip
+    assert status == 200
+    text = json.loads(data)["deltawire"]["receipt"]
+    return read_receipt(text, public_key=SIGNER.public_key, run=require_run(gateway.bucket).id)
+
+
+@in_loop
+async def test_a_canary_and_its_rollback(tmp_path, monkeypatch):
+    monkeypatch.setattr(routing, "POLL_EVERY_S", 0.02)
+    bucket = published()
+    decider = Decider(bucket)
+    async with live_serving(bucket, tmp_path, monkeypatch, replicas=2) as gateway:
+        first = await ask(gateway, "u0", "before")
+        assert (first.arm, first.propensity) == (SERVING, 1.0)
+        decider.decide("serve", 0)
+        decider.decide("gate", 0, 2)
+        decider.decide("canary", 0, 2, share=0.5, salt="s")
+        await until(lambda: held(gateway) == [0, 2])
+        receipts = {}
+        async with asyncio.timeout(60):
+            while len({r.arm for r in receipts.values() if r.propensity < 1}) < 2:
+                name = f"u{len(receipts)}"
+                receipts[name] = await ask(gateway, name, f"c-{name}")
+        versions = {CANDIDATE: 2, SERVING: 0}
+        for name, receipt in receipts.items():
+            if receipt.propensity < 1:
+                assert receipt.propensity == 0.5
+                assert [v for v, _ in receipt.spans] == [versions[receipt.arm]]
+                again = await ask(gateway, name, f"c-{name}")
+                assert again.arm == receipt.arm
+        status, data, _ = await gateway.call(
+            "POST", "/hot_load/v1/models/hot_load", token="admin-secret", json={"identity": "1"}
+        )
+        assert status == 400
+        assert b"decisions in the bucket" in data
+        decider.decide("rollback", 0, 2)
+        await until(lambda: held(gateway) == [0, 0])
+        digest = decider.served(0).digest
+        assert {fake.mirror.digest.hex() for fake in gateway.fakes} == {digest}
+        for name in receipts:
+            after = await ask(gateway, name, f"c-{name}")
+            assert (after.arm, after.propensity) == (SERVING, 1.0)
+            assert [v for v, _ in after.spans] == [0]
+
+
+class StillReplica:
+    """A replica that loads at once; ``loads`` are the versions that it was told to."""
+
+    def __init__(self, name, digests):
+        self.name, self.digests, self.loads, self.version = name, digests, [], 0
+        self.base_url = f"http://{name}"
+
+    async def held(self):
+        from deltawire.serving.replica import HeldVersion
+
+        return HeldVersion(self.version, self.digests[self.version])
+
+    async def load(self, version, *, cache):
+        self.loads.append(version)
+        self.version = version
+        return await self.held()
+
+
+@asynccontextmanager
+async def routed():
+    """A router over four replicas, polled by hand."""
+    bucket = published()
+    decider = Decider(bucket)
+    digests = {version: decider.served(version).digest for version in range(3)}
+    fakes = [StillReplica(f"r{number}", digests) for number in range(4)]
+    replicas = ReplicaSet(bucket, decider.run, fakes)
+    replicas.start()
+    try:
+        yield ArmRouter(replicas), decider, fakes
+    finally:
+        await replicas.close()
+
+
+@in_loop
+async def test_two_polls_bring_every_replica_back():
+    """One poll of the decisions and one of each replica."""
+    async with routed() as (router, decider, fakes):
+        decider.decide("serve", 0)
+        decider.decide("gate", 0, 1)
+        decider.decide("canary", 0, 1, share=0.3, salt="s")
+        await router.poll()
+        await until(lambda: [fake.version for fake in fakes].count(1) == 1)
+        decider.decide("canary", 0, 1, share=0.5, salt="s")
+        candidate = next(fake for fake in fakes if fake.version == 1)
+        await router.poll()
+        await until(lambda: [fake.version for fake in fakes].count(1) == 2)
+        assert candidate.version == 1, "a replica keeps its version as the share grows"
+        decider.decide("rollback", 0, 1)
+        await router.poll()
+        await until(lambda: all(fake.version == 0 for fake in fakes))
+        assert candidate.loads == [1, 0]
+        assert router.assignment("user", "conversation").propensity == 1.0
+
+
+@in_loop
+async def test_a_conversation_keeps_its_arm_as_the_share_grows():
+    async with routed() as (router, decider, _):
+        decider.decide("serve", 0)
+        decider.decide("gate", 0, 1)
+        decider.decide("canary", 0, 1, share=0.25, salt="s")
+        await router.poll()
+        await until(lambda: router._replicas.serves(0) and router._replicas.serves(1))
+        before = {n: router.assignment(f"u{n}", f"c{n}") for n in range(200)}
+        assert 20 < sum(one.arm == CANDIDATE for one in before.values()) < 85
+        decider.decide("canary", 0, 1, share=0.75, salt="s")
+        await router.poll()
+        await until(lambda: router._replicas.serves(0) and router._replicas.serves(1))
+        assert {n: router.assignment(f"u{n}", f"c{n}") for n in range(200)} == before
+        fresh = [router.assignment(f"u{n}", f"new{n}") for n in range(200)]
+        assert all(fresh[n].arm == CANDIDATE for n in before if before[n].arm == CANDIDATE)
+        assert sum(one.arm == CANDIDATE for one in fresh) > 115
+        assert router.assignment("", "nobody") == (SERVING, 1.0, 0)
+
+
+@in_loop
+async def test_a_decision_about_other_weights_moves_nothing():
+    async with routed() as (router, decider, fakes):
+        decider.decide("serve", 0)
+        await router.poll()
+        forged = ServedVersion(1, "0" * 32)
+        decider.log.append(
+            Decision(
+                number=1,
+                run=decider.run.id,
+                verdict="promote",
+                serving=forged,
+                at=0.0,
+                by="mallory",
+            )
+        )
+        with pytest.raises(CorruptError, match="its manifest states"):
+            await router.poll()
+        assert router.assignment("u", "c").version == 0
+        assert {fake.version for fake in fakes} == {0}
