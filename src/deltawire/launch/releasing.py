@@ -42,7 +42,7 @@ Action = Literal["status", "plan", "decide", "promote", "hold", "rollback"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseOptions:
-    """Who decides by hand, why, about which version, and with which key."""
+    """The name, reason, version and key of decisions by hand."""
 
     trust: ReaderTrust
     key: str = ""
@@ -84,7 +84,7 @@ class Releaser:
         return decision
 
     def situation(self, now: float) -> Situation | None:
-        """Returns what a decision follows from now; None while the run has no version."""
+        """Returns the facts for a decision now; None while the run has no version."""
         newest = newest_version(self._bucket)
         if newest is None:
             return None
