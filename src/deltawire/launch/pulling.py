@@ -15,6 +15,7 @@ from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.store import MeteredBucket, RetryingBucket
 from deltawire.sync import Checkout, require_run
 from deltawire.sync.chain.version_poller import newest_readable
+from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
 
 PATIENCE_S = 600.0
@@ -80,12 +81,13 @@ class _Puller:
 
     def once(self, version: int | None) -> None:
         if version is None:
+            self._finish()
             newest = newest_readable(RetryingBucket(self._bucket), self._run)
             if newest is None:
                 raise RetryError("no version is published yet", run=self._bucket.url)
-            version = newest.version
-            self._finish()
-        self._bring(version)
+            self._bring(newest.version, known=newest)
+        else:
+            self._bring(version)
 
     def verify(self) -> None:
         """Compares the directory with its version."""
@@ -132,11 +134,11 @@ class _Puller:
             if newest is None:
                 time.sleep(self._checkout.pause_s)
 
-    def _bring(self, version: int) -> None:
+    def _bring(self, version: int, *, known: Manifest | None = None) -> None:
         started, before = time.perf_counter(), self._bucket.read_bytes
         base = self._checkout.version
         self._bar.begin(f"version {version}")
-        digest = self._checkout.bring_to(version)
+        digest = self._checkout.bring_to(version, known=known)
         self._bar.hide()
         done = Pulled(
             version,

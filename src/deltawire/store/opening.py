@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from obstore import exceptions
 from obstore.store import MemoryStore, from_url
@@ -122,6 +121,8 @@ def _open_folder(location: str, *, create: bool, durable: bool) -> FolderBucket:
         parts = urlsplit(location)
         if parts.netloc not in ("", "localhost"):
             raise InputError(f"{location} names a host", hint="write file:///absolute/path")
+        from urllib.request import url2pathname  # brings HTTP and mail, which no other path needs
+
         folder = Path(url2pathname(parts.path))
     else:
         folder = Path(location)

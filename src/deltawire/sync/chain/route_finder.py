@@ -75,6 +75,7 @@ class RouteFinder:
     def know(self, manifest: Manifest) -> None:
         """Records a manifest that was read before, so that it is not read again."""
         self._manifests[manifest.version] = manifest
+        self._note_if_pruned(manifest)
 
     def ban(self, edge: Edge, error: CorruptError) -> None:
         """Excludes an edge from all routes: its payload is missing or damaged."""
@@ -281,19 +282,22 @@ class RouteFinder:
                     version=version,
                     key=keys.manifest(version),
                 )
-            if found.pruned:
-                self._note(
-                    CorruptError(
-                        "retention has pruned this version",
-                        hint="ask for a newer one",
-                        run=self.bucket.url,
-                        version=version,
-                    )
-                )
+            self._note_if_pruned(found)
         except CorruptError as error:
             self._note(error)
             return None
         return found
+
+    def _note_if_pruned(self, manifest: Manifest) -> None:
+        if manifest.pruned:
+            self._note(
+                CorruptError(
+                    "retention has pruned this version",
+                    hint="ask for a newer one",
+                    run=self.bucket.url,
+                    version=manifest.version,
+                )
+            )
 
     def _listed_compacted(self) -> list[tuple[int | None, int]]:
         """Returns base and target of the compacted deltas that may lie on a route to the goal."""

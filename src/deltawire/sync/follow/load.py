@@ -33,6 +33,7 @@ def load_mirror(
     into: Mirror | None = None,
     resume: bool = False,
     threads: int | None = None,
+    known: Manifest | None = None,
 ) -> Mirror | None:
     """Loads version ``at``, or the newest one that can be read if ``at`` is None, by the fewest
     bytes. Returns None if nothing is committed yet.
@@ -40,7 +41,8 @@ def load_mirror(
     ``wanted`` names tensors, or rows of them, for a reader that wants only those (see `select`).
     ``into`` is a mirror to fill or move forward instead of a new one; its content is first compared
     with its version's manifest, and loaded again if the two differ. With ``resume``, pieces of an
-    anchor that it already holds, by their digests, are not fetched.
+    anchor that it already holds, by their digests, are not fetched. ``known`` is the manifest of
+    ``at``, or of the newest version, if the caller has just read it.
 
     Plans around damaged and missing objects. Without ``at``, falls back to an older version if no
     route leads to the newest. Raises `CorruptError` naming the first such object when no route is
@@ -54,11 +56,13 @@ def load_mirror(
         mirror.version, mirror.tensors["norm"]
     """
     bucket = RetryingBucket.over(bucket)
-    newest = newest_readable(bucket, run) if at is None else None
-    if at is None and newest is None:
-        return None
-    target = at if newest is None else newest.version
+    if known is None and at is None:
+        known = newest_readable(bucket, run)
+        if known is None:
+            return None
+    target = at if known is None else known.version
     assert target is not None
+    assert at is None or at == target
     mirror = empty_mirror(run, select(run, wanted)) if into is None else into
     if at is None and mirror.version > target:
         raise ResyncError(
@@ -68,8 +72,8 @@ def load_mirror(
             version=target,
         )
     finder = RouteFinder(bucket, run, held=None, goal=target)
-    if newest is not None:
-        finder.know(newest)
+    if known is not None:
+        finder.know(known)
     if 0 <= mirror.version <= target and holds_its_version(finder, mirror):
         finder.held = mirror.version
     for _ in range(MAX_REPLANS):

@@ -129,15 +129,17 @@ class Checkout:
         """Why a newer manifest could not be read, None if all could."""
         return self._poller.alarm
 
-    def bring_to(self, version: int) -> str:
+    def bring_to(self, version: int, *, known: Manifest | None = None) -> str:
         """Makes the directory show ``version``, and returns its digest.
+
+        ``known`` is the version's manifest, if the caller has just read it.
 
         A version whose files exist is first compared with its manifest, and rebuilt if it differs.
         Raises `CorruptError` if the run has no such version or it can no longer be read,
         `RetryError` if the store does not answer, and `InputError` if the file system fails (a full
         disk, for example); the directory then shows the same version as before.
         """
-        manifest = self._manifest(version)
+        manifest = known or self._manifest(version)
         with self._writing("free some space, or repair the disk; then run the same command again"):
             if version not in self._verified and not self._is_intact(version, manifest):
                 self._build(version, manifest)
@@ -225,7 +227,7 @@ class Checkout:
             self._copy_held(target, version)
             load_mirror(
                 self.bucket, self.run, at=version, into=target,
-                resume=self._resuming, threads=self._threads,
+                resume=self._resuming, threads=self._threads, known=manifest,
             )  # fmt: skip
             if target.digest.hex() != manifest.digest:
                 raise CorruptError("not the version's digest", run=self.bucket.url, version=version)

@@ -26,7 +26,7 @@ from deltawire.sync.chain.objects import (
 )
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.follow.load import load_mirror
-from deltawire.sync.follow.mirror import Mirror, empty_mirror
+from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.sync.publish.given_tensors import MemoryKey, check_names, memory_key
 from deltawire.sync.publish.model_files import INDEX, other_files
 from deltawire.sync.publish.publisher import Publisher
@@ -116,8 +116,9 @@ def open_publisher(
             config=config or {},
         )
         existing = create_run(bucket, run, signer=signer)
-    _check_same_model(bucket, existing, tensors, *table)
-    publisher = _continued(bucket, existing, signer, options)
+    newest = newest_readable(bucket, existing)
+    _check_same_model(bucket, existing, newest, tensors, *table)
+    publisher = _continued(bucket, existing, newest, signer, options)
     if publisher.version < 0:
         try:
             publisher.publish(tensors, metadata=metadata)
@@ -137,16 +138,22 @@ def continue_publisher(
     """
     bucket = RetryingBucket.over(bucket)
     run = require_run(bucket, public_key=signer.public_key if signer else "")
-    return _continued(bucket, run, signer, options)
+    return _continued(bucket, run, newest_readable(bucket, run), signer, options)
 
 
 def _continued(
-    bucket: Bucket, run: Run, signer: Signer | None, options: dict[str, Any]
+    bucket: Bucket,
+    run: Run,
+    newest: Manifest | None,
+    signer: Signer | None,
+    options: dict[str, Any],
 ) -> Publisher:
     """Opens a publisher that continues a run from its newest version, if it has one."""
-    newest = newest_readable(bucket, run)
-    mirror = load_mirror(bucket, run)
-    epochs = [manifest.epoch for manifest in (newest, _head(bucket, run, mirror)) if manifest]
+    mirror = None if newest is None else load_mirror(bucket, run, known=newest)
+    held = newest
+    if newest is not None and mirror is not None and mirror.version != newest.version:
+        held = read_manifest(bucket, run, mirror.version)
+    epochs = [manifest.epoch for manifest in (newest, held) if manifest]
     return Publisher(
         bucket,
         run,
@@ -194,13 +201,14 @@ def stored_files(bucket: Bucket, directory: Path) -> list[ModelFile]:
 def _check_same_model(
     bucket: Bucket,
     run: Run,
+    newest: Manifest | None,
     tensors: Mapping[str, Any],
     specs: list[TensorSpec],
     aliases: dict[str, str],
 ) -> None:
     """Raises `InputError` unless a publisher of ``tensors`` can continue or start ``run``."""
     same = run.tensors == specs and run.aliases == aliases
-    if same and newest_version(bucket) is None:
+    if same and newest is None and newest_version(bucket) is None:
         same = run.digest == _digest_of(tensors, specs).hex()
     if not same:
         raise another_model(bucket, run.tensors, specs)
@@ -214,7 +222,3 @@ def _digest_of(tensors: Mapping[str, Any], specs: Sequence[TensorSpec]) -> Diges
         bits = value.read() if isinstance(value, StoredTensor) else codec.bits_of(value, spec.dtype)
         total += codec.digest_bits(spec.name, bits)
     return total
-
-
-def _head(bucket: Bucket, run: Run, mirror: Mirror | None) -> Manifest | None:
-    return None if mirror is None else read_manifest(bucket, run, mirror.version)
