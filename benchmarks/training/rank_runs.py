@@ -1,4 +1,4 @@
-"""Runs of a trainer over ranks for measurements and tests: a run with groups enough, and ranks that
+"""Runs of a trainer over ranks for measurements and tests: a run with enough groups, and ranks that
 are started again and again, and killed or asked to stop at chosen points.
 
 Ranks are forks of one server process, which imports torch once for all of them; otherwise they
@@ -188,7 +188,7 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process that starts ranks: of none itself, with one thread."""
+    """The environment of a process that starts ranks and is no rank itself, with one thread."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": path}

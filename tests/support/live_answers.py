@@ -22,7 +22,7 @@ def config_of(**live):
 
 
 def answer(number, *, user=None, at=NOW, tokens=4, **changes):
-    """The ``number``-th answer, of a user of its own unless one is named."""
+    """The ``number``-th answer, of a separate user unless one is named."""
     rng = np.random.default_rng(number)
     facts = {
         "answer": f"{number:032x}", "conversation": "c" * 32, "turn": 0, "arm": "serving",

@@ -203,7 +203,7 @@ class MaliciousWorker(Actor):
         self.attempts["not allowed"] += 1
 
     def forge_events(self, number: int) -> None:
-        """Report steps in the trainer's name: in the own stream, and in one of the trainer's."""
+        """Report steps in the trainer's name: in its own stream, and in one of the trainer's."""
         life = Life(process="trainer", at=time.time(), role="trainer", what="died", detail=FORGED)
         data = encode_lines([life])
         self.own.create(keys.events(f"{EVIL}-ffff", number), data)
@@ -211,7 +211,7 @@ class MaliciousWorker(Actor):
         self.attempts["events as the trainer"] += 2
 
     def store_as(self, victim: str, at: int, data: bytes, *, signs: bool) -> bool:
-        """Store a group in another worker's name, signed with the own key, or not at all."""
+        """Store a group in another worker's name, signed with its own key, or not at all."""
         key = keys.rollout(victim, at)
         if signs:
             role = worker_role(victim)

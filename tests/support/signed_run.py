@@ -1,4 +1,4 @@
-"""A signed run without weights to speak of: its owner, its roles, and a stranger."""
+"""A signed run with very few weights: its owner, its roles, and a stranger."""
 
 import time
 

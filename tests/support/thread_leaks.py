@@ -19,7 +19,7 @@ def threads() -> set[threading.Thread]:
 
 
 def leaked(before: set[threading.Thread], grace_s: float = GRACE_S) -> list[threading.Thread]:
-    """The threads that were started since ``before`` and still live after ``grace_s``."""
+    """The threads that were started since ``before`` and are still alive after ``grace_s``."""
     deadline = time.monotonic() + grace_s
     while left := [one for one in threads() - before if not one.name.startswith(LIBRARIES)]:
         if time.monotonic() >= deadline:

@@ -1,6 +1,6 @@
 """Runs Tinker's own client, one scenario per function, and prints the facts as JSON.
 
-`python tinker_scenarios.py URL NAME…` runs in a process of its own: the client keeps threads.
+`python tinker_scenarios.py URL NAME…` runs in a separate process, because the client keeps threads.
 """
 
 import json

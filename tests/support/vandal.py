@@ -181,7 +181,7 @@ class Check:
             self.outcomes["vandal"] = str(error)
 
     def all(self) -> None:
-        """Everybody in turn; raises `AssertionError` for anything but bits or a clear error."""
+        """Runs every reader; raises `AssertionError` for all but bits or a clear error."""
         for name, act in (
             ("fsck", self.fsck),
             ("load", self.load),
@@ -340,7 +340,7 @@ def check_seed(worlds: Worlds, seed: int) -> Check:
 
 
 def main() -> int:
-    """Do the seeds that are not recorded yet."""
+    """Runs the seeds that are not recorded yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)

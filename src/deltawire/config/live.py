@@ -25,8 +25,8 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     """The reward's weight of each kind of feedback, and of facts such as answer_broken_calls; empty
     for `DEFAULT_REWARDS`."""
     silent: _Weight | None = None
-    """The reward of an answer that nobody reported about, once no report is likely any more; left
-    out, such answers are not trained on."""
+    """The reward of an answer without any report, once none is likely to come; if it is left out,
+    such answers are not trained on."""
     reward_function: Annotated[str, Meta(pattern=_NAME)] = ""
     """``module:function`` on the learner's machine, instead of weights."""
     baseline: Literal["batch", "value_tracker", "learned"] = "batch"

@@ -365,7 +365,7 @@ def _dispatch(
 
 
 def _shared(width: float, setting: _Setting) -> Iterator[Operation]:
-    """Returns the shared expert is a gated MLP whose input the router saved already."""
+    """Returns the shared expert, a gated MLP whose input the router saved already."""
     first, *rest = _gated(width, setting)
     yield Operation(
         saved=first.saved - 2 * setting.hidden,

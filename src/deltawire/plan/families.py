@@ -27,7 +27,7 @@ def describe(config: ArchitectureConfig, *, name: str) -> Model:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise InputError(
-            f"{name}: no description of model type {config.model_type!r}",
+            f"{name}: unknown model type {config.model_type!r}",
             hint=f"known: {', '.join(sorted(FAMILIES))}",
         )
     fields = _Fields(config, name)

@@ -77,7 +77,7 @@ class Publish(TrainerCallback):
         """The step that was published last."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Opens the run; publish the weights that the trainer starts from."""
+        """Opens the run and publishes the weights that the trainer starts from."""
         del args, control
         self._close()
         model = unwrapped(kwargs["model"])

@@ -33,7 +33,8 @@ class ShardedWriter:
     """A `deltawire.trl.ranks.RunWriter` over the ranks of a model that FSDP2 has sharded.
 
     ``options`` go to `ShardPublisher`. Raises `InputError` for a model whose checkpoints name or
-    stack tensors otherwise than its parameters, as those with fused experts, and for adapters.
+    stack tensors differently from its parameters, such as one with fused experts, and for an
+    adapter.
     """
 
     def __init__(

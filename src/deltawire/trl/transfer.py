@@ -106,7 +106,7 @@ class Transfer:
             self._open(None)
 
     def pause(self) -> None:
-        """Do nothing: the servers keep serving while they prepare."""
+        """Does nothing: the servers keep serving while they prepare."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         """Publishes the trainer's (name, tensor) pairs as the next version.

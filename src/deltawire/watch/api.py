@@ -346,7 +346,7 @@ async def _layers(request: web.Request) -> web.Response:
     weights = request.app[RUNS].weights[_run_number(request)]
     name = request.query.get("measure", "bits")
     if name not in get_args(Measure):
-        raise InputError(f"{name[:40]!r} is no measure", hint=", ".join(get_args(Measure)))
+        raise InputError(f"{name[:40]!r} is not a measure", hint=", ".join(get_args(Measure)))
     measure: Literal["bits", "share", "norm"] = name  # type: ignore[assignment]
     last, count = _optional(request, "last"), max(1, _number(request, "count", 32))
     return await _answer(request, lambda: weights.layers(measure, last=last, count=count))
@@ -456,4 +456,4 @@ def _query(request: web.Request) -> GroupQuery:
     try:
         return msgspec.convert(dict(known), GroupQuery, strict=False)
     except msgspec.ValidationError as error:
-        raise InputError(f"this is no filter of groups: {error}") from error
+        raise InputError(f"this is not a filter of groups: {error}") from error

@@ -406,4 +406,4 @@ def _cursor(token: str) -> tuple[float, str, int]:
         data = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
         return msgspec.json.decode(data, type=tuple[float, str, int])
     except (ValueError, msgspec.DecodeError) as error:
-        raise InputError(f"{token[:40]!r} is no place in a list of groups") from error
+        raise InputError(f"{token[:40]!r} is not a place in a list of groups") from error

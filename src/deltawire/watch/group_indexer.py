@@ -5,7 +5,7 @@ Concurrency::
     run_reader's indexing thread ── advance() ──▶ manifests and groups of a few versions ──▶ index
 
 The versions that were indexed before are known from the index itself, so that a page that is opened
-again goes on where the last one stopped.
+again continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class GroupIndexer:
         return len(self._todo) < began
 
     def _find_new(self) -> None:
-        """Finds versions that were committed since the last look."""
+        """Finds versions that were committed since the last call."""
         fresh = sorted(committed_versions(self._bucket, newer_than=self._top))
         if self._top is None:
             done = self._index.indexed_versions()

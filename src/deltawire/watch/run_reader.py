@@ -103,7 +103,7 @@ class RunReader:
         self.index.close()
 
     def touch(self) -> None:
-        """Notes that somebody looks."""
+        """Records that a request used this run now."""
         self._asked_at = time.monotonic()
 
     def ask(self, name: Hashable, compute: Callable[[RunState], _T]) -> _T:
@@ -191,7 +191,7 @@ def _config(run: Run, bucket: Bucket) -> RunConfig | None:
 
 
 def _cache_name(bucket: Bucket, run: Run) -> str:
-    """A name that depends on where a run lies too: anyone may claim another run's id."""
+    """A name from the run's id and its location, because another run may claim the same id."""
     import blake3
 
     return blake3.blake3(f"{bucket.url}\n{run.id}".encode()).hexdigest()[:32]

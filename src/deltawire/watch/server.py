@@ -84,7 +84,7 @@ async def _set_headers(_: web.Request, response: web.StreamResponse) -> None:
 
 @web.middleware
 async def _own_host(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuses requests that another name was pointed here for. Ports may differ: a tunnel from
+    """Refuses requests made to another host name that points here. Ports may differ: a tunnel from
     another machine has its own."""
     name = request.headers.get("Host", "").lower()
     if name.rsplit(":", 1)[0] not in HOSTS and name not in HOSTS:

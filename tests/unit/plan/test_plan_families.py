@@ -180,7 +180,7 @@ def test_active_parameters_count_only_chosen_experts() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "no description of model type 'gpt2'"),
+        ({"model_type": "gpt2"}, "unknown model type 'gpt2'"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
         ({"hidden_size": -1}, "not a usable config.json"),

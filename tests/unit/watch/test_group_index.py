@@ -133,7 +133,7 @@ def test_events_that_no_worker_writes_are_left_out_or_bounded(index) -> None:
 
 @pytest.mark.parametrize("token", ["x", "bm8", "WzEsMiwzXQ", "🙂"])
 def test_a_wrong_place_is_an_input_error(index, token) -> None:
-    with pytest.raises(InputError, match="no place in a list"):
+    with pytest.raises(InputError, match="not a place in a list"):
         index.find(GroupQuery(), after=token)
 
 

@@ -1,6 +1,6 @@
 """Rewards: turns the reports about an answer into a number, by the run's configuration.
 
-One report of each kind counts, the newest: whoever votes twice has one vote.
+Only the newest report of each kind counts, so a user who votes twice has one vote.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RewardRules:
     """The reward of an answer: the sum of ``weights[kind] · value`` over kinds of feedback and
     `TERMS`, limited to ``bounds``.
 
-    ``silent`` is the reward of an answer that nobody reported about; None leaves it out.
+    ``silent`` is the reward of an answer without any report; None leaves such answers out.
     ``function`` names a function ``module:function`` of the learner's machine instead of weights.
 
     Example::

@@ -419,7 +419,7 @@ class TrainingClient:
 
     def _prepared(self, data: Sequence[Any], loss_fn: str) -> list[PreparedDatum]:
         if not data:
-            raise InputError("there are no data", hint="give at least one datum")
+            raise InputError("the list of data is empty", hint="give at least one datum")
         vocabulary = self._trainer.opened.vocabulary
         return [prepare(datum, loss_fn, vocabulary=vocabulary) for datum in data]
 

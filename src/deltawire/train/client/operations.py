@@ -265,5 +265,5 @@ def check_record(record: Mapping[str, Any] | None) -> dict[str, Any]:
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise InputError(f"the record of a save is no JSON object: {error}") from error
     if not isinstance(found, dict):
-        raise BugError("a record is no object")
+        raise BugError("a record is not a JSON object")
     return found
