@@ -140,6 +140,18 @@ def add_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", default="", metavar="FILE", help="sign with this private key")
 
 
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of commands that start a whole job: its key, and what they print."""
+    add_key(parser)
+    parser.add_argument(
+        "--allow-rollback",
+        action="store_true",
+        help="with --key: continue from an older version than one seen on this machine before",
+    )
+    parser.add_argument("--plain", action="store_true", help="print lines, not a live view")
+    add_json(parser, "print report.json at the end")
+
+
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """Declares ``--threads``."""
     parser.add_argument(

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from deltawire.cli import run as whole_run
-from deltawire.cli.arguments import BUCKET, add_json, add_key, add_seed, add_shape
+from deltawire.cli.arguments import BUCKET, add_job_options, add_seed, add_shape
 from deltawire.errors import InputError
 
 
@@ -21,14 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--bucket", default="", help=f"{BUCKET} (default: OUT/bucket)")
     add_seed(parser)
     add_shape(parser)
-    add_key(parser)
-    parser.add_argument(
-        "--allow-rollback",
-        action="store_true",
-        help="with --key: continue from an older version than one seen on this machine before",
-    )
-    parser.add_argument("--plain", action="store_true", help="print lines, not a live view")
-    add_json(parser, "print report.json at the end")
+    add_job_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltawire.cli.arguments import BUCKET, add_engine, add_json, add_key, add_seed, add_shape
+from deltawire.cli.arguments import BUCKET, add_engine, add_job_options, add_seed, add_shape
 from deltawire.cli.exit_codes import INTERRUPTED
 from deltawire.engines.registry import check_engine
 from deltawire.errors import InputError
@@ -40,14 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="check model, environment and trust, print every setting, and stop",
     )
-    add_key(parser)
-    parser.add_argument(
-        "--allow-rollback",
-        action="store_true",
-        help="with --key: continue from an older version than one seen on this machine before",
-    )
-    parser.add_argument("--plain", action="store_true", help="print lines, not a live view")
-    add_json(parser, "print report.json at the end")
+    add_job_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
