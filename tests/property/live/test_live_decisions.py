@@ -1,0 +1,76 @@
+"""Whatever is known, and whoever decides: the series stays valid, and all readers agree on it."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltawire.config.release import ReleaseConfig
+from deltawire.errors import InputError
+from deltawire.live.release.decision_log import DecisionLog
+from deltawire.live.release.next_decision import (
+    Situation,
+    decide_by_hand,
+    decide_next,
+    next_candidate,
+)
+from deltawire.live.release.outcomes import METRIC, SettledAnswer
+from deltawire.store import open_bucket
+from deltawire.wire.decisions import CANDIDATE, ServedVersion
+from deltawire.wire.receipts import SERVING
+
+RELEASE = ReleaseConfig(stages=[0.25, 0.5], stage_outcomes=5, max_outcomes=40, guardrails={})
+STEPS = st.tuples(
+    st.integers(0, 1),
+    st.sampled_from(["tests", "tests", "tests", "promote", "hold", "rollback"]),
+    st.integers(0, 8),
+    st.tuples(st.integers(0, 60), st.integers(0, 60), st.booleans(), st.booleans()),
+    st.booleans(),
+)
+
+
+def outcomes(share, mine, theirs, good, bad):
+    arms = [(CANDIDATE, float(good))] * mine + [(SERVING, float(bad))] * theirs
+    return [SettledAnswer(0.0, arm, share, True, {METRIC: value}) for arm, value in arms]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(STEPS, max_size=25))
+def test_any_two_deciders_keep_one_valid_series(steps):
+    bucket = open_bucket("memory://", create=True)
+    logs = [DecisionLog(bucket, "1" * 32) for _ in range(2)]
+    for now, (who, action, newest, facts, reads) in enumerate(steps):
+        log = logs[who]
+        if reads:
+            log.poll()
+        scores = {version: {"accuracy": 0.5 + version % 3 / 10} for version in range(newest + 1)}
+        chosen = next_candidate(log, RELEASE, newest=newest, scores=scores, now=float(now))
+        assert chosen not in log.rejected()
+        served = ServedVersion(newest, f"{newest:032x}")
+        try:
+            if action == "tests":
+                share = log.newest.share if log.newest else 0.0
+                situation = Situation(
+                    newest=served,
+                    candidate=None if chosen is None else ServedVersion(chosen, f"{chosen:032x}"),
+                    scores=scores,
+                    outcomes=outcomes(share, *facts),
+                    now=float(now),
+                )
+                decision = decide_next(log, RELEASE, situation, by="process")
+            else:
+                decision = decide_by_hand(log, action, by="ann", now=float(now), target=None)
+        except InputError:
+            continue
+        if decision is not None:
+            before = log.next_number
+            stored = log.append(decision)
+            assert log.next_number > before
+            assert stored == (decision in log.decisions)
+    for log in logs:
+        log.poll()
+        assert not log.void
+    assert logs[0].decisions == logs[1].decisions
+    for before, after in zip(logs[0].decisions, logs[0].decisions[1:], strict=False):
+        if after.serving != before.serving:
+            assert after.verdict in ("promote", "rollback")
+        if after.verdict == "canary" and before.verdict == "canary":
+            assert after.share > before.share
