@@ -68,6 +68,32 @@ def test_vllm_serve_is_moved_by_its_own_calls(vllm_python):
     run_tests(vllm_python, "test_served_over_http.py", "-k", "own_calls")
 
 
+def test_an_adapter_on_two_ranks_follows_its_run(vllm_python):
+    run_tests(vllm_python, LIVE, "--adapter", "--tensor-parallel", "2", "--versions", "20")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("qwen3", []),
+        ("qwen3", ["--tensor-parallel", "2"]),
+        ("qwen3", ["--pipeline-parallel", "2"]),
+        ("llama", []),
+        ("qwen3_moe", []),
+        ("qwen3_moe", ["--tensor-parallel", "2", "--expert-parallel"]),
+    ],
+    ids=["one", "two", "stages", "llama", "experts", "divided experts"],
+)
+def test_adapters_follow_their_run_however_the_model_is_sharded(vllm_python, family, parallel):
+    run_tests(vllm_python, LIVE, "--adapter", "--family", family, *parallel)
+
+
+@pytest.mark.matrix
+def test_an_adapter_is_served_from_a_slot_or_refused_by_name(vllm_python):
+    run_tests(vllm_python, "test_adapter_slots.py")
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(("family", "ranks"), MATRIX)
 def test_every_family_follows_its_run(vllm_python, family, ranks):

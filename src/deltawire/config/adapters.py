@@ -12,6 +12,9 @@ from msgspec import Meta
 from deltawire.config.base import Fraction, Positive, Section
 from deltawire.config.tasks import TaskConfig
 
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM's adapter slots can have (``--max-lora-rank``)."""
+
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 

@@ -25,7 +25,7 @@ import torch
 from deltawire.config import AdapterConfig, RunConfig, run_config
 from deltawire.errors import CorruptError, InputError
 from deltawire.export.adapter import PREFIX, adapted, open_model
-from deltawire.export.models import fetch_model_files
+from deltawire.export.models import fetch_model_files, move_to
 from deltawire.export.source import open_source
 from deltawire.placement.live import publish_only
 from deltawire.runtime.lines import run_of_line
@@ -98,6 +98,6 @@ def open_policy(
     """
     device = device or torch.device("cpu")
     if config.line is None:
-        return open_model(folder, adapter, seed=seed).to(device)
+        return move_to(open_model(folder, adapter, seed=seed), device)
     above = run_of_line(bucket, config.line.name)
     return line_model(open_base(above, config.line.base, device), adapter, seed=seed)

@@ -295,6 +295,12 @@ def serve_as(model: Any, precision: str) -> Any:
     return model
 
 
+def move_to(model: Any, device: torch.device) -> Any:
+    """Moves a model to ``device``, in place; one that was built on the meta device, for its
+    settings, stays there."""
+    return model if next(model.parameters()).is_meta else model.to(device)
+
+
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Returns every token id that ends generation."""
     found: list[int] = []

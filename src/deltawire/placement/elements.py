@@ -105,15 +105,17 @@ def digest_part(name: str, part: AffineMap, bits: Bits) -> Digest:
     return total
 
 
-def encode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits:
-    """Converts published bits, uint[N], to the live dtype."""
-    if len(dtypes) == 1:
+def encode_bits(bits: Bits, dtypes: tuple[str, ...], scale: float = 1.0) -> Bits:
+    """Converts published bits, uint[N], to the live dtype, and then multiplies by ``scale``."""
+    if scale == 1.0 and len(dtypes) == 1:
         return bits
-    if dtypes == ("BF16", "F32"):
+    if scale == 1.0 and dtypes == ("BF16", "F32"):
         return bits.astype(np.uint32) << _HALF
     values = tensor_of(bits).view(TORCH_DTYPES[dtypes[0]])
     for dtype in dtypes[1:]:
         values = values.to(TORCH_DTYPES[dtype])
+    if scale != 1.0:
+        values = values * scale
     return array_of(canonical_nans(values).view(CARRIER[values.element_size()]))
 
 

@@ -146,7 +146,7 @@ class PlacedWeights:
 
     def _set(self, region: Region, part: AffineMap, mirror: Mirror) -> None:
         name = self.placement.tensors[region.tensor].name
-        bits = encode_bits(_gather(mirror, name, part), region.dtypes)
+        bits = encode_bits(_gather(mirror, name, part), region.dtypes, region.scale)
         self._view(region, part).copy_(tensor_of(bits).view(part.shape))
 
     @torch.no_grad()
@@ -171,7 +171,7 @@ class PlacedWeights:
         `CorruptError` naming the first tensor that differs."""
         for region, part in self._parts():
             name = self.placement.tensors[region.tensor].name
-            expected = encode_bits(_gather(mirror, name, part), region.dtypes)
+            expected = encode_bits(_gather(mirror, name, part), region.dtypes, region.scale)
             found = self._view(region, part).contiguous().view(-1)
             if not region.exact:
                 values = found.view(TORCH_DTYPES[region.dtypes[-1]])
@@ -180,6 +180,18 @@ class PlacedWeights:
                 raise CorruptError(
                     f"the live weights of {name} differ from the mirror's", version=mirror.version
                 )
+
+    @torch.no_grad()
+    def count_nonzero(self, name: str) -> int:
+        """Counts the placed elements of the live tensor ``name`` whose bits are not all zero."""
+        live = next(one for one in self.placement.live if one.name == name)
+        first = live.offset
+        last = first + sum((n - 1) * s for n, s in zip(live.shape, live.strides, strict=True))
+        return sum(
+            int(self._view(region, region.map).count_nonzero())
+            for region in self.placement.regions
+            if region.storage == live.storage and first <= region.map.target <= last
+        )
 
     def attest(self) -> Digest:
         """Recomputes this rank's share in one pass over the live bits that it counts.
@@ -348,8 +360,8 @@ class _Stage:
         self.parts[region.storage].append(
             (
                 index,
-                encode_bits(old[inside], region.dtypes),
-                encode_bits(patch.bits[inside], region.dtypes),
+                encode_bits(old[inside], region.dtypes, region.scale),
+                encode_bits(patch.bits[inside], region.dtypes, region.scale),
             )
         )
         if region.counts:

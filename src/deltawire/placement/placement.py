@@ -57,7 +57,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     """An affine map from checkpoint tensor number ``tensor`` to storage number ``storage``.
 
     ``dtypes`` are those that a value is converted through, from the published to the live one; a
-    single one means that bits are copied unchanged.
+    single one means that bits are copied unchanged. The converted value is multiplied by ``scale``.
     """
 
     tensor: int
@@ -65,11 +65,12 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     map: AffineMap
     dtypes: tuple[str, ...]
     counts: bool = True
+    scale: float = 1.0
 
     @property
     def exact(self) -> bool:
         """Returns whether the published bits can be read back from the live ones."""
-        return len(self.dtypes) == 1 or self.widened
+        return self.scale == 1.0 and (len(self.dtypes) == 1 or self.widened)
 
     @property
     def widened(self) -> bool:

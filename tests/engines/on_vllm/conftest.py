@@ -26,6 +26,7 @@ def pytest_addoption(parser):
     parser.addoption("--tensor-parallel", type=int, default=1)
     parser.addoption("--pipeline-parallel", type=int, default=1)
     parser.addoption("--expert-parallel", action="store_true")
+    parser.addoption("--adapter", action="store_true", help="versions of a LoRA adapter")
     parser.addoption("--versions", type=int, default=50, help="random versions to follow")
     parser.addoption("--load-seconds", type=float, default=6, help="how long to swap under load")
 
@@ -41,6 +42,7 @@ def parallel(request):
     return {
         "stages": request.config.getoption("pipeline_parallel"),
         "experts": request.config.getoption("expert_parallel"),
+        "adapter": request.config.getoption("adapter"),
     }
 
 

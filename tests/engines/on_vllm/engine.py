@@ -7,7 +7,7 @@ import json
 import time
 from dataclasses import dataclass
 
-from shapes import VOCABULARY
+from shapes import LAYERS, VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,14 @@ class Answer:
 class Engine:
     """vLLM's offline engine on a model directory, following ``run`` if there is one."""
 
-    def __init__(self, model, *, ranks=1, run=None, stages=1, experts=False, **settings):
+    def __init__(
+        self, model, *, ranks=1, run=None, stages=1, experts=False, adapter=False, **settings
+    ):
         from vllm import LLM
 
+        self.adapter = None
+        slots = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": list(LAYERS)}
+        slots |= adapter if isinstance(adapter, dict) else {}
         told = {} if run is None else {"run": str(run), **settings}
         self.llm = LLM(
             str(model),
@@ -43,13 +48,24 @@ class Engine:
             disable_log_stats=True,
             worker_extension_cls="planting.PlantingWorker",
             additional_config={"deltawire": told},
+            **(slots if adapter else {}),
         )
+        if adapter and run is None:
+            self.load_adapter(model / "adapter")
         if stages > 1:
             self.call("make_room_between_stages")
 
     def call(self, method, *args):
         """``collective_rpc``: a dictionary of each rank, or of the engine for its own methods."""
         return self.llm.collective_rpc(method, args=args)
+
+    def load_adapter(self, folder):
+        """Have vLLM load an adapter in its own way, and answer with it."""
+        from vllm.lora.request import LoRARequest
+
+        self.adapter = LoRARequest("own", 1, str(folder), load_inplace=True)
+        self.llm.llm_engine.add_lora(self.adapter)
+        self.adapter = LoRARequest("own", 1, str(folder))
 
     def status(self):
         """The conductor's own word."""
@@ -63,7 +79,10 @@ class Engine:
             temperature=0.0, max_tokens=tokens, logprobs=0, detokenize=False, **sampling
         )
         found = self.llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts], wanted, use_tqdm=False
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            wanted,
+            use_tqdm=False,
+            lora_request=self.adapter,
         )
         return [_answer(output) for output in found]
 

@@ -37,6 +37,13 @@ class PlantingWorker(DeltawireWorker):
         flat[region.map.target] ^= 1 << int(rng.integers(16))
         return {"tensor": held.placed.placement.tensors[region.tensor].name}
 
+    def plant_in_padding(self):
+        """Write into an element of the adapter's slot that no element of the adapter lies in."""
+        stacks = self._held().slot.live()
+        name, stack = next((n, one) for n, one in stacks.items() if n.endswith("lora_b_stacked.0"))
+        stack[..., -1] = 1.0  # The slot's rank is larger than the adapter's.
+        return {"stack": name}
+
     def plant_failure(self, number: int, stage: str):
         """Have ``stage`` fail on rank ``number``: prepare, scatter, attest, or die-<stage>."""
         held = self._held()
@@ -77,12 +84,18 @@ class PlantingWorker(DeltawireWorker):
             )
 
     def weigh(self):
-        """A hash of every parameter's live bits, by name."""
+        """A hash of the live bits of every parameter and of every adapter slot, by name."""
         import hashlib
 
+        model = self.get_model()
+        held = dict(model.named_parameters())
+        for name, module in model.named_modules():
+            for kind in ("lora_a_stacked", "lora_b_stacked"):
+                for number, stack in enumerate(getattr(module, kind, ())):
+                    held[f"{name}.{kind}.{number}"] = stack
         return {
             name: hashlib.sha256(
-                parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()
+                tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
             ).hexdigest()
-            for name, parameter in self.get_model().named_parameters()
+            for name, tensor in held.items()
         }

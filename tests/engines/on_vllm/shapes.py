@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from deltawire.sync import open_publisher, read_safetensors
+from deltawire.sync.chain.objects import put_blob
 from deltawire.sync.publish.safetensors_files import safetensors_table
+from deltawire.wire.run import ModelFile, TensorSpec
 
 VOCABULARY = 512
 COMMON = {
@@ -105,14 +107,55 @@ def next_bits(tensors: dict[str, np.ndarray], rng: np.random.Generator, share: f
     return changed
 
 
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SETTINGS = {
+    "peft_type": "LORA", "r": 4, "lora_alpha": 6.0, "rank_pattern": {"o_proj": 8},
+    "target_modules": list(LAYERS), "bias": "none", "task_type": "CAUSAL_LM",
+}  # fmt: skip
+"""An adapter whose scale is no power of two, 1.5, and of o_proj 0.75."""
+
+
+def draw_adapter(specs, *, seed: int = 0, scale: float = 0.15) -> dict[str, np.ndarray]:
+    """Bits of a bf16 adapter of every linear layer outside of experts, as PEFT names them."""
+    torch.manual_seed(seed)
+    found = {}
+    for spec in specs:
+        layer = spec.name.removesuffix(".weight")
+        last = layer.rpartition(".")[2]
+        if last not in LAYERS or ".experts." in layer or len(spec.shape) != 2:
+            continue
+        rank = SETTINGS["rank_pattern"].get(last, SETTINGS["r"])
+        for factor, shape in (("A", (rank, spec.shape[1])), ("B", (spec.shape[0], rank))):
+            drawn = (torch.randn(shape) * scale).bfloat16()
+            found[f"base_model.model.{layer}.lora_{factor}.weight"] = (
+                drawn.view(torch.int16).numpy().view(np.uint16)
+            )
+    return found
+
+
 class Trainer:
     """The publishing side of a test: version N depends only on the seed, and can be written
-    as a checkpoint."""
+    as a checkpoint. With ``adapter``, versions after 0 change a LoRA adapter only."""
 
-    def __init__(self, bucket, model: Path, *, seed: int = 0, share: float = 0.02, **options):
+    def __init__(
+        self, bucket, model: Path, *, seed: int = 0, share: float = 0.02, adapter: bool = False,
+        **options,
+    ):  # fmt: skip
         self.model = model
         self.specs = safetensors_table(model)
         self.tensors = {name: np.array(bits) for name, bits in read_safetensors(model).items()}
+        self.trained = set(self.tensors)
+        if adapter:
+            drawn = draw_adapter(self.specs)
+            self.specs = [
+                *self.specs, *(TensorSpec(name, bits.shape, "BF16") for name, bits in drawn.items())
+            ]  # fmt: skip
+            self.tensors |= drawn
+            self.trained = set(drawn)
+            stored = put_blob(bucket, json.dumps(SETTINGS).encode())
+            options["model_files"] = [
+                ModelFile(name="adapter_config.json", blob=stored.hash, bytes=stored.bytes)
+            ]
         self.rng = np.random.default_rng(seed)
         self.share = share
         self.publisher = open_publisher(
@@ -127,29 +170,39 @@ class Trainer:
     def publish(self, count: int = 1) -> int:
         """Publish so many random versions; the number of the last."""
         for _ in range(count):
-            self.tensors = next_bits(self.tensors, self.rng, self.share)
+            held = {name: self.tensors[name] for name in self.tensors if name in self.trained}
+            self.tensors = {**self.tensors, **next_bits(held, self.rng, self.share)}
             self.publisher.publish(self.tensors)
             self.publisher.flush()
         return self.version
 
     def write(self, folder: Path) -> Path:
-        """The current version as a checkpoint."""
+        """The current version as a checkpoint; an adapter in a folder in it, as PEFT writes it."""
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.model.iterdir():
             if file.suffix == ".json" and "index" not in file.name:
                 (folder / file.name).write_bytes(file.read_bytes())
+        adapter = [spec for spec in self.specs if ".lora_" in spec.name]
+        base = [spec for spec in self.specs if ".lora_" not in spec.name]
+        self._save(base, folder / "model.safetensors")
+        if adapter:
+            (folder / "adapter").mkdir(exist_ok=True)
+            self._save(adapter, folder / "adapter" / "adapter_model.safetensors")
+            (folder / "adapter" / "adapter_config.json").write_text(json.dumps(SETTINGS))
+        return folder
+
+    def _save(self, specs, file: Path) -> None:
         dtypes = {"BF16": torch.bfloat16, "F32": torch.float32}
         save_file(
             {
                 spec.name: torch.from_numpy(
                     self.tensors[spec.name].view(f"i{self.tensors[spec.name].itemsize}")
                 ).view(dtypes[spec.dtype])
-                for spec in self.specs
+                for spec in specs
             },
-            folder / "model.safetensors",
+            file,
             metadata={"format": "pt"},
-        )  # fmt: skip
-        return folder
+        )
 
     def close(self) -> None:
         """Stop publishing."""

@@ -17,10 +17,12 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory, family):
+def trainer(tmp_path_factory, family, parallel):
     folder = tmp_path_factory.mktemp("trainer")
     bucket = open_bucket(str(folder / "bucket"), create=True)
-    trainer = Trainer(bucket, build(family, folder / "model"), anchor_every=10)
+    trainer = Trainer(
+        bucket, build(family, folder / "model"), adapter=parallel["adapter"], anchor_every=10
+    )
     yield trainer
     trainer.close()
 

@@ -24,9 +24,11 @@ def resalt(request: Any, epoch: str) -> None:
         request.update_block_hashes()
 
 
-def resalt_waiting(scheduler: Any, epoch: str) -> None:
-    """Assigns all requests that hold no keys and values to ``epoch``."""
+def not_running(scheduler: Any) -> list[Any]:
+    """Returns all requests that hold no keys and values."""
     running = {request.request_id for request in scheduler.running}
-    for request in scheduler.requests.values():
-        if request.request_id not in running and request.num_computed_tokens == 0:
-            resalt(request, epoch)
+    return [
+        request
+        for request in scheduler.requests.values()
+        if request.request_id not in running and request.num_computed_tokens == 0
+    ]

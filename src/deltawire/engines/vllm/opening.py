@@ -6,6 +6,7 @@ from typing import Any
 
 from deltawire.engines.base import EVERYTHING, EngineRequest, OpenEngine, Truncation
 from deltawire.engines.cache_size import token_bytes
+from deltawire.engines.vllm.adapter_names import slot_flags
 from deltawire.engines.vllm.routed_experts import experts_of
 from deltawire.engines.vllm.server import vllm_python
 from deltawire.errors import InputError
@@ -25,8 +26,9 @@ def open_engine(request: EngineRequest) -> OpenEngine:
     """Starts the server and has it serve the newest version.
 
     vLLM fetches the weights itself; this process reads only the manifests, and holds the server
-    to their digests. Raises `InputError` if there is no vLLM or it does not come up, `ResyncError`
-    if it does not reach the version, or reaches it with another digest.
+    to their digests. Raises `InputError` if there is no vLLM, it cannot serve the run's adapter, or
+    it does not come up; `ResyncError` if it does not reach the version, or reaches it with another
+    digest.
     """
     import torch
 
@@ -35,6 +37,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
     from deltawire.sync import ManifestFollower
 
     mode = logprobs_mode(request.truncation, request.temperature)
+    slot = slot_flags(request.run.tensors)
     steps = ManifestFollower(RetryingBucket(request.bucket), request.run)
     newest = steps.prepare()
     if newest is None:
@@ -54,6 +57,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
         threads=request.threads,
         logprobs_mode=mode,
         routes=experts is not None,
+        slot=slot,
     )
     try:
         server.wait_until_up(stopping=request.is_stopping)

@@ -26,6 +26,8 @@ import torch
 
 from deltawire import codec
 from deltawire.codec import Digest
+from deltawire.engines.vllm.adapter_names import adapter_tensors
+from deltawire.engines.vllm.adapter_slot import AdapterSlot, read_settings
 from deltawire.engines.vllm.postprocess_check import changes_after_loading
 from deltawire.engines.vllm.rank_group import RankGroup
 from deltawire.engines.vllm.refusals import (
@@ -67,15 +69,24 @@ class RankWeights:
         self.peers = peers
         self.last_swap: dict[str, float] = {}
         self._context = context or nullcontext()
-        self._loader: Any = model.load_weights
+        loader: Any = model.load_weights
+        self._loader = loader
         run, newest = self._together(self._read_run)
         version = min(peers.gather([newest]))[0]
+        self.slot = self._together(lambda: self._open_slot(model, run))
         live: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
         live |= dict(model.named_parameters(remove_duplicate=False))
+        if self.slot is not None:
+            self._loader = self.slot.loader(loader)
+            live |= self.slot.live()
         found = self._together(
             lambda: probe(self._load_weights, run.tensors, live, aliases=run.aliases)
         )
-        placement = assign_ownership(peers.gather_structs(found))[peers.number]
+        every = peers.gather_structs(found)
+        if self.slot is not None:
+            self.slot.refuse_dropped(every)  # All ranks decide from the same tables.
+            every = [self.slot.scaled(one) for one in every]
+        placement = assign_ownership(every)[peers.number]
         self._together(lambda: _refuse(model, placement))
         mirror = self._together(
             lambda: load_mirror(
@@ -104,6 +115,11 @@ class RankWeights:
         if newest is None:
             raise InputError("the run has no version yet", run=self._bucket.url)
         return run, newest.version
+
+    def _open_slot(self, model: torch.nn.Module, run: Run) -> AdapterSlot | None:
+        if not adapter_tensors(run.tensors):
+            return None
+        return AdapterSlot(model, run.tensors, read_settings(self._bucket, run))
 
     def _together(self, work: Callable[[], T]) -> T:
         """Runs ``work``, which must not wait for other ranks, on all of them. A failure on one rank
@@ -148,6 +164,7 @@ class RankWeights:
             "swap": self.last_swap,
             "held_bytes": sum(bits.nbytes for bits in self.mirror.tensors.values()),
             "unplaced": len(self.placed.placement.unplaced),
+            "adapter": self.slot is not None,
         }
 
     def prepare(self, version: int) -> None:
@@ -282,6 +299,8 @@ class RankWeights:
             self.placed.verify(self.mirror)
             if self.placed.attest() != self.placed.share:
                 raise CorruptError("the live weights' digest differs from the version's")
+            if self.slot is not None:
+                self.slot.check_padding(self.placed)
         except CorruptError as error:
             failure = f"rank {self.peers.number}: {error}"
         return {**self.status(), "sound": not failure, "failure": failure}
@@ -292,6 +311,8 @@ class RankWeights:
         self.wait()
         self._advance_mirror()
         self._prepared = self._update = None
+        if self.slot is not None:
+            self.slot.clear()
         self._together(lambda: self.placed.load(self.mirror))
         total = _sum([[0, *words] for words in self.peers.gather(_words(self.placed.share))])
         if total != self.mirror.digest:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deltawire.engines.vllm.remote import EngineClient
@@ -58,8 +58,9 @@ def vllm_python() -> str:
 class VllmServer:
     """A ``vllm serve`` process for the model files in ``folder``, with weights from the run.
 
-    Call `wait_until_up` first. The server ends when this process ends, for any reason; it writes to
-    the file ``log``. The environment variable `ARGUMENTS` adds to its command line.
+    ``slot`` are the arguments for a run with an adapter. Call `wait_until_up` first. The server
+    ends when this process ends, for any reason; it writes to the file ``log``. The environment
+    variable `ARGUMENTS` adds to its command line.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class VllmServer:
         threads: int,
         logprobs_mode: str = "processed_logprobs",
         routes: bool = False,
+        slot: Sequence[str] = (),
     ) -> None:
         python = vllm_python()
         self._folder = tempfile.TemporaryDirectory(prefix="dw-vllm-")
@@ -92,7 +94,7 @@ class VllmServer:
             "--kv-cache-memory-bytes", str(cache_bytes), "--seed", str(seed % 2**32),
             "--logprobs-mode", logprobs_mode, "--enable-scale-out",
             "--disable-log-stats", "--uvicorn-log-level", "warning",
-            "--additional-config", settings, *([FLAG] if routes else []),
+            "--additional-config", settings, *([FLAG] if routes else []), *slot,
             *shlex.split(os.environ.get(ARGUMENTS, "")),
         ]  # fmt: skip
         with self.log.open("wb") as log:

@@ -26,7 +26,8 @@ from functools import wraps
 from typing import Any, Literal
 
 from deltawire.engines.vllm import rank_weights
-from deltawire.engines.vllm.caching import resalt, resalt_waiting
+from deltawire.engines.vllm.adapter_slot import adapter_request
+from deltawire.engines.vllm.caching import not_running, resalt
 from deltawire.engines.vllm.refusals import refuse_configuration
 from deltawire.engines.vllm.settings import FollowSettings, in_use, parse, settings_of
 from deltawire.errors import BugError, DeltawireError, InputError, ResyncError
@@ -131,6 +132,7 @@ class SwapController:
         self._attest_at = float("inf")
         self._paused_as: Any = None
         self._watch: VersionWatcher | None = None
+        self._adapter: Any = None
         refuse_configuration(core.vllm_config)
         self._attach()
         if settings is not None:
@@ -165,7 +167,7 @@ class SwapController:
         self._core_shutdown()
 
     def _add_request(self, request: Any, request_wave: int = 0) -> None:
-        resalt(request, self._epoch)
+        self._assign(request)
         self._core_add(request, request_wave)
 
     def _collective_rpc(
@@ -380,7 +382,17 @@ class SwapController:
         self.core.set_weight_version(str(self.version))
         if self.settings is not None and self.settings.in_flight == "recompute":
             self.core.scheduler.reset_prefix_cache(reset_running_requests=True)
-        resalt_waiting(self.core.scheduler, self._epoch)
+        if answers[0]["adapter"] and self._adapter is None:
+            self._adapter = adapter_request()
+        for request in not_running(self.core.scheduler):
+            self._assign(request)
+
+    def _assign(self, request: Any) -> None:
+        """Has a request that holds no keys and values served by this version: by the run's adapter,
+        unless it names another one, and with the cached prefixes of this version only."""
+        if request.lora_request is None:
+            request.lora_request = self._adapter
+        resalt(request, self._epoch)
 
     def _call_ranks(self, call: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = self._core_rpc(call, None, args, None)

@@ -13,6 +13,7 @@ is in the batch. `docs/LOG.md` has the figures.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -24,13 +25,18 @@ from deltawire.engines.vllm.settings import in_use_here
 def install() -> None:
     """Replaces the packing functions in this process."""
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
     from vllm.model_executor.layers.rotary_embedding import base as rotary_embedding
 
     utils.dispatch_cpu_unquantized_gemm = _unpacked_linear(utils.dispatch_cpu_unquantized_gemm)
     experts = cpu_moe.CPUUnquantizedExperts
     experts.process_weights_after_loading = _without_packing(experts.process_weights_after_loading)
     experts.apply = _unpacked_experts(experts.apply)
+    select = _cpu_backend(unquantized.select_unquantized_moe_backend)
+    unquantized.select_unquantized_moe_backend = select
+    unquantized_fused_moe_method.select_unquantized_moe_backend = select
     rotation = rotary_embedding.RotaryEmbedding
     rotation.__init__ = _recording_use(rotation.__init__)
     rotation.forward_cpu = _rotation_by_shape(rotation.forward_cpu)
@@ -55,6 +61,19 @@ def _without_packing(packing: Callable[..., None]) -> Callable[..., None]:
             packing(self, layer)
 
     return process_weights_after_loading
+
+
+def _cpu_backend(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Chooses the CPU's experts also in an engine with adapter slots, where vLLM chooses Triton's.
+    Those that vLLM wraps for adapters of experts still need Triton, and are refused by vLLM."""
+
+    @wraps(original)
+    def select_unquantized_moe_backend(moe_config: Any) -> Any:
+        if moe_config.is_lora_enabled and in_use_here():
+            moe_config = replace(moe_config, is_lora_enabled=False)
+        return original(moe_config)
+
+    return select_unquantized_moe_backend
 
 
 def _recording_use(original: Callable[..., None]) -> Callable[..., None]:

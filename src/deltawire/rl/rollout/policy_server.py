@@ -22,6 +22,7 @@ from deltawire.export.lines import open_policy
 from deltawire.export.models import (
     fetch_model_files,
     load_tokenizer,
+    move_to,
     serve_as,
     stop_tokens,
 )
@@ -86,7 +87,7 @@ def serve_policy(
                 bucket=process.bucket,
                 run=run,
                 folder=Path(folder.name),
-                build_model=lambda: serve_as(build(), rollout.precision).to(device),
+                build_model=lambda: move_to(serve_as(build(), rollout.precision), device),
                 stop_tokens=lambda model: stop_tokens(model, tokenizer),
                 slots=slots or rollout.slots,
                 capacity=rollout.context,

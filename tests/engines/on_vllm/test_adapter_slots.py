@@ -1,0 +1,88 @@
+"""A run's adapter is served from a slot of vLLM, or refused by name when the engine starts."""
+
+import pytest
+from engine import Engine, prompts
+from shapes import LAYERS, Trainer, build
+
+from deltawire.store import open_bucket
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory, ranks):
+    assert ranks == 1, "errors must come from this process"
+    folder = tmp_path_factory.mktemp("trainer")
+    bucket = open_bucket(str(folder / "bucket"), create=True)
+    trainer = Trainer(bucket, build("qwen3", folder / "model"), adapter=True)
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture(scope="module")
+def engine(trainer):
+    engine = Engine(trainer.model, run=trainer.publisher.bucket.url, adapter=True, follow=False)
+    yield engine
+    engine.close()
+
+
+def test_requests_that_name_no_adapter_are_answered_by_the_runs(engine, trainer):
+    base = Engine(trainer.model)
+    questions = prompts(2)
+    answers, without = engine.generate(questions), base.generate(questions)
+    assert all(a.tokens != b.tokens for a, b in zip(answers, without, strict=True))
+    assert [answer.spans for answer in answers] == [((0, 0, 24),)] * 2
+
+
+def test_what_lies_in_the_padding_of_a_slot_is_found_and_cleared(engine):
+    sound = engine.call("weigh")
+    stack = engine.call("plant_in_padding")[0]["stack"]
+    found = engine.call("deltawire_attest")[0]
+    assert not found["sound"]
+    assert f"the padding of the adapter slot {stack} is not zero" in found["ranks"][0]["failure"]
+    assert engine.call("weigh") == sound
+    assert engine.call("deltawire_attest")[0]["sound"]
+
+
+REFUSED = {
+    "no slots": (False, "this vLLM has no slot for one"),
+    "a smaller rank": (
+        {"max_lora_rank": 1}, r"rank \d is above the engine's, 1: base_model.model.model.layers",
+    ),
+    "a layer without a slot": (
+        {"lora_target_modules": [name for name in LAYERS if name != "down_proj"]},
+        r"no adapter layer for \S*down_proj.lora_A.weight, and would drop it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_engine_that_cannot_hold_the_adapter_does_not_start(trainer, what):
+    slots, why = REFUSED[what]
+    with pytest.raises(Exception, match=why):
+        Engine(trainer.model, run=trainer.publisher.bucket.url, adapter=slots, follow=False)
+
+
+SETTINGS = {
+    "dora": ({"use_dora": True}, "vLLM does not yet support DoRA"),
+    "another rank": ({"r": 2}, r"states rank 2 for \S*lora_[AB].weight, which has 4"),
+    "no rank": ({"r": None}, "vLLM does not take the run's adapter_config.json"),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings_that_are_not_the_adapters_are_refused(tmp_path, monkeypatch, trainer, what):
+    import shapes
+
+    changed, why = SETTINGS[what]
+    monkeypatch.setitem(shapes.__dict__, "SETTINGS", {**shapes.SETTINGS, **changed})
+    bucket = open_bucket(str(tmp_path / "bucket"), create=True)
+    monkeypatch.setattr(shapes, "draw_adapter", lambda specs, drawn=trainer: {
+        name: drawn.tensors[name] for name in drawn.trained
+    })  # fmt: skip
+    other = Trainer(bucket, trainer.model, adapter=True)
+    try:
+        with pytest.raises(Exception, match=why):
+            Engine(trainer.model, run=bucket.url, adapter=True, follow=False)
+    finally:
+        other.close()
