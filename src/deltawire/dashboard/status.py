@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -430,6 +430,10 @@ def _in_flight(
     )
 
 
+ALLOCATED: Final = ("skipped", "deferred")
+"""Causes for which allocation leaves groups out on purpose; they are no failures."""
+
+
 def failures_by_cause(state: RunState) -> dict[str, int]:
     """Counts failures of episodes, groups and processes by cause, from the events read."""
     counts: Counter[str] = Counter()
@@ -441,8 +445,8 @@ def failures_by_cause(state: RunState) -> dict[str, int]:
             if group.failed:
                 counts[f"episode: {group.cause}"] += group.failed
     for step in state.steps.values():
-        for cause, count in step.causes.items():
-            counts[f"group dropped: {cause}"] += count
+        failed = {cause: count for cause, count in step.causes.items() if cause not in ALLOCATED}
+        counts.update({f"group dropped: {cause}": count for cause, count in failed.items()})
         if step.grad_norm is None:
             counts["step without effect: a gradient that is no number"] += 1
         if untold := step.dropped - sum(step.causes.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from heartbeats import make_heartbeat, put_heartbeat
 from rich.console import Console
 
 from deltawire.cli.main import main
-from deltawire.dashboard.status import RunStatus, Watch
+from deltawire.dashboard.status import RunStatus, Watch, failures_by_cause
 from deltawire.dashboard.status_view import view
 from deltawire.errors import CorruptError, InputError
 from deltawire.events import Event, Generated, Life, Published, Span, Step, Swapped, encode_lines
@@ -331,3 +332,9 @@ def test_counters_of_gateways_are_added_up(bucket) -> None:
     damaged = look(bucket)
     assert damaged.gateways == {}
     assert any("live/gateways/g0.json" in problem for problem in damaged.problems)
+
+
+def test_groups_that_allocation_leaves_out_are_no_failures() -> None:
+    step = SimpleNamespace(causes={"skipped": 3, "stale": 1}, grad_norm=1.0, dropped=4)
+    state = SimpleNamespace(processes={}, steps={1: step}, parity={})
+    assert failures_by_cause(state) == {"group dropped: stale": 1}
