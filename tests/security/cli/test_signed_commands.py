@@ -24,7 +24,7 @@ from deltawire.wire.status import TrainerStatus
 PINNED = ("status", "log", "fsck", "pull", "report", "probes", "metrics", "replay")
 LOCAL = {
     *("midtrain", "run", "tinker", "publish", "keygen", "grant", "import", "bench", "shapes"),
-    *("init", "doctor", "pack", "completion"),
+    *("init", "doctor", "pack", "completion", "simulate"),
 }
 """Commands that read no run, or read only one that they own by ``--key``."""
 

@@ -22,8 +22,8 @@ adds no prompt. So if steps take prompts in the order of granting, a prompt is t
 of at most S, counted from its pilot. The second bounds the tokens under way, and admits progress:
 while fewer than P prompts are filled, the others hold pilots only, which leaves b − a for one fill
 more. Prompts that are filled in stages may all be filled in part, so with stages C is (S+1)·P·b if
-that is more. If groups of a worker that was given up come back and hold all of C, one fill at a
-time exceeds it.
+that is more. One fill at a time exceeds C while no worker has anything to sample: groups of a
+worker that was given up and came back, or of steps that are not committed yet, may hold all of C.
 
 A prompt that reaches age S while the next step has enough prompts is trained on with the
 completions that it has, if their rewards differ: a *partial* one. One that is older is dropped.

@@ -256,7 +256,7 @@ def test_a_state_that_was_not_saved_is_not_made_up(url, model_directory):
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (list, "no data"),
+        (list, "list of data is empty"),
         (lambda: [datum("ab", target_tokens=[1, 2])], "shape"),
         (lambda: [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [1, 5000]})], "not one of"),
         (lambda: [Datum(ModelInput.from_ints([]), {"target_tokens": []})], "0 tokens"),
