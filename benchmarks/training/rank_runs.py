@@ -108,6 +108,7 @@ POINTS = {
     "manifest": Point([sharded, publisher], "create_manifest", _of_manifest, after=False),
     "committed": Point([sharded, publisher], "create_manifest", _of_manifest, after=True),
     "waiting": Point([sharded.ShardPublisher], "_await_manifest", _of_part, after=False),
+    "deleting": Point([sharded.ShardPublisher], "_delete_parts", _of_part, after=False),
     "save": Point([BucketWriter], "write_data", _of_save, after=False),
     "saved": Point([BucketWriter], "write_data", _of_save, after=True),
     "commit": Point([BucketWriter], "finish", _of_save, after=False),

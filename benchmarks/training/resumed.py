@@ -40,7 +40,7 @@ KILLS = [
     kill(1, "save", 6),
     kill(0, "committed", 9),
     kill(0, "saved", 10),
-    kill(0, "waiting", 13),
+    kill(0, "deleting", 13),
     kill(1, "saved", 14),
     kill(0, "commit", 18),
 ]
