@@ -229,7 +229,7 @@ def _draw_satisfaction(
         axes.annotate(made.verdict, (made.at, 0.97), color="#c62f3b", rotation=90, va="top")
     axes.set(ylim=(0, 1), xlim=(0, report.seconds), xlabel="seconds")
     axes.set_title("true satisfaction by arm, versions and decisions", loc="left")
-    axes.legend(loc="lower right", ncols=2)
+    _legend_above(axes)
 
 
 def _draw_styles(axes: Any, bins: Sequence[Sequence[ServedNote]]) -> None:
@@ -241,4 +241,8 @@ def _draw_styles(axes: Any, bins: Sequence[Sequence[ServedNote]]) -> None:
     axes.stackplot(at, *shares, labels=[*STYLES, "none"])
     axes.set(ylim=(0, 1), xlim=(0, at[-1]), xlabel="seconds")
     axes.set_title("styles of answers", loc="left")
-    axes.legend(loc="lower right", ncols=3)
+    _legend_above(axes)
+
+
+def _legend_above(axes: Any) -> None:
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, borderaxespad=0.2)
