@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import tiny_config
+from killing import run_and_kill_a_worker
 
 from deltawire.codec import Digest
 from deltawire.rl.control.rollout_reader import read_group
@@ -73,15 +73,9 @@ def test_two_adapters_train_on_tasks_of_their_own(tmp_path: Path) -> None:
         stderr=log,
         start_new_session=True,
     )
-    killed = False
     try:
-        deadline = time.monotonic() + 250
-        while process.poll() is None and time.monotonic() < deadline:
-            heartbeat = read_heartbeat(line_bucket(bucket, "sums", create=True), "w0")
-            if not killed and heartbeat and heartbeat.worker and heartbeat.worker.stored >= 1:
-                os.kill(heartbeat.pid, signal.SIGKILL)
-                killed = True
-            time.sleep(0.05)
+        line = line_bucket(bucket, "sums", create=True)
+        killed = run_and_kill_a_worker(process, line, ("w0",), within_s=250)
         logs = sorted((tmp_path / "out" / "logs").glob("*"))
         text = (tmp_path / "log").read_text() + "".join(one.read_text() for one in logs)
         assert process.poll() == 0, text[-6000:]

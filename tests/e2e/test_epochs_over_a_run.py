@@ -7,19 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import tiny_config
+from killing import run_and_kill_a_worker
 
 from deltawire.config import load_config
 from deltawire.envs import open_tasks
 from deltawire.rl.control.draws import RUN_STREAM
 from deltawire.rl.control.rollout_reader import read_group
 from deltawire.runtime.fleet import read_trainer
-from deltawire.runtime.heartbeat import read_heartbeat
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_manifest, read_run
 from deltawire.wire.ledger import CommitMetadata
@@ -77,14 +76,7 @@ def test_every_row_is_drawn_once_an_epoch_though_a_worker_dies(
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 250
-        killed = False
-        while process.poll() is None and time.monotonic() < deadline:
-            heartbeat = read_heartbeat(bucket, "w0")
-            if not killed and heartbeat and heartbeat.worker and heartbeat.worker.stored >= 2:
-                os.kill(heartbeat.pid, signal.SIGKILL)
-                killed = True
-            time.sleep(0.02)
+        killed = run_and_kill_a_worker(process, bucket, ("w0", "w1"), within_s=250)
         assert process.poll() == 0
         assert killed
     finally:
