@@ -33,6 +33,8 @@ from deltawire.events import Parity
 
 MAX_ROWS = 14
 MAX_FLAGS = 4
+DEATH_SHOWN_S = 60.0
+"""A death is shown for this long, in seconds: one that repeats stays on the screen."""
 SILENT_AFTER_S = 20.0
 
 _ROLES = ("trainer", "worker", "evaluator", "reference", "warm-start", "supervisor", None)
@@ -104,12 +106,14 @@ class LiveView:
             shown = Padding(summary_of_streams(state.probes), (1, 2, 0, 2))
             # A terminal cuts the end of a long screen, so a flag comes first.
             parts.insert(1 if state.probes.flagged else 2, shown)
+        parts += [Padding(Text(line, "red"), (0, 2)) for line in self._deaths(state)]
         return Group(*parts)
 
     def plain_line(self, state: RunState) -> str:
         """Renders one line without escapes, for a log or a pipe."""
         if not state.training:
-            return f"[{self._elapsed(state)}] {self._warm_words(state)}"
+            parts = [self._warm_words(state), *self._deaths(state)]
+            return f"[{self._elapsed(state)}] " + "  ".join(parts)
         parts = [f"version {state.version or 0}/{self.target_versions}"]
         if state.evaluated:
             parts.append(f"held-out {text('heldout', state)} (from {text('heldout_first', state)})")
@@ -130,7 +134,18 @@ class LiveView:
             parts.append(f"idle trainer {trainer}, workers {workers}")
         if state.probes is not None and (apart := flags(state.probes)):
             parts.append(f"rewards apart from probes: {', '.join(apart[:MAX_FLAGS])}")
-        return f"[{self._elapsed(state)}] " + "  ".join(parts)
+        return f"[{self._elapsed(state)}] " + "  ".join([*parts, *self._deaths(state)])
+
+    def _deaths(self, state: RunState) -> list[str]:
+        """Says of each process that died in the last `DEATH_SHOWN_S` how often, and why."""
+        lines = []
+        for process in sorted(state.processes.values(), key=lambda one: one.name):
+            deaths = [life for life in process.lives if life.what == "died"]
+            if not deaths or self.clock() - deaths[-1].at > DEATH_SHOWN_S:
+                continue
+            times = f" {len(deaths)} times" if len(deaths) > 1 else ""
+            lines.append(legible(f"{process.name} died{times}: {deaths[-1].detail}", 160))
+        return lines
 
     def _elapsed(self, state: RunState) -> str:
         return duration(self.clock() - state.extent[0] if state.extent else 0.0)

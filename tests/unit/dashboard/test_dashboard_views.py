@@ -298,6 +298,26 @@ def test_live_view_shows_the_warm_start_before_training():
     assert view.plain_line(state) == "[1:00] warm start 120/400  loss 0.500  accuracy 43.0 %"
 
 
+def test_both_views_say_why_a_process_keeps_dying_and_for_how_long():
+    state = RunState()
+    reason = "exit code 1: AttributeError: \x1b[31mno such name"
+    lives = [("died", 1.0), ("restarted", 2.0), ("died", 3.0), ("restarted", 4.0)]
+    state.add(
+        [
+            Life(process="trainer", at=at, role="trainer", what=what, detail=reason)
+            for what, at in lives
+        ]
+    )
+    view = LiveView(300, 4, name="run", clock=lambda: 10.0)
+    said = "trainer died 2 times: exit code 1: AttributeError: "
+    assert view.plain_line(state).startswith(f"[0:09] starting  {said}")
+    for text in (view.plain_line(state), drawn(view.render(state), 200)):
+        assert said in text
+        assert "\x1b" not in text
+    later = LiveView(300, 4, name="run", clock=lambda: 64.0)
+    assert later.plain_line(state) == "[1:03] starting"
+
+
 def test_plain_line_is_one_line_without_escapes(run):
     line = LiveView(40, 4, FULL, clock=lambda: 130.0).plain_line(run[0])
     assert line.isprintable()
