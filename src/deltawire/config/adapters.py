@@ -62,6 +62,10 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     """The format in which trainer and sampler keep frozen experts."""
     packed_layers: list[Name] = []
     """Further linear layers to pack, named as in `targets`."""
+    packed_matmul: Literal["exact", "fused"] = "exact"
+    """How a GPU multiplies by packed weights: ``exact`` writes a matrix as bf16 first, and computes
+    what it would with that matrix to the bit; ``fused`` does both in one kernel, which sums in
+    another order. Without effect on a CPU."""
     shared_factor: bool = False
     """If true, the experts of a layer share the outer factor: A of ``gate_up_proj``, B of
     ``down_proj``.
@@ -79,6 +83,26 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
         """Returns the factor of the adapter's product, of a layer or stack."""
         rank = self.rank_of(name)
         return self.alpha_of(name) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def vllm_fault(self) -> tuple[str, str] | None:
+        """Finds a setting that vLLM's adapter slots do not take: the reason and what to do, or
+        None. Layers that only the model names are checked when the run starts."""
+        hint = 'set rollout.engine = "transformers", or train.exporter = "merged"'
+        where = 'rollout.engine "vllm" does not serve'
+        if self.packed != "none":
+            reason = f"{where} packed weights (train.adapter.packed)"
+            return reason, 'set rollout.engine = "transformers", or train.adapter.packed = "none"'
+        if self.modules_to_save:
+            return f"{where} modules trained whole (train.adapter.modules_to_save)", hint
+        for target in self.targets:
+            if target.rpartition(".")[2] in _NOT_IN_VLLM:
+                return f"{where} an adapter of {target[:80]!r} (train.adapter.targets)", hint
+        largest = max(self.rank, *self.rank_pattern.values(), 0)
+        if largest > VLLM_RANKS[-1]:
+            limit = VLLM_RANKS[-1]
+            reason = f"the adapter's rank {largest} is above rollout.engine vllm's largest, {limit}"
+            return reason, f"set a smaller rank, or {hint}"
+        return None
 
     def contradiction(self, *, merged: bool = False) -> tuple[str, str] | None:
         """Finds settings that contradict each other: the reason and what to do, or None.
@@ -107,8 +131,9 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
                     return f"adapter.{key} has no effect without an adapter", (
                         'set adapter.kind = "lora"'
                     )
-        if self.packed == "none" and self.packed_layers:
-            return "adapter.packed_layers has no effect", "set adapter.packed to a format"
+        for key, default in (("packed_layers", []), ("packed_matmul", "exact")):
+            if self.packed == "none" and getattr(self, key) != default:
+                return f"adapter.{key} has no effect", "set adapter.packed to a format"
         for key in ("rank_pattern", "alpha_pattern"):
             for pattern in getattr(self, key):
                 try:
@@ -170,17 +195,21 @@ def adapters_contradiction(
             return f"two of adapters are named {one.name}", "give each its own name"
         if one.kind == "none":
             return f"{where}.kind is none", "leave the adapter out"
-        if (one.packed, one.packed_layers) != (lines[0].packed, lines[0].packed_layers):
-            return (
-                f"{where}.packed is not that of {names[0]}: all adapters share one base",
-                "set packed and packed_layers to the same in all of them",
-            )
+        for key in ("packed", "packed_layers", "packed_matmul"):
+            if getattr(one, key) != getattr(lines[0], key):
+                return (
+                    f"{where}.{key} is not that of {names[0]}: all adapters share one base",
+                    "set packed, packed_layers and packed_matmul to the same in all of them",
+                )
         if one.packed_layers:
             return f"{where}.packed_layers is not possible with several adapters", "leave it out"
         if found := one.contradiction():
             return found[0].replace("adapter.", f"{where}.", 1), found[1]
     return None
 
+
+_NOT_IN_VLLM = ("experts", "gate_up_proj", "embed_tokens", "lm_head")
+"""Targets that no adapter slot takes, in any model."""
 
 _WIDE = ("none", "fp8-block", "int8-row")
 """Formats that a merge is not refused for at the start."""

@@ -296,7 +296,10 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         """Return the adapter of the model that a run publishes; of several, only the packing."""
         if not self.adapters or self.adapters[0].packed == "none":
             return self.adapter
-        return AdapterConfig(kind="lora", targets=[], packed=self.adapters[0].packed)
+        first = self.adapters[0]
+        return AdapterConfig(
+            kind="lora", targets=[], packed=first.packed, packed_matmul=first.packed_matmul
+        )
 
     @property
     def served_adapter(self) -> AdapterConfig:
@@ -308,6 +311,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             targets=[],
             packed=self.adapter.packed,
             packed_layers=self.adapter.packed_layers,
+            packed_matmul=self.adapter.packed_matmul,
         )
 
     @property

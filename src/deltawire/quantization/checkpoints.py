@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from deltawire.errors import CorruptError, InputError
-from deltawire.quantization.formats import PackedFormat, open_format
+from deltawire.quantization.formats import PackedFormat, naming, open_format
 
 _WEIGHTS = {
     ("int", 4, "group", 32): "int4-g32",
@@ -141,7 +141,8 @@ class PackedCheckpoint:
         if "global_scale" in parts:
             parts["global_scale"] = parts["global_scale"].float().expand(codes.shape[:-1])
         shape = (*codes.shape[:-1], codes.shape[-1] * 8 // self.form.bits)
-        self.form.check(parts, tuple(shape))
+        with naming(weight.name):
+            self.form.check(parts, tuple(shape))
         return parts
 
     def _parts_of(self, name: str) -> dict[str, str]:

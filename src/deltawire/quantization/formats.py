@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -149,6 +150,15 @@ class PackedFormat:
         )
         blocks = padded.reshape(*weight.shape[:-2], down, high, across, wide)
         return torch.amax(blocks, (-3, -1))
+
+
+@contextmanager
+def naming(tensor: str) -> Iterator[None]:
+    """Adds a tensor's name to the errors of a format that the body raises."""
+    try:
+        yield
+    except (CorruptError, InputError) as error:
+        raise type(error)(f"{tensor[:200]}: {error.message}", hint=error.hint) from error
 
 
 def open_format(name: str) -> PackedFormat:

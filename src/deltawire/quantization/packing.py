@@ -20,7 +20,7 @@ from deltawire.errors import InputError
 from deltawire.quantization.checkpoints import PackedCheckpoint, StoredWeight
 from deltawire.quantization.dequantize import dequantize, squared_error
 from deltawire.quantization.experts import STACKS, find_experts, replace_stacks
-from deltawire.quantization.formats import PackedFormat, Parts
+from deltawire.quantization.formats import PackedFormat, Parts, naming
 from deltawire.quantization.linear import PackedLinear, PackedWeight
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
@@ -55,20 +55,26 @@ class PackReport:
             total[place] += square
 
 
-def pack_layers(model: Any, form: str, linear: Iterable[str] = ()) -> None:
+def pack_layers(model: Any, form: str, linear: Iterable[str] = (), *, fused: bool = False) -> None:
     """Replaces fused experts, and linear layers of those names, by packed ones without values.
 
-    ``linear`` has full names of modules. Raises `InputError` if nothing is left to pack.
+    ``linear`` has full names of modules. With ``fused``, a GPU multiplies by them in one kernel
+    (`deltawire.quantization.fused`). Raises `InputError` if nothing is left to pack.
     """
     experts = find_experts(model)
-    for module in experts.values():
-        replace_stacks(module, form)
+    for name, module in experts.items():
+        with naming(name):
+            replace_stacks(module, form)
     names = list(linear)
     for name in names:
         parent, _, last = name.rpartition(".")
         layer = model.get_submodule(name)
-        weight = PackedWeight(form, tuple(layer.weight.shape), device=layer.weight.device)
+        with naming(name):
+            weight = PackedWeight(form, tuple(layer.weight.shape), device=layer.weight.device)
         setattr(model.get_submodule(parent), last, PackedLinear(weight, layer.bias))
+    for module in model.modules():
+        if isinstance(module, PackedWeight):
+            module.fused = fused
     if not experts and not names:
         raise InputError(
             "the model has no fused experts to pack",
@@ -199,7 +205,8 @@ def _fill_stack(
     if tuple(dense.shape) != weight.shape:
         raise InputError(f"{stored.name} is {list(dense.shape)}, not {list(weight.shape)}")
     for index in range(len(dense)):
-        parts = weight.form.quantize(dense[index])
+        with naming(stored.name):
+            parts = weight.form.quantize(dense[index])
         report.add(stored.name, weight.form, dense[index], parts)
         weight.set_matrix(index, parts)
 
@@ -215,7 +222,8 @@ def _parts(
         report.native += 1
         return checkpoint.read_packed(stored)
     dense = _dense(checkpoint, stored)
-    parts = weight.form.quantize(dense)
+    with naming(stored.name):
+        parts = weight.form.quantize(dense)
     report.add(layer, weight.form, dense, parts)
     return parts
 

@@ -239,9 +239,15 @@ def test_another_grid_is_refused_by_name(qwen, tmp_path, change):
 
 def damaged(kept):
     name = next(one for one in kept if one.endswith("_scale"))
-    yield "not finite", {**kept, name: kept[name] * torch.nan}
+    yield (
+        f"^{re.escape(name.removesuffix('_scale'))}: a scale .* is not finite",
+        {**kept, name: kept[name] * torch.nan},
+    )
     yield "lacks", {one: tensor for one, tensor in kept.items() if one != name}
-    yield "instead of", {**kept, name: kept[name][:, :-1].contiguous()}
+    yield (
+        r"_proj\.weight: the scales .* instead of",
+        {**kept, name: kept[name][:, :-1].contiguous()},
+    )
     codes = name.replace("_scale", "_packed")
     yield "columns", {**kept, codes: kept[codes][:, :-4].contiguous()}
     other = next(one for one in kept if one.endswith("input_layernorm.weight"))
@@ -260,6 +266,15 @@ def test_damaged_directories_are_refused(qwen, tmp_path, number):
     pack_layers(packed, "int4-g32")
     with pytest.raises((CorruptError, InputError), match=message):
         load_packed(packed, out)
+
+
+def test_columns_that_are_no_whole_groups_are_refused_with_the_layer(tmp_path):
+    sizes = {**SIZES, "moe_intermediate_size": 40}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**sizes))
+    message = r"^model\.layers\.0\.mlp\.experts: 40 columns are not a multiple of the 32 "
+    with pytest.raises(InputError, match=message) as caught:
+        pack_layers(model, "int4-g32")
+    assert caught.value.hint
 
 
 def test_a_model_without_experts_is_refused():
